@@ -7,8 +7,10 @@ that make an adapter or its configuration.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -72,7 +74,7 @@ def lora_settings(arguments: Mapping[str, Any]) -> Any:
             "base's weights, which no rank holds"
         )
     rank = arguments.get("r", 8)
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+    if type(rank) is not int or rank < 1:
         raise ValueError(f"r={rank} must be a whole number of at least 1")
     try:
         return library().LoraConfig(**arguments)
@@ -99,15 +101,11 @@ def add_adapter(model: nn.Module, arguments: Mapping[str, Any], path: str) -> nn
     return adapted
 
 
-def is_adapted(model: nn.Module) -> bool:
-    """Whether ``model`` itself is a model of the ``peft`` library, sharded or not."""
-    return any(kind.__module__.startswith("peft.peft_model") for kind in type(model).__mro__)
-
-
 def base_of(model: Any) -> tuple[nn.Module, str]:
     """The model that is adapted, and what its names begin with in ``model``; of any other model,
     itself and ""."""
-    if not is_adapted(model):
+    # Sharding makes a subclass of the model's class.
+    if not any(kind.__module__.startswith("peft.peft_model") for kind in type(model).__mro__):
         return model, ""
     base = model.base_model.model
     name = next(name for name, module in model.named_modules() if module is base)
@@ -137,23 +135,17 @@ def base_name(name: str, prefix: str) -> str | None:
 def saved_name(name: str, adapter: str) -> str | None:
     """The name that peft saves a parameter of ``adapter`` under; None for what it does not save."""
     parts = name.split(".")
-    if "modules_to_save" in parts:
-        at = parts.index("modules_to_save")
-        if parts[at + 1 : at + 2] != [adapter]:
-            return None
-        return ".".join(parts[:at] + parts[at + 2 :])
-    for at, part in enumerate(parts):
-        if part.startswith("lora_") and parts[at + 1 : at + 2] == [adapter]:
-            return ".".join(parts[: at + 1] + parts[at + 2 :])
+    for at, (part, following) in enumerate(pairwise(parts)):
+        # A layer that is trained as a copy is saved under the name of the layer itself.
+        is_copy = part == "modules_to_save"
+        if following == adapter and (is_copy or part.startswith("lora_")):
+            return ".".join(parts[: at + (not is_copy)] + parts[at + 2 :])
     return None
 
 
 def settings_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Name of an adapter -> its configuration as plain values; empty for a model without any."""
-    found = {}
-    for name, settings in _adapters_in(model).items():
-        found[name] = plain_settings(settings)
-    return found
+    return {name: plain_settings(settings) for name, settings in _adapters_in(model).items()}
 
 
 def _adapters_in(model: nn.Module) -> dict[str, Any]:
@@ -167,20 +159,14 @@ def _adapters_in(model: nn.Module) -> dict[str, Any]:
 
 def plain_settings(settings: Any) -> dict[str, Any]:
     """A configuration of peft's as values that JSON has; sets become sorted lists."""
-    plain = settings.to_dict()
-    return {str(key): _plain(value) for key, value in plain.items()}
 
+    def plain(value: Any) -> Any:
+        if isinstance(value, set | frozenset):
+            return sorted(map(str, value))
+        return str(getattr(value, "value", value))  # of an enumeration, its word
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted(map(str, value))
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    return str(getattr(value, "value", value))  # of an enumeration, its word
+    # What JSON has no form for is given to `plain`.
+    return json.loads(json.dumps(settings.to_dict(), default=plain))
 
 
 def checked_settings(plain: Mapping[str, Any]) -> Any:
@@ -189,29 +175,21 @@ def checked_settings(plain: Mapping[str, Any]) -> Any:
     if plain.get("peft_type") != "LORA":
         raise ValueError(f"peft_type={plain.get('peft_type')}: only LORA is converted")
     defaults = plain_settings(library().LoraConfig())
-    arguments = {}
-    for key, value in plain.items():
-        if key in ARGUMENTS:
-            arguments[key] = value
-            continue
+    for key in plain.keys() - {*ARGUMENTS, *_DESCRIPTIVE}:
         # An empty list and None both mean that something is not used.
-        is_default = value == defaults.get(key) or not (value or defaults.get(key))
-        if key not in _DESCRIPTIVE and not is_default:
-            raise ValueError(f"{key}={value}: adapters of this kind are not converted")
-    return lora_settings(arguments)
-
-
-def has_adapter(module: nn.Module) -> bool:
-    """Whether ``module`` is a layer that peft put LoRA adapters beside."""
-    return hasattr(module, "reset_lora_parameters")
+        if (plain[key] or None) != (defaults.get(key) or None):
+            raise ValueError(f"{key}={plain[key]}: adapters of this kind are not converted")
+    return lora_settings({key: plain[key] for key in ARGUMENTS if key in plain})
 
 
 def reset_adapter(layer: Any, model: nn.Module) -> None:
-    """Gives the adapters of a layer of ``model`` their initial values by peft's own rule: one
-    factor is drawn, the other is zero.
+    """Gives the adapters of a layer of ``model``, if it has any, their initial values by peft's own
+    rule: one factor is drawn, the other is zero.
 
     Raises ValueError for adapters whose initial values follow from those of the base.
     """
+    if not hasattr(layer, "reset_lora_parameters"):
+        return
     settings = _adapters_in(model)
     for adapter in layer.r:
         initial = settings[adapter].init_lora_weights
@@ -228,7 +206,7 @@ def given_modules(model: nn.Module, given: set[str]) -> Iterator[nn.Module]:
     """The modules in ``model`` of which all parameters are ``given``, by name, and no buffer is on
     meta."""
     for name, module in model.named_modules():
-        names = [inner for inner, _ in module.named_parameters(prefix=name)]
+        names = dict(module.named_parameters(prefix=name)).keys()
         on_meta = any(buffer.is_meta for buffer in module.buffers())
-        if names and given.issuperset(names) and not on_meta:
+        if names and names <= given and not on_meta:
             yield module

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -73,22 +74,35 @@ def saved_config(path: str | None, architecture: str | None, arguments: Mapping[
     """The configuration of `read_config` before it is changed for training: what a saved model
     has. Raises as `read_config`."""
     transformers = library()
+    known = transformers.CONFIG_MAPPING
     _check_layers(arguments)
     if path is not None:
         config = _config_of_folder(transformers, path)
+    elif architecture in known:
+        config = known[architecture]()
     else:
-        config = _config_of_architecture(transformers, architecture)
-    _check_known(arguments, config)
-    if arguments:
-        # Made anew rather than set one by one: other values of a configuration follow from these
-        # (layer kinds, head sizes).
-        given = {}
-        if path is not None:
-            given = config.to_diff_dict()
-        given = {**given, **arguments}
-        given.pop("model_type", None)
-        config = type(config)(**given)
-    return config
+        near = difflib.get_close_matches(str(architecture), list(known), n=3, cutoff=0.4)
+        raise ValueError(
+            f"transformers {transformers.__version__} has no architecture {architecture!r}; near: "
+            f"{near}"
+        )
+    # attn_implementation and the like are kept under a private name.
+    unknown = [
+        name for name in arguments if not (hasattr(config, name) or hasattr(config, f"_{name}"))
+    ]
+    if unknown:
+        fields = sorted(name for name in config.to_dict() if not name.startswith("_"))
+        raise ValueError(
+            f"{type(config).__name__} has no {', '.join(unknown)}; it has {', '.join(fields)}"
+        )
+    if not arguments:
+        return config
+    # Made anew rather than set one by one: other values of a configuration follow from these
+    # (layer kinds, head sizes).
+    given = config.to_diff_dict() if path is not None else {}
+    given = {**given, **arguments}
+    given.pop("model_type", None)
+    return type(config)(**given)
 
 
 def _config_of_folder(transformers: Any, path: str) -> Any:
@@ -109,44 +123,15 @@ def _config_of_folder(transformers: Any, path: str) -> Any:
     )
 
 
-def _config_of_architecture(transformers: Any, architecture: str | None) -> Any:
-    known = transformers.CONFIG_MAPPING
-    if architecture not in known:
-        near = difflib.get_close_matches(str(architecture), list(known), n=3, cutoff=0.4)
-        raise ValueError(
-            f"transformers {transformers.__version__} has no architecture {architecture!r}; near: "
-            f"{near}"
-        )
-    return known[architecture]()
-
-
-def _check_known(arguments: Mapping[str, Any], config: Any) -> None:
-    """Raises ValueError for arguments that a configuration does not have."""
-    unknown = []
-    for name in arguments:
-        # attn_implementation and the like are kept under a private name.
-        is_known = hasattr(config, name) or hasattr(config, f"_{name}")
-        if not is_known:
-            unknown.append(name)
-    if unknown:
-        fields = sorted(name for name in config.to_dict() if not name.startswith("_"))
-        raise ValueError(
-            f"{type(config).__name__} has no {', '.join(unknown)}; it has {', '.join(fields)}"
-        )
-
-
 def _check_layers(settings: Any) -> None:
     """Raises ValueError for more layers than any model has: the library would build them for
     minutes, without a message. ``settings``: a mapping, which may hold others; anything else has no
     layers."""
-    if not isinstance(settings, Mapping):
-        return
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            _check_layers(value)
-            continue
-        too_many = isinstance(value, int) and value > _MOST_LAYERS
-        if too_many and _LAYERS.fullmatch(str(name)):
+    entries = settings if isinstance(settings, Mapping) else {}
+    for name, value in entries.items():
+        _check_layers(value)
+        counts_layers = isinstance(value, int) and _LAYERS.fullmatch(str(name))
+        if counts_layers and value > _MOST_LAYERS:
             raise ValueError(f"{name}={value} is more than {_MOST_LAYERS:,} layers")
 
 
@@ -157,32 +142,27 @@ def model_class(config: Any, head: str) -> type[nn.Module]:
     if head not in known:
         raise ValueError(f"head {head!r} is not one of {', '.join(known)}")
     transformers = library()
+    from transformers.models.auto import modeling_auto
+
     # A saved model names its class; one of a folder's own code is not in the library.
     if head == "auto":
         for name in getattr(config, "architectures", None) or []:
             if hasattr(transformers, name):
                 return getattr(transformers, name)
     # Else the class follows from the head; `auto` is the first head that the architecture has.
-    kind = config.model_type
-    heads = [key for key in _MAPPINGS if _class_name(kind, key) is not None]
+    classes: dict[str, str] = {}
+    for each, mapping in _MAPPINGS.items():
+        names = getattr(modeling_auto, mapping).get(config.model_type)
+        if isinstance(names, str):
+            classes[each] = names
+        elif names:
+            classes[each] = names[0]  # some architectures have several names; the first counts
     if head == "auto":
-        head = next(iter(heads), "base")
-    found = _class_name(kind, head)
-    if found is None:
-        has = ", ".join(heads) or "none"
-        raise ValueError(f"{kind} has no {head} model in transformers; it has {has}")
-    return getattr(transformers, found)
-
-
-def _class_name(kind: str, head: str) -> str | None:
-    """The library's class with ``head`` for the architecture ``kind``; None when it has none."""
-    from transformers.models.auto import modeling_auto
-
-    mapping = getattr(modeling_auto, _MAPPINGS[head])
-    names = mapping.get(kind)
-    if names is None or isinstance(names, str):
-        return names
-    return names[0]  # some architectures have several names; the first counts
+        head = next(iter(classes), "base")
+    if head not in classes:
+        has = ", ".join(classes) or "none"
+        raise ValueError(f"{config.model_type} has no {head} model in transformers; it has {has}")
+    return getattr(transformers, classes[head])
 
 
 def build(
@@ -210,7 +190,7 @@ def tensor_words(model: nn.Module) -> dict[str, str]:
     """The model's own tensor-parallel plan, module pattern -> word, as the library ships it; empty
     when it ships none.
 
-    Expert layers, whose parameters belong to no Linear, are left out and so stay whole: every
+    Expert layers, whose parameters belong to no Linear, are omitted and so stay whole: every
     tensor rank computes them, which is right though not split. Raises ValueError for a plan with
     other words that would have to be translated.
     """
@@ -242,14 +222,9 @@ def classifies_images(model: nn.Module) -> bool:
         MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSES,
     )
 
-    names: set[str] = set()
-    for listed in CLASSES.values():
-        # The name of a class, or several.
-        if isinstance(listed, str):
-            names.add(listed)
-        else:
-            names.update(listed)
-    return type(model).__name__ in names
+    # Each is the name of a class, or several.
+    names = [[listed] if isinstance(listed, str) else listed for listed in CLASSES.values()]
+    return type(model).__name__ in chain.from_iterable(names)
 
 
 def image_input(config: Any) -> tuple[int | None, int | None]:
@@ -263,14 +238,9 @@ def image_input(config: Any) -> tuple[int | None, int | None]:
         if height == width:
             size = height
     channels = getattr(vision, "num_channels", None)
-    return _integer(size), _integer(channels)
-
-
-def _integer(value: Any) -> int | None:
-    """None for anything else, such as a size of two sides."""
-    if isinstance(value, int):
-        return value
-    return None
+    # Anything else is not taken, such as a size of two different sides.
+    pixels, colours = (value if isinstance(value, int) else None for value in (size, channels))
+    return pixels, colours
 
 
 def context_of(seq_len: int) -> int:

@@ -26,9 +26,9 @@ from parallel2d.training.data.prepare import folder_lock, prepare
 from parallel2d.training.data.reading import find_units
 
 if TYPE_CHECKING:
-    from parallel2d.training.data import BatchFeed as BatchFeed
-    from parallel2d.training.data import BatchPlan as BatchPlan
-    from parallel2d.training.data import open_data as open_data
+    from parallel2d.training.data.feed import BatchFeed as BatchFeed
+    from parallel2d.training.data.feed import BatchPlan as BatchPlan
+    from parallel2d.training.data.opening import open_data as open_data
 
 # Keys of data.* that are options of `prepare`
 _OPTIONS = {
@@ -123,10 +123,21 @@ def _verify(options: argparse.Namespace) -> None:
     print(f"{options.folder}: {store.verify(options.folder):,} bytes, every checksum is right")
 
 
+# What a loop of one's own imports from here, and where it is
+_LIBRARY = {
+    **dict.fromkeys(("IGNORED", "Batch"), "batch"),
+    **dict.fromkeys(("BatchFeed", "BatchPlan", "EndOfData", "StepBatch"), "feed"),
+    **dict.fromkeys(("OpenData", "open_data"), "opening"),
+    "SampleStream": "stream",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """`open_data`, `BatchFeed` and the other names of `training.data`, without loading torch for a
-    command."""
-    return getattr(importlib.import_module("parallel2d.training.data"), name)
+    """The names of the library, imported when they are used: a command does not load torch."""
+    if name not in _LIBRARY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"parallel2d.training.data.{_LIBRARY[name]}")
+    return getattr(module, name)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from parallel2d.base.config import DataConfig
-from parallel2d.training.data import OpenData, open_data
+from parallel2d.training.data.opening import OpenData, open_data
 
 try:
     from PIL import Image

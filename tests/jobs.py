@@ -96,7 +96,7 @@ def run(folder, run_dir, words, steps, after_step=None):
     """Up to ``steps`` steps of the job, then an end without farewell. Returns the step from which it went on.
 
     ``after_step(trainer)`` runs on each rank after each step."""
-    from parallel2d.training.data import BatchFeed
+    from parallel2d.training.data.feed import BatchFeed
 
     trainer = build(folder, run_dir, words)
     begun = trainer.progress.step

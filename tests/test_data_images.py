@@ -15,9 +15,10 @@ from images import CLASSES, EACH, Image, opened, write_images
 
 from parallel2d.base.config import DataConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.training.data import BatchFeed, BatchPlan, open_data
 from parallel2d.training.data.batch import token_sequences
+from parallel2d.training.data.feed import BatchFeed, BatchPlan
 from parallel2d.training.data.images import SUFFIXES, find_images
+from parallel2d.training.data.opening import open_data
 from parallel2d.training.data.order import Order, Schedule
 from parallel2d.training.data.stream import SampleStream
 

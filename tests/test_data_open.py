@@ -18,14 +18,9 @@ import torch
 from parallel2d.base.config import DataConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.data import main
-from parallel2d.training.data import (
-    BatchFeed,
-    BatchPlan,
-    EndOfData,
-    OpenData,
-    SampleStream,
-    open_data,
-)
+from parallel2d.training.data.feed import BatchFeed, BatchPlan, EndOfData
+from parallel2d.training.data.opening import OpenData, open_data
+from parallel2d.training.data.stream import SampleStream
 from parallel2d.training.data.token_shards import ShardWriter
 
 

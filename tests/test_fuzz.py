@@ -29,7 +29,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.checkpoint import main as checkpoint_command
 from parallel2d.instruments.report.page import markdown, page
 from parallel2d.instruments.report.runs import read_run
-from parallel2d.training.data import OpenData, open_data
+from parallel2d.training.data.opening import OpenData, open_data
 from parallel2d.training.data.token_shards import verify
 from parallel2d.training.metrics.goodput import Goodput
 from parallel2d.training.metrics.writer import MetricsWriter

@@ -11,7 +11,7 @@ from images import Image, write_images
 from parallel2d.base.config import DataConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.data import main as prepare
-from parallel2d.training.data import open_data
+from parallel2d.training.data.opening import open_data
 
 
 @pytest.fixture

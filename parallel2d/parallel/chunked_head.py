@@ -15,12 +15,12 @@ import functools
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError
@@ -33,7 +33,9 @@ from parallel2d.parallel.chunked_loss import (
     targets_like,
 )
 from parallel2d.parallel.loss import cross_entropy_sum
+from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.model_structure import find_blocks, fqn_of
+from parallel2d.parallel.weights.named_tensors import reshard
 
 _COMPARED = 480  # tokens of the first batch; a multiple of usual sizes of the tensor axis
 # By the dtype of the logits: largest relative difference of the two losses.
@@ -50,10 +52,8 @@ _REFUSED_OPERATORS = {
 
 
 class _Record:
-    """What became of the logits until now.
-
-    Neither a dataclass nor a tuple, in which sharding would look for tensors.
-    """
+    """What became of the logits until now. Neither a dataclass nor a tuple, in which sharding would
+    look for tensors."""
 
     def __init__(
         self, shape: torch.Size, sample: Tensor, operations: tuple[Operation, ...] = ()
@@ -80,14 +80,14 @@ class ChunkedLogits:
         cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = SYNONYMS.get(function.__name__, function.__name__)
-        own = [arg for arg in args if isinstance(arg, cls)]
-        if len(own) != 1:
+        # An operation may be called with keywords alone.
+        logits, *others = list(args) or [None]
+        # Only of a commutative operation may the logits come second.
+        if name in ("mul", "add") and not isinstance(logits, cls):
+            logits, *others = [*others, logits]
+        if not isinstance(logits, cls):
             raise _refused(name)
-        others = [arg for arg in args if not isinstance(arg, cls)]
-        # Of an operation that is not commutative the logits must come first.
-        if args[0] is not own[0] and name not in ("mul", "add"):
-            raise _refused(name)
-        return own[0].then(name, others, kwargs or {})
+        return logits.then(name, others, kwargs or {})
 
     def then(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ChunkedLogits:
         """After the operation ``name``. Raises `ConfigError` for one that is not on single
@@ -95,13 +95,13 @@ class ChunkedLogits:
         if name not in ELEMENTWISE:
             raise _refused(name)
         for value in (*args, *kwargs.values()):
-            is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-            if isinstance(value, Tensor) and (not is_plain or value.numel() != 1):
-                raise _refused(f"{name} with a tensor of shape {tuple(value.shape)}")
-            if isinstance(value, Tensor) and value.requires_grad:
-                raise _refused(f"{name} with a parameter, which would get no gradient,")
-            if isinstance(value, ChunkedLogits):
-                raise _refused(f"{name} of two of them")
+            match value:
+                case ChunkedLogits():
+                    raise _refused(f"{name} of two of them")
+                case Tensor() if isinstance(value, DTensor) or value.numel() != 1:
+                    raise _refused(f"{name} with a tensor of shape {tuple(value.shape)}")
+                case Tensor(requires_grad=True):
+                    raise _refused(f"{name} with a parameter, which would get no gradient,")
         operation = Operation(name, args, kwargs)
         record = self.record
         after = _Record(record.shape, operation(record.sample), (*record.operations, operation))
@@ -151,18 +151,11 @@ def _method(name: str) -> Callable[..., ChunkedLogits]:
     return lambda logits, *args, **kwargs: logits.then(name, args, kwargs)
 
 
-def _refusal(what: str) -> Callable[..., None]:
-    def refuse(*_: Any) -> None:
-        raise _refused(what)
-
-    return refuse
-
-
-# Python looks operators up in the class, and does not ask `__getattr__` for them.
-for _name in (*ELEMENTWISE, *SYNONYMS):
-    setattr(ChunkedLogits, _name, _method(SYNONYMS.get(_name, _name)))
-for _name, _what in _REFUSED_OPERATORS.items():
-    setattr(ChunkedLogits, _name, _refusal(_what))
+# Python looks operators up in the class, and does not ask `__getattr__` for them. `then` refuses
+# those that are not on single elements.
+for _name in (*ELEMENTWISE, *SYNONYMS, *_REFUSED_OPERATORS):
+    _words = SYNONYMS | _REFUSED_OPERATORS
+    setattr(ChunkedLogits, _name, _method(_words.get(_name, _name)))
 
 
 def _refused(what: str) -> ConfigError:
@@ -180,34 +173,28 @@ def find_head(model: nn.Module) -> str:
     Raises `ConfigError` when there is none. Whether it really is the head shows in the first
     forward of a `ChunkedHead`.
     """
-    names = {id(module): fqn_of(name) for name, module in model.named_modules()}
-    ask = getattr(model, "get_output_embeddings", None)
-    if callable(ask):
-        head = ask()
-        if head is not None:
-            if not _is_plain_linear(head) or id(head) not in names:
-                raise ConfigError(
-                    f"train.loss_chunk: the head of {_class_name(model)} is a {_class_name(head)}, "
-                    "and only a plain Linear can be computed in chunks; set train.loss_chunk=null"
-                )
-            return names[id(head)]
-    inside: set[int] = set()
-    for _, block in find_blocks(model):
-        inside.update(map(id, block.modules()))
-    found = [
-        module
-        for module in model.modules()
-        if _is_plain_linear(module) and id(module) not in inside
-    ]
-    if not found:
+    linear = {id(each): fqn_of(name) for name, each in model.named_modules() if _is_plain(each)}
+    ask = getattr(model, "get_output_embeddings", lambda: None)
+    head = ask()
+    if head is not None:
+        if id(head) not in linear:
+            raise ConfigError(
+                f"train.loss_chunk: the head of {_class_name(model)} is a {_class_name(head)}, and "
+                "only a plain Linear can be computed in chunks; set train.loss_chunk=null"
+            )
+        return linear[id(head)]
+    in_blocks = chain.from_iterable(block.modules() for _, block in find_blocks(model))
+    for each in in_blocks:
+        linear.pop(id(each), None)
+    if not linear:
         raise ConfigError(
             f"train.loss_chunk: {_class_name(model)} has no Linear outside of its repeated blocks "
             "that could be its head; set train.loss_chunk=null"
         )
-    return names[id(found[-1])]
+    return list(linear.values())[-1]
 
 
-def _is_plain_linear(module: Any) -> bool:
+def _is_plain(module: nn.Module | None) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
@@ -215,19 +202,7 @@ def _can_be_cut(value: Any, targets: Tensor) -> bool:
     """Whether it is plain which part of ``value`` belongs to a part of ``targets``."""
     if isinstance(value, Tensor) and value.ndim > 0:
         return value.shape[:2] == targets.shape[:2]
-    return value is None or isinstance(value, Tensor | bool | int | float | str)
-
-
-def _modules_around(model: nn.Module, head: nn.Module) -> dict[str, nn.Module]:
-    """By name, ``head`` and the modules that contain it: those that may return its output."""
-    found = {}
-    for path, module in model.named_modules():
-        if module is head:
-            parts = path.split(".")
-            for length in range(len(parts) + 1):
-                outer = ".".join(parts[:length])
-                found[fqn_of(outer)] = model.get_submodule(outer)
-    return found
+    return isinstance(value, Tensor | bool | int | float | str | None)
 
 
 def _class_name(module: Any) -> str:
@@ -254,17 +229,19 @@ class ChunkedHead:
     def __init__(
         self, model: nn.Module, chunk: int, name: str | None = None, z_loss: float = 0.0
     ) -> None:
-        if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
+        if type(chunk) is not int or chunk < 1:
             raise ConfigError(f"chunk={chunk} must be a whole number of rows, at least 1")
         self.model = model
         self.chunk = chunk
         self.z_loss = z_loss
         self.name = name if name is not None else find_head(model)
-        by_name = {fqn_of(path): module for path, module in model.named_modules()}
-        if not _is_plain_linear(by_name.get(self.name)):
+        by_name = {fqn_of(path): each for path, each in model.named_modules()}
+        head: Any = by_name.get(self.name)
+        if not _is_plain(head):
             raise ConfigError(f"{self.name} is no plain Linear of {_class_name(model)}")
-        self._head: Any = by_name[self.name]
-        self._around = _modules_around(model, self._head)
+        self._head = head
+        # The head and the modules that contain it: those that may return its output.
+        self._around = {name: each for name, each in by_name.items() if head in each.modules()}
         self._forward = self._head.forward
         # A method of this object, so that a deep copy of the model computes with its own head.
         self._head.forward = types.MethodType(_forward_of_head, self)
@@ -281,20 +258,17 @@ class ChunkedHead:
         """
         if self._operations is None:
             self.compare(targets, *inputs, **options)
-        output = self._call(targets, self.chunk, inputs, options)
         assert self._operations is not None
+        output = self._call(targets, self.chunk, inputs, options)
         done = output.record.operations
-        same = len(done) == len(self._operations) and all(
-            a.is_same(b) for a, b in zip(done, self._operations, strict=True)
-        )
-        if not same:
+        if [each.key for each in done] != [each.key for each in self._operations]:
             raise RuntimeError(
                 f"the model did {list(done)} with its logits, and {list(self._operations)} (with "
                 "the same numbers) in its first forward, which the loss in chunks repeats; set "
                 "train.loss_chunk=null"
             )
-        loss = output.loss
-        assert loss is not None
+        # Known operations make the head compute it.
+        loss: Any = output.loss
         if loss.dtype.itemsize < 4:
             raise ConfigError(
                 f"the loss was cast to {loss.dtype} with the outputs of a module: omit "
@@ -322,33 +296,24 @@ class ChunkedHead:
             plain = cross_entropy_sum(logits, wanted)
             dtype = logits.dtype
             del output, logits
-            self._record(wanted, first, options)
+            self._operations = None
+            self._operations = self._call(wanted, self.chunk, first, options).record.operations
             # Of several chunks, the last one smaller.
             rows = min(self.chunk, max(1, wanted.numel() * 2 // 5))
-            found = self._call(wanted, rows, first, options).loss
+            found: Any = self._call(wanted, rows, first, options).loss
         finally:
             for module, was in training.items():
                 module.training = was
-            self._reshard()
-        assert found is not None
+            reshard(self.model)
         self._check_equal(found, plain, _BOUNDS.get(dtype, _BOUND))
 
     def record(self, targets: Tensor, *inputs: Any, **options: Any) -> None:
         """Learns what the model does with its logits, without a comparison, for tensors without
         values. Call it without gradients."""
-        self._record(targets, inputs, options)
-        self._reshard()
-
-    def _record(self, targets: Tensor, inputs: Sequence[Any], options: dict[str, Any]) -> None:
         self._operations = None
-        output = self._call(targets, self.chunk, inputs, options)
-        self._operations = output.record.operations
-
-    def _reshard(self) -> None:
-        """Without a backward nothing else frees the parameters."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self._operations = self._call(targets, self.chunk, inputs, options).record.operations
+        # Without a backward nothing else frees the parameters.
+        reshard(self.model)
 
     def _first_tokens(
         self, targets: Tensor, inputs: Sequence[Any], options: dict[str, Any]
@@ -359,10 +324,9 @@ class ChunkedHead:
         if targets.ndim < 2 or not all(_can_be_cut(value, targets) for value in values):
             return list(inputs), options, targets
         parameter = next(self.model.parameters())
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         tensor = 1
-        if mesh is not None and "tensor" in (mesh.mesh_dim_names or ()):
-            tensor = mesh["tensor"].size()
+        if isinstance(parameter, DTensor) and "tensor" in axis_names(parameter.device_mesh):
+            tensor = parameter.device_mesh["tensor"].size()
         length = _COMPARED - _COMPARED % tensor
 
         def cut(value: Any) -> Any:

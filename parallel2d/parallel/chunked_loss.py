@@ -9,18 +9,27 @@ again in backward would need no less memory and a fourth matrix product.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.loss import IGNORED, check_targets, row_pieces
+from parallel2d.parallel.loss import (
+    IGNORED,
+    check_shapes,
+    check_targets,
+    logits_of_targets,
+    row_pieces,
+    subtract_targets,
+    sum_of_valid,
+)
 
 Elementwise = Callable[[Tensor], Tensor]
 
@@ -53,20 +62,12 @@ class Operation:
     def __repr__(self) -> str:
         return self.name
 
-    def is_same(self, other: Operation) -> bool:
-        """Whether ``other`` has the same name and arguments."""
-        own = [*self.args, *self.kwargs.items()]
-        others = [*other.args, *other.kwargs.items()]
-        if self.name != other.name or len(own) != len(others):
-            return False
-        return all(_are_same(*pair) for pair in zip(own, others, strict=True))
-
-
-def _are_same(a: Any, b: Any) -> bool:
-    # The value of a tensor is on a device, and it is read where the operation runs.
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return a is b
-    return bool(a == b)
+    @property
+    def key(self) -> list[Any]:
+        """Equal for two of the same name and arguments. The value of a tensor is on a device, so
+        tensors are told apart by identity."""
+        values = [self.name, *self.args, *chain.from_iterable(self.kwargs.items())]
+        return [id(value) if isinstance(value, Tensor) else value for value in values]
 
 
 def apply_all(operations: Sequence[Operation], value: Tensor) -> Tensor:
@@ -164,9 +165,9 @@ def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _check(hidden: Any, weight: Any, targets: Any, chunk: Any) -> None:
     where = "cross_entropy_from_hidden"
-    for name, value in (("hidden", hidden), ("weight", weight), ("targets", targets)):
-        if not isinstance(value, Tensor):
-            raise ConfigError(f"{where}: {name} is a {type(value).__name__}, no tensor")
+    if not isinstance(weight, Tensor):
+        raise ConfigError(f"{where}: weight is a {type(weight).__name__}, no tensor")
+    check_shapes(where, "hidden", hidden, targets)
     if not isinstance(chunk, int) or chunk < 1:
         raise ConfigError(f"{where}: chunk={chunk} must be a whole number of rows, at least 1")
     if hidden.ndim < 2 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1]:
@@ -174,81 +175,49 @@ def _check(hidden: Any, weight: Any, targets: Any, chunk: Any) -> None:
             f"{where}: hidden of shape {tuple(hidden.shape)} is [..., dim], weight of shape "
             f"{tuple(weight.shape)} is [vocab, dim]"
         )
-    wanted = tuple(hidden.shape[:-1])
-    if tuple(targets.shape) not in (wanted, (math.prod(wanted),)):
+    # A plain tensor has no placements.
+    placements = [getattr(tensor, "placements", ()) for tensor in (hidden, weight)]
+    if placements not in ([(), ()], [(Replicate(),), (Shard(0),)]):
         raise ConfigError(
-            f"{where}: hidden of shape {tuple(hidden.shape)} has one target for each of {wanted}, "
-            f"and targets have shape {tuple(targets.shape)}"
+            f"{where}: hidden is {placements[0] or 'plain'} and weight {placements[1] or 'plain'}; "
+            "the weight must be plain, or split by rows over the tensor axis alone with hidden "
+            "whole on each of its ranks. A sharded weight is gathered only inside the forward of "
+            "its model"
         )
-    _check_placements(hidden, weight, where)
 
 
-def _check_placements(hidden: Tensor, weight: Tensor, where: str) -> None:
-    """Raises `ConfigError` unless both are plain, or ``weight`` is split by rows over one axis and
-    ``hidden`` whole."""
-    if not isinstance(hidden, DTensor) and not isinstance(weight, DTensor):
-        return
-    described = []
-    for tensor in (hidden, weight):
-        described.append(str(tensor.placements) if isinstance(tensor, DTensor) else "plain")
-    fits = isinstance(hidden, DTensor) and isinstance(weight, DTensor)
-    if fits and weight.device_mesh.ndim == 1:  # type: ignore[attr-defined]
-        is_split = weight.placements[0].is_shard(0)  # type: ignore[attr-defined]
-        if is_split and hidden.placements[0].is_replicate():  # type: ignore[attr-defined]
-            return
-    raise ConfigError(
-        f"{where}: hidden is {described[0]} and weight {described[1]}; the weight must be plain, "
-        "or split by rows over the tensor axis alone with hidden whole on each of its ranks. A "
-        "sharded weight is gathered only inside the forward of its model"
-    )
-
-
+@dataclass(frozen=True)
 class _Settings:
-    """What is no input of the graph. ``group``, ``first``: as in `loss`."""
+    """What is no input of the graph."""
 
-    def __init__(
-        self,
-        chunk: int,
-        after: Elementwise | None,
-        z_loss: float,
-        group: dist.ProcessGroup | None,
-        first: int,
-        with_grad: bool,
-    ) -> None:
-        self.chunk = chunk
-        self.after = after
-        self.z_loss = z_loss
-        self.group = group
-        self.first = first
-        self.with_grad = with_grad
+    chunk: int
+    after: Elementwise | None
+    z_loss: float
+    group: dist.ProcessGroup | None  # the ranks that hold the other columns; None: there are none
+    first: int  # number of this rank's first column
+    with_grad: bool
 
 
 class _Gradients:
-    """Sums over the chunks; None where no gradient is wanted, or nothing was added."""
+    """Sums over the chunks, of rounded numbers in fp32 at least; None where none is wanted."""
 
-    def __init__(self, hidden: Tensor, wanted: tuple[bool, ...]) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, wanted: tuple[bool, ...]) -> None:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
         self.hidden = torch.zeros_like(hidden) if wanted[0] else None
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
-        self._of_weight, self._of_bias = wanted[1:]
-        self.any = any(wanted)
+        self.weight = hidden.new_zeros(weight.shape, dtype=wide) if wanted[1] else None
+        self.bias = hidden.new_zeros(len(weight), dtype=wide) if wanted[2] else None
 
     def add(self, rows: slice, gradient: Tensor, hidden: Tensor, weight: Tensor) -> None:
         """``gradient``: of the logits of these ``rows``; ``hidden``: the same rows."""
         if self.hidden is not None:
             torch.mm(gradient, weight, out=self.hidden[rows])
-        # Sums of rounded numbers are kept in fp32 at least.
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        if self._of_weight and self.weight is None:
-            self.weight = gradient.new_zeros(weight.shape, dtype=wide)
-        if self.weight is not None and wide == gradient.dtype:
+        if self.weight is not None and self.weight.dtype == gradient.dtype:
             self.weight.addmm_(gradient.t(), hidden)
         elif self.weight is not None:
             for part in row_pieces(self.weight):
                 self.weight[part] += gradient[:, part].t() @ hidden
-        if self._of_bias:
-            summed = gradient.sum(0, dtype=wide)
-            self.bias = summed if self.bias is None else self.bias.add_(summed)
+        if self.bias is not None:
+            self.bias += gradient.sum(0, dtype=self.bias.dtype)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -265,13 +234,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         # `needs_input_grad` does not say whether gradients are recorded at all.
         wanted = tuple(needs and settings.with_grad for needs in ctx.needs_input_grad[:3])
-        gradients = _Gradients(hidden, wanted)
+        gradients = _Gradients(hidden, weight, wanted)
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         # Without rows one empty chunk is computed, so that the gradients are zeros.
         for start in range(0, max(len(targets), 1), settings.chunk):
             rows = slice(start, start + settings.chunk)
             loss, gradient = _of_chunk(
-                F.linear(hidden[rows], weight, bias), targets[rows], settings, gradients.any
+                F.linear(hidden[rows], weight, bias), targets[rows], settings, any(wanted)
             )
             total += loss
             if gradient is not None:
@@ -323,57 +292,35 @@ def _of_chunk(
         with torch.set_grad_enabled(with_gradient):
             output = settings.after(raw)
     values = output.detach()
-    # A target in another rank's columns contributes 0 here; its index is only kept legal.
-    columns = values.shape[1]
-    own = (targets >= settings.first) & (targets < settings.first + columns)
-    index = (targets - settings.first).clamp(0, max(columns - 1, 0))[:, None]
-    log_sum = _log_sum(values)
-    picked = values.gather(1, index)[:, 0] if columns else values.new_zeros(len(targets))
-    picked = torch.where(own, picked.to(log_sum.dtype), 0)
+    # In fp32 at least, a few rows at once.
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    log_sum = values.new_empty(len(values), dtype=dtype)
+    for rows in row_pieces(values):
+        log_sum[rows] = values[rows].to(dtype).logsumexp(1)
+    picked = logits_of_targets(values, targets, settings.first).to(dtype)
     if settings.group is not None:
-        log_sum, picked = _over_ranks(log_sum, picked, settings.group)
-    valid = targets != IGNORED
-    loss = log_sum - picked
-    # Not with a factor of 0: the square of a large number is infinite.
-    if settings.z_loss:
-        loss = loss + settings.z_loss * log_sum.square()
-    summed = torch.where(valid, loss, 0).sum()
+        # The log-sum-exp over all ranks' columns, and the logit that one rank has picked.
+        largest = log_sum.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, settings.group)
+        sums = torch.stack(((log_sum - largest).exp(), picked))
+        dist.all_reduce(sums, group=settings.group)
+        log_sum, picked = largest + sums[0].log(), sums[1]
+    summed = sum_of_valid(log_sum, picked, targets, settings.z_loss)
     if not with_gradient:
         return summed, None
     # A graph of `after` may need what it returned.
     gradient = values if settings.after is None else torch.empty_like(values)
     # The gradient of a logit is its softmax, minus 1 for the target's logit; of ignored rows 0.
-    shift = torch.where(valid, log_sum, torch.inf)[:, None]
-    factor = (1 + 2 * settings.z_loss * log_sum)[:, None] if settings.z_loss else None
-    one = own.to(log_sum.dtype)[:, None]
+    shift = torch.where(targets != IGNORED, log_sum, torch.inf)[:, None]
     # A few rows at once: in fp32 a whole chunk would take more memory than its logits, and on CPU
     # fresh memory takes longer than the arithmetic.
     for rows in row_pieces(values):
         softmax = (values[rows] - shift[rows]).exp_()
-        if factor is not None:
-            softmax *= factor[rows]
-        if columns:
-            softmax.scatter_add_(1, index[rows], -one[rows])
+        if settings.z_loss:
+            softmax *= (1 + 2 * settings.z_loss * log_sum[rows])[:, None]
+        subtract_targets(softmax, targets[rows], settings.first)
         gradient[rows] = softmax
         del softmax
     if settings.after is not None:
         (gradient,) = torch.autograd.grad(output, raw, gradient)
     return summed, gradient
-
-
-def _log_sum(values: Tensor) -> Tensor:
-    """Log-sum-exp of each row, in fp32 at least."""
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    log_sum = values.new_empty(len(values), dtype=dtype)
-    for rows in row_pieces(values):
-        log_sum[rows] = values[rows].to(dtype).logsumexp(1)
-    return log_sum
-
-
-def _over_ranks(log_sum: Tensor, picked: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp over all ranks' columns, and the logit that one rank has picked."""
-    largest = log_sum.clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    sums = torch.stack(((log_sum - largest).exp(), picked))
-    dist.all_reduce(sums, group=group)
-    return largest + sums[0].log(), sums[1]

@@ -57,7 +57,7 @@ def cross_entropy_sum(logits: Any, targets: Tensor, z_loss: float = 0.0) -> Tens
     and RuntimeError for a target that has no logit.
     """
     logits = getattr(logits, "logits", logits)
-    _check_shapes(logits, targets)
+    check_shapes("cross_entropy_sum", "logits", logits, targets)
     check_targets(targets, logits.shape[-1])
     if not isinstance(logits, DTensor):
         return _CrossEntropySum.apply(logits.flatten(0, -2), targets.flatten(), None, 0, z_loss)
@@ -73,18 +73,19 @@ def cross_entropy_sum(logits: Any, targets: Tensor, z_loss: float = 0.0) -> Tens
     return _CrossEntropySum.apply(local, targets.flatten(), mesh.get_group(), first, z_loss)
 
 
-def _check_shapes(logits: Any, targets: Any) -> None:
-    for name, value in (("logits", logits), ("targets", targets)):
+def check_shapes(where: str, what: str, values: Any, targets: Any) -> None:
+    """Raises `ConfigError`, from ``where``, unless ``values``, called ``what``, and ``targets`` are
+    tensors, with one target for each row."""
+    for name, value in ((what, values), ("targets", targets)):
         if not isinstance(value, Tensor):
-            raise ConfigError(f"cross_entropy_sum: {name} are a {type(value).__name__}, no tensor")
-    wanted = tuple(logits.shape[:-1])
+            raise ConfigError(f"{where}: {name} is a {type(value).__name__}, no tensor")
+    wanted = tuple(values.shape[:-1])
     # Flat targets are taken as well.
-    if tuple(targets.shape) in (wanted, (math.prod(wanted),)):
-        return
-    raise ConfigError(
-        f"cross_entropy_sum: logits of shape {tuple(logits.shape)} have one target for each of "
-        f"{wanted}, and targets have shape {tuple(targets.shape)}"
-    )
+    if tuple(targets.shape) not in (wanted, (math.prod(wanted),)):
+        raise ConfigError(
+            f"{where}: {what} of shape {tuple(values.shape)} need one target for each of {wanted}, "
+            f"and targets have shape {tuple(targets.shape)}"
+        )
 
 
 def check_targets(targets: Tensor, columns: int) -> None:
@@ -118,16 +119,11 @@ class _CrossEntropySum(torch.autograd.Function):
         z_loss: float,
     ) -> Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        columns = logits.shape[1]
         log_sums = []
         picked = []
         for rows, target in _chunks(logits, targets):
-            # A target in another rank's columns contributes 0 here; its index is only kept legal.
-            own = (target >= first) & (target < first + columns)
             chunk = rows.to(dtype)
-            index = (target - first).clamp(0, max(columns - 1, 0))[:, None]
-            value = chunk.gather(1, index)[:, 0] if columns else chunk.new_zeros(len(target))
-            picked.append(torch.where(own, value, 0))
+            picked.append(logits_of_targets(chunk, target, first))
             log_sums.append(chunk.logsumexp(1))
             # Before the next chunk is there.
             del chunk
@@ -147,18 +143,13 @@ class _CrossEntropySum(torch.autograd.Function):
         ctx.save_for_backward(logits, targets, log_sum)
         ctx.first = first
         ctx.z_loss = z_loss
-        loss = log_sum - value
-        # Not with a factor of 0: the square of a large number is infinite.
-        if z_loss:
-            loss = loss + z_loss * log_sum.square()
-        return torch.where(targets != IGNORED, loss, 0).sum()
+        return sum_of_valid(log_sum, value, targets, z_loss)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, log_sum = ctx.saved_tensors
         (scale,) = grad_outputs
         gradient = torch.empty_like(logits)
-        columns = logits.shape[1]
         start = 0
         for rows, target in _chunks(logits[: len(targets)], targets):
             end = start + len(target)
@@ -166,14 +157,44 @@ class _CrossEntropySum(torch.autograd.Function):
             chunk = (rows.to(log_sum.dtype) - log_sum[start:end, None]).exp_()
             if ctx.z_loss:
                 chunk *= 1 + 2 * ctx.z_loss * log_sum[start:end, None]
-            own = (target >= ctx.first) & (target < ctx.first + columns)
-            index = (target - ctx.first).clamp(0, max(columns - 1, 0))[:, None]
-            if columns:
-                chunk.scatter_add_(1, index, -own.to(chunk.dtype)[:, None])
+            subtract_targets(chunk, target, ctx.first)
             gradient[start:end] = chunk.mul_(torch.where(target != IGNORED, scale, 0)[:, None])
             del chunk
             start = end
         return gradient, None, None, None, None
+
+
+def _places(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Finds which targets are in ``columns`` columns from ``first`` on, and their indices there,
+    [n, 1]; those of the others are only kept legal."""
+    own = (targets >= first) & (targets < first + columns)
+    return own, (targets - first).clamp(0, max(columns - 1, 0))[:, None]
+
+
+def logits_of_targets(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    """The logit of each target; 0 for a target outside of these columns, the first of which is
+    number ``first``."""
+    own, index = _places(targets, first, logits.shape[1])
+    # A rank may have no columns, from which nothing can be gathered.
+    if not logits.shape[1]:
+        return logits.new_zeros(len(targets))
+    return torch.where(own, logits.gather(1, index)[:, 0], 0)
+
+
+def subtract_targets(softmax: Tensor, targets: Tensor, first: int) -> None:
+    """Subtracts 1 at each target in these columns, which makes the gradient of the logits."""
+    own, index = _places(targets, first, softmax.shape[1])
+    if softmax.shape[1]:
+        softmax.scatter_add_(1, index, -own.to(softmax.dtype)[:, None])
+
+
+def sum_of_valid(log_sum: Tensor, picked: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+    """The summed loss of the rows with a valid target, from their log-sum-exp and its logit."""
+    loss = log_sum - picked
+    # Not with a factor of 0: the square of a large number is infinite.
+    if z_loss:
+        loss = loss + z_loss * log_sum.square()
+    return torch.where(targets != IGNORED, loss, 0).sum()
 
 
 @contextmanager

@@ -40,8 +40,8 @@ _UPDATED_AS = "_parallel2d_updated_as"
 
 
 def updated_as(parameter: Updated) -> Updated:
-    """What the optimizer updates for ``parameter``: the part of it that this rank owns where
-    replicas split the updates (``strategy=hybrid_full``), else the parameter itself."""
+    """The tensor that the optimizer updates for ``parameter``: the part of it that this rank
+    owns where replicas split the updates (``strategy=hybrid_full``), else the parameter itself."""
     return getattr(parameter, _UPDATED_AS, parameter)
 
 
@@ -52,17 +52,12 @@ def update_as(parameter: nn.Parameter, owned: nn.Parameter) -> None:
 
 def join_names(parent: str, name: str) -> str:
     """The dotted name of what is called ``name`` inside ``parent``; the root's name is empty."""
-    if not parent:
-        return name
-    return f"{parent}.{name}"
+    return f"{parent}.{name}".removeprefix(".")
 
 
 def parameter_bytes(module: nn.Module) -> int:
     """Bytes of all parameters below ``module``, each counted once."""
-    total = 0
-    for parameter in module.parameters():
-        total += parameter.numel() * parameter.element_size()
-    return total
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def is_called(module: nn.Module) -> bool:
@@ -87,7 +82,7 @@ def owns_itself(module: nn.Module) -> bool:
 
 
 def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Those of ``module`` itself and of containers in it."""
+    """Parameters of ``module`` itself and of containers in it."""
     for _, parameter in held_parameters(module):
         yield parameter
     # A container has no forward of its own: its parameters are used by ``module``.
@@ -107,15 +102,13 @@ def owning_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if id(module) in visited:
             return
         visited.add(id(module))
-        # What is inside an atomic module belongs to it.
-        if isinstance(module, ATOMIC):
-            found.append((name, module))
-            return
         owns = next(own_parameters(module), None) is not None
-        if owns and is_called(module):
+        if isinstance(module, ATOMIC) or (owns and is_called(module)):
             found.append((name, module))
-        for child_name, child in module.named_children():
-            visit(join_names(name, child_name), child)
+        # What is inside an atomic module belongs to it.
+        if not isinstance(module, ATOMIC):
+            for child_name, child in module.named_children():
+                visit(join_names(name, child_name), child)
 
     visit("", model)
     return found
@@ -153,7 +146,12 @@ def find_blocks(
         return _blocks_of_policy(model, policy, section)
     if class_names:
         return _blocks_of_classes(model, class_names, section)
-    return _repeated_blocks(model)
+    # What repeats, by the first of three criteria that any module meets. Layers without children
+    # come last: in a model of blocks they repeat too, inside its blocks.
+    found: list[tuple[str, nn.Module]] = []
+    for is_block in (_is_listed, _repeats_with_structure, _repeats):
+        found = found or _outermost(model, is_block)
+    return found
 
 
 def _blocks_of_policy(
@@ -166,9 +164,7 @@ def _blocks_of_policy(
 
     def is_chosen(_parent: nn.Module, child: nn.Module) -> bool:
         # A policy is asked about modules with parameters alone: dropout is no block.
-        if not _has_parameters(child):
-            return False
-        return bool(chosen(child, names[id(child)]))
+        return _has_parameters(child) and bool(chosen(child, names[id(child)]))
 
     found = _outermost(model, is_chosen)
     if not found:
@@ -204,26 +200,12 @@ def _blocks_of_classes(
     return found
 
 
-def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What repeats in ``model``, by the first of three criteria that any module meets."""
-    # Layers without children come last: in a model of blocks they repeat too, inside its blocks.
-    for is_block in (_is_listed, _repeats_with_structure, _repeats):
-        found = _outermost(model, is_block)
-        if found:
-            return found
-    return []
-
-
 def _is_listed(parent: nn.Module, child: nn.Module) -> bool:
-    if not isinstance(parent, nn.ModuleList | nn.Sequential):
-        return False
-    return has_structure(child)
+    return isinstance(parent, nn.ModuleList | nn.Sequential) and has_structure(child)
 
 
 def _repeats_with_structure(parent: nn.Module, child: nn.Module) -> bool:
-    if not _repeats(parent, child):
-        return False
-    return has_structure(child)
+    return _repeats(parent, child) and has_structure(child)
 
 
 def _repeats(parent: nn.Module, child: nn.Module) -> bool:

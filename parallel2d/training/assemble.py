@@ -27,7 +27,7 @@ from parallel2d.parallel.parallelize.compilation import check_compilation
 from parallel2d.parallel.parallelize.float8 import check_float8
 from parallel2d.parallel.parallelize.sharding import check_offload
 from parallel2d.training.checkpoint import Checkpointer
-from parallel2d.training.data import BatchPlan
+from parallel2d.training.data.feed import BatchPlan
 from parallel2d.training.hooks import Hook, build_hooks, check_hooks
 from parallel2d.training.model_families import ModelParts, build_model, plan_tensor_axis
 from parallel2d.training.optimizer import build_optimizer, plan_groups

@@ -27,8 +27,9 @@ from parallel2d.parallel.cost.traffic import exact_bytes, predict_communication
 from parallel2d.parallel.mesh import MeshShape, crosses_hosts, draw_mesh
 from parallel2d.parallel.parallelize.precision import input_dtype
 from parallel2d.parallel.sync.outer_settings import describe_sync
-from parallel2d.training.data import BatchPlan, OpenData
 from parallel2d.training.data.batch import SampleShape
+from parallel2d.training.data.feed import BatchPlan
+from parallel2d.training.data.opening import OpenData
 from parallel2d.training.metrics.communication import CommunicationMeter
 from parallel2d.training.metrics.console import ConsoleDisplay
 from parallel2d.training.metrics.phases import StepProfiler

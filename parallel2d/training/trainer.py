@@ -32,15 +32,10 @@ from parallel2d.parallel.sync import (
 from parallel2d.parallel.sync.updates import set_step
 from parallel2d.parallel.weights.named_tensors import reshard
 from parallel2d.training.checkpoint import Checkpointer
-from parallel2d.training.data import (
-    Batch,
-    BatchFeed,
-    BatchPlan,
-    EndOfData,
-    OpenData,
-    SampleStream,
-    StepBatch,
-)
+from parallel2d.training.data.batch import Batch
+from parallel2d.training.data.feed import BatchFeed, BatchPlan, EndOfData, StepBatch
+from parallel2d.training.data.opening import OpenData
+from parallel2d.training.data.stream import SampleStream
 from parallel2d.training.hooks import Agreed, Hook, HookCalls, RunView
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.phases import PhaseClock

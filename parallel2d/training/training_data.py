@@ -12,8 +12,8 @@ from torch import nn
 from parallel2d.base.config import DataConfig, TrainConfig
 from parallel2d.base.config.checks import check_steps
 from parallel2d.base.errors import ConfigError
-from parallel2d.training.data import OpenData, open_data
 from parallel2d.training.data.batch import labelled_images
+from parallel2d.training.data.opening import OpenData, open_data
 from parallel2d.training.metrics.keys import VALIDATION_LOSS
 from parallel2d.training.model_families import ModelParts, words_of
 

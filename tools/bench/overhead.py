@@ -85,7 +85,7 @@ class Ours:
         from parallel2d.base.runtime import Runtime
         from parallel2d.parallel.mesh import Topology
         from parallel2d.training.assemble import build_trainer
-        from parallel2d.training.data import BatchFeed
+        from parallel2d.training.data.feed import BatchFeed
 
         runtime = Runtime(identity, torch.device("cpu"), Topology.gather())
         self.trainer = build_trainer(Job(compose_config(words), run_dir, ()), runtime)

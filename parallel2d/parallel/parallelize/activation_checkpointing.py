@@ -10,7 +10,8 @@ from __future__ import annotations
 import fnmatch
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain, filterfalse
 from typing import Any
 
 import torch
@@ -84,32 +85,23 @@ def select_without_hooks(model: nn.Module, config: ActivationCheckpointingConfig
     if config.name != "selective":
         return model
     for module in model.modules():
-        _hide_sharding_hooks(module._forward_pre_hooks)
-        _hide_sharding_hooks(module._forward_hooks)
+        hooks_of_kind: list[dict[int, Callable[..., Any]]]
+        hooks_of_kind = [module._forward_pre_hooks, module._forward_hooks]
+        for hooks in hooks_of_kind:
+            for key, hook in hooks.items():
+                # Other hooks, those of users too, belong to what is recomputed.
+                if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
+                    hooks[key] = functools.partial(_call_hidden, hook)
     return model
-
-
-def _hide_sharding_hooks(hooks: dict[int, Callable[..., Any]]) -> None:
-    for key, hook in hooks.items():
-        # Other hooks, those of users too, belong to what is recomputed.
-        if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
-            hooks[key] = functools.partial(_call_hidden, hook)
 
 
 def _call_hidden(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # Most calls are not inside of a checkpointed block, and go on at once.
-    if not _is_selecting():
+    selecting = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+    if not any(isinstance(mode, selecting) for mode in _get_current_dispatch_mode_stack()):
         return hook(*args, **kwargs)
     with _disable_current_modes():
         return hook(*args, **kwargs)
-
-
-def _is_selecting() -> bool:
-    """Whether torch's modes for selective checkpointing see the operators that run now."""
-    return any(
-        isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode)
-        for mode in _get_current_dispatch_mode_stack()
-    )
 
 
 def kept_operators(patterns: Sequence[str]) -> frozenset[str]:
@@ -121,32 +113,29 @@ def kept_operators(patterns: Sequence[str]) -> frozenset[str]:
     for one that matches only operators that are computed as others.
     """
     found: set[str] = set()
-    for pattern in patterns:
-        found |= _matching_operators(pattern)
-    return frozenset(found)
-
-
-def _matching_operators(pattern: str) -> set[str]:
-    """The part of `kept_operators` for one pattern."""
     operators = _operators()
-    names = fnmatch.filter(operators, pattern)
-    if not names:
-        raise ConfigError(
-            "activation_checkpointing.keep: no operator is called "
-            f"{pattern}{_near_operators(pattern, operators)}"
-        )
-    matches: set[str] = set()
-    for name in names:
-        matches.update(operators[name])
-    # One that is seen is enough: a pattern such as scaled_dot_product_* matches both kinds.
-    visible = {full for full in matches if not _is_composite(full)}
-    if not visible:
-        raise ConfigError(
-            f"activation_checkpointing.keep: {pattern} is computed as other operators, and only "
-            "their results can be kept: name those (matrix products are mm, bmm and addmm, "
-            "attention is scaled_dot_product_*)"
-        )
-    return visible
+    for pattern in patterns:
+        names = fnmatch.filter(operators, pattern)
+        if not names:
+            # Up to three, because several may differ from what was meant in a letter or two.
+            near = nearest_words(pattern.replace("*", ""), operators)
+            advice = "names are those of torch.ops.aten, such as mm"
+            if near:
+                advice = f"did you mean {' or '.join(near)}?"
+            raise ConfigError(
+                f"activation_checkpointing.keep: no operator is called {pattern}; {advice}"
+            )
+        matches = chain.from_iterable(operators[name] for name in names)
+        visible = set(filterfalse(_is_composite, matches))
+        # One that is seen is enough: a pattern such as scaled_dot_product_* matches both kinds.
+        if not visible:
+            raise ConfigError(
+                f"activation_checkpointing.keep: {pattern} is computed as other operators, and "
+                "only their results can be kept: name those (matrix products are mm, bmm and "
+                "addmm, attention is scaled_dot_product_*)"
+            )
+        found |= visible
+    return frozenset(found)
 
 
 def _is_composite(full: str) -> bool:
@@ -164,15 +153,6 @@ def _overloads() -> dict[str, list[str]]:
     for name in torch._C._dispatch_get_all_op_names():
         found[name.partition(".")[0]].append(name)
     return dict(found)
-
-
-def _near_operators(pattern: str, operators: Iterable[str]) -> str:
-    """The end of a message: names that are spelled like ``pattern``, or where names come from."""
-    # Up to three, because several operators may differ from what was meant in a letter or two.
-    near = nearest_words(pattern.replace("*", ""), operators)
-    if near:
-        return f"; did you mean {' or '.join(near)}?"
-    return "; names are those of torch.ops.aten, such as mm"
 
 
 @functools.cache

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import mmap
 import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from torch import Tensor
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather, broadcast
 from parallel2d.parallel.fsdp_internals import AllGather, ReduceScatter
+from parallel2d.parallel.weights.initial_values import rank_device
 
 RING = 4096  # entries kept for each rank; no rank is so many collectives ahead of another
 
@@ -155,28 +156,20 @@ class CollectiveOrder:
     def differing_on_other_hosts(self) -> str:
         """The message when digests differ. Collective over the group."""
         every = all_gather(self._compared, self._group)
-        message = self._first_difference(every)
-        # Lists may agree although digests differ, because long ones are cut.
-        return message or "ranks of a shard group issued different collectives"
-
-    def _first_difference(self, every: list[list[int]]) -> str:
-        """The message for the first position at which ranks differ; empty when they do not."""
-        for position in range(max(map(len, every))):
-            # A rank that issued fewer collectives counts as one whose backward pass has ended.
-            found = [codes[position] if position < len(codes) else END for codes in every]
+        # A rank that issued fewer collectives counts as one whose backward pass has ended.
+        for found in zip_longest(*every, fillvalue=END):
             for rank, code in zip(self._ranks, found, strict=True):
                 if code != found[0]:
                     return self._message(rank, code, self._ranks[0], found[0])
-        return ""
+        # Lists may agree although digests differ, because long ones are cut.
+        return "ranks of a shard group issued different collectives"
 
     def _join(self, code: int, numel: int) -> None:
         """Takes part in a collective that others have issued, with data that nobody will use."""
         kind = code & 3
         if kind == END:
             return  # an entry without a collective
-        device = None
-        if self._device_type != "cpu":
-            device = torch.device(self._device_type, torch.accelerator.current_device_index())
+        device = rank_device(self._device_type)
         # Zeros, because a reduce-scatter adds them to what the others sent.
         whole = torch.zeros(numel, dtype=_DTYPES[code >> 2 & 63], device=device)
         part = whole[: numel // self._group.size()].clone()
@@ -237,8 +230,8 @@ class _Table:
 
     @classmethod
     def shared_by(cls, group: dist.ProcessGroup) -> _Table | None:
-        """None, on every rank, when some cannot open what the first one made: containers on one
-        host have file systems of their own. Collective."""
+        """A new table; None, on every rank, when some cannot open what the first one made:
+        containers on one host have file systems of their own. Collective."""
         ranks = dist.get_process_group_ranks(group)
         path = ""
         if group.rank() == 0:
@@ -344,15 +337,12 @@ class _Ordered:
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _issue(
-        self, kind: int, payload: Tensor, issue: Callable[[], dist.Work | None]
-    ) -> dist.Work | None:
-        """Enters it and issues it. Raises what ``failed`` makes of `OutOfOrder`."""
+    def _enter(self, kind: int, payload: Tensor) -> None:
+        """Raises what ``failed`` makes of `OutOfOrder`."""
         try:
             self._order.enter(kind, self._model, self._index, payload.numel(), payload.dtype)
         except OutOfOrder as error:
             raise self._failed(error) from None
-        return issue()
 
 
 class OrderedAllGather(_Ordered, AllGather):
@@ -365,10 +355,8 @@ class OrderedAllGather(_Ordered, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        gather = functools.partial(
-            dist.all_gather_single, output_tensor, input_tensor, group=group, async_op=async_op
-        )
-        return self._issue(GATHER, output_tensor, gather)
+        self._enter(GATHER, output_tensor)
+        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class OrderedReduceScatter(_Ordered, ReduceScatter):
@@ -387,27 +375,17 @@ class OrderedReduceScatter(_Ordered, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if input_tensor.dtype.itemsize < 4:
-            assert not async_op, "the engine never asks for it"
-            return self._issue(
-                EXCHANGE, input_tensor, lambda: _exchange(output_tensor, input_tensor, group, op)
+        if input_tensor.dtype.itemsize >= 4:
+            self._enter(SCATTER, input_tensor)
+            return dist.reduce_scatter_single(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
             )
-        scatter = functools.partial(
-            dist.reduce_scatter_single,
-            output_tensor,
-            input_tensor,
-            op=op,
-            group=group,
-            async_op=async_op,
-        )
-        return self._issue(SCATTER, input_tensor, scatter)
-
-
-def _exchange(output: Tensor, sent: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-    """A reduce-scatter that adds in fp32."""
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    total = received.view(group.size(), -1).sum(0, dtype=torch.float32)
-    if op == dist.ReduceOp.AVG:
-        total /= group.size()
-    output.copy_(total)
+        assert not async_op, "the engine never asks for it"
+        self._enter(EXCHANGE, input_tensor)
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        total = received.view(group.size(), -1).sum(0, dtype=torch.float32)
+        if op == dist.ReduceOp.AVG:
+            total /= group.size()
+        output_tensor.copy_(total)
+        return None

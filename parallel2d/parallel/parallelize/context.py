@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -79,19 +80,12 @@ def model_sharded_context(
 
 
 def _outermost(built: Sequence[weakref.ref[nn.Module]]) -> list[nn.Module]:
-    """Those of ``built`` that still exist, have parameters and are in no other one, in the order in
-    which they were built."""
-    alive: dict[int, nn.Module] = {}
-    for reference in built:
-        module = reference()
-        if module is not None:
-            alive[id(module)] = module
-    inner: set[int] = set()
-    for module in alive.values():
-        inner.update(id(child) for child in module.modules() if child is not module)
-    outermost = []
-    for module in alive.values():
-        has_parameters = next(module.parameters(), None) is not None
-        if has_parameters and id(module) not in inner:
-            outermost.append(module)
-    return outermost
+    """Selects the modules that still exist, have parameters and are in no other one, in the order
+    in which they were built."""
+    # A constructor may have been called twice.
+    modules = dict.fromkeys(reference() for reference in built)
+    alive = [module for module in modules if module is not None]
+    # The first of its modules is a module itself.
+    inner = set(chain.from_iterable(list(module.modules())[1:] for module in alive))
+    outermost = [module for module in alive if module not in inner]
+    return [module for module in outermost if next(module.parameters(), None) is not None]

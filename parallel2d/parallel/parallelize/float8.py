@@ -11,6 +11,7 @@ import dataclasses
 import fnmatch
 import logging
 from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -65,74 +66,67 @@ def convert_to_float8(
     if precision.float8 == "none":
         return []
     torchao = _torchao(f"precision.float8={precision.float8}")
-    kept, chosen = _choose(blocks, precision.float8_exclude, apart)
-    for reason, names in kept.items():
+    # Kept until the end, so that no new layer has the id of an old one.
+    layers = list(_linear_layers(blocks))
+    kept, chosen = _choose(layers, precision.float8_exclude, apart)
+    for reason, listed in kept.items():
         log.info(
             "precision.float8: %d layers are left as they are (%s): %s",
-            len(names),
+            len(listed),
             reason,
-            ", ".join(names),
+            ", ".join(listed),
         )
     if not chosen:
+        counts = [f"; {len(listed)}: {reason}" for reason, listed in kept.items()]
         raise ConfigError(
             f"precision.float8={precision.float8}: no Linear layer inside the blocks can be "
-            f"converted{_summary(kept)}"
+            f"converted{''.join(counts)}"
         )
     recipe = torchao.Float8LinearConfig.from_recipe_name(precision.float8)
     if emulate:
         recipe = dataclasses.replace(recipe, emulate=True)
-    wanted = {id(module) for _, module in chosen}
 
     def is_wanted(module: nn.Module, _name: str) -> bool:
         # By identity: torchao passes names that begin inside the block.
-        return id(module) in wanted
+        return id(module) in chosen
 
     # Block by block: a Linear outside of them, such as the model's head, stays as it is.
     for _, block in blocks:
         torchao.convert_to_float8_training(block, config=recipe, module_filter_fn=is_wanted)
-    return [name for name, _ in chosen]
-
-
-def float8_layers(
-    blocks: Sequence[tuple[str, nn.Module]], precision: PrecisionConfig
-) -> list[nn.Linear]:
-    """The layers that `convert_to_float8` would replace, whether torchao is there or not; none
-    without ``precision.float8``."""
-    if precision.float8 == "none":
-        return []
-    _, chosen = _choose(blocks, precision.float8_exclude, ())
-    return [layer for _, layer in chosen]
+    return list(chosen.values())
 
 
 def _choose(
-    blocks: Sequence[tuple[str, nn.Module]], exclude: Sequence[str], apart: Collection[int]
-) -> tuple[dict[str, list[str]], list[tuple[str, nn.Linear]]]:
-    """The Linear layers of ``blocks``: names that stay, by reason, and (name, layer) of those to
-    convert."""
-    kept: dict[str, list[str]] = {}
-    chosen: list[tuple[str, nn.Linear]] = []
-    unmatched = set(exclude)
-    for name, layer, is_block in _linear_layers(blocks):
-        patterns = [pattern for pattern in exclude if fnmatch.fnmatchcase(name, pattern)]
-        unmatched.difference_update(patterns)
-        if patterns:
-            reason: str | None = "excluded"
-        elif id(layer) in apart:
-            reason = "computes in fp32"
-        else:
-            reason = _obstacle(layer, is_block)
-        if reason is None:
-            chosen.append((name, layer))
-        else:
-            kept.setdefault(reason, []).append(name)
+    layers: Sequence[tuple[str, nn.Linear, bool]], exclude: Sequence[str], apart: Collection[int]
+) -> tuple[dict[str, list[str]], dict[int, str]]:
+    """Names of the layers that stay, by reason, and of those to convert, by id."""
+    names = [name for name, _, _ in layers]
+    matched = {pattern: fnmatch.filter(names, pattern) for pattern in exclude}
+    unmatched = [pattern for pattern, found in matched.items() if not found]
     if unmatched:
-        names = [name for name, _ in chosen]
-        for group in kept.values():
-            names += group
+        there = ", ".join(names[:4]) + " ..." * (len(names) > 4)
         raise ConfigError(
             f"precision.float8_exclude: {', '.join(sorted(unmatched))} matches no Linear layer "
-            f"inside a block{_first(names)}"
+            f"inside a block; there are {there or 'none'}"
         )
+    excluded = set(chain.from_iterable(matched.values()))
+    kept: dict[str, list[str]] = {}
+    chosen: dict[int, str] = {}
+    for name, layer, is_block in layers:
+        obstacles = {
+            "excluded": name in excluded,
+            "computes in fp32": id(layer) in apart,
+            # torchao replaces a layer on its parent, which is outside of what it is given here.
+            "is a whole block": is_block,
+            f"sizes are no multiples of {MULTIPLE}": any(
+                size % MULTIPLE for size in layer.weight.shape
+            ),
+        }
+        reasons = [reason for reason, holds in obstacles.items() if holds]
+        if reasons:
+            kept.setdefault(reasons[0], []).append(name)
+        else:
+            chosen[id(layer)] = name
     return kept, chosen
 
 
@@ -141,35 +135,9 @@ def _linear_layers(
 ) -> Iterator[tuple[str, nn.Linear, bool]]:
     """(FQN, layer, whether it is a block itself) of each Linear in ``blocks``."""
     for block_name, block in blocks:
-        for inner, module in block.named_modules():
-            if not isinstance(module, nn.Linear):
-                continue
-            name = block_name
-            if inner:
-                name = f"{block_name}.{inner}"
-            yield fqn_of(name), module, not inner
-
-
-def _obstacle(layer: nn.Linear, is_block: bool) -> str | None:
-    """Why ``layer`` cannot be converted; None where it can."""
-    if is_block:
-        # torchao replaces a layer on its parent, which is outside of what it is given here.
-        return "is a whole block"
-    if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
-        return f"sizes are no multiples of {MULTIPLE}"
-    return None
-
-
-def _summary(kept: dict[str, list[str]]) -> str:
-    return "".join(f"; {len(names)}: {reason}" for reason, names in kept.items())
-
-
-def _first(names: Sequence[str]) -> str:
-    """For messages: the first of ``names``; empty when there are none."""
-    if not names:
-        return ""
-    more = " ..." if len(names) > 4 else ""
-    return f"; there are {', '.join(names[:4])}{more}"
+        for name, module in block.named_modules(prefix=block_name):
+            if isinstance(module, nn.Linear):
+                yield fqn_of(name), module, module is block
 
 
 def _torchao(key: str) -> Any:

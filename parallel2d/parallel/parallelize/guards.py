@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -25,7 +24,7 @@ from parallel2d.base.exchange import all_gather
 from parallel2d.parallel import fsdp_internals
 from parallel2d.parallel.fsdp_internals import RunningForward
 from parallel2d.parallel.mesh import axis_names
-from parallel2d.parallel.model_structure import fqn_of
+from parallel2d.parallel.weights.whole_tensors import sharded_modules
 
 
 def guard(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -56,18 +55,12 @@ def explain_calls(model: nn.Module) -> None:
     """Gives calls for which parameters are not gathered an error that says what to do: a block
     before the model, methods other than forward, and arguments that a block changes in place."""
     early = []
-    sharded = {path for path, module in model.named_modules() if isinstance(module, FSDPModule)}
-    for path, module in model.named_modules():
-        if path in sharded:
-            name = fqn_of(path)
-            _explain_methods(module, name)
-            _refuse_changed_arguments(module, name)
-            if path:
-                early.append(
-                    module.register_forward_pre_hook(
-                        functools.partial(_refuse_early, name, model), prepend=True
-                    )
-                )
+    for name, module in sharded_modules(model):
+        _explain_methods(module, name)
+        _refuse_changed_arguments(module, name)
+        if module is not model:
+            refuse = functools.partial(_refuse_early, name, model)
+            early.append(module.register_forward_pre_hook(refuse, prepend=True))
 
     # Once the model itself has been called, its modules may be called alone.
     def forget(_module: nn.Module, _inputs: Any) -> None:
@@ -90,11 +83,8 @@ def _explain_methods(module: nn.Module, name: str) -> None:
     """Wraps the public methods of the class that defines ``module``'s forward."""
     owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     for method, function in vars(owner).items():
-        if (
-            isinstance(function, FunctionType)
-            and not method.startswith("_")
-            and method != "forward"
-        ):
+        is_public = not method.startswith("_") and method != "forward"
+        if is_public and isinstance(function, FunctionType):
             vars(module)[method] = functools.wraps(function)(_explained(module, name, method))
 
 
@@ -106,9 +96,8 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            if forward.now:  # the parameters are gathered, and the error is another
+            # In a forward of the module its parameters are gathered, and the error is another.
+            if "mixed torch.Tensor and DTensor" not in str(error) or forward.now:
                 raise
             raise RuntimeError(
                 f"{name or _class_name(module)}.{method} computes with parameters that only a call "

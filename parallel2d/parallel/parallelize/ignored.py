@@ -1,4 +1,4 @@
-"""Parameters that are left out of sharding: they stay whole, plain tensors on every rank.
+"""Parameters that are excluded from sharding: they stay whole, plain tensors on every rank.
 
 `ignored_names` finds them by pattern or module before the transforms; after those,
 `ignored_parameters` makes the set that `fully_shard` takes.
@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel2d.base.errors import ConfigError, nearest_words
-from parallel2d.parallel.model_structure import fqn_of
+from parallel2d.base.errors import ConfigError, first_five, nearest_words
+from parallel2d.parallel.model_structure import fqn_of, join_names
+from parallel2d.parallel.weights.initial_values import rank_device
 
 
 def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Parameter]) -> list[str]:
@@ -35,39 +36,35 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
     in_model = set(named.values())
     chosen: set[nn.Parameter] = set()
     for entry in ignored:
+        if isinstance(entry, nn.Module):
+            given = list(entry.parameters())
+        elif isinstance(entry, nn.Parameter):
+            given = [entry]
+        else:
+            given = _matching(model, named, entry)
         # A module or parameter may be given that is not part of this model.
-        found = in_model.intersection(_chosen_by(model, named, entry))
+        found = in_model.intersection(given)
         if not found:
             raise ConfigError(_nothing_chosen(model, named, entry))
         chosen |= found
     names = [name for name, parameter in named.items() if parameter in chosen]
-    _check_frozen([name for name in names if named[name].requires_grad])
+    trained = [name for name in names if named[name].requires_grad]
+    if trained:
+        verb = "are" if len(trained) > 1 else "is"
+        raise ConfigError(
+            f"ignored: {first_five(trained, ', ')} {verb} trainable, and nothing averages the "
+            "gradient of a parameter that is not sharded: freeze it (requires_grad_(False)), or "
+            "let it be sharded"
+        )
     return names
-
-
-def _chosen_by(
-    model: nn.Module, named: dict[str, nn.Parameter], entry: str | nn.Module | nn.Parameter
-) -> list[nn.Parameter]:
-    """The parameters that one entry chooses; those of a module or a parameter itself may be outside
-    of ``model``."""
-    if isinstance(entry, nn.Module):
-        return list(entry.parameters())
-    if isinstance(entry, nn.Parameter):
-        return [entry]
-    return _matching(model, named, entry)
 
 
 def _matching(model: nn.Module, named: dict[str, nn.Parameter], pattern: str) -> list[nn.Parameter]:
     """The parameters whose names match, and all those below the modules whose names match."""
-    found: list[nn.Parameter] = []
-    for name, parameter in named.items():
-        if fnmatch.fnmatchcase(name, pattern):
-            found.append(parameter)
-    modules = dict(model.named_modules())
-    # The root's name is empty, and no pattern is meant for it.
-    del modules[""]
-    for name, module in modules.items():
-        if fnmatch.fnmatchcase(fqn_of(name), pattern):
+    found = [named[name] for name in fnmatch.filter(named, pattern)]
+    for name, module in model.named_modules():
+        # The root's name is empty, and no pattern is meant for it.
+        if name and fnmatch.fnmatchcase(fqn_of(name), pattern):
             found += module.parameters()
     return found
 
@@ -87,21 +84,6 @@ def _nothing_chosen(
     return f"ignored: pattern {entry} {of_model}; near: {', '.join(near)}"
 
 
-def _check_frozen(trained: Sequence[str]) -> None:
-    """Raises `ConfigError` for the names of chosen parameters that are trained; see [Note: ignored
-    parameters are frozen]."""
-    if not trained:
-        return
-    shown = ", ".join(trained[:3])
-    if len(trained) > 3:
-        shown += " ..."
-    verb = "are" if len(trained) > 1 else "is"
-    raise ConfigError(
-        f"ignored: {shown} {verb} trainable, and nothing averages the gradient of a parameter that "
-        "is not sharded: freeze it (requires_grad_(False)), or let it be sharded"
-    )
-
-
 def cast_ignored(
     model: nn.Module, names: Collection[str], dtype: torch.dtype, fp32: Collection[int]
 ) -> None:
@@ -114,16 +96,11 @@ def cast_ignored(
             wanted = torch.promote_types(dtype, torch.float32)
         own = module.named_parameters(recurse=False, remove_duplicate=False)
         for attribute, parameter in own:
-            name = fqn_of(f"{prefix}.{attribute}".removeprefix("."))
-            if name not in names:
-                continue
             # Quantized weights keep their integers.
-            if not parameter.is_floating_point():
-                continue
-            if id(parameter) not in cast:
-                stored = parameter.detach().to(wanted)
-                cast[id(parameter)] = nn.Parameter(stored, requires_grad=False)
-            module._parameters[attribute] = cast[id(parameter)]
+            is_named = fqn_of(join_names(prefix, attribute)) in names
+            if is_named and parameter.is_floating_point():
+                stored = nn.Parameter(parameter.detach().to(wanted), requires_grad=False)
+                module._parameters[attribute] = cast.setdefault(id(parameter), stored)
 
 
 def ignored_parameters(
@@ -142,8 +119,7 @@ def ignored_parameters(
             )
         # On meta there is nothing to move; values come after sharding, on the right device.
         if not parameter.is_meta and parameter.device.type != device_type:
-            device = torch.device(device_type, torch.accelerator.current_device_index())
             # The object stays the same, because `fully_shard` looks for it by identity.
-            parameter.data = parameter.data.to(device)
+            parameter.data = parameter.data.to(rank_device(device_type))
         found.add(parameter)
     return found

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from parallel2d.base.config import PrecisionConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.model_structure import (
     candidate_classes,
+    held_parameters,
     own_parameters,
     owning_modules,
 )
@@ -45,12 +46,16 @@ class Precision:
     def of(cls, config: PrecisionConfig, model: nn.Module) -> Precision:
         """The dtypes that ``config`` names. Raises `ConfigError` for a class in
         ``config.fp32_modules`` that ``model`` does not have."""
+        buffers = config.buffers
+        # They keep the dtype they were built with, but fp64 would be lost in narrower ones.
+        if buffers is None and config.storage == "fp64":
+            buffers = "fp64"
         return cls(
             storage=DTYPES[config.storage],
             param=DTYPES[config.param],
             reduce=DTYPES[config.reduce],
-            output=_dtype(config.output),
-            buffers=_dtype(_buffers(config)),
+            output=DTYPES.get(config.output or ""),
+            buffers=DTYPES.get(buffers or ""),
             cast_inputs=config.cast_forward_inputs,
             keep_reduced=config.keep_low_precision_gradients,
             fp32_modules=frozenset(_fp32_modules(model, config.fp32_modules)),
@@ -58,7 +63,7 @@ class Precision:
 
     @property
     def sums(self) -> torch.dtype:
-        """In which gradients are added: fp32 at least."""
+        """The dtype in which gradients are added: fp32 at least."""
         return torch.promote_types(self.storage, torch.float32)
 
     @property
@@ -77,21 +82,10 @@ class Precision:
 
 
 def input_dtype(config: PrecisionConfig) -> torch.dtype | None:
-    """In which floating-point inputs reach the model; None for as they are."""
+    """The dtype in which floating-point inputs reach the model; None: as they are."""
     if not config.cast_forward_inputs:
         return None
     return DTYPES[config.param]
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return DTYPES[name] if name else None
-
-
-def _buffers(config: PrecisionConfig) -> str | None:
-    """Buffers keep the dtype they were built with, but fp64 would be lost in narrower ones."""
-    if config.buffers is None and config.storage == "fp64":
-        return "fp64"
-    return config.buffers
 
 
 def _fp32_modules(model: nn.Module, classes: Collection[str]) -> set[int]:
@@ -100,14 +94,10 @@ def _fp32_modules(model: nn.Module, classes: Collection[str]) -> set[int]:
     found: set[int] = set()
     for module in model.modules():
         name = type(module).__name__
-        if name not in classes:
-            continue
         # One without parameters, such as an activation, has no dtype to compute in.
-        if next(module.parameters(), None) is None:
-            continue
-        missing.discard(name)
-        for _, inner in owning_modules(module):
-            found.add(id(inner))
+        if name in classes and next(module.parameters(), None) is not None:
+            missing.discard(name)
+            found.update(id(inner) for _, inner in owning_modules(module))
     if missing:
         raise ConfigError(
             f"precision.fp32_modules={list(classes)}: no module of class "
@@ -124,61 +114,38 @@ def cast_storage(model: nn.Module, precision: Precision) -> nn.Module:
     The parameters of ``precision.fp32_modules`` are stored in fp32 at least. Raises `ConfigError`
     for complex parameters in fewer than 32 bits, which no such dtype can hold.
     """
-    storage = _storage_dtypes(model, precision)
+    in_fp32: set[nn.Parameter] = set()
+    for module in model.modules():
+        if id(module) in precision.fp32_modules:
+            in_fp32.update(own_parameters(module))
     cast: dict[nn.Parameter, nn.Parameter] = {}
-    for parameter, dtype in storage.items():
+    for name, parameter in model.named_parameters():
         value = parameter.detach()
-        stored = value.to(dtype).contiguous()
+        dtype = precision.sums if parameter in in_fp32 else precision.storage
+        if value.is_complex():
+            _check_complex(name, precision)
+            dtype = dtype.to_complex()
+        elif not value.is_floating_point():
+            continue
         # `to` and `contiguous` return the tensor itself where they have nothing to do.
+        stored = value.to(dtype).contiguous()
         if stored is not value:
             cast[parameter] = nn.Parameter(stored, parameter.requires_grad)
     for module in model.modules():
-        _replace_parameters(module, cast)
-        if precision.buffers is not None:
-            _cast_buffers(module, precision.buffers)
+        # A tied parameter is replaced by the same new one in each of its modules.
+        for name, held in list(held_parameters(module)):
+            if held in cast:
+                setattr(module, name, cast[held])
+        _cast_buffers(module, precision.buffers)
     return model
 
 
-def _storage_dtypes(model: nn.Module, precision: Precision) -> dict[nn.Parameter, torch.dtype]:
-    """In which dtype each floating-point or complex parameter is stored."""
-    in_fp32 = _parameters_of(model, precision.fp32_modules)
-    storage: dict[nn.Parameter, torch.dtype] = {}
-    for name, parameter in model.named_parameters():
-        dtype = precision.sums if parameter in in_fp32 else precision.storage
-        if parameter.is_complex():
-            _check_complex(name, precision)
-            storage[parameter] = dtype.to_complex()
-        elif parameter.is_floating_point():
-            storage[parameter] = dtype
-    return storage
-
-
-def _parameters_of(model: nn.Module, modules: Container[int]) -> set[nn.Parameter]:
-    """The parameters that the modules of ``model`` with these ids own."""
-    found: set[nn.Parameter] = set()
-    for module in model.modules():
-        if id(module) in modules:
-            found.update(own_parameters(module))
-    return found
-
-
-def _replace_parameters(module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    # A copy of the items, since setattr changes the dict. A tied parameter is replaced by the same
-    # new one in each of its modules.
-    for name, held in list(module._parameters.items()):
-        if held is not None and held in new:
-            setattr(module, name, new[held])
-
-
-def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+def _cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
     """Complex ones only to a dtype of 32 bits or more."""
-    for name, buffer in module._buffers.items():
-        # A buffer may be registered without a value.
-        if buffer is None:
-            continue
-        if buffer.is_floating_point():
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if dtype is not None and buffer.is_floating_point():
             module._buffers[name] = buffer.to(dtype)
-        elif buffer.is_complex() and dtype.itemsize >= 4:
+        elif dtype is not None and buffer.is_complex() and dtype.itemsize >= 4:
             module._buffers[name] = buffer.to(dtype.to_complex())
 
 

@@ -1,4 +1,4 @@
-"""How many groups ahead of the one that computes parameters are gathered: `prefetch_parameters`.
+"""Gathers parameters some groups ahead of the one that computes: `prefetch_parameters`.
 
 [Note: the order in which groups run] Groups that gather others ahead need the order of execution,
 which need not be the order of registration: a model may run its modules in any order, or one of
@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,38 +48,27 @@ def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConf
         return model
     if mesh.device_type == "cpu" and config.forward:
         fsdp_internals.set_asynchronous_gathers(model, True)
-    # One group ahead in backward is what torch does by itself.
+    # An empty chain would mean torch's own choice, which is one group ahead in backward.
     if config.backward == 0:
-        _gather_nothing_ahead_in_backward(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_modules_to_backward_prefetch([module])
     order = ForwardOrder(model)
-    if config.forward > 0 or config.backward > 1:
-        _set_chains_after_first_forward(model, order, config)
-    _keep_current(order, model)
-    return model
 
-
-def _gather_nothing_ahead_in_backward(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # An empty chain would mean torch's own choice, one group ahead.
-            module.set_modules_to_backward_prefetch([module])
-
-
-def _set_chains_after_first_forward(
-    model: nn.Module, order: ForwardOrder, config: PrefetchConfig
-) -> None:
     def set_chains(_module: nn.Module, _inputs: Any, _output: Any) -> None:
         # Later forwards use the chains of the first one, whichever groups they run.
         handle.remove()
         _set_chains(order.modules(), config)
 
     handle = model.register_forward_hook(set_chains)
+    _keep_current(order, model)
+    return model
 
 
 def _set_chains(ended: Sequence[Group], config: PrefetchConfig) -> None:
     """``ended``: the groups in the order in which their forward ended; see [Note: the order in
     which groups run]."""
-    times = Counter(id(group) for group in ended)
+    times = Counter(map(id, ended))
     once = [group for group in ended if times[id(group)] == 1]
     if config.forward:
         for module, later in _chains(_in_order_of_begin(once), config.forward):
@@ -91,35 +81,26 @@ def _set_chains(ended: Sequence[Group], config: PrefetchConfig) -> None:
 
 
 def _chains(order: Sequence[Group], ahead: int) -> Iterator[tuple[Any, list[Any]]]:
-    """For each group its first module, and the first modules of the ``ahead`` groups after it."""
-    for index, group in enumerate(order):
-        following = order[index + 1 : index + 1 + ahead]
-        yield group[0], [later[0] for later in following]
+    """Yields each group's first module, and the first modules of the ``ahead`` groups after it."""
+    first = [group[0] for group in order]
+    for index, module in enumerate(first):
+        yield module, first[index + 1 : index + 1 + ahead]
 
 
 def _in_order_of_begin(ended: Sequence[Group]) -> list[Group]:
     """The same groups in the order in which their forward began: a group begins before those inside
     it, which end before it."""
-    inside = {id(group): _modules_inside(group) for group in ended}
+    inside: dict[int, set[nn.Module]] = {}
+    for group in ended:
+        inside[id(group)] = set(chain.from_iterable(module.modules() for module in group))
     begun: dict[int, Group] = {}
     for group in ended:
-        around = [other for other in ended if id(group[0]) in inside[id(other)]]
-        # The outermost has the most modules inside.
-        around.sort(key=lambda outer: -len(inside[id(outer)]))
-        for other in around:
-            # A group is among those around it, and begins after all others of them.
-            if other is not group:
-                begun.setdefault(id(other), other)
-        begun.setdefault(id(group), group)
+        around = [other for other in ended if group[0] in inside[id(other)]]
+        # The outermost has the most modules inside. The group itself, one of them, is the last.
+        keys = {id(outer): (outer is group, -len(inside[id(outer)])) for outer in around}
+        for outer in sorted(around, key=lambda outer: keys[id(outer)]):
+            begun.setdefault(id(outer), outer)
     return list(begun.values())
-
-
-def _modules_inside(group: Group) -> set[int]:
-    """Ids of the modules of ``group`` and of all below them."""
-    found: set[int] = set()
-    for module in group:
-        found.update(map(id, module.modules()))
-    return found
 
 
 def _keep_current(order: ForwardOrder, model: nn.Module) -> None:

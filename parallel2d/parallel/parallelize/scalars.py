@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh import mesh_shape
+from parallel2d.parallel.model_structure import held_parameters
+from parallel2d.parallel.weights.initial_values import rank_device
 
 
 class Scalar:
@@ -26,34 +28,28 @@ class Scalar:
     def __init__(self, places: list[tuple[nn.Module, str]], mesh: DeviceMesh) -> None:
         self._places = places
         self._mesh = mesh
-        module, name = places[0]
-        parameter = module._parameters[name]
-        assert parameter is not None
         # The one that computes. After tensor parallelism it may be replicated over that axis.
-        self._plain: nn.Parameter = parameter
+        self._plain = self._in_modules
         self._tensor_mesh: DeviceMesh | None = None
-        if isinstance(parameter, DTensor):
-            self._tensor_mesh = parameter.device_mesh
         # The one that the optimizer has, also while `_plain` is in the modules.
-        self._kept = self._replicated(parameter)
+        axes = ["replicate", "shard"] if mesh_shape(mesh).replicate > 1 else ["shard"]
+        if isinstance(self._plain, DTensor):
+            self._tensor_mesh = self._plain.device_mesh
+            axes.append("tensor")
+        local = _local(self._plain.detach())
+        # As `fully_shard` does with the other parameters.
+        if not local.is_meta:
+            local = local.to(rank_device(mesh.device_type))
+        all_axes = mesh[tuple(axes)]
+        whole = [Replicate()] * all_axes.ndim
+        value = DTensor.from_local(local, all_axes, whole, run_check=False)
+        self._kept = nn.Parameter(value, self._plain.requires_grad)
         self._put(self._kept)
 
-    def _replicated(self, parameter: nn.Parameter) -> nn.Parameter:
-        """``parameter`` as a `DTensor` on all axes of the mesh that have parameters."""
-        axes = ["shard"]
-        if mesh_shape(self._mesh).replicate > 1:
-            axes = ["replicate", "shard"]
-        local = parameter.detach()
-        if isinstance(local, DTensor):
-            local = local.to_local()
-            axes.append("tensor")
-        # As `fully_shard` does with the other parameters.
-        if self._mesh.device_type != "cpu" and not local.is_meta:
-            index = torch.accelerator.current_device_index()
-            local = local.to(torch.device(self._mesh.device_type, index))
-        mesh = self._mesh[tuple(axes)]
-        value = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        return nn.Parameter(value, parameter.requires_grad)
+    @property
+    def _in_modules(self) -> nn.Parameter:
+        module, name = self._places[0]
+        return module._parameters[name]  # type: ignore[return-value]
 
     def _put(self, parameter: nn.Parameter) -> None:
         for module, name in self._places:
@@ -62,35 +58,23 @@ class Scalar:
     @property
     def parameter(self) -> nn.Parameter:
         """The one that the optimizer has. Allocation and loading may have replaced it."""
-        module, name = self._places[0]
-        found = module._parameters[name]
-        if found is self._plain:
-            return self._kept
-        assert found is not None
-        return found
+        found = self._in_modules
+        return self._kept if found is self._plain else found
 
     def compute(self) -> None:
         """Puts the plain tensor into the modules."""
         parameter = self.parameter
-        if not self._shares_memory_with(_local(parameter)):
-            self._plain = self._plain_copy_of(parameter)
+        local = _local(parameter).detach()
+        plain = _local(self._plain)
+        # Allocation or loading may have replaced the memory of the one that the optimizer has.
+        if plain.device != local.device or plain.data_ptr() != local.data_ptr():
+            if self._tensor_mesh is not None:
+                local = DTensor.from_local(local, self._tensor_mesh, [Replicate()], run_check=False)
+            self._plain = nn.Parameter(local, parameter.requires_grad)
         # The user may have frozen the one that the optimizer has.
         self._plain.requires_grad_(parameter.requires_grad)
         self._kept = parameter
         self._put(self._plain)
-
-    def _shares_memory_with(self, local: Tensor) -> bool:
-        """Whether the plain tensor does: not after allocation or loading has replaced the other."""
-        if self._plain.device != local.device:
-            return False
-        return _local(self._plain).data_ptr() == local.data_ptr()
-
-    def _plain_copy_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A parameter on the same memory that computes."""
-        value: Tensor = _local(parameter).detach()
-        if self._tensor_mesh is not None:
-            value = DTensor.from_local(value, self._tensor_mesh, [Replicate()], run_check=False)
-        return nn.Parameter(value, parameter.requires_grad)
 
     def rest(self) -> None:
         """Puts the replicated parameter back."""
@@ -98,7 +82,7 @@ class Scalar:
 
     @property
     def gradient(self) -> Tensor | None:
-        """What autograd has added up on this rank since the last `set_mean`, plain."""
+        """The gradient that autograd has added up on this rank since the last `set_mean`, plain."""
         gradient = self._plain.grad
         # Over the tensor axis it may be a part of a sum.
         if isinstance(gradient, DTensor):
@@ -109,17 +93,15 @@ class Scalar:
         """Adds the mean over the data ranks to the gradient of `parameter`; None: no rank has
         one."""
         self._plain.grad = None
-        parameter = self.parameter
+        parameter: Any = self.parameter
         if mean is None:
             return
         local = mean.to(device=parameter.device, dtype=parameter.dtype).reshape(())
         if parameter.grad is not None:
             _local(parameter.grad).add_(local)
         else:
-            assert isinstance(parameter, DTensor)
-            parameter.grad = DTensor.from_local(
-                local, parameter.device_mesh, parameter.placements, run_check=False
-            )
+            mesh, placements = parameter.device_mesh, parameter.placements
+            parameter.grad = DTensor.from_local(local, mesh, placements, run_check=False)
         # Autograd calls such hooks for the parameter that computes, which has none.
         hooks = parameter._post_accumulate_grad_hooks or {}
         for hook in list(hooks.values()):
@@ -135,20 +117,17 @@ def scalar_places(
 ) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
     """The (module, attribute) of each occurrence of each parameter without dimensions that is not
     in ``left_out``. Raises `ConfigError` for complex ones, and where the model has no others."""
+    to_split = [parameter for parameter in model.parameters() if parameter not in left_out]
+    scalars = {parameter for parameter in to_split if parameter.ndim == 0}
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter.ndim > 0 or parameter in left_out:
-                continue
-            if parameter.is_complex():
-                raise ConfigError(
-                    f"{name} is complex and has no dimensions: give it one, torch.zeros(1)"
-                )
-            places.setdefault(parameter, []).append((module, name))
-    if not places:
-        return places
-    to_shard = [parameter for parameter in model.parameters() if parameter not in places]
-    if all(parameter in left_out for parameter in to_shard):
+        for name, parameter in held_parameters(module):
+            if parameter in scalars:
+                places.setdefault(parameter, []).append((module, name))
+                if parameter.is_complex():
+                    problem = "is complex and has no dimensions: give it one, torch.zeros(1)"
+                    raise ConfigError(f"{name} {problem}")
+    if scalars and len(scalars) == len(to_split):
         raise ConfigError(
             "the model has parameters without dimensions alone: there is nothing to shard"
         )

@@ -13,8 +13,8 @@ backward gathers the group's parameters. Two things go wrong when that is a view
 was changed in place after the view was taken (``y = h.view(-1); h[0] += 1; return y``), torch ends
 the process by SIGSEGV as the hook is set (seen with 2.13; pytorch issue 196459 says 2.9 to 2.14).
 And if the caller changes the view in place (``y = block(x); y += x``), the hook is lost, and
-backward fails for want of parameters. So in place of a view the group returns a tensor that shares
-the view's memory and version, and is a node of its own in the autograd graph.
+backward fails, because parameters are missing. So in place of a view the group returns a tensor
+that shares the view's memory and version, and is a node of its own in the autograd graph.
 """
 
 from __future__ import annotations
@@ -50,13 +50,6 @@ from parallel2d.parallel.sync.rounded_exchange import WIRES
 log = logging.getLogger(__name__)
 
 
-def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes that `fully_shard` sees; see [Note: one engine for every strategy]."""
-    if mesh_shape(mesh).replicate > 1:
-        return mesh["replicate", "shard"]
-    return mesh["shard"]
-
-
 def shard(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -72,22 +65,26 @@ def shard(
     offload = OffloadPolicy()
     if config.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    # See [Note: one engine for every strategy].
+    axes = mesh["shard"]
+    if mesh_shape(mesh).replicate > 1:
+        axes = mesh["replicate", "shard"]
     common: dict[str, Any] = {
-        "mesh": sharding_mesh(mesh),
+        "mesh": axes,
         "reshard_after_forward": config.strategy.reshard_after_forward,
         "offload_policy": offload,
         "ignored_params": ignored or None,
     }
     for group in groups:
         for module in group:
-            _own_outputs(module)
-        if len(group) > 1:
-            fully_shard(list(group), mp_policy=precision.policy, **common)
-        elif id(group[0]) in precision.fp32_modules:
-            fully_shard(group[0], mp_policy=precision.fp32_policy, **common)
-        else:
-            fully_shard(group[0], mp_policy=precision.policy, **common)
-    _own_outputs(model)
+            module.register_forward_hook(_without_views)
+        policy = precision.policy
+        # Such a module has a group of its own.
+        if id(group[0]) in precision.fp32_modules:
+            policy = precision.fp32_policy
+        fully_shard(list(group), mp_policy=policy, **common)
+    # Before `fully_shard`, whose hook must come later; see [Note: views and hooks].
+    model.register_forward_hook(_without_views)
     root = precision.policy
     if precision.output is not None:
         root = dataclasses.replace(root, output_dtype=precision.output)
@@ -111,7 +108,13 @@ def synchronize(
     """
     groups = fsdp_internals.sharded_groups(model)
     if config.sync.engine == "torch":
-        _check_torch_engine(scalars, precision)
+        for what, wanted in (
+            ("parameters without dimensions are", scalars),
+            ("precision.keep_low_precision_gradients is", precision.keep_reduced),
+        ):
+            if wanted:
+                problem = f"{what} a matter of sync.engine=parallel2d alone"
+                raise ConfigError(f"sync.engine=torch: {problem}")
         log.info(
             "sync.engine=torch: gradients of parameters that ranks or micro-batches use "
             "differently may land in others"
@@ -126,7 +129,12 @@ def synchronize(
         # Words that stand for no dtype are those of sync=diloco, which sends no gradients.
         between_replicas = WIRES.get(config.sync.wire, wire)
         group.set_dtypes(precision.sums, wire, between_replicas)
-    order = _collective_order(mesh, topology)
+    order = None
+    # With one rank nothing is gathered or reduced over the shard axis.
+    if mesh_shape(mesh).shard > 1:
+        shard_group = mesh.get_group("shard")
+        hosts = {topology.hosts[rank] for rank in dist.get_process_group_ranks(shard_group)}
+        order = CollectiveOrder.of(shard_group, len(hosts) == 1, mesh.device_type)
     kept = precision.reduce if precision.keep_reduced else precision.storage
     engine = GradientSync(
         model,
@@ -142,25 +150,6 @@ def synchronize(
     fsdp_internals.after_backward(model, engine.end_backward)
     if order is not None:
         _keep_order(order, groups, engine)
-
-
-def _check_torch_engine(scalars: Sequence[Scalar], precision: Precision) -> None:
-    if scalars:
-        what = "parameters without dimensions are"
-    elif precision.keep_reduced:
-        what = "precision.keep_low_precision_gradients is"
-    else:
-        return
-    raise ConfigError(f"sync.engine=torch: {what} a matter of sync.engine=parallel2d alone")
-
-
-def _collective_order(mesh: DeviceMesh, topology: Topology) -> CollectiveOrder | None:
-    """None where nothing is gathered or reduced over the shard axis."""
-    if mesh_shape(mesh).shard == 1:
-        return None
-    group = mesh.get_group("shard")
-    hosts = {topology.hosts[rank] for rank in dist.get_process_group_ranks(group)}
-    return CollectiveOrder.of(group, len(hosts) == 1, mesh.device_type)
 
 
 def _keep_order(
@@ -209,22 +198,13 @@ class _OwnTensor(torch.autograd.Function):
         return gradients[0]
 
 
-def _own_outputs(module: nn.Module) -> None:
-    """Makes ``module`` return no views. Before `fully_shard`, whose hook must come later; see
-    [Note: views and hooks]."""
-    module.register_forward_hook(_without_views)
-
-
 def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    """Replaces views by tensors of their own; see [Note: views and hooks]."""
     if not torch.is_grad_enabled():
         return output
-    if not any(_is_live_view(tensor) for tensor in collect_grad_tensors(output)):
+    if not any(map(_is_live_view, collect_grad_tensors(output))):
         return output
-    return tree_map(_own, output)
-
-
-def _own(leaf: Any) -> Any:
-    return _OwnTensor.apply(leaf) if _is_live_view(leaf) else leaf
+    return tree_map(lambda leaf: _OwnTensor.apply(leaf) if _is_live_view(leaf) else leaf, output)
 
 
 def _is_live_view(leaf: Any) -> bool:
@@ -233,6 +213,4 @@ def _is_live_view(leaf: Any) -> bool:
         return False
     # Reading grad_fn also makes torch update the view's node in the graph, where the view's base
     # was changed in place. torch omits this before it sets its hook.
-    if leaf.grad_fn is None:
-        return False
-    return leaf._is_view()
+    return leaf.grad_fn is not None and leaf._is_view()

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +37,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
-    Placement,
     Replicate,
     Shard,
     distribute_module,
@@ -50,7 +50,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from parallel2d.base.config import TENSOR_WORDS
-from parallel2d.base.errors import ConfigError
+from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.model_structure import ATOMIC, tied_parameters
 
@@ -152,26 +152,16 @@ def resolve_plan(
             styles[pattern] = style  # type: ignore[assignment]
     _complete_ties(model, words)
     for name, word in words.items():
+        if word == "replicate":
+            continue
         try:
-            resolved = _style(name, modules, word, tensor)
+            styles[name] = _style(name, modules, word, tensor)
         except ValueError as error:
             # Collected, so that one message has all problems of a plan.
             problems.append(str(error))
-            continue
-        if resolved is not None:
-            styles[name] = resolved
-    _refuse(problems)
+    if problems:
+        raise ConfigError(f"tensor-parallel plan: {first_five(problems)}")
     return styles
-
-
-def _refuse(problems: list[str]) -> None:
-    """Raises `ConfigError` with the first eight of ``problems``, if there are any."""
-    if not problems:
-        return
-    shown = "; ".join(problems[:8])
-    if len(problems) > 8:
-        shown += f"; and {len(problems) - 8} more"
-    raise ConfigError(f"tensor-parallel plan: {shown}")
 
 
 def whole_parameters(model: nn.Module) -> list[str]:
@@ -185,12 +175,13 @@ def whole_parameters(model: nn.Module) -> list[str]:
     total = 0
     for name, parameter in model.named_parameters():
         total += parameter.numel()
-        if _is_split(parameter):
+        placements = parameter.placements if isinstance(parameter, DTensor) else ()
+        if any(isinstance(placement, Shard) for placement in placements):
             split += parameter.numel()
             continue
         # layers.0.norm.weight and layers.1.norm.weight both count as layers.*.norm.weight.
-        parts = ["*" if part.isdigit() else part for part in name.split(".")]
-        kept.setdefault(".".join(parts), []).append(parameter.numel())
+        pattern = re.sub(r"\b\d+\b", "*", name)
+        kept.setdefault(pattern, []).append(parameter.numel())
     lines = [
         f"tensor axis: {split / max(total, 1):.1%} of {total:,} parameters are split; whole on "
         "every tensor rank:"
@@ -200,27 +191,18 @@ def whole_parameters(model: nn.Module) -> list[str]:
     return lines
 
 
-def _is_split(parameter: nn.Parameter) -> bool:
-    if not isinstance(parameter, DTensor):
-        return False
-    return any(isinstance(placement, Shard) for placement in parameter.placements)
-
-
 def _complete_ties(model: nn.Module, words: dict[str, str]) -> None:
     """Adds to ``words`` the Embeddings that are tied to a split Linear: both are split by rows of
     the one weight. Other ties cannot be completed."""
     names = {id(module): name for name, module in model.named_modules()}
     for group in tied_parameters(model):
         modules = {names[id(module)]: module for module, _ in group}
-        split = {words[name] for name in modules if name in words}
         # What stays whole on purpose requires nothing of the others.
-        split.discard("replicate")
-        is_colwise = all(word.startswith("colwise") for word in split)
-        if not split or not is_colwise:
-            continue
-        for name, module in modules.items():
-            if isinstance(module, nn.Embedding):
-                words.setdefault(name, "rowwise")
+        split = {words.get(name, "replicate") for name in modules} - {"replicate"}
+        if split and split <= {"colwise", "colwise_gather_output"}:
+            for name, module in modules.items():
+                if isinstance(module, nn.Embedding):
+                    words.setdefault(name, "rowwise")
 
 
 def _check_ties(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> None:
@@ -228,37 +210,26 @@ def _check_ties(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> No
     cannot stay one parameter."""
     names = {id(module): name for name, module in model.named_modules()}
     for group in ties:
-        layouts: dict[str, tuple[Placement, ...] | None] = {}
+        layouts: dict[str, str] = {}
         for module, attribute in group:
-            place = f"{names[id(module)]}.{attribute}"
             parameter = module._parameters[attribute]
-            layouts[place] = None
+            layout = "whole"
             if isinstance(parameter, DTensor):
-                layouts[place] = parameter.placements
-        if len(set(layouts.values())) == 1:
-            continue
-        described = [f"{place} {_describe(layout)}" for place, layout in layouts.items()]
-        raise ConfigError(
-            f"tensor-parallel plan: {' and '.join(layouts)} are one parameter, and the plan makes "
-            f"{', '.join(described)}; split all of its places alike (embedding: rowwise with head: "
-            "colwise or colwise_gather_output) or none"
-        )
+                layout = f"as {parameter.placements[0]}"
+            layouts[f"{names[id(module)]}.{attribute}"] = layout
+        if len(set(layouts.values())) > 1:
+            made = ", ".join(map(" ".join, layouts.items()))
+            raise ConfigError(
+                f"tensor-parallel plan: {' and '.join(layouts)} are one parameter, and the plan "
+                f"makes {made}; split all of its places alike (embedding: rowwise with head: "
+                "colwise or colwise_gather_output) or none"
+            )
 
 
-def _describe(layout: tuple[Placement, ...] | None) -> str:
-    """Placements on the tensor axis, None for a plain parameter, as a word of a message."""
-    return "whole" if layout is None else f"as {layout[0]}"
-
-
-def _style(
-    name: str, modules: Mapping[str, nn.Module], word: str, tensor: int
-) -> ParallelStyle | None:
-    """The style for one module; None to leave it whole. Raises ValueError when the word does not
-    fit the module."""
+def _style(name: str, modules: Mapping[str, nn.Module], word: str, tensor: int) -> ParallelStyle:
+    """The style for one module. Raises ValueError when the word does not fit the module."""
     if word not in TENSOR_WORDS:
         raise ValueError(f"{name}: {word} is not one of {', '.join(TENSOR_WORDS)}")
-    if word == "replicate":
-        return None
     module = modules[name]
     parent = modules[name.rpartition(".")[0]]
     if isinstance(parent, ATOMIC) or isinstance(module, ATOMIC):
@@ -271,42 +242,35 @@ def _style(
     if word == "replicated_with_grad_allreduce":
         # A norm of queries or keys gets [..., heads, head_dim], with this rank's heads.
         return _OnSlices(-2, split_already=True)
-    if isinstance(module, nn.Embedding):
-        return _embedding_style(name, module, word, tensor)
-    if isinstance(module, nn.Linear):
-        return _linear_style(name, module, parent, word, tensor)
-    raise ValueError(f"{name}: {word} splits a Linear or an Embedding, not {type(module).__name__}")
-
-
-def _embedding_style(name: str, module: nn.Embedding, word: str, tensor: int) -> ParallelStyle:
-    if word == "colwise":
-        _must_divide(name, "embedding_dim", module.embedding_dim, tensor)
-        return ColwiseParallel(output_layouts=Replicate())
-    if word in ("rowwise", "embedding_rowwise"):
-        # Any number of rows can be split: ids outside of a rank's rows give zeros there.
-        return RowwiseParallel(input_layouts=Replicate())
-    raise ValueError(f"{name}: an Embedding is split colwise or rowwise, not {word}")
-
-
-def _linear_style(
-    name: str, module: nn.Linear, parent: nn.Module, word: str, tensor: int
-) -> ParallelStyle:
-    if word in ("rowwise", "rowwise_split_input"):
-        _must_divide(name, "in_features", module.in_features, tensor)
-        if word == "rowwise":
+    match module, word:
+        case nn.Embedding(), "colwise":
+            _must_divide(name, "embedding_dim", module.embedding_dim, tensor)
+            return ColwiseParallel(output_layouts=Replicate())
+        case nn.Embedding(), "rowwise" | "embedding_rowwise":
+            # Any number of rows can be split: ids outside of a rank's rows give zeros there.
+            return RowwiseParallel(input_layouts=Replicate())
+        case nn.Linear(), "rowwise":
+            _must_divide(name, "in_features", module.in_features, tensor)
             return RowwiseParallel()
-        return RowwiseParallel(input_layouts=Replicate())
-    if word == "embedding_rowwise":
-        raise ValueError(f"{name}: a Linear is split colwise or rowwise, not {word}")
-    if word == "colwise_gather_output":
-        # Uneven parts can be gathered, so that a vocabulary of any size can be split.
-        return ColwiseParallel(output_layouts=Replicate())
-    _must_divide(name, "out_features", module.out_features, tensor)
-    # The outputs of attention projections are heads, and a rank needs whole ones.
-    head_dim = getattr(parent, "head_dim", None)
-    if isinstance(head_dim, int) and head_dim > 0 and module.out_features % head_dim == 0:
-        _must_divide(name, "heads", module.out_features // head_dim, tensor)
-    return ColwiseParallel()
+        case nn.Linear(), "rowwise_split_input":
+            _must_divide(name, "in_features", module.in_features, tensor)
+            return RowwiseParallel(input_layouts=Replicate())
+        case nn.Linear(), "colwise_gather_output":
+            # Uneven parts can be gathered, so that a vocabulary of any size can be split.
+            return ColwiseParallel(output_layouts=Replicate())
+        case nn.Linear(), "colwise":
+            _must_divide(name, "out_features", module.out_features, tensor)
+            # The outputs of attention projections are heads, and a rank needs whole ones.
+            head_dim = getattr(parent, "head_dim", None)
+            if isinstance(head_dim, int) and head_dim > 0 and module.out_features % head_dim == 0:
+                _must_divide(name, "heads", module.out_features // head_dim, tensor)
+            return ColwiseParallel()
+        case nn.Embedding(), _:
+            raise ValueError(f"{name}: an Embedding is split colwise or rowwise, not {word}")
+        case nn.Linear(), _:
+            raise ValueError(f"{name}: a Linear is split colwise or rowwise, not {word}")
+    kind = type(module).__name__
+    raise ValueError(f"{name}: {word} splits a Linear or an Embedding, not {kind}")
 
 
 def _must_divide(name: str, what: str, size: int, tensor: int) -> None:

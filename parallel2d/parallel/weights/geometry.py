@@ -1,4 +1,4 @@
-"""Which rectangle of a tensor this rank holds: `local_region`. No communication.
+"""The rectangle of a tensor that this rank holds: `local_region`. No communication.
 
 Tensors are resharded by intersecting the rectangles of one layout with those of the other.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 # torch has no public names for these; its own distributed checkpoints rely on them too.
 from torch.distributed.tensor._utils import (
@@ -86,8 +86,7 @@ class Region:
         if not shape:
             yield self
             return
-        begin = self.offsets[0]
-        end = begin + self.lengths[0]
+        begin, end = self.offsets[0], self.ends[0]
         row = math.prod(shape[1:])
         # A row that is larger than a piece is split like a tensor with one dim less.
         if row > most and len(shape) > 1:
@@ -131,16 +130,12 @@ def region_of_replica(tensor: DTensor, replica: int) -> Region:
 
 
 def split_dims(tensor: Tensor) -> dict[str, int]:
-    """By mesh axis the dim of ``tensor`` along which its ranks hold different parts. Axes of one
+    """The dim of ``tensor``, by mesh axis, along which its ranks hold different parts. Axes of one
     rank count too; empty for a tensor without a mesh."""
-    found: dict[str, int] = {}
     if not isinstance(tensor, DTensor):
-        return found
-    for name, placement in zip(axis_names(tensor.device_mesh), tensor.placements, strict=True):
-        if not placement.is_replicate():
-            # Parameters are never partial, so this is a Shard, which has a dim.
-            found[name] = placement.dim  # type: ignore[attr-defined]
-    return found
+        return {}
+    placements = dict(zip(axis_names(tensor.device_mesh), tensor.placements, strict=True))
+    return {name: each.dim for name, each in placements.items() if isinstance(each, Shard)}
 
 
 def first_position(tensor: Tensor) -> int:
@@ -149,10 +144,8 @@ def first_position(tensor: Tensor) -> int:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``: everything when it is no `DTensor`."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor
+    """The part of ``tensor`` that this rank holds: everything when it is no `DTensor`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def as_real(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import hashlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,12 +34,15 @@ from parallel2d.parallel.model_structure import (
     owns_itself,
     tied_parameters,
 )
+from parallel2d.parallel.weights.named_tensors import all_tensors, parameters_by_name
 from parallel2d.parallel.weights.whole_tensors import copy_part
 
 Initializer = Callable[[nn.Module, str], None]
 
-_DRAWING = ("normal_", "uniform_", "exponential_", "bernoulli_", "log_normal_", "cauchy_")
-_DRAWS = {getattr(Tensor, name) for name in _DRAWING}
+_DRAWS = {
+    *(Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.bernoulli_),
+    *(Tensor.log_normal_, Tensor.cauchy_),
+}
 
 
 class _NothingToDraw(TorchFunctionMode):
@@ -129,16 +133,15 @@ class InitialWeights:
         """
         if any(parameter.is_meta for parameter in model.parameters()):
             allocate(model, device_type)
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        buffers = dict(model.named_buffers(remove_duplicate=False))
-        here = {fqn_of(name): tensor for name, tensor in {**parameters, **buffers}.items()}
+        here = all_tensors(model)
         # Ids of what has its values: a tied parameter is drawn under its first name.
         written = {id(tensor) for name, tensor in here.items() if name in given}
         unset: list[str] = []
         have_values = {name for name, tensor in here.items() if id(tensor) in written}
         for modules in self._units(have_values):
             unset += self._write_unit(modules, here, written, seed)
-        unset += [fqn_of(name) for name, each in parameters.items() if id(each) not in written]
+        parameters = parameters_by_name(model)
+        unset += [name for name, parameter in parameters.items() if id(parameter) not in written]
         if unset:
             raise _no_initializer(unset)
 
@@ -152,10 +155,8 @@ class InitialWeights:
             for module in adapters.given_modules(self.blueprint, given):
                 loaded.update(map(id, module.modules()))
         blocks = {name: self.blueprint.get_submodule(name) for name in self.blocks}
-        in_blocks: set[int] = set()
-        for block in blocks.values():
-            in_blocks.update(map(id, block.modules()))
-        yield list(_in_post_order(self.blueprint, "", in_blocks | loaded))
+        in_blocks = chain.from_iterable(block.modules() for block in blocks.values())
+        yield list(_in_post_order(self.blueprint, "", loaded.union(map(id, in_blocks))))
         for name, block in blocks.items():
             yield list(_in_post_order(block, name, loaded))
 
@@ -223,12 +224,11 @@ class InitialWeights:
                 run(self.init, module, fqn_of(name))
             elif reset is not None:
                 run(reset)
-        if adapters.has_adapter(module):
-            # Such a layer sets them last, whatever its parts have drawn for them.
-            try:
-                run(adapters.reset_adapter, module, self.blueprint)
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
+        # A layer with adapters sets them last, whatever its parts have drawn for them.
+        try:
+            run(adapters.reset_adapter, module, self.blueprint)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     def _library_initializer(self, name: str) -> Callable[[nn.Module], None] | None:
         """``_init_weights`` of the innermost model around ``name`` that has one: Hugging Face's
@@ -256,9 +256,9 @@ def _in_post_order(
 
 def _places_on_meta(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[_Place]:
     for name, module in modules:
-        held: dict[str, Any]
         # Buffers are real under `build_on_meta`, and keep what the constructor computed.
-        for held in (module._parameters, module._buffers):
+        held_here: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for held in held_here:
             for key, tensor in held.items():
                 if tensor is not None and tensor.is_meta:
                     yield fqn_of(join_names(name, key)), held, key, tensor
@@ -285,10 +285,8 @@ def check_initializers(model: nn.Module, init: Initializer | None) -> None:
     for module in model.modules():
         if _initializer_of(module) is not None:
             within_reach.update(map(id, module.parameters()))
-    unset = []
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta and id(parameter) not in within_reach:
-            unset.append(fqn_of(name))
+    on_meta = {name: each for name, each in parameters_by_name(model).items() if each.is_meta}
+    unset = [name for name, parameter in on_meta.items() if id(parameter) not in within_reach]
     if unset:
         raise _no_initializer(unset)
 
@@ -353,15 +351,17 @@ def apply_to_tensors(model: nn.Module, function: Callable[[Tensor], Tensor]) -> 
 def allocate(model: nn.Module, device_type: str, *, offload: bool = False) -> None:
     """Gives every parameter and buffer storage on this rank's device, with ``offload`` sharded
     parameters in CPU memory."""
-    cpu = torch.device("cpu")
-    device = cpu
-    if device_type != "cpu":
-        device = torch.device(device_type, torch.accelerator.current_device_index())
 
     def place(tensor: Tensor) -> Tensor:
-        home = cpu if offload and isinstance(tensor, DTensor) else device
-        if tensor.is_meta:
-            return torch.empty_like(tensor, device=home)
-        return tensor.to(home)
+        in_cpu_memory = offload and isinstance(tensor, DTensor)
+        home = rank_device("cpu" if in_cpu_memory else device_type)
+        return torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(home)
 
     apply_to_tensors(model, place)
+
+
+def rank_device(device_type: str) -> torch.device:
+    """The device of this type that this rank works on."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.accelerator.current_device_index())

@@ -10,6 +10,7 @@ method beside the parameters (`MasterValues`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from parallel2d.parallel.model_structure import fqn_of, join_names, updated_as
 from parallel2d.parallel.weights.optimizer_settings import plain_settings
 
-SCALARS = (bool, int, float, str)
+SCALARS = bool | int | float | str
 
 # Attributes of modules: of all modules of a model, and of the model itself
 _MASTERS = "_parallel2d_masters"
@@ -55,12 +56,9 @@ def register_masters(model: nn.Module, masters: MasterValues) -> None:
 
 
 def masters_in(model: nn.Module) -> list[MasterValues]:
-    """Those of ``model``, of the model that it is a part of, and of models inside it."""
-    found: dict[int, MasterValues] = {}
-    for module in model.modules():
-        for masters in vars(module).get(_MASTERS, []):
-            found[id(masters)] = masters
-    return list(found.values())
+    """Master values of ``model``, of the model that it is a part of, and of models inside it."""
+    found = chain.from_iterable(vars(module).get(_MASTERS, []) for module in model.modules())
+    return list({id(masters): masters for masters in found}.values())
 
 
 def masters_were_loaded(model: nn.Module) -> None:
@@ -83,6 +81,14 @@ def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     return {fqn_of(name): parameter for name, parameter in model.named_parameters()}
 
 
+def all_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """FQN -> parameter or buffer; a shared one under each of its names."""
+    named = chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    return {fqn_of(name): tensor for name, tensor in named}
+
+
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """FQN -> what is saved and loaded: a parameter, or its master value, or a persistent buffer. A
     shared one is listed once, under its first name."""
@@ -92,8 +98,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     transient: set[str] = set()
     for prefix, module in model.named_modules():
         # torch has no public name for the buffers that no state dict has.
-        for name in module._non_persistent_buffers_set:
-            transient.add(join_names(prefix, name))
+        transient.update(join_names(prefix, name) for name in module._non_persistent_buffers_set)
     for name, buffer in model.named_buffers():
         if name not in transient:
             found[fqn_of(name)] = buffer
@@ -107,12 +112,9 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def ties_of(model: nn.Module) -> dict[str, str]:
     """As `tied_names`, by names as they are in ``model``."""
-    first: dict[int, str] = {}
-    ties: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            ties[name] = first[id(parameter)]
-    return ties
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(each)] for name, each in every if name != first[id(each)]}
 
 
 def updated_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -123,9 +125,8 @@ def updated_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """FQN -> parameter, or the part of it that the optimizer has, for those that it steps; in the
     model's order."""
-    stepped: set[int] = set()
-    for group in optimizer.param_groups:
-        stepped.update(map(id, group["params"]))
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    stepped = set(map(id, params))
     # The order of the groups may differ between runs; that of the model does not.
     return {name: each for name, each in updated_by_name(model).items() if id(each) in stepped}
 
@@ -162,16 +163,14 @@ def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
         # What a manifest cannot hold, such as a tensor of several values, is omitted.
         kept = {key: value for key, value in settings.items() if _is_plain(value)}
         # An optimizer may hold parameters that are not in this model.
-        listed = [names[id(each)] for each in group["params"] if id(each) in names]
-        groups.append({"settings": kept, "parameters": listed})
+        listed = filter(None, [names.get(id(each)) for each in group["params"]])
+        groups.append({"settings": kept, "parameters": list(listed)})
     return {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars}
 
 
 def _is_plain(value: Any) -> bool:
     """Whether ``value`` is made of None, scalars, and lists and tuples of them."""
-    if value is None:
-        return True
     # Such as the betas of Adam.
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
-    return isinstance(value, SCALARS)
+    return isinstance(value, SCALARS | None)

@@ -88,8 +88,8 @@ def _other_class(
 def _problems(
     settings: Settings, others: Sequence[Settings], group: Mapping[str, Any]
 ) -> Iterator[str]:
-    """What keeps ``settings`` from being those of ``group``, whose other parameters are in stored
-    groups with the settings ``others``."""
+    """Yields what keeps ``settings`` from being those of ``group``, whose other parameters are in
+    stored groups with the settings ``others``."""
     for key, value in settings.items():
         for other in others:
             # A setting that the other group does not have contradicts nothing.

@@ -56,13 +56,12 @@ def has_weights(path: str) -> bool:
     """Whether the folder holds safetensors. Raises `ConfigError` when it holds only pickles."""
     if _has(path, INDEX) or _has(path, SINGLE):
         return True
-    for name in _PICKLED:
-        if _has(path, name):
-            raise ConfigError(
-                f"{path} holds {name} and no safetensors: a pickle can run code, so it is not "
-                "read; save the model again with safe serialization, or set "
-                "model.load_weights=false"
-            )
+    pickled = [name for name in _PICKLED if _has(path, name)]
+    if pickled:
+        raise ConfigError(
+            f"{path} holds {pickled[0]} and no safetensors: a pickle can run code, so it is not "
+            "read; save the model again with safe serialization, or set model.load_weights=false"
+        )
     return False
 
 
@@ -138,10 +137,11 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
         if value.shape == shape:
             _fill(target.tensor, value, headers)
         else:
-            problems.append(
-                f"{printable(names[0])} has shape {value.shape}, the model's is {shape}"
-            )
-    problems += _lacking(model, missing, adapted + base, fresh, targets)
+            problem = f"has shape {value.shape}, the model's is {shape}"
+            problems.append(f"{printable(names[0])} {problem}")
+    # Of the base everything must be there, but for the adapters that the caller fills.
+    required = [name for name in missing if name.startswith(adapted + base)]
+    problems += _lacking(model, required, fresh, targets)
     if problems:
         raise ConfigError(f"{path} does not fit {type(model).__name__}: {first_five(problems)}")
     masters_were_loaded(model)
@@ -157,8 +157,8 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
 
 
 def _targets(model: nn.Module, adapted: str, prefix: str, base: str) -> list[_Target]:
-    """Everything in the model's state dict, tied parameters once. ``adapted``: what names begin
-    with in a model with adapters."""
+    """Lists everything in the model's state dict, tied parameters once. ``adapted``: what names
+    begin with in a model with adapters."""
     reshard(model)
     targets = {name: _Target(value, [name], []) for name, value in model_tensors(model).items()}
     for name, first in tied_names(model).items():
@@ -172,14 +172,10 @@ def _targets(model: nn.Module, adapted: str, prefix: str, base: str) -> list[_Ta
 
 
 def _lacking(
-    model: nn.Module,
-    missing: Sequence[str],
-    base: str,
-    fresh: Sequence[str],
-    targets: Sequence[_Target],
+    model: nn.Module, missing: Sequence[str], fresh: Sequence[str], targets: Sequence[_Target]
 ) -> list[str]:
-    """One line for each of ``missing`` that is of the base and no adapter. Raises `ConfigError` for
-    a pattern of ``fresh`` that matches nothing."""
+    """One line for each of ``missing`` that no pattern of ``fresh`` matches. Raises `ConfigError`
+    for a pattern that matches nothing."""
     names = list(chain.from_iterable(target.names for target in targets))
     left_to_caller: set[str] = set()
     for pattern in fresh:
@@ -190,15 +186,14 @@ def _lacking(
                 f"fresh: pattern {pattern} matches no parameter of {type(model).__name__}"
             )
         left_to_caller.update(matching)
-    required = [name for name in missing if name.startswith(base)]
-    return [f"{name} is missing" for name in required if name not in left_to_caller]
+    return [f"{name} is missing" for name in missing if name not in left_to_caller]
 
 
 def _find_stored(
     model: nn.Module, targets: Sequence[_Target], headers: _Headers
 ) -> dict[str, _Stored]:
-    """What the folder holds, by its own names and, where these are not enough, by those that the
-    library gives it. Raises `ConfigError` for a form that cannot be read in parts."""
+    """Finds what the folder holds, by its own names and, where these are not enough, by those that
+    the library gives it. Raises `ConfigError` for a form that cannot be read in parts."""
     stored: dict[str, _Stored] = {}
     for name, (_, entry) in headers.items():
         stored[name] = _Stored(entry.shape, {name: (entry, (0,) * len(entry.shape))})
@@ -307,8 +302,7 @@ def _fill(tensor: Tensor, stored: _Stored, headers: _Headers) -> None:
             first = entry.begin + piece.position_in(entry.shape) * size
             alone = Entry(entry.dtype, piece.lengths, first, first + piece.numel * size)
             values = read_rows(headers[name][0], alone, 0, math.prod(piece.lengths[:1]))
-            wanted = kept.intersect(piece)
-            assert wanted is not None
+            wanted: Any = kept.intersect(piece)  # of full rows, some is kept
             local[wanted.slices_in(kept)].copy_(values[wanted.slices_in(piece)])
             # Before the next piece is read, or two would be held.
             del values

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Container, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from parallel2d.parallel.weights.initial_values import (
     has_meta_parameters,
     plan_weights,
 )
-from parallel2d.parallel.weights.named_tensors import ties_of
+from parallel2d.parallel.weights.named_tensors import all_tensors, ties_of
 from parallel2d.parallel.weights.whole_tensors import fill
 
 
@@ -55,8 +56,8 @@ class WeightSource:
         # After the weights were handed over, which ties on all ranks what is tied on the source.
         check_same_structure(model)
         self._on_meta = has_meta_parameters(model, seed)
-        drawn = self._on_meta and broadcast_from is None
-        if given is not None and not drawn:
+        is_drawn = self._on_meta and broadcast_from is None
+        if given is not None and not is_drawn:
             raise ConfigError(
                 "weights= is for a model on meta without broadcast_from: build it under "
                 "parallel2d.build_on_meta"
@@ -77,19 +78,13 @@ class WeightSource:
         if self._on_meta:
             allocate(model, device_type, offload=offload)
         if self._source is not None:
-            here: dict[str, Tensor] = dict(model.named_parameters())
-            # Those of the other ranks may have been on meta.
-            here |= model.named_buffers()
-            weights = self._received
-            pairs = [(each, weights.get(fqn_of(name))) for name, each in here.items()]
-            fill(pairs, self._source)
+            # Buffers too: those of the other ranks may have been on meta.
+            here = chain(model.named_parameters(), model.named_buffers())
+            fill([(each, self._received.get(fqn_of(name))) for name, each in here], self._source)
         if self._initial is not None:
-            assert self._seed is not None
             # Weights that are loaded into the allocated model are not drawn.
-            given: Container[str] = ()
-            if self._given is not None:
-                given = self._given(model)
-            self._initial.write(model, self._seed, device_type, given=given)
+            given = self._given(model) if self._given is not None else ()
+            self._initial.write(model, self._seed or 0, device_type, given=given)
 
 
 def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
@@ -102,13 +97,11 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     problem = None
     if dist.get_rank() == source:
-        tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        tensors |= model.named_buffers(remove_duplicate=False)
-        weights = {fqn_of(name): tensor.detach() for name, tensor in tensors.items()}
+        weights = {name: tensor.detach() for name, tensor in all_tensors(model).items()}
         meta = [name for name, tensor in weights.items() if tensor.is_meta]
         if meta:
-            listed = ", ".join(meta[:5])
-            problem = f"broadcast_from={source}: that rank has no values for {listed}, on meta"
+            problem = f"that rank has no values for {first_five(meta, ', ')}, on meta"
+            problem = f"broadcast_from={source}: {problem}"
     raise_together(problem, source)
     # `model.to("meta")`, with which the other ranks may have been built, takes ties apart.
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -139,10 +132,13 @@ def check_same_structure(model: nn.Module) -> None:
         own.append(f"{name}, a buffer in {buffer.dtype} of shape {tuple(buffer.shape)}")
     # Every rank compares its model with rank 0's; all show what the first that differs has found.
     first = broadcast(own)
-    more = sorted(set(own) - set(first)) or ["the same in another order"]
-    less = sorted(set(first) - set(own)) or ["nothing"]
-    found = all_gather("" if own == first else f"{first_five(more)}; not {first_five(less)}")
-    different = [rank for rank, text in enumerate(found) if text]
+    difference = ""
+    if own != first:
+        more = sorted(set(own) - set(first)) or ["the same in another order"]
+        less = sorted(set(first) - set(own)) or ["nothing"]
+        difference = f"{first_five(more)}; not {first_five(less)}"
+    found = dict(enumerate(all_gather(difference)))
+    different = [rank for rank, text in found.items() if text]
     if different:
         one = different[0]
         raise ConfigError(

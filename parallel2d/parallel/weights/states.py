@@ -24,6 +24,7 @@ from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.base.exchange import broadcast, sendable
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.weights.named_tensors import (
+    all_tensors,
     describe_optimizer,
     masters_were_loaded,
     model_tensors,
@@ -138,16 +139,15 @@ def rekey_optimizer_state(
     # In torch, the number of a parameter is its position.
     new: Sequence[Any] = range(len(old))
     if key == "name":
-        if names is None or len(names) != len(old):
-            raise ConfigError(
-                f"names must give the {len(old)} parameters of the groups, got {len(names or [])}"
-            )
-        new = names
+        new = names or []
+    if len(new) != len(old):
+        raise ConfigError(
+            f"names must give the {len(old)} parameters of the groups, got {len(new)}"
+        )
     rekeyed = dict(zip(old, new, strict=True))
     groups = []
     for group in state["param_groups"]:
-        parameters = [rekeyed[parameter] for parameter in group["params"]]
-        groups.append({**group, "params": parameters})
+        groups.append({**group, "params": [rekeyed[each] for each in group["params"]]})
     # Parameters without state are in groups alone.
     state_of = {rekeyed[parameter]: entries for parameter, entries in state["state"].items()}
     return {"state": state_of, "param_groups": groups}
@@ -165,8 +165,8 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor] | None, *, source: 
     """
     given = state or {}
     is_sharded = any(isinstance(tensor, DTensor) for tensor in given.values())
-    is_sent = dist.is_initialized() and not is_sharded
-    _load(model, None, {"model": given}, source if is_sent else None, settings=False)
+    sender = source if dist.is_initialized() and not is_sharded else None
+    _load(model, None, {"model": given}, sender, settings=False)
 
 
 def load_full_state(
@@ -238,6 +238,7 @@ def _load(
     tensors: Mapping[str, Tensor] = {}
     entries: Entries = {}
     new_settings: list[Settings] = []
+    described: dict[str, dict[str, Any]] = {}
     if source is None or dist.get_rank() == source:
         # All problems at once: whoever loads the state of another model wants the list.
         tensors, problems = _match_model(model, state)
@@ -245,8 +246,9 @@ def _load(
             given = state.get("optimizer")
             entries, new_settings, more = _match_optimizer(model, optimizer, given, settings)
             problems += more
-    # Nothing is read of an optimizer's state that does not fit.
-    described = {} if problems else _described(entries)
+        # Nothing is read of an optimizer's state that does not fit.
+        if not problems:
+            described = _described(entries)
     if source is not None:
         # Ranks without the state learn whether it fits, and which tensors come in which order.
         plan = problems, described, new_settings
@@ -273,11 +275,11 @@ def _match_model(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, 
         return {}, [problem]
     tensors = {fqn_of(name): tensor for name, tensor in given.items()}
     here = model_tensors(model)
-    # A bare model's state dict lists a tied parameter under each of its names. Buffers that are in
-    # no state dict may be given all the same.
-    known = {*here, *tied_names(model), *(fqn_of(name) for name, _ in model.named_buffers())}
     problems = [f"{name} is missing" for name in here if name not in tensors]
     problems += _other_shapes(tensors, here)
+    # A bare model's state dict lists a tied parameter under each of its names. Buffers that are in
+    # no state dict may be given all the same.
+    known = all_tensors(model).keys() | here.keys()
     problems += [f"{name} is not in the model" for name in tensors if name not in known]
     return tensors, problems
 
@@ -301,23 +303,19 @@ def _match_optimizer(
     if state is None:
         return {}, [], ["it has no optimizer"]
     names = [group["parameters"] for group in describe_optimizer(model, optimizer)["groups"]]
+    all_names = list(chain.from_iterable(names))
     listed = [group["params"] for group in state["param_groups"]]
     # torch's own `state_dict` numbers parameters; `full_state` and `sharded_state` name them.
     if isinstance(next(chain.from_iterable(listed), None), int):
         # Numbers count through the groups: they mean the same only where groups are as large.
-        sizes = list(map(len, listed))
-        here = list(map(len, names))
+        sizes, here = list(map(len, listed)), list(map(len, names))
         if sizes != here:
-            problem = (
-                f"its optimizer has groups of {sizes} parameters, this one of {here}; call them by "
-                "name with rekey_optimizer_state"
-            )
-            return {}, [], [problem]
-        all_names = list(chain.from_iterable(names))
+            problem = f"its optimizer has groups of {sizes} parameters, this one of {here}"
+            return {}, [], [f"{problem}; call them by name with rekey_optimizer_state"]
         state = rekey_optimizer_state(state, key="name", names=all_names)
     entries: Entries = state["state"]
-    unknown = entries.keys() - set(chain.from_iterable(names))
-    problems = [f"{name} is in its optimizer and not in this one" for name in sorted(unknown)]
+    unknown = sorted(entries.keys() - set(all_names))
+    problems = [f"{name} is in its optimizer and not in this one" for name in unknown]
     given: dict[str, Any] = {}
     for name, values in entries.items():
         given |= {f"{key}/{name}": value for key, value in values.items()}
@@ -330,14 +328,17 @@ def _match_optimizer(
 
 def _described(entries: Entries) -> dict[str, dict[str, Any]]:
     """``entries`` with a `TensorEntry` in the place of each tensor."""
+
+    def describe(value: Any) -> Any:
+        # Sent with the description, a scalar needs no collective of its own.
+        is_scalar = type(value) is Tensor and value.ndim == 0
+        if isinstance(value, Tensor) and not is_scalar:
+            return TensorEntry(value.shape, value.dtype)
+        return value
+
     described: dict[str, dict[str, Any]] = {}
     for name, values in entries.items():
-        described[name] = dict(values)
-        for key, value in values.items():
-            # Sent with the description, a scalar needs no collective of its own.
-            is_scalar = type(value) is Tensor and value.ndim == 0
-            if isinstance(value, Tensor) and not is_scalar:
-                described[name][key] = TensorEntry(value.shape, value.dtype)
+        described[name] = {key: describe(value) for key, value in values.items()}
     return described
 
 
@@ -354,14 +355,14 @@ def _tensors_to_fill(
         # A default dict: where the parameter has no state yet, this makes an empty one.
         state = optimizer.state[parameter]
         for key, value in values.items():
-            if not isinstance(value, TensorEntry | Tensor):
+            is_tensor = isinstance(value, TensorEntry | Tensor)
+            if not is_tensor:
                 state[key] = value
-                continue
-            if not isinstance(state.get(key), Tensor):
+            elif not isinstance(state.get(key), Tensor):
                 state[key] = new_state_tensor(optimizer, parameter, key, value.shape, value.dtype)
             if isinstance(value, Tensor):
                 state[key].copy_(value)
-            else:
+            elif is_tensor:
                 yield state[key], entries.get(name, {}).get(key)
 
 
@@ -391,6 +392,6 @@ def new_state_tensor(
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
         # By id: `in` would compare the values of tensors.
-        if on_device and id(parameter) in set(map(id, group["params"])):
+        if on_device and id(parameter) in map(id, group["params"]):
             device = parameter.device
     return torch.zeros(tuple(shape), dtype=dtype, device=device)

@@ -36,9 +36,7 @@ def gather_tensor(tensor: Tensor, *, keep: bool, cpu: bool) -> Tensor | None:
     # Only now: every rank takes part in gathering.
     if not keep:
         return None
-    whole = whole.detach()
-    if cpu:
-        whole = whole.cpu()
+    whole = whole.detach().to("cpu" if cpu else whole.device)
     # With one rank, or unsharded, this may be the storage of the tensor itself: a change of one
     # would change the other.
     if whole.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr():
@@ -137,7 +135,7 @@ def summon_full_params(
         )
     # After a forward without backward, some parameters may still be gathered.
     reshard(model)
-    places = _places_of_parameters(model, recurse)
+    places = _places_of_parameters(model.modules() if recurse else [model])
     keep = not rank0_only or dist.get_rank() == 0
     wholes = {}
     for parameter in places:
@@ -178,9 +176,9 @@ def sharded_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     One per bucket, and one per module of a bucket of several. The order is that of
     ``named_modules``.
     """
-    # `fully_shard` has replaced the module's class by a subclass of it and of `FSDPModule`.
     found: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
+        # `fully_shard` has replaced the module's class by a subclass of it and of `FSDPModule`.
         is_sharded = isinstance(module, FSDPModule)
         if is_sharded:
             found.append((fqn_of(name), module))
@@ -194,17 +192,16 @@ _MARK = "_summoned_whole"
 _Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
-def _places_of_parameters(model: nn.Module, recurse: bool) -> _Places:
+def _places_of_parameters(modules: Iterable[nn.Module]) -> _Places:
     """Raises `ConfigError` for a parameter that is whole already."""
     places: _Places = {}
-    for module in model.modules() if recurse else [model]:
+    for module in modules:
         for name, parameter in held_parameters(module):
-            if hasattr(parameter, _MARK):
-                raise ConfigError(
-                    f"summon_full_params: {name} of {type(module).__name__} is whole already, in "
-                    "an outer context"
-                )
             places.setdefault(parameter, []).append((module, name))
+            if hasattr(parameter, _MARK):
+                place = f"{name} of {type(module).__name__}"
+                problem = "is whole already, in an outer context"
+                raise ConfigError(f"summon_full_params: {place} {problem}")
     return places
 
 

@@ -85,22 +85,20 @@ class BatchPlan:
 
 
 def _indivisible(global_batch: int, asked: int | str, micro: int, ranks: int) -> str:
-    product = ranks if asked == "auto" else micro * ranks
-    if asked == "auto":
-        problem = f"train.global_batch_size={global_batch} is not divisible by {ranks} data ranks"
-    else:
-        problem = (
-            f"train.global_batch_size={global_batch} is not divisible by micro_batch_size {micro} "
-            f"x {ranks} data ranks = {product}"
-        )
-    below = global_batch // product * product
-    sizes = [str(size) for size in (below, below + product, below + 2 * product) if size]
-    advice = f"global_batch_size may be {', '.join(sizes)}"
-    if asked != "auto" and global_batch % ranks == 0:
-        share = global_batch // ranks
+    product, factors, advice = ranks, f"{ranks} data ranks", ""
+    if asked != "auto":
+        product = micro * ranks
+        factors = f"micro_batch_size {micro} x {ranks} data ranks = {product}"
+        # The rank's share has divisors where there is one.
+        share, rest = divmod(global_batch, ranks)
         divisors = [str(size) for size in range(1, min(share, 64) + 1) if share % size == 0]
-        advice = f"micro_batch_size may be {' | '.join(divisors)}; {advice}"
-    return f"{problem}; {advice}"
+        if not rest:
+            advice = f"micro_batch_size may be {' | '.join(divisors)}; "
+    below = global_batch // product * product
+    # The smaller size may be zero, which is none.
+    sizes = [str(size) for size in (below, below + product, below + 2 * product) if size]
+    problem = f"train.global_batch_size={global_batch} is not divisible by {factors}"
+    return f"{problem}; {advice}global_batch_size may be {', '.join(sizes)}"
 
 
 class EndOfData(Exception):  # noqa: N818  (not an error, like StopIteration)

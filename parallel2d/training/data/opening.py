@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from parallel2d.training.data.order import Schedule
 from parallel2d.training.data.prepare import content_key, folder_lock, prepare, worker_count
 from parallel2d.training.data.reading import find_units
 from parallel2d.training.data.stream import PackedSamples, PaddedSamples, Samples, SampleStream
-from parallel2d.training.data.token_shards import MANIFEST, TokenSplit, TokenStore
+from parallel2d.training.data.token_shards import MANIFEST, TokenStore
 from parallel2d.training.data.tokenizer import load_tokenizer
 
 # Validation samples are read once, in the same order in every run
@@ -34,7 +35,7 @@ _MOST_THREADS = 16
 
 @dataclass(frozen=True)
 class OpenData:
-    """What a run reads."""
+    """The streams that a run reads, and what they are."""
 
     train: SampleStream
     # Finite, in an order that does not depend on the seed; None if nothing is held out
@@ -64,12 +65,21 @@ def open_data(
     tokens for one sample, a cache that cannot be written.
     """
     check_data(config)
-    source = _source(config, seq_len, context)
+
+    def open_source(config: DataConfig) -> _Tokens | _Images:
+        if config.name == "images":
+            return _Images(config)
+        if seq_len is None:
+            problem = f"the tokens of a sequence, with data={config.name}"
+            raise ConfigError(f"open_data needs seq_len, {problem}")
+        return _Tokens(config, seq_len, context)
+
+    source = open_source(config)
     sets: dict[str, SampleStream] = {}
     set_fingerprints = []
     for name, entry in sorted(config.validation.items()):
         try:
-            own = _source(validation_set(config, entry), seq_len, context)
+            own = open_source(validation_set(config, entry))
             own.check_like(source)
             # All is read where nothing is held out.
             sets[name] = own.validation() or own.stream("train", **_VALIDATION)
@@ -91,16 +101,6 @@ def open_data(
         validation_fingerprint=_digest(set_fingerprints) if sets else "",
         tokenizer=source.tokenizer,
     )
-
-
-def _source(config: DataConfig, seq_len: int | None, context: int) -> _Tokens | _Images:
-    if config.name == "images":
-        return _Images(config)
-    if seq_len is None:
-        raise ConfigError(
-            f"open_data needs seq_len, the tokens of a sequence, with data={config.name}"
-        )
-    return _Tokens(config, seq_len, context)
 
 
 def _digest(value: Any) -> str:
@@ -161,26 +161,32 @@ class _Tokens:
 
     def stream(self, split: str, **how: Any) -> SampleStream:
         """One split of all folders that have it. Raises `ConfigError` where none has."""
-        samples = [self._samples(store.splits[split]) for store in self._stores]
-        filled = [number for number, each in enumerate(samples) if len(each)]
-        if not filled:
+        samples: list[Samples] = []
+        weights = []
+        for store, weight in zip(self._stores, self._weights, strict=True):
+            each: Samples = PackedSamples(
+                store.splits[split],
+                self._seq_len,
+                self._end_id,
+                self._config.intra_document_masking,
+            )
+            if self._config.packing == "padded":
+                each = PaddedSamples(store.splits[split], self._seq_len, self._end_id)
+            if len(each):
+                samples.append(each)
+                weights.append(weight)
+        if not samples:
             raise ConfigError(f"{self._names[0]} holds no document with two tokens")
         return SampleStream(
-            [samples[number] for number in filled],
-            Schedule([self._weights[number] for number in filled]),
+            samples,
+            Schedule(weights),
             intra_document_masking=self._config.intra_document_masking,
             context=self._context,
             **how,
         )
 
-    def _samples(self, split: TokenSplit) -> Samples:
-        if self._config.packing == "padded":
-            return PaddedSamples(split, self._seq_len, self._end_id)
-        masking = self._config.intra_document_masking
-        return PackedSamples(split, self._seq_len, self._end_id, masking)
-
     def fingerprint(self, seed: int) -> str:
-        """Of all that decides which sample is at a position."""
+        """A digest of all that decides which sample is at a position."""
         contents = [store.content for store in self._stores]
         identity = list(zip(contents, self._weights, strict=True))
         masking = self._config.intra_document_masking
@@ -190,22 +196,20 @@ class _Tokens:
 
     def describe(self, samples: int) -> str:
         """One line for the log. ``samples``: how many are trained on."""
-        size, documents, bad, cut = 0, 0, 0, 0
-        for store in self._stores:
-            size += store.manifest["bytes"]
-            bad += store.manifest["bad_rows"]
-            for split in store.splits.values():
-                documents += split.documents
-                if self._config.packing == "padded":
-                    cut += split.documents_longer_than(self._seq_len + 1)
+        splits = list(chain.from_iterable(store.splits.values() for store in self._stores))
+        size = sum(store.manifest["bytes"] for store in self._stores)
+        bad = sum(store.manifest["bad_rows"] for store in self._stores)
+        documents = sum(split.documents for split in splits)
         name = self._names[0]
         if self._config.mixture:
             pairs = zip(self._weights, self._names, strict=True)
             name = " + ".join(f"{weight} {each}" for weight, each in pairs)
         text = f"{name} {size / 1e6:,.1f} MB, {documents:,} documents, {samples:,} samples of "
         text += f"{self._seq_len} tokens"
-        text += f", {cut:,} documents cut to that length" if cut else ""
-        return text + (f", {bad:,} bad rows omitted" if bad else "")
+        if self._config.packing == "padded":
+            cut = sum(split.documents_longer_than(self._seq_len + 1) for split in splits)
+            text += f", {cut:,} documents cut to that length" * (cut > 0)
+        return text + f", {bad:,} bad rows omitted" * (bad > 0)
 
 
 class _Images:

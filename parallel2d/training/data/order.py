@@ -16,7 +16,6 @@ twice the size, fewer than two applications are expected.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from fractions import Fraction
 from math import gcd, lcm
 
@@ -31,7 +30,6 @@ _ROUNDS = 8  # four suffice for ideal round functions (Luby and Rackoff 1988); o
 
 Integers = NDArray[np.int64]
 _Words = NDArray[np.uint64]
-_Permutation = Callable[[_Words, _Words], _Words]
 
 
 def mix(words: _Words) -> _Words:
@@ -65,40 +63,30 @@ class Order:
         # Two where a batch spans the end of an epoch, otherwise one
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            indices[chosen] = self._walk(places[chosen], int(epoch), self._permute)
+            indices[chosen] = self._walk(places[chosen], int(epoch))
         return indices
 
-    def position(self, indices: Integers, epoch: int) -> Integers:
-        """The inverse of `index` within one epoch: at which position a sample is read."""
-        return epoch * self.size + self._walk(indices, epoch, self._invert)
-
-    def _walk(self, values: Integers, epoch: int, permute: _Permutation) -> Integers:
+    def _walk(self, values: Integers, epoch: int) -> Integers:
         """Applies [Note: cycle walking] to each value. Only values still outside are permuted
         again."""
         name = f"{self._identity}/{epoch}".encode()
         digest = hashlib.blake2b(name, digest_size=8 * _ROUNDS).digest()
         keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
-        words = permute(values.astype(np.uint64), keys)
+        words = self._permute(values.astype(np.uint64), keys)
         outside = np.flatnonzero(words >= self.size)
         while len(outside):
-            walked = permute(words[outside], keys)
+            walked = self._permute(words[outside], keys)
             words[outside] = walked
             outside = outside[walked >= self.size]
         return words.astype(np.int64)
 
     def _permute(self, words: _Words, keys: _Words) -> _Words:
         low, high = words & self._low_mask, words >> self._low_bits
-        # Each half is changed by a function of the other, so `_invert` undoes it in reverse order
+        # Each half is changed by a function of the other, so this can be undone in reverse order:
+        # it is a bijection.
         for turn in range(0, _ROUNDS, 2):
             high = high ^ (_round(low, keys[turn]) & self._high_mask)
             low = low ^ (_round(high, keys[turn + 1]) & self._low_mask)
-        return (high << self._low_bits) | low
-
-    def _invert(self, words: _Words, keys: _Words) -> _Words:
-        low, high = words & self._low_mask, words >> self._low_bits
-        for turn in reversed(range(0, _ROUNDS, 2)):
-            low = low ^ (_round(high, keys[turn + 1]) & self._low_mask)
-            high = high ^ (_round(low, keys[turn]) & self._high_mask)
         return (high << self._low_bits) | low
 
 
@@ -129,11 +117,8 @@ class Schedule:
         self._rank = np.zeros(self.period, dtype=np.int64)
         counts = [0] * len(weights)
         for position in range(self.period):
-            ready = [
-                number
-                for number, weight in enumerate(self.weights)
-                if weight * (position + 1) > counts[number] * self.period
-            ]
+            due = [weight * (position + 1) for weight in self.weights]
+            ready = [n for n, each in enumerate(due) if each > counts[n] * self.period]
             # The nearest deadline; of equal ones the first component's.
             chosen = min(ready, key=lambda each: Fraction(counts[each] + 1, self.weights[each]))
             self._table[position], self._rank[position] = chosen, counts[chosen]

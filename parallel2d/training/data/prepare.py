@@ -136,10 +136,9 @@ def prepare(
     for leftover in folder.glob("*.tmp"):
         leftover.unlink(missing_ok=True)
     threshold = int(config.validation_fraction * reading.HASH_RANGE)
-    jobs = [
-        UnitJob(folder, number, unit, config, threshold, signature)
-        for number, unit in enumerate(units)
-    ]
+    jobs = []
+    for number, unit in enumerate(units):
+        jobs.append(UnitJob(folder, number, unit, config, threshold, signature))
     records: list[Record] = []
     with contextlib.closing(_records(jobs, tokenizer, lock)) as found:  # it ends its workers
         for record in found:
@@ -154,9 +153,7 @@ def prepare(
         chosen = min(jobs, key=lambda job: records[job.number]["lowest_hash"])
         again = replace(chosen, threshold=records[chosen.number]["lowest_hash"] + 1)
         (records[chosen.number],) = _records([again], tokenizer, lock)
-        splits = _splits(records)
-    _check_splits(config, splits)
-    manifest = _manifest(signature, tokenizer, records, splits)
+    manifest = _manifest(config, signature, tokenizer, records)
     files.flush_folder(str(folder))
     store.write_json(folder / store.MANIFEST, manifest)
     _clean(folder, manifest)
@@ -188,7 +185,7 @@ def _records(jobs: list[UnitJob], tokenizer: Tokenizer, lock: int) -> Generator[
 
 
 def _record(job: UnitJob) -> Record | None:
-    """What was written when a unit was finished; None if it was not, or if a file is missing."""
+    """Reads what a finished unit has written; None if it is not finished, or lacks a file."""
     try:
         record: Record = files.read_json(str(job.record))
         store.check_sizes(job.folder, record)
@@ -310,26 +307,13 @@ def _encoded(batch: list[reading.Document], tokenizer: Tokenizer) -> Iterator[st
 
 def _check_bad_rows(config: DataConfig, records: list[Record]) -> None:
     count, allowed = sum(record["bad_rows"] for record in records), _allowed_bad_rows(config)
-    if count <= allowed:
-        return
-    places: list[str] = []
-    for record in records:
-        places += record["first_bad"]
-    more = f" (and {count - _REPORTED_ROWS} more)" if count > _REPORTED_ROWS else ""
-    raise ConfigError(
-        f"{_source(config)} has {count} bad rows, data.max_bad_rows={allowed} are allowed: "
-        f"{'; '.join(places[:_REPORTED_ROWS])}{more}"
-    )
-
-
-def _check_splits(config: DataConfig, splits: Record) -> None:
-    held_out = splits["validation"]["documents"]
-    if not splits["train"]["documents"]:
-        raise ConfigError(f"{_source(config)} has no document with text to train on")
-    if config.validation_fraction and not held_out:
+    if count > allowed:
+        places = itertools.chain.from_iterable(record["first_bad"] for record in records)
+        shown = "; ".join(itertools.islice(places, _REPORTED_ROWS))
+        more = f" (and {count - _REPORTED_ROWS} more)" * (count > _REPORTED_ROWS)
         raise ConfigError(
-            f"{_source(config)} is one document, which cannot be split; "
-            f"data.validation_fraction={config.validation_fraction} must be 0 here"
+            f"{_source(config)} has {count} bad rows, data.max_bad_rows={allowed} are allowed: "
+            f"{shown}{more}"
         )
 
 
@@ -340,16 +324,30 @@ def _source(config: DataConfig) -> str:
 def _splits(records: list[Record]) -> Record:
     splits = {}
     for name in store.SPLITS:
-        found = [record["splits"][name]["shards"][0] for record in records]
-        shards = [shard for shard in found if shard["documents"]]
-        totals = {key: sum(shard[key] for shard in shards) for key in ("tokens", "documents")}
-        splits[name] = {**totals, "shards": shards}
+        shards = []
+        for record in records:
+            shards += record["splits"][name]["shards"]
+        splits[name] = {
+            "tokens": sum(shard["tokens"] for shard in shards),
+            "documents": sum(shard["documents"] for shard in shards),
+            # A unit may have no document of this split.
+            "shards": [shard for shard in shards if shard["documents"]],
+        }
     return splits
 
 
 def _manifest(
-    signature: str, tokenizer: Tokenizer, records: list[Record], splits: Record
+    config: DataConfig, signature: str, tokenizer: Tokenizer, records: list[Record]
 ) -> Record:
+    """Raises `ConfigError` where a split that is asked for has no document."""
+    splits = _splits(records)
+    if not splits["train"]["documents"]:
+        raise ConfigError(f"{_source(config)} has no document with text to train on")
+    if config.validation_fraction and not splits["validation"]["documents"]:
+        raise ConfigError(
+            f"{_source(config)} is one document, which cannot be split; "
+            f"data.validation_fraction={config.validation_fraction} must be 0 here"
+        )
     manifest: Record = {
         "format": store.FORMAT,
         "version": store.VERSION,

@@ -14,6 +14,7 @@ import gzip
 import hashlib
 import importlib
 import io
+import itertools
 import json
 import os
 import sysconfig
@@ -71,7 +72,7 @@ class Document:
 
 
 class _BadRowError(ValueError):
-    """Why a piece of a file is not a document. ``line``: in the piece, counted from 0."""
+    """A piece of a file that is not a document, and why. ``line``: in the piece, from 0."""
 
     def __init__(self, reason: str, line: int = 0) -> None:
         super().__init__(reason)
@@ -102,20 +103,20 @@ def find_files(path: str) -> list[SourceFile]:
         return _files_below(start)
     if start.is_file():
         return [SourceFile(start.name, str(start))]
-    matches = [Path(name) for name in glob.glob(str(start), recursive=True)]
-    found = [SourceFile(match.as_posix(), str(match)) for match in matches if match.is_file()]
-    if found:
-        return sorted(found)
-    raise ConfigError(f"data.path={path} is no file, no folder, and as a glob it matches no file")
+    matches = filter(Path.is_file, map(Path, glob.glob(str(start), recursive=True)))
+    found = sorted(SourceFile(match.as_posix(), str(match)) for match in matches)
+    if not found:
+        problem = "is no file, no folder, and as a glob it matches no file"
+        raise ConfigError(f"data.path={path} {problem}")
+    return found
 
 
 def _standard_library() -> list[SourceFile]:
     """The source files of Python's own library, without tests and what an installation adds."""
     files = []
     for file in _files_below(Path(sysconfig.get_paths()["stdlib"]), _NOT_IN_CORPUS):
-        path = Path(file.path)
-        added = path.is_symlink() or path.name.startswith(_MACHINE_MADE)
-        if path.suffix == ".py" and not added:
+        added = os.path.islink(file.path) or Path(file.path).name.startswith(_MACHINE_MADE)
+        if file.name.endswith(".py") and not added:
             files.append(file)
     return files
 
@@ -124,38 +125,40 @@ def _files_below(root: Path, omitted: Collection[str] = ()) -> list[SourceFile]:
     """Files below ``root``, not hidden and not in folders ``omitted``, sorted by relative name."""
     files = []
     for folder, children, names in os.walk(root):
-        shown = [child for child in children if not child.startswith(".")]
-        children[:] = [child for child in shown if child not in omitted]
-        for path in [Path(folder, name) for name in names if not name.startswith(".")]:
-            if path.is_file():
-                files.append(SourceFile(path.relative_to(root).as_posix(), str(path)))
+        # What is left in this list is where the walk goes on.
+        children[:] = set(filter(_is_shown, children)).difference(omitted)
+        paths = [Path(folder, name) for name in filter(_is_shown, names)]
+        for path in filter(Path.is_file, paths):
+            files.append(SourceFile(path.relative_to(root).as_posix(), str(path)))
     return sorted(files)
+
+
+def _is_shown(name: str) -> bool:
+    return not name.startswith(".")
 
 
 def plan_units(files: list[SourceFile]) -> list[Unit]:
     """Divides the input into units of about `UNIT_BYTES`, in the order of the files."""
     units: list[Unit] = []
-    room = -1  # bytes that the last unit has left for further files; -1: it takes none
+    left = -1  # bytes that the last unit has left for further files; -1: it takes none
     for file in files:
+        room, left = left, -1
         name, size = file.path.lower(), os.path.getsize(file.path)
         stem = name.removesuffix(".gz").removesuffix(".zst")
         kind = "rows" if stem.endswith((".jsonl", ".ndjson")) else "text"
         if name.endswith(".parquet"):
             units += _parquet_units(file)
-            room = -1
         elif name.endswith(_COMPRESSED):
             units.append(Unit(kind, [file]))
-            room = -1
         elif size > UNIT_BYTES:
             begins = range(0, size, UNIT_BYTES)
             units += [Unit(kind, [file], at, min(at + UNIT_BYTES, size)) for at in begins]
-            room = -1
-        elif size <= room and kind == units[-1].kind:
-            units[-1].files.append(file)
-            room -= size
         else:
-            units.append(Unit(kind, [file]))
-            room = UNIT_BYTES - size
+            if size > room or kind != units[-1].kind:
+                units.append(Unit(kind, []))
+                room = UNIT_BYTES
+            units[-1].files.append(file)
+            left = room - size
     return units
 
 
@@ -178,11 +181,11 @@ def files_identity(files: list[SourceFile]) -> str:
     whole = sum(sizes) <= _IDENTIFIED_WHOLE
     for file, size in zip(files, sizes, strict=True):
         digest.update(json.dumps([file.name, size]).encode())
-        if whole:
-            with open(file.path, "rb") as opened:
-                digest.update(hashlib.file_digest(opened, "sha256").digest())
-        else:
+        if not whole:
             digest.update(str(os.stat(file.path).st_mtime_ns).encode())
+            continue
+        with open(file.path, "rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()
 
 
@@ -201,12 +204,9 @@ def read_unit(unit: Unit, config: DataConfig, report: BadRows) -> Iterator[Docum
         try:
             for piece, lines in pieces(file.path, unit, config):
                 try:
-                    document = document_of(piece, config.text_field)
+                    yield from document_of(piece, config.text_field)
                 except _BadRowError as error:
                     report(file.name, line + error.line, str(error))
-                else:
-                    if document is not None:
-                        yield document
                 line += lines
         except (OSError, EOFError, zlib.error) as error:
             reason = getattr(error, "strerror", None) or error
@@ -268,7 +268,10 @@ def _row_pieces(path: str, unit: Unit, _: DataConfig) -> _Pieces:
             yield row, 1
 
 
-def _text_document(piece: bytes, _: str) -> Document:
+# What one piece of a file holds, for `read_unit`: at most one document. Raise `_BadRowError`.
+
+
+def _text_document(piece: bytes, _: str) -> list[Document]:
     zero = piece.find(b"\0")  # which is valid UTF-8, and no text has it
     try:
         text = piece.decode("utf-8")
@@ -277,14 +280,14 @@ def _text_document(piece: bytes, _: str) -> Document:
         raise _BadRowError(reason, piece.count(b"\n", 0, error.start)) from None
     if zero >= 0:
         raise _BadRowError("binary: it has zero bytes", piece.count(b"\n", 0, zero))
-    return Document(piece, [(text, True)])
+    return [Document(piece, [(text, True)])]
 
 
-def _line_document(line: bytes, text_field: str) -> Document | None:
+def _line_document(line: bytes, text_field: str) -> list[Document]:
     if len(line) > ROW_BYTES:
         raise _BadRowError(f"the line is longer than {ROW_BYTES} bytes")
     if not line.strip():
-        return None
+        return []
     try:
         row = json.loads(line)
     except UnicodeDecodeError as error:
@@ -294,26 +297,27 @@ def _line_document(line: bytes, text_field: str) -> Document | None:
     return _row_document(row, text_field)
 
 
-def _row_document(row: Any, text_field: str) -> Document:
+def _row_document(row: Any, text_field: str) -> list[Document]:
     """The document of one row: ``segments``, a list of {"text": str, "loss": bool}; or ``prompt``
     and ``completion``, of which only the completion is a target; or the text field."""
-    if not isinstance(row, dict):
-        raise _BadRowError(f"a row must be an object, got {type(row).__name__}")
-    if row.get("segments") is not None:
-        try:
-            parts = [(part["text"], bool(part["loss"])) for part in row["segments"]]
-        except (TypeError, KeyError):
-            form = '{"text": ..., "loss": true or false}'
-            raise _BadRowError(f"segments must be a list of {form}") from None
-    elif row.get(text_field) is None and {"prompt", "completion"} <= row.keys():
-        parts = [(row["prompt"], False), (row["completion"], True)]
-    elif text_field in row:
-        parts = [(row[text_field], True)]
-    else:
-        found = ", ".join(list(row)[:8]) or "none"
-        raise _BadRowError(f"no field data.text_field={text_field}; fields: {found}")
+    match row:
+        case {"segments": segments} if segments is not None:
+            try:
+                parts = [(part["text"], bool(part["loss"])) for part in segments]
+            except (TypeError, KeyError):
+                form = '{"text": ..., "loss": true or false}'
+                raise _BadRowError(f"segments must be a list of {form}") from None
+        case {"prompt": prompt, "completion": completion} if row.get(text_field) is None:
+            parts = [(prompt, False), (completion, True)]
+        case dict() if text_field in row:
+            parts = [(row[text_field], True)]
+        case dict():
+            found = ", ".join(list(row)[:8]) or "none"
+            raise _BadRowError(f"no field data.text_field={text_field}; fields: {found}")
+        case _:
+            raise _BadRowError(f"a row must be an object, got {type(row).__name__}")
     try:
-        return Document("".join(text for text, _ in parts).encode("utf-8"), parts)
+        return [Document("".join(text for text, _ in parts).encode("utf-8"), parts)]
     except TypeError:
         raise _BadRowError("the text is not a string") from None
     except UnicodeEncodeError:
@@ -334,19 +338,19 @@ def _enter(file: IO[bytes], start: int) -> int:
 
 def _open(path: str) -> IO[bytes]:
     file = open(path, "rb", buffering=1 << 20)  # noqa: SIM115  the caller closes it
-    if not path.lower().endswith(_COMPRESSED):
-        return file
     if path.lower().endswith(".gz"):
         stream: Any = gzip.GzipFile(fileobj=file)
-    else:
+    elif path.lower().endswith(".zst"):
         # Unlike the stream reader of zstandard, this one reports a file that was cut off.
         stream = _library("pyarrow", "data", path).CompressedInputStream(file, "zstd")
+    else:
+        return file
     return cast(IO[bytes], io.BufferedReader(_Decompressed(file, stream), 1 << 16))
 
 
 class _Decompressed(io.RawIOBase):
-    """What a decompressor gives. Raises OSError where it is more than any text expands to: a few
-    bytes may expand to terabytes."""
+    """Passes on what a decompressor gives. Raises OSError where it is more than any text expands
+    to: a few bytes may expand to terabytes."""
 
     def __init__(self, file: IO[bytes], stream: Any) -> None:
         self._file, self._stream, self._given = file, stream, 0
@@ -364,9 +368,6 @@ class _Decompressed(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
-
-
-# Tables
 
 
 def _library(name: str, extra: str, path: str) -> Any:
@@ -391,6 +392,7 @@ def _open_data_set(config: DataConfig) -> Any:
     path = str(config.path)
     datasets = _library("datasets", "hf-datasets", f"data=hf data.path={path}")
     try:
+        # What save_to_disk writes: one data set, or a folder of several splits
         if os.path.exists(os.path.join(path, "state.json")):
             return datasets.load_from_disk(path)
         if os.path.exists(os.path.join(path, "dataset_dict.json")):
@@ -411,8 +413,7 @@ def _parquet_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
     damage = (_library("pyarrow", "data", path).ArrowException, UnicodeDecodeError)
     try:
         for batch in table.iter_batches(_TABLE_ROWS, groups, columns, use_threads=False):
-            for row in batch.to_pylist():
-                yield row, 1
+            yield from zip(batch.to_pylist(), itertools.repeat(1))
     except damage as error:
         raise OSError(str(error)) from None
 
@@ -420,18 +421,18 @@ def _parquet_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
 def _data_set_pieces(_: str, unit: Unit, config: DataConfig) -> _Pieces:
     data_set = _open_data_set(config)
     columns = _columns(data_set.column_names, config.text_field)
-    for row in data_set.select_columns(columns).select(range(unit.start, unit.stop)):
-        yield row, 1
+    rows = data_set.select_columns(columns).select(range(unit.start, unit.stop))
+    yield from zip(rows, itertools.repeat(1))
 
 
 def _columns(names: list[str], text_field: str) -> list[str]:
-    """Those that documents are made of; all where none is, for the message about the first row."""
+    """Selects those that documents are made of; all where none is, for the message about a row."""
     wanted = (text_field, "prompt", "completion", "segments")
     return [name for name in names if name in wanted] or names
 
 
 # By kind of unit: how its files are read in pieces, and how a piece becomes a document
-_Format = tuple[Callable[[str, Unit, DataConfig], _Pieces], Callable[[Any, str], Document | None]]
+_Format = tuple[Callable[[str, Unit, DataConfig], _Pieces], Callable[[Any, str], list[Document]]]
 _FORMATS: dict[str, _Format] = {
     "text": (_text_pieces, _text_document),
     "rows": (_row_pieces, _line_document),

@@ -20,6 +20,7 @@ import functools
 import hashlib
 import json
 import mmap
+import operator
 import os
 import re
 from pathlib import Path
@@ -79,20 +80,17 @@ class ShardWriter:
 
     def add(self, documents: list[MarkedTokens]) -> None:
         """Appends documents."""
-        if not documents:
-            return
         ends = self.tokens + np.cumsum([len(ids) for ids, _ in documents])
-        tokens = np.concatenate([ids for ids, _ in documents])
-        self._append("tokens", tokens.astype(self._dtype, copy=False))
-        self._append("ends", ends.astype("<u8"))
-        if not self._masked and any(mask is not None for _, mask in documents):
+        for ids, mask in documents:
             # Most corpora have no masks. At the first one, all tokens before it get theirs.
-            self._append("mask", np.ones(self.tokens, np.uint8))
-            self._masked = True
-        if self._masked:
-            for ids, mask in documents:
+            if mask is not None and not self._masked:
+                self._append("mask", np.ones(self.tokens, np.uint8))
+                self._masked = True
+            if self._masked:
                 self._append("mask", np.ones(len(ids), np.uint8) if mask is None else mask)
-        self.tokens = int(ends[-1])
+            self._append("tokens", ids.astype(self._dtype, copy=False))
+            self.tokens += len(ids)
+        self._append("ends", ends.astype("<u8"))
         self.documents += len(documents)
 
     def _append(self, kind: str, values: NDArray[Any]) -> None:
@@ -131,8 +129,8 @@ class TokenSplit:
         self._folder, self._types = folder, {**_TYPES, "tokens": dtype}
         self._shards = [shard for shard in shards if shard["documents"]]
         self._masked = [f"{shard['name']}.mask" in shard["files"] for shard in self._shards]
-        self._token_starts = np.cumsum([0, *(shard["tokens"] for shard in self._shards)])
-        self._document_starts = np.cumsum([0, *(shard["documents"] for shard in self._shards)])
+        starts = [(0, 0), *map(operator.itemgetter("tokens", "documents"), self._shards)]
+        self._token_starts, self._document_starts = np.cumsum(starts, axis=0).T
         self.tokens, self.documents = int(self._token_starts[-1]), int(self._document_starts[-1])
         self.masked = any(self._masked)
         self._sound: set[int] = set()  # shards whose ends were checked
@@ -153,8 +151,8 @@ class TokenSplit:
         return np.concatenate(parts).astype(np.bool_)
 
     def document_ends(self, start: int, count: int) -> NDArray[np.int64]:
-        """Those of the documents' ends, in tokens from the start of the split, that lie in
-        ``start + 1 .. start + count``."""
+        """Ends of documents, in tokens from the start of the split, that lie in ``start + 1 ..
+        start + count``."""
         parts = []
         for shard, a, b in self._ranges(start, count):
             ends = self._array(shard, "ends")
@@ -293,12 +291,11 @@ def _require(holds: object, problem: str) -> None:
 
 def shard_files(manifest: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """(file name, {"bytes", "sha256"}) of every file that a manifest lists."""
-    return [
-        (name, entry)
-        for split in SPLITS
-        for shard in manifest["splits"][split]["shards"]
-        for name, entry in shard["files"].items()
-    ]
+    found: list[tuple[str, dict[str, Any]]] = []
+    for split in SPLITS:
+        for shard in manifest["splits"][split]["shards"]:
+            found += shard["files"].items()
+    return found
 
 
 def verify(folder: Path) -> int:

@@ -20,7 +20,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from parallel2d.base.config import OptimizerConfig
 from parallel2d.base.errors import ConfigError, nearest_words
-from parallel2d.parallel.model_structure import find_blocks, fqn_of, has_structure, updated_as
+from parallel2d.parallel.model_structure import find_blocks, fqn_of, has_structure
+from parallel2d.parallel.weights.named_tensors import updated_by_name
 
 MUON, ADAMW = "muon", "adamw"
 
@@ -34,9 +35,7 @@ def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any
     ``model``: parallelized, plain or on meta. See [Note: parameter groups]. Raises `ConfigError`
     listing every pattern that matches no trainable parameter, with near names.
     """
-    named: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        named[fqn_of(name)] = updated_as(parameter)
+    named = updated_by_name(model)
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     if not trained:
         raise ConfigError("every parameter is frozen: there is nothing to train")
@@ -44,18 +43,20 @@ def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any
     hidden: Mapping[str, Tensor] = {}
     if config.name == "muon":
         hidden = hidden_matrices(model)
+    entries: dict[int, Any] = {_NO_ENTRY: {}, **dict(enumerate(config.groups))}
     groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
     # In the order of the entries, so that the first entry that is wrong is the one reported.
     for name in sorted(trained, key=lambda name: entry_of.get(name, _NO_ENTRY)):
         parameter = trained[name]
         number = entry_of.get(name, _NO_ENTRY)
-        entry = {}
-        if number != _NO_ENTRY:
-            entry = config.groups[number]
-        settings = _settings(parameter, entry, config, is_hidden=name in hidden)
+        settings = _settings(parameter, entries[number], config, is_hidden=name in hidden)
         is_muon = _is_muon(settings)
-        if is_muon:
-            _check_matrix(name, parameter, entry)
+        # The defaults give Muon matrices only, so any other parameter comes from an entry.
+        if is_muon and parameter.ndim != 2:
+            raise ConfigError(
+                f"optimizer.groups: pattern {entries[number]['pattern']} gives {name} of shape "
+                f"{list(parameter.shape)} to Muon, which takes matrices of two dims only"
+            )
         # Parameters of more and of fewer than two dims stay apart, as they do without entries.
         is_vector = parameter.ndim < 2
         key = (number, is_vector, not is_muon)
@@ -79,14 +80,9 @@ def muon_names(model: nn.Module, config: OptimizerConfig) -> set[str]:
     if config.name != "muon":
         return set()
     updated: set[int] = set()
-    for group in plan_groups(model, config):
-        if _is_muon(group):
-            updated.update(id(parameter) for parameter in group["params"])
-    names = set()
-    for name, parameter in model.named_parameters():
-        if id(updated_as(parameter)) in updated:
-            names.add(fqn_of(name))
-    return names
+    for group in filter(_is_muon, plan_groups(model, config)):
+        updated.update(map(id, group["params"]))
+    return {name for name, each in updated_by_name(model).items() if id(each) in updated}
 
 
 def _settings(
@@ -111,15 +107,6 @@ def _is_muon(group: Mapping[str, Any]) -> bool:
     return group.get("algorithm") == MUON
 
 
-def _check_matrix(name: str, parameter: Tensor, entry: Mapping[str, Any]) -> None:
-    # The defaults give Muon matrices only, so any other parameter comes from an entry.
-    if parameter.ndim != 2:
-        raise ConfigError(
-            f"optimizer.groups: pattern {entry['pattern']} gives {name} of shape "
-            f"{list(parameter.shape)} to Muon, which takes matrices of two dims only"
-        )
-
-
 def describe_group(group: Mapping[str, Any]) -> str:
     """One line for people."""
     algorithm = ""
@@ -133,7 +120,7 @@ def describe_group(group: Mapping[str, Any]) -> str:
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, Tensor]:
-    """FQN -> parameter of two dims inside the repeated blocks, embeddings left out: what
+    """FQN -> parameter of two dims inside the repeated blocks, without embeddings: what
     Muon is meant for.
 
     Blocks are found as for ``bucketing=block``; single layers that repeat are no blocks here,
@@ -148,23 +135,14 @@ def hidden_matrices(model: nn.Module) -> dict[str, Tensor]:
     for block_name, block in find_blocks(model):
         # A layer, such as each of a row of Linear layers. A block may own parameters too, such as
         # the scale of its output.
-        layer = _unwrapped(block)
-        if not has_structure(layer) or is_parametrized(layer):
-            continue
-        for name, parameter in block.named_parameters(prefix=block_name):
-            if parameter.ndim == 2 and id(parameter) not in embeddings:
-                found[fqn_of(name)] = parameter
+        # The wrappers of activation checkpointing and torch.compile have its name too.
+        inner = block.named_modules(prefix=block_name)
+        layer = [module for name, module in inner if fqn_of(name) == fqn_of(block_name)][-1]
+        if has_structure(layer) and not is_parametrized(layer):
+            for name, parameter in block.named_parameters(prefix=block_name):
+                if parameter.ndim == 2 and id(parameter) not in embeddings:
+                    found[fqn_of(name)] = parameter
     return found
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside the wrappers of activation checkpointing and torch.compile, if any."""
-    inner: nn.Module | None = module
-    while inner is not None:
-        module = inner
-        compiled = getattr(module, "_orig_mod", None)
-        inner = getattr(module, "_checkpoint_wrapped_module", compiled)
-    return module
 
 
 def _matching_entries(

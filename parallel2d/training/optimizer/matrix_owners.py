@@ -24,9 +24,10 @@ of an axis send together do not depend on who owns what.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from itertools import chain, pairwise, product, zip_longest
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,8 +42,6 @@ DTYPE = torch.bfloat16  # of matrices and results that are sent
 ROUND_BYTES = 64 * 2**20
 BATCH_BYTES = 256 * 2**20
 COPIES_BYTES = 64 * 2**20
-
-_FROM_INSIDE_OUT = ("tensor", "shard", "replicate")
 
 
 class MatrixAxis(NamedTuple):
@@ -73,11 +72,16 @@ class _MatrixPart(NamedTuple):
             shape[self.dim] = self.lengths[place]
         return tuple(map(slice, shape))
 
+    @property
+    def split_dim(self) -> int:
+        """``dim``, of an axis that splits."""
+        assert self.dim is not None
+        return self.dim
+
     def cut(self, before: Tensor, place: int) -> Tensor:
         """What the rank in ``place`` gets of ``before``, which the axis has not split yet."""
-        assert self.dim is not None
         begin = sum(self.lengths[:place])
-        return before.narrow(self.dim, begin, self.lengths[place])
+        return before.narrow(self.split_dim, begin, self.lengths[place])
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class OwnedMatrix:
 
     @property
     def part_bytes(self) -> int:
-        """Of what a rank gets of the result, with padding."""
+        """Bytes that a rank gets of the result, with padding."""
         part = self.parts[-1].padded if self.parts else self.shape
         return part.numel() * DTYPE.itemsize
 
@@ -155,16 +159,11 @@ class MatrixRound:
     def _gather_over(self, level: int, held: dict[int, Tensor]) -> None:
         """Joins parts in the owner's place on one axis, in ``held``. Collective."""
         axis = self._axes[level]
-        passing = []
-        for matrix in self.matrices:
-            if matrix.parts[level].dim is not None and self.is_sent(matrix):
-                passing.append(matrix)
-        by_place = self._by_place(level, passing)
+        split, _ = _split_and_copied(level, self.matrices)
+        by_place = self._by_place(level, filter(self.is_sent, split))
         sent = []
-        for matrices in by_place:
-            for matrix in matrices:
-                part = held.pop(matrix.number)
-                sent.append(_padded(part, matrix.parts[level].padded))
+        for matrix in chain.from_iterable(by_place):
+            sent.append(_padded(held.pop(matrix.number), matrix.parts[level].padded))
         own = by_place[axis.place]
         sizes = [_numel(level, matrices) for matrices in by_place]
         flat = self._exchange(axis, sent, sizes, [sizes[axis.place]] * axis.ranks)
@@ -172,29 +171,24 @@ class MatrixRound:
         # The matrices of the first rank of the axis, then those of the second, ...
         received = list(pieces_of(flat, shapes * axis.ranks))
         for index, matrix in enumerate(own):
-            part_of_axis = matrix.parts[level]
-            assert part_of_axis.dim is not None
-            pieces = received[index :: len(own)]
-            joined = [piece[part_of_axis.slices(place)] for place, piece in enumerate(pieces)]
-            held[matrix.number] = torch.cat(joined, part_of_axis.dim)
+            part = matrix.parts[level]
+            pieces = enumerate(received[index :: len(own)])
+            joined = [piece[part.slices(place)] for place, piece in pieces]
+            held[matrix.number] = torch.cat(joined, part.split_dim)
 
     def _scatter_over(
         self, level: int, batch: Sequence[OwnedMatrix], held: dict[int, Tensor]
     ) -> None:
         """Sends what ``held`` has, in the owner's place on one axis, to all ranks of the axis, and
         replaces it by what this rank gets. Collective."""
-        place = self._axes[level].place
-        for matrices, is_split in _split_and_copied(level, batch):
+        split, copied = _split_and_copied(level, batch)
+        for matrices, send in ((split, self._send_parts), (copied, self._send_copies)):
             by_place = self._by_place(level, matrices)
-            if is_split:
-                received = self._send_parts(level, by_place, held)
-            else:
-                received = self._send_copies(level, by_place, held)
-            for matrices_of_place, flat in zip(by_place, received, strict=True):
-                shapes = [matrix.parts[level].padded for matrix in matrices_of_place]
-                pieces = pieces_of(flat, shapes)
-                for matrix, piece in zip(matrices_of_place, pieces, strict=True):
-                    held[matrix.number] = piece[matrix.parts[level].slices(place)]
+            for of_place, flat in zip(by_place, send(level, by_place, held), strict=True):
+                parts = [matrix.parts[level] for matrix in of_place]
+                pieces = pieces_of(flat, [part.padded for part in parts])
+                for matrix, part, piece in zip(of_place, parts, pieces, strict=True):
+                    held[matrix.number] = piece[part.slices(self._places[level])]
 
     def _send_parts(
         self, level: int, by_place: Sequence[Sequence[OwnedMatrix]], held: Mapping[int, Tensor]
@@ -202,10 +196,9 @@ class MatrixRound:
         """By the owner's place, this rank's parts, flat and padded. Collective."""
         axis = self._axes[level]
         sent = []
-        for place in range(axis.ranks):
-            for matrix in by_place[axis.place]:
-                part = matrix.parts[level]
-                sent.append(_padded(part.cut(held[matrix.number], place), part.padded))
+        for place, matrix in product(range(axis.ranks), by_place[axis.place]):
+            part = matrix.parts[level]
+            sent.append(_padded(part.cut(held[matrix.number], place), part.padded))
         sizes = [_numel(level, matrices) for matrices in by_place]
         flat = self._exchange(axis, sent, [sizes[axis.place]] * axis.ranks, sizes)
         return flat.split(sizes)
@@ -233,7 +226,7 @@ class MatrixRound:
                 target[begin : begin + step] = piece
         return received
 
-    def _by_place(self, level: int, matrices: Sequence[OwnedMatrix]) -> list[list[OwnedMatrix]]:
+    def _by_place(self, level: int, matrices: Iterable[OwnedMatrix]) -> list[list[OwnedMatrix]]:
         """By the owner's place on an axis, those that pass along this rank's row of it: the owner
         is in this rank's place on all axes after it."""
         found: list[list[OwnedMatrix]] = [[] for _ in range(self._axes[level].ranks)]
@@ -274,11 +267,11 @@ class MatrixOwners:
         self._axes: list[MatrixAxis] = []
         if mesh is None:
             return
-        positions = axis_positions(mesh)
-        sizes = dict(zip(positions, mesh.shape, strict=True))
-        for name in _FROM_INSIDE_OUT:
-            if sizes.get(name, 1) > 1:
-                self._axes.append(MatrixAxis(name, sizes[name], positions[name]))
+        # The axes of a mesh are in this order, the outermost first.
+        for name, place in reversed(axis_positions(mesh).items()):
+            axis = MatrixAxis(name, mesh[name].size(), place)
+            if axis.ranks > 1:
+                self._axes.append(axis)
 
     def splits(self, matrix: Tensor) -> list[tuple[str, int, int | None]]:
         """(name, ranks, the dim of ``matrix`` that it splits or None) of each axis of more than one
@@ -303,11 +296,11 @@ class MatrixOwners:
         # By owner, then by round
         turns = [_in_pieces(each, ROUND_BYTES, lambda matrix: matrix.whole_bytes) for each in owned]
         rounds = []
-        for turn in range(max(map(len, turns))):
-            at_once = [pieces[turn] for pieces in turns if turn < len(pieces)]
-            rounds.append(
-                MatrixRound(self._mesh, self._axes, _alternating(at_once), matrices[0].device)
-            )
+        for at_once in zip_longest(*turns, fillvalue=[]):
+            # The first matrix of each owner, then the second of each, ...
+            alternating = filter(None, chain.from_iterable(zip_longest(*at_once)))
+            device = matrices[0].device
+            rounds.append(MatrixRound(self._mesh, self._axes, list(alternating), device))
         return rounds
 
     def _owned(self, number: int, matrix: Tensor, rank: int) -> OwnedMatrix:
@@ -318,7 +311,10 @@ class MatrixOwners:
         for axis, (_, _, dim) in zip(self._axes, self.splits(matrix), strict=True):
             lengths: tuple[int, ...] = ()
             if dim is not None:
-                lengths = _lengths(held[dim], axis.ranks)
+                # Equal parts, rounded up; the last ones are shorter or empty.
+                size = -(-held[dim] // axis.ranks)
+                ends = [min(held[dim], size * place) for place in range(axis.ranks + 1)]
+                lengths = tuple(end - begin for begin, end in pairwise(ends))
                 offsets[dim] += sum(lengths[: axis.place])
                 held[dim] = lengths[axis.place]
                 padded[dim] = -(-padded[dim] // axis.ranks)
@@ -335,15 +331,9 @@ class MatrixOwners:
         so that few matrices are spread over the nodes."""
         places = []
         for axis in reversed(self._axes):
-            places.append(rank % axis.ranks)
-            rank //= axis.ranks
+            rank, place = divmod(rank, axis.ranks)
+            places.append(place)
         return tuple(reversed(places))
-
-
-def _lengths(length: int, ranks: int) -> tuple[int, ...]:
-    """Of the parts of a dim: equal ones, rounded up; the last ones are shorter or empty."""
-    size = -(-length // ranks)
-    return tuple(max(0, min(size, length - rank * size)) for rank in range(ranks))
 
 
 def _padded(part: Tensor, shape: torch.Size) -> Tensor:
@@ -356,36 +346,26 @@ def _padded(part: Tensor, shape: torch.Size) -> Tensor:
 
 def _split_and_copied(
     level: int, matrices: Sequence[OwnedMatrix]
-) -> list[tuple[list[OwnedMatrix], bool]]:
+) -> tuple[list[OwnedMatrix], list[OwnedMatrix]]:
     """The matrices that an axis splits, and those of which its ranks hold copies."""
     split = [matrix for matrix in matrices if matrix.parts[level].dim is not None]
     copied = [matrix for matrix in matrices if matrix.parts[level].dim is None]
-    return [(split, True), (copied, False)]
+    return split, copied
 
 
 def _numel(level: int, matrices: Sequence[OwnedMatrix]) -> int:
     return sum(matrix.parts[level].padded.numel() for matrix in matrices)
 
 
-_Item = TypeVar("_Item")
-
-
 def _in_pieces(
-    items: Sequence[_Item], limit: float, size: Callable[[_Item], float]
-) -> list[list[_Item]]:
-    pieces: list[list[_Item]] = []
-    total = 0.0
-    for item in items:
-        if not pieces or total + size(item) > limit:
+    matrices: Sequence[OwnedMatrix], limit: int, size: Callable[[OwnedMatrix], int]
+) -> list[list[OwnedMatrix]]:
+    pieces: list[list[OwnedMatrix]] = []
+    total = 0
+    for matrix in matrices:
+        total += size(matrix)
+        if not pieces or total > limit:
             pieces.append([])
-            total = 0.0
-        pieces[-1].append(item)
-        total += size(item)
+            total = size(matrix)
+        pieces[-1].append(matrix)
     return pieces
-
-
-def _alternating(lists: Sequence[Sequence[_Item]]) -> list[_Item]:
-    found: list[_Item] = []
-    for index in range(max(map(len, lists))):
-        found.extend(each[index] for each in lists if index < len(each))
-    return found

@@ -15,7 +15,8 @@ iterations of a model are divided among the ranks that make the same updates, by
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -85,14 +86,13 @@ class Muon(torch.optim.Optimizer):
             defaults = muon if group["algorithm"] == MUON else self._adamw.defaults
             groups.append({**defaults, "lr": lr, **group})
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
-        for group in self._groups(MUON):
-            for parameter in group["params"]:
-                if parameter.ndim != 2:
-                    raise ValueError(
-                        f"Muon takes matrices, got a parameter of shape {list(parameter.shape)}"
-                    )
-                if mesh is None and isinstance(parameter, DTensor):
-                    raise ValueError("Muon needs mesh, because its parameters are sharded")
+        for parameter, _ in self._matrices():
+            if parameter.ndim != 2:
+                raise ValueError(
+                    f"Muon takes matrices, got a parameter of shape {list(parameter.shape)}"
+                )
+            if mesh is None and isinstance(parameter, DTensor):
+                raise ValueError("Muon needs mesh, because its parameters are sharded")
         self._owners = MatrixOwners(mesh)
         # The rounds, and the settings of the matrices for which they were planned, by id
         self._rounds: list[MatrixRound] = []
@@ -100,6 +100,11 @@ class Muon(torch.optim.Optimizer):
 
     def _groups(self, algorithm: str) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["algorithm"] == algorithm]
+
+    def _matrices(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Each parameter of Muon, and its group."""
+        for group in self._groups(MUON):
+            yield from zip(group["params"], repeat(group))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -118,13 +123,9 @@ class Muon(torch.optim.Optimizer):
 
     def _update_matrices(self) -> None:
         """Collective. See [Note: orthogonalization needs the whole matrix]."""
-        matrices: list[Tensor] = []
-        groups: list[dict[str, Any]] = []
-        for group in self._groups(MUON):
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    matrices.append(parameter)
-                    groups.append(group)
+        trained = [pair for pair in self._matrices() if pair[0].grad is not None]
+        matrices = [matrix for matrix, _ in trained]
+        groups = [group for _, group in trained]
         for each in self._plan(matrices, groups):
             parts = {}
             for matrix in each.matrices:
@@ -148,10 +149,7 @@ class Muon(torch.optim.Optimizer):
         steps = [group["ns_steps"] for group in groups]
         wanted = list(zip(map(id, matrices), steps, strict=True))
         if wanted != self._planned_for:
-            costs = [
-                iteration_flops(matrix.shape, count)
-                for matrix, count in zip(matrices, steps, strict=True)
-            ]
+            costs = list(map(iteration_flops, [matrix.shape for matrix in matrices], steps))
             self._rounds = self._owners.plan(matrices, costs)
             self._planned_for = wanted
         return self._rounds
@@ -178,11 +176,10 @@ class Muon(torch.optim.Optimizer):
     def update_bytes(self) -> dict[str, float]:
         """See `optimizer.update_bytes`."""
         found: dict[str, float] = defaultdict(float)
-        for group in self._groups(MUON):
-            for parameter in group["params"]:
-                splits = self._owners.splits(parameter)
-                for axis, sent in owner_bytes(parameter.shape, splits).items():
-                    found[axis] += sent
+        for matrix, _ in self._matrices():
+            splits = self._owners.splits(matrix)
+            for axis, sent in owner_bytes(matrix.shape, splits).items():
+                found[axis] += sent
         return dict(found)
 
 
