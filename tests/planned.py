@@ -19,7 +19,7 @@ from parallel2d.models import llama
 from parallel2d.parallel.cost.fake_group import fake_process_group
 from parallel2d.parallel.cost.state_memory import StateBytes
 from parallel2d.parallel.cost.traffic import predict_communication
-from parallel2d.parallel.sync.gradient_sync import gradient_syncs
+from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.training.optimizer import build_optimizer, update_bytes
 
 WIDTH = 13
@@ -198,7 +198,7 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
             _bytes(value) for value in of_parameter.values() if isinstance(value, torch.Tensor)
         )
     masters = outer = 0
-    for engine in gradient_syncs(model):
+    for engine in reducers_in(model):
         if engine.method.owners is not None:
             masters = sum(map(_bytes, engine.method.owners.masters().values()))
         if engine.method.outer is not None:

@@ -24,11 +24,11 @@ from parallel2d import (
     updated_parameters,
 )
 from parallel2d.base.config import CheckpointConfig, SyncConfig
-from parallel2d.parallel.sync.blocks import RoundingKeys
-from parallel2d.parallel.sync.outer import ExpectedOuter
-from parallel2d.parallel.sync.owned_parameters import expected_copy
-from parallel2d.parallel.sync.reduction import expected_gradient
+from parallel2d.parallel.sync.engine.reductions import expected_gradient
+from parallel2d.parallel.sync.methods.diloco import ExpectedOuter
+from parallel2d.parallel.sync.methods.split_updates import expected_copy
 from parallel2d.parallel.sync.updates import outer_sync
+from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.training.checkpoint import Checkpointer
 

@@ -27,9 +27,16 @@ from parallel2d import (
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.config.checks import validated
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.sync.blocks import BlockCode, BlockNoise, Piece, key_of, to_blocks, uniform
-from parallel2d.parallel.sync.outer_parameter import OuterParameter
+from parallel2d.parallel.sync.methods.outer_parameter import OuterParameter
 from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
+from parallel2d.parallel.sync.wires.blocks import (
+    BlockCode,
+    BlockNoise,
+    Piece,
+    key_of,
+    to_blocks,
+    uniform,
+)
 
 TWO_BY_TWO = {"replicate": 2, "shard": 2}
 DILOCO = {"name": "diloco", "every": 5}

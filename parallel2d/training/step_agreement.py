@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.parallel.gradients import squared_norm_share
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.comparison import ReplicaComparison
-from parallel2d.parallel.sync.gradient_sync import gradient_syncs
+from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
 from parallel2d.training.progress import RankReport, StepOutcome
 
@@ -60,7 +60,7 @@ class StepAgreement:
         self._device = device
         self._compare_every = compare_every
         # Which parameters were used travels along, if the engine can wait so long
-        able = [engine for engine in gradient_syncs(model) if engine.may_defer_agreement]
+        able = [engine for engine in reducers_in(model) if engine.may_defer_agreement]
         self._engine = able[0] if able else None
         if self._engine is not None:
             self._engine.defer_agreement()

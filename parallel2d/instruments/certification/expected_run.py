@@ -26,11 +26,11 @@ from parallel2d.base.runtime import seed_everything
 from parallel2d.parallel.mesh import MeshShape
 from parallel2d.parallel.model_structure import fqn_of, held_parameters, owning_modules
 from parallel2d.parallel.parallelize.precision import Precision, cast_storage
-from parallel2d.parallel.sync.blocks import RoundingKeys
-from parallel2d.parallel.sync.outer import ExpectedOuter
-from parallel2d.parallel.sync.owned_parameters import expected_copy
-from parallel2d.parallel.sync.reduction import expected_gradient
+from parallel2d.parallel.sync.engine.reductions import expected_gradient
+from parallel2d.parallel.sync.methods.diloco import ExpectedOuter
+from parallel2d.parallel.sync.methods.split_updates import expected_copy
 from parallel2d.parallel.sync.updates import outer_sync
+from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.parallel.weights.initial_values import (
     Initializer,

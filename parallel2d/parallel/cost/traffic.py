@@ -18,8 +18,8 @@ from parallel2d.parallel import fsdp_internals
 from parallel2d.parallel.cost.collectives import sent_bytes
 from parallel2d.parallel.fsdp_internals import GroupTraffic
 from parallel2d.parallel.mesh import MeshShape, mesh_shape
-from parallel2d.parallel.sync.blocks import BITS, BlockCode, blocks_of
-from parallel2d.parallel.sync.gradient_sync import gradient_syncs
+from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
+from parallel2d.parallel.sync.wires.blocks import BITS, BlockCode, blocks_of
 
 _ITEM_BYTES = {"fp32": 4, "bf16": 2}
 
@@ -124,7 +124,7 @@ def predict_communication(
 ) -> dict[str, float]:
     """Bytes that a rank sends per step over the ``replicate`` and ``shard`` axes, as
     ``{"comm/AXIS/bytes": bytes}``. ``model``: after `parallelize`."""
-    engine = next(iter(gradient_syncs(model)), None)
+    engine = next(iter(reducers_in(model)), None)
     sync = SyncConfig(engine="torch") if engine is None else engine.config
     crossing = AxisTraffic(
         mesh_shape(mesh),

@@ -14,12 +14,12 @@ from torch.distributed.fsdp._common_utils import collect_grad_tensors
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from parallel2d.parallel.fsdp_internals.forward_order import ForwardOrder, prefetch_in_forward
-from parallel2d.parallel.fsdp_internals.private_names import KEPT, REACHED
-from parallel2d.parallel.fsdp_internals.sharded_group import (
-    ShardedGroup,
-    ShardedParameter,
-    sharded_groups,
+from parallel2d.parallel.fsdp_internals.fsdp_group import (
+    FSDPGroup,
+    FSDPParameter,
+    fsdp_groups,
 )
+from parallel2d.parallel.fsdp_internals.private_names import KEPT, REACHED
 from parallel2d.parallel.fsdp_internals.sharded_model import (
     GroupTraffic,
     RunningForward,
@@ -38,14 +38,15 @@ __all__ = [
     "KEPT",
     "REACHED",
     "AllGather",
+    "FSDPGroup",
+    "FSDPParameter",
     "ForwardOrder",
     "GroupTraffic",
     "ReduceScatter",
     "RunningForward",
-    "ShardedGroup",
-    "ShardedParameter",
     "after_backward",
     "collect_grad_tensors",
+    "fsdp_groups",
     "groups",
     "has_begun",
     "in_backward",
@@ -53,7 +54,6 @@ __all__ = [
     "reduce_over_shard_alone",
     "reset_iteration",
     "set_asynchronous_gathers",
-    "sharded_groups",
     "states",
     "traffic_by_group",
 ]

@@ -35,7 +35,7 @@ from parallel2d.base.config import ParallelConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import Topology
 from parallel2d.parallel import fsdp_internals
-from parallel2d.parallel.fsdp_internals import ShardedGroup, collect_grad_tensors
+from parallel2d.parallel.fsdp_internals import FSDPGroup, collect_grad_tensors
 from parallel2d.parallel.mesh import has_cpu_backend, mesh_shape
 from parallel2d.parallel.parallelize.collective_order import (
     CollectiveOrder,
@@ -44,8 +44,8 @@ from parallel2d.parallel.parallelize.collective_order import (
 )
 from parallel2d.parallel.parallelize.precision import Precision
 from parallel2d.parallel.parallelize.scalars import Scalar
-from parallel2d.parallel.sync import GradientSync, TorchSync
-from parallel2d.parallel.sync.rounded_exchange import WIRES
+from parallel2d.parallel.sync import ReplicaReducer, TorchReducer
+from parallel2d.parallel.sync.wires.exchange import WIRES
 
 log = logging.getLogger(__name__)
 
@@ -109,14 +109,14 @@ def synchronize(
     Raises `ConfigError` for a group whose trained parameters have several dtypes, and for what
     torch's own engine cannot do.
     """
-    groups = fsdp_internals.sharded_groups(model)
+    groups = fsdp_internals.fsdp_groups(model)
     if config.sync.engine == "torch":
         _check_torch_engine(scalars, precision)
         log.info(
             "sync.engine=torch: gradients of parameters that ranks or micro-batches use "
             "differently may land in others"
         )
-        TorchSync(model, groups, mesh)
+        TorchReducer(model, groups, mesh)
         return
     if mesh_shape(mesh).replicate > 1:
         fsdp_internals.reduce_over_shard_alone(model, mesh)
@@ -128,7 +128,7 @@ def synchronize(
         group.set_dtypes(precision.sums, wire, between_replicas)
     order = _collective_order(mesh, topology)
     kept = precision.reduce if precision.keep_reduced else precision.storage
-    engine = GradientSync(
+    engine = ReplicaReducer(
         model,
         mesh,
         groups,
@@ -164,7 +164,7 @@ def _collective_order(mesh: DeviceMesh, topology: Topology) -> CollectiveOrder |
 
 
 def _keep_order(
-    order: CollectiveOrder, groups: Sequence[ShardedGroup], engine: GradientSync
+    order: CollectiveOrder, groups: Sequence[FSDPGroup], engine: ReplicaReducer
 ) -> None:
     number = order.add_model([group.called for group in groups])
     for index, group in enumerate(groups):

@@ -1,14 +1,14 @@
 """Reduces gradients over the replicate axis: in which micro-batch, in which order and by which
-collective. `GradientSync` is the engine."""
+collective. `ReplicaReducer` is the engine."""
 
-from parallel2d.parallel.sync.accumulation import (
+from parallel2d.parallel.sync.engine.accumulation import (
     accumulate,
     clear_with_gradients,
     discard_accumulated,
     no_sync,
 )
-from parallel2d.parallel.sync.engine import TorchSync
-from parallel2d.parallel.sync.gradient_sync import GradientSync
+from parallel2d.parallel.sync.engine.registry import TorchReducer
+from parallel2d.parallel.sync.engine.replica_reducer import ReplicaReducer
 from parallel2d.parallel.sync.updates import (
     attach_optimizer,
     compare_replicas,
@@ -21,8 +21,8 @@ from parallel2d.parallel.sync.updates import (
 )
 
 __all__ = [
-    "GradientSync",
-    "TorchSync",
+    "ReplicaReducer",
+    "TorchReducer",
     "accumulate",
     "attach_optimizer",
     "clear_with_gradients",

@@ -16,10 +16,10 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh import has_cpu_backend
 from parallel2d.parallel.model_structure import updated_as
 from parallel2d.parallel.sync.comparison import ReplicaComparison
-from parallel2d.parallel.sync.engine import engine_of
-from parallel2d.parallel.sync.gradient_sync import GradientSync, gradient_syncs
-from parallel2d.parallel.sync.outer import OuterSync
-from parallel2d.parallel.sync.reduction import Hook
+from parallel2d.parallel.sync.engine.reductions import Hook
+from parallel2d.parallel.sync.engine.registry import engine_of
+from parallel2d.parallel.sync.engine.replica_reducer import ReplicaReducer, reducers_in
+from parallel2d.parallel.sync.methods.diloco import OuterSync
 from parallel2d.parallel.weights.named_tensors import parameters_by_name, reshard
 
 
@@ -42,7 +42,7 @@ def attach_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 def outer_sync(model: nn.Module) -> OuterSync | None:
     """What ``sync=diloco`` keeps for ``model``; None with ``sync=every_step``."""
-    for engine in gradient_syncs(model):
+    for engine in reducers_in(model):
         if engine.method.outer is not None:
             return engine.method.outer
     return None
@@ -51,7 +51,7 @@ def outer_sync(model: nn.Module) -> OuterSync | None:
 def set_step(model: nn.Module, step: int) -> None:
     """Tells ``model`` the number of the global batch that comes next, from 1, on which depends what
     is rounded at random. Without it the batches of this process are counted."""
-    for engine in gradient_syncs(model):
+    for engine in reducers_in(model):
         engine.keys.step = step
 
 
@@ -77,7 +77,7 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     with ``sync=diloco`` those that the replicas share."""
     outer = outer_sync(model)
     found: dict[str, dict[str, Tensor]] = {}
-    for engine in gradient_syncs(model):
+    for engine in reducers_in(model):
         for group in engine.groups:
             tensors: dict[str, Tensor] = {}
             for parameter in group.parameters:
@@ -142,9 +142,9 @@ def replicate_group(model: nn.Module) -> dist.ProcessGroup:
     return group
 
 
-def _engine_with_replicas(model: nn.Module) -> GradientSync:
+def _engine_with_replicas(model: nn.Module) -> ReplicaReducer:
     engine = engine_of(model)
-    if not isinstance(engine, GradientSync) or engine.replicate_group is None:
+    if not isinstance(engine, ReplicaReducer) or engine.replicate_group is None:
         raise ConfigError(
             "no gradients cross a replicate axis here: the mesh has one replica, or "
             "sync.engine=torch reduces over it"

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import SyncConfig
 from parallel2d.parallel.mesh import mesh_shape
-from parallel2d.parallel.sync.blocks import RoundingKeys
-from parallel2d.parallel.sync.engine import own_replicate_group
+from parallel2d.parallel.sync.engine.reductions import Reduction, reduction_for
+from parallel2d.parallel.sync.engine.registry import own_replicate_group
 from parallel2d.parallel.sync.group import ParameterGroup
-from parallel2d.parallel.sync.outer import OuterSync
-from parallel2d.parallel.sync.owned_parameters import OwnedParameters, ScatterToOwners
-from parallel2d.parallel.sync.reduction import Reduction, reduction_for
+from parallel2d.parallel.sync.methods.diloco import OuterSync
+from parallel2d.parallel.sync.methods.split_updates import OwnedParameters, ScatterToOwners
+from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 
 MakeReduction = Callable[[torch.dtype, torch.dtype], Reduction]
 

@@ -1,6 +1,6 @@
 """Puts groups into buckets and reduces the buckets over the replicas, in one order.
 
-`BucketReducer` starts a bucket as soon as its groups are final in the last backward pass. The order
+`BucketQueue` starts a bucket as soon as its groups are final in the last backward pass. The order
 is the same on every replica, whatever order the groups end in: those that autograd ends first come
 first. Reductions run on a stream of their own where there are streams.
 """
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel2d.parallel.sync.bucket import Bucket, fill_buckets
-from parallel2d.parallel.sync.group_state import GroupState
-from parallel2d.parallel.sync.reduction import Hook, HookReduction, Reduction, Wait
+from parallel2d.parallel.sync.engine.bucket import Bucket, fill_buckets
+from parallel2d.parallel.sync.engine.group_state import GroupState
+from parallel2d.parallel.sync.engine.reductions import Hook, HookReduction, Reduction, Wait
 
 
-class BucketReducer:
+class BucketQueue:
     """Reduces the gradients of one model over the replicate axis.
 
     ``group``: the process group of that axis. ``states``: in the order in which backward ends

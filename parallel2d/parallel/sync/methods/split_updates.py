@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.parallel.mesh import axis_names, mesh_shape
 from parallel2d.parallel.model_structure import update_as
-from parallel2d.parallel.sync.bucket import Bucket, fill_buckets, keep_until_done
+from parallel2d.parallel.sync.engine.bucket import Bucket, fill_buckets, keep_until_done
+from parallel2d.parallel.sync.engine.reductions import Wait
 from parallel2d.parallel.sync.group import GroupParameter, ParameterGroup
-from parallel2d.parallel.sync.reduction import Wait
 from parallel2d.parallel.weights.geometry import as_real, local_part, pieces_of
 
 

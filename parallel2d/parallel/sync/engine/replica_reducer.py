@@ -1,5 +1,5 @@
 """Sums the sharded gradients of a model over the replicate axis, by parameter, once per global
-batch. `GradientSync` is the engine.
+batch. `ReplicaReducer` is the engine.
 
 [Note: owning the replicate axis] `fully_shard` reduces over the shard axis alone. Each group's
 sharded gradients are then averaged over the replicas here: a parameter that a replica did not use
@@ -33,24 +33,24 @@ from parallel2d.parallel.mesh import (
     without_replicas,
 )
 from parallel2d.parallel.model_structure import updated_as
-from parallel2d.parallel.sync.blocks import RoundingKeys
-from parallel2d.parallel.sync.bucket_reducer import BucketReducer
-from parallel2d.parallel.sync.engine import engines_in, register_engine
-from parallel2d.parallel.sync.group import IssueOrder, ParameterGroup, ScalarGradient
-from parallel2d.parallel.sync.group_state import (
+from parallel2d.parallel.sync.engine.bucket_queue import BucketQueue
+from parallel2d.parallel.sync.engine.group_state import (
     GroupState,
     cast_gradient,
     clear_gradients,
     make_uniform,
     refuse_second_derivatives,
 )
-from parallel2d.parallel.sync.method import method_for
-from parallel2d.parallel.sync.reduction import Hook
-from parallel2d.parallel.sync.used_parameters import UsedParameterAgreement
+from parallel2d.parallel.sync.engine.reductions import Hook
+from parallel2d.parallel.sync.engine.registry import engines_in, register_engine
+from parallel2d.parallel.sync.engine.used_parameters import UsedParameterAgreement
+from parallel2d.parallel.sync.group import IssueOrder, ParameterGroup, ScalarGradient
+from parallel2d.parallel.sync.methods import method_for
+from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 from parallel2d.parallel.weights.named_tensors import parameters_by_name, register_masters
 
 
-class GradientSync:
+class ReplicaReducer:
     """The engine of one model; made by `parallel2d.parallelize`.
 
     ``groups``: in the order in which backward ends them. ``final_dtype``: of gradients once they
@@ -96,10 +96,10 @@ class GradientSync:
         self.update_mesh = mesh if self.method.outer is None else without_replicas(mesh)
         self._agreement = UsedParameterAgreement(self.update_mesh, self._states, order)
         # None where no gradients cross the replicate axis.
-        self._reducer: BucketReducer | None = None
+        self._reducer: BucketQueue | None = None
         if self.method.make_reduction is not None:
             assert self.method.group is not None
-            self._reducer = BucketReducer(
+            self._reducer = BucketQueue(
                 self.method.group,
                 mesh.device_type,
                 self._states,
@@ -404,9 +404,9 @@ class GradientSync:
             self.method.owners.clear_gradients(set_to_none)
 
 
-def gradient_syncs(model: nn.Module) -> list[GradientSync]:
+def reducers_in(model: nn.Module) -> list[ReplicaReducer]:
     """The engines of this kind of ``model`` and of modules below it."""
-    return [engine for engine in engines_in(model) if isinstance(engine, GradientSync)]
+    return [engine for engine in engines_in(model) if isinstance(engine, ReplicaReducer)]
 
 
 def _check_updated(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:

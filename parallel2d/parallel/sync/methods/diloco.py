@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.parallel.gradients import squared_norm_share
-from parallel2d.parallel.sync.blocks import Piece, RoundingKeys
-from parallel2d.parallel.sync.outer_parameter import (
+from parallel2d.parallel.sync.methods.outer_parameter import (
     RESIDUAL_DECAY,
     Fragment,
     OuterParameter,
     split_in_fragments,
 )
 from parallel2d.parallel.sync.outer_settings import mix_of, outer_settings
-from parallel2d.parallel.sync.rounded_exchange import KEEPS_REST, begin_mean, expected_mean
+from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys
+from parallel2d.parallel.sync.wires.exchange import KEEPS_REST, begin_mean, expected_mean
 from parallel2d.parallel.weights.geometry import Region, as_real, first_position, local_part
 
 

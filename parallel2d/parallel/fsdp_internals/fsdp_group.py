@@ -1,6 +1,6 @@
 """Groups of parameters that `fully_shard` gathers and reduces together, and the gradients in them.
 
-`ShardedGroup` is what `sync` takes for a `sync.group.ParameterGroup`.
+`FSDPGroup` is what `sync` takes for a `sync.group.ParameterGroup`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from parallel2d.parallel.weights.geometry import first_position
 from parallel2d.parallel.weights.named_tensors import parameters_by_name
 
 
-def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
+def fsdp_groups(model: nn.Module) -> list[FSDPGroup]:
     """The groups of ``model``, named by their modules, the last of `groups` first: the order in
     which backward ends them."""
     names = {id(module): fqn_of(name) for name, module in model.named_modules()}
@@ -32,11 +32,11 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     # Backward goes through modules in about the reverse of the order of registration.
     for group in reversed(groups(model)):
         called = " and ".join(names[id(module)] for module in group.modules)
-        found.append(ShardedGroup(group, called, parameter_names))
+        found.append(FSDPGroup(group, called, parameter_names))
     return found
 
 
-class ShardedGroup:
+class FSDPGroup:
     """One group of parameters that are gathered and reduced together, as the rest of the package
     sees it."""
 
@@ -45,17 +45,17 @@ class ShardedGroup:
         self._group = group
         self.called = called or "the root module"
         self.wire = torch.float32
-        self.parameters: list[ShardedParameter] = []
+        self.parameters: list[FSDPParameter] = []
         for parameter in group.fsdp_params:
             name = names[id(parameter.sharded_param)]
-            self.parameters.append(ShardedParameter(parameter, name))
+            self.parameters.append(FSDPParameter(parameter, name))
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         return self._group.modules
 
     @property
-    def trained(self) -> list[ShardedParameter]:
+    def trained(self) -> list[FSDPParameter]:
         """Those that require gradients."""
         return [parameter for parameter in self.parameters if parameter.sharded.requires_grad]
 
@@ -201,7 +201,7 @@ class ShardedGroup:
                 parameter.unsharded_param.grad = None
 
 
-class ShardedParameter:
+class FSDPParameter:
     """One parameter of a group: the sharded one that the optimizer has, and the whole one that
     autograd sees."""
 

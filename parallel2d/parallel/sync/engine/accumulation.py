@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.parallel import fsdp_internals
-from parallel2d.parallel.sync.engine import engines_in
+from parallel2d.parallel.sync.engine.registry import engines_in
 
 Batch = TypeVar("Batch")
 

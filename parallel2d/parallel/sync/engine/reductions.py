@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel2d.parallel.sync.blocks import Piece, RoundingKeys
-from parallel2d.parallel.sync.bucket import Bucket
-from parallel2d.parallel.sync.rounded_exchange import CastWire, Exchange, expected_mean, wire_of
+from parallel2d.parallel.sync.engine.bucket import Bucket
+from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys
+from parallel2d.parallel.sync.wires.exchange import CastWire, Exchange, expected_mean, wire_of
 from parallel2d.parallel.weights.geometry import Region
 
 Wait = Callable[[], None]  # returns when the gradients of this replica are the mean

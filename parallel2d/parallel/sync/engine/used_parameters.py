@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
 from parallel2d.parallel.mesh import axis_names, mesh_shape
+from parallel2d.parallel.sync.engine.group_state import GroupState
 from parallel2d.parallel.sync.group import IssueOrder
-from parallel2d.parallel.sync.group_state import GroupState
 
 
 class UsedParameterAgreement:

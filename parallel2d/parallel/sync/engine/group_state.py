@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel2d.parallel.model_structure import updated_as
-from parallel2d.parallel.sync.bucket import keep_until_done
+from parallel2d.parallel.sync.engine.bucket import keep_until_done
 from parallel2d.parallel.sync.group import GroupParameter, ParameterGroup
 from parallel2d.parallel.weights.geometry import pieces_of
 

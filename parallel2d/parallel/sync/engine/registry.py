@@ -1,5 +1,5 @@
 """The interface of what reduces the gradients of a model (`Engine`), and where a model's engine is
-found. `GradientSync` and `TorchSync` implement it."""
+found. `ReplicaReducer` and `TorchReducer` implement it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh import axis_names, inherit_timeout, mesh_shape
+from parallel2d.parallel.sync.engine.group_state import clear_gradients
 from parallel2d.parallel.sync.group import ParameterGroup
-from parallel2d.parallel.sync.group_state import clear_gradients
 
 
 class Engine(Protocol):
@@ -107,7 +107,7 @@ def own_replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return own
 
 
-class TorchSync:
+class TorchReducer:
     """The engine of ``sync.engine=torch``: the second axis of `fully_shard` reduces over the
     replicas.
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel2d.parallel.sync.blocks import (
+from parallel2d.parallel.sync.wires.blocks import (
     BITS,
     MEAN_STAGE,
     BlockCode,

@@ -1,0 +1,1 @@
+"""The forms in which replicas send values."""
