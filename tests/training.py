@@ -114,7 +114,7 @@ def optimizer_of(model: nn.Module, lr: float = 3e-3) -> torch.optim.Optimizer:
     )
     # A plain model has none.
     for engine in engines_in(model):
-        engine.attach(optimizer)
+        engine.updates.attach(optimizer)
     return optimizer
 
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.parallel.gradients import squared_norm_share
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.comparison import ReplicaComparison
-from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
+from parallel2d.parallel.sync.engine.registry import reducers_in
 from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
 from parallel2d.training.progress import RankReport, StepOutcome
 
@@ -60,10 +60,10 @@ class StepAgreement:
         self._device = device
         self._compare_every = compare_every
         # Which parameters were used travels along, if the engine can wait so long
-        able = [engine for engine in reducers_in(model) if engine.may_defer_agreement]
-        self._engine = able[0] if able else None
-        if self._engine is not None:
-            self._engine.defer_agreement()
+        able = [each.agreement for each in reducers_in(model) if each.may_defer_agreement]
+        self._used = able[0] if able else None
+        if self._used is not None:
+            self._used.defer()
         shape = mesh_shape(mesh)
         # With sync=diloco: the parameters that replicas share. Each replica clips its own gradient.
         self._outer = outer_sync(model)
@@ -87,7 +87,7 @@ class StepAgreement:
         told = torch.tensor([own.stop_requested, own.save_is_due], dtype=torch.float64)
         reports = _in_own_row(own.report)
         nothing = torch.zeros(0, dtype=torch.float64)
-        used = self._engine.vector() if self._engine else nothing
+        used = self._used.vector() if self._used else nothing
         comparison = self._comparison if self._comparison_is_due(step) else None
         hashes = comparison.vector() if comparison else nothing
         # The part that is made on CPU goes to the device in one copy. Numbers that are not finite
@@ -99,8 +99,8 @@ class StepAgreement:
         sizes = [1, 5, self._norms, 2, reports.numel(), len(used), len(hashes)]
         not_finite, sums, squares, told, rows, used, hashes = vector.split(sizes)
         loss_sum, tokens, batch_hash, upcoming_tokens, squared_change = sums.tolist()
-        if self._engine:
-            self._engine.agree_on(used.cpu())
+        if self._used:
+            self._used.agree_on(used.cpu())
         if comparison:
             comparison.check(hashes.cpu())
         finite = not_finite.item() == 0

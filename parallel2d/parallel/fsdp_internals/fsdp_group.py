@@ -114,17 +114,15 @@ class FSDPGroup:
         # torch makes whole parameters in the first forward.
         return any(hasattr(parameter, "_unsharded_param") for parameter in self._group.fsdp_params)
 
-    def set_dtypes(
-        self, wide: torch.dtype, wire: torch.dtype, between_replicas: torch.dtype
-    ) -> None:
+    def set_dtypes(self, wide: torch.dtype, wire: torch.dtype) -> None:
         """Adds gradients in ``wide``, or the dtype in which parameters are stored if that is wider,
-        and sends them in ``wire`` over the shard axis and in ``between_replicas`` beyond it.
+        and sends them in ``wire`` over the shard axis.
 
         The engine adds partial sums in the dtype in which parameters are stored, or that of the
         wire (pytorch issue 194628), and looks both up once, before the first forward. Raises
         `ConfigError` for trained parameters of several dtypes.
         """
-        self.wire = between_replicas
+        self.wire = wire
         stored = self._stored_dtype()
         if stored is None:
             return

@@ -193,7 +193,7 @@ def _lay_out(
     # Weights on this rank.
     with while_filling:
         source.fill(model, mesh.device_type, offload=config.cpu_offload)
-        engine_of(model).prepare()
+        engine_of(model).updates.make(model)
 
 
 _OPTIONS = ("seed", "init", "tensor_plan", "broadcast_from", "weights", "topology", "ignored")

@@ -1,5 +1,8 @@
-"""Reduces gradients over the replicate axis: in which micro-batch, in which order and by which
-collective. `ReplicaReducer` is the engine."""
+"""Reduces gradients over the replicate axis: in which micro-batch, in which order, in which form.
+
+`methods/` says what crosses the axis and when, `wires/` in which form, `engine/` reduces gradients
+by both.
+"""
 
 from parallel2d.parallel.sync.engine.accumulation import (
     accumulate,
@@ -7,8 +10,6 @@ from parallel2d.parallel.sync.engine.accumulation import (
     discard_accumulated,
     no_sync,
 )
-from parallel2d.parallel.sync.engine.registry import TorchReducer
-from parallel2d.parallel.sync.engine.replica_reducer import ReplicaReducer
 from parallel2d.parallel.sync.updates import (
     attach_optimizer,
     compare_replicas,
@@ -21,8 +22,6 @@ from parallel2d.parallel.sync.updates import (
 )
 
 __all__ = [
-    "ReplicaReducer",
-    "TorchReducer",
     "accumulate",
     "attach_optimizer",
     "clear_with_gradients",

@@ -17,8 +17,8 @@ from parallel2d.parallel.mesh import has_cpu_backend
 from parallel2d.parallel.model_structure import updated_as
 from parallel2d.parallel.sync.comparison import ReplicaComparison
 from parallel2d.parallel.sync.engine.reductions import Hook
-from parallel2d.parallel.sync.engine.registry import engine_of
-from parallel2d.parallel.sync.engine.replica_reducer import ReplicaReducer, reducers_in
+from parallel2d.parallel.sync.engine.registry import engine_of, reducers_in
+from parallel2d.parallel.sync.engine.replica_reducer import ReplicaReducer
 from parallel2d.parallel.sync.methods.diloco import OuterSync
 from parallel2d.parallel.weights.named_tensors import parameters_by_name, reshard
 
@@ -37,14 +37,14 @@ def attach_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     did not come from `parallel2d.parallelize`, and for an optimizer that has whole parameters where
     replicas own parts.
     """
-    engine_of(model).attach(optimizer)
+    engine_of(model).updates.attach(optimizer)
 
 
 def outer_sync(model: nn.Module) -> OuterSync | None:
     """What ``sync=diloco`` keeps for ``model``; None with ``sync=every_step``."""
     for engine in reducers_in(model):
-        if engine.method.outer is not None:
-            return engine.method.outer
+        if isinstance(engine.updates, OuterSync):
+            return engine.updates
     return None
 
 
@@ -75,22 +75,22 @@ def outer_parameters(model: nn.Module) -> Iterator[None]:
 def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """By group of parameters and by name, what must be equal on all replicas: the parameters, or
     with ``sync=diloco`` those that the replicas share."""
-    outer = outer_sync(model)
+    shared: dict[str, Tensor] = {}
     found: dict[str, dict[str, Tensor]] = {}
     for engine in reducers_in(model):
+        shared |= engine.updates.shared_values()
         for group in engine.groups:
-            tensors: dict[str, Tensor] = {}
-            for parameter in group.parameters:
-                tensors[parameter.name] = parameter.sharded
-                # Frozen parameters have no outer ones.
-                if outer is not None and parameter.name in outer.parameters:
-                    tensors[parameter.name] = outer.parameters[parameter.name].outer
-            found[group.called] = tensors
+            # Frozen parameters have no others.
+            found[group.called] = {
+                each.name: shared.get(each.name, each.sharded) for each in group.parameters
+            }
     # Parameters without dimensions are in no group.
-    alone = {name: value for name, value in parameters_by_name(model).items() if value.ndim == 0}
+    alone: dict[str, Tensor] = {}
+    for name, parameter in parameters_by_name(model).items():
+        if parameter.ndim == 0:
+            alone[name] = shared.get(name, parameter)
     if alone and found:
-        masters = outer.masters() if outer is not None else {}
-        found["parameters without dimensions"] = {n: masters.get(n, alone[n]) for n in alone}
+        found["parameters without dimensions"] = alone
     return found
 
 

@@ -65,7 +65,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     engines = engines_in(model)
     optimizer = _new_optimizer(plan_groups(model, config), config, engines)
     for engine in engines:
-        engine.attach(optimizer)
+        engine.updates.attach(optimizer)
     return optimizer
 
 

@@ -33,7 +33,7 @@ from parallel2d import (
 from parallel2d.base.config import PrecisionConfig, SyncConfig
 from parallel2d.models.llama import Llama
 from parallel2d.parallel.cost.fake_group import fake_process_group
-from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
+from parallel2d.parallel.sync.engine.registry import reducers_in
 
 
 class EngineVariant(NamedTuple):
@@ -74,7 +74,7 @@ def measure(variant: EngineVariant, device: torch.device, steps: int) -> EngineS
         model = parallelize(model, mesh, config, seed=0, init=model.init_weights)
         # No other rank would answer.
         for engine in reducers_in(model):
-            engine.never_agree()
+            engine.agreement.defer()
         tokens = torch.randint(
             0, llama["vocab_size"], (SEQUENCES, llama["max_seq_len"]), device=device
         )

@@ -50,7 +50,7 @@ def accumulate(
             batch = following
         # Where the last micro-batch had no backward pass on this rank, something is left.
         for engine in engines_in(model):
-            if engine.pending:
+            if engine.batch.pending:
                 engine.finish()
     # `break` ends a generator by GeneratorExit, which is no Exception.
     except BaseException:
@@ -88,7 +88,7 @@ def discard_accumulated(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             fsdp_internals.reset_iteration(module)
     for engine in engines_in(model):
-        engine.reset()
+        engine.batch.reset()
 
 
 def clear_with_gradients(model: nn.Module) -> None:
@@ -100,7 +100,7 @@ def clear_with_gradients(model: nn.Module) -> None:
     def clear(set_to_none: bool = True) -> None:
         zero_grad(set_to_none)
         for engine in engines_in(model):
-            engine.clear_gradients(set_to_none)
+            engine.batch.clear_gradients(set_to_none)
 
     model.zero_grad = clear  # type: ignore[method-assign]
 

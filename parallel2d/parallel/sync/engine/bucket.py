@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from parallel2d.parallel.sync.group import GroupParameter, ParameterGroup
+from parallel2d.parallel.fsdp_internals import FSDPParameter
+from parallel2d.parallel.sync.engine.group_state import GroupState, keep_until_done
 from parallel2d.parallel.weights.geometry import as_real, pieces_of
 
 
@@ -16,30 +17,22 @@ class Bucket:
 
     Its methods are those of torch's ``GradBucket``, so that hooks written for
     `torch.nn.parallel.DistributedDataParallel` accept it: `index`, `buffer`, `gradients`,
-    `parameters`, `is_last`, `set_buffer`.
+    `parameters`, `is_last`, `set_buffer`. ``states``: of the groups, which have one wire.
     """
 
-    def __init__(self, index: int, groups: Sequence[ParameterGroup], last: bool) -> None:
-        self.groups = groups
+    def __init__(self, index: int, states: Sequence[GroupState], last: bool) -> None:
+        self.states = states
+        self.wire = states[0].wire
+        # Its parameters that require gradients
+        self.trained: list[FSDPParameter] = []
+        for state in states:
+            self.trained.extend(state.group.trained)
         self._index = index
         self._last = last
         # None until `flatten` or `fill_with_zeros`.
         self._flat: Tensor | None = None
         # The part of each parameter in it, in the order of `trained`.
         self._pieces: list[Tensor] = []
-
-    @property
-    def trained(self) -> list[GroupParameter]:
-        """Its parameters that require gradients."""
-        trained: list[GroupParameter] = []
-        for group in self.groups:
-            trained.extend(group.trained)
-        return trained
-
-    @property
-    def wire(self) -> torch.dtype:
-        """The dtype in which its gradients are sent to other replicas."""
-        return self.groups[0].wire
 
     def index(self) -> int:
         """Its number in the order of reduction, from 0: the groups that a backward pass ends first
@@ -95,36 +88,38 @@ class Bucket:
         Nothing is copied when they are views of one tensor already, as the sharding engine leaves
         those of a group. A parameter without a gradient gets zeros: another replica may have one.
         """
-        parameters = self.trained
-        gradients = [parameter.local_gradient for parameter in parameters]
+        gradients = [parameter.local_gradient for parameter in self.trained]
         self._flat = _common_storage(gradients)
         # So it is at first with several groups: each has a storage of its own.
         if self._flat is None:
-            self._flat = self._copied(parameters, gradients)
+            self._flat = self._empty()
+            for parameter, gradient, view in zip(
+                self.trained, gradients, self._views(), strict=True
+            ):
+                if gradient is None:
+                    view.zero_()
+                else:
+                    view.copy_(gradient)
+                    # Nothing refers to it once this returns.
+                    keep_until_done(gradient)
+                parameter.set_gradient(view)
         self._pieces = self.gradients()
 
     def fill_with_zeros(self) -> None:
         """Makes `buffer` zeros of the bucket's size. The gradients stay as they are."""
-        parameters = self.trained
-        self._flat = _empty_for(parameters).zero_()
-        shapes = [parameter.local_size for parameter in parameters]
-        self._pieces = list(pieces_of(self._flat, shapes))
+        self._flat = self._empty().zero_()
+        self._pieces = list(self._views())
 
-    def _copied(
-        self, parameters: Sequence[GroupParameter], gradients: Sequence[Tensor | None]
-    ) -> Tensor:
-        """A new flat tensor with these gradients, which become views of it."""
-        flat = _empty_for(parameters)
-        views = pieces_of(flat, [parameter.local_size for parameter in parameters])
-        for parameter, gradient, view in zip(parameters, gradients, views, strict=True):
-            if gradient is None:
-                view.zero_()
-            else:
-                view.copy_(gradient)
-                # Nothing refers to it once `flatten` returns.
-                keep_until_done(gradient)
-            parameter.set_gradient(view)
-        return flat
+    def _empty(self) -> Tensor:
+        """An uninitialized flat tensor with room for this rank's gradients."""
+        first = self.trained[0]
+        numel = sum(parameter.local_size.numel() for parameter in self.trained)
+        return torch.empty(numel, dtype=first.gradient_dtype, device=first.sharded.device)
+
+    def _views(self) -> Iterator[Tensor]:
+        """The part of each parameter in the flat tensor."""
+        assert self._flat is not None
+        return pieces_of(self._flat, [parameter.local_size for parameter in self.trained])
 
 
 def fill_buckets(sizes: Sequence[int], kinds: Sequence[object], most_bytes: int) -> list[list[int]]:
@@ -141,13 +136,6 @@ def fill_buckets(sizes: Sequence[int], kinds: Sequence[object], most_bytes: int)
         buckets[-1].append(index)
         filled += size
     return buckets
-
-
-def _empty_for(parameters: Sequence[GroupParameter]) -> Tensor:
-    """An uninitialized flat tensor with room for this rank's gradients of ``parameters``."""
-    first = parameters[0]
-    numel = sum(parameter.local_size.numel() for parameter in parameters)
-    return torch.empty(numel, dtype=first.gradient_dtype, device=first.sharded.device)
 
 
 def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:
@@ -176,14 +164,3 @@ def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:
     if end - begin != filled:
         return None
     return found[0].as_strided((filled,), (1,), begin)
-
-
-def keep_until_done(tensor: Tensor) -> None:
-    """Keeps the memory of ``tensor``, from another stream, until the current stream has read it.
-
-    Without this the allocator may reuse the memory as soon as the tensor is freed on the host.
-    """
-    if tensor.device.type == "cpu":
-        return
-    current = torch.accelerator.current_stream(tensor.device)
-    tensor.record_stream(current)

@@ -9,17 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel2d.parallel.fsdp_internals import FSDPGroup, FSDPParameter
 from parallel2d.parallel.model_structure import updated_as
-from parallel2d.parallel.sync.engine.bucket import keep_until_done
-from parallel2d.parallel.sync.group import GroupParameter, ParameterGroup
+from parallel2d.parallel.sync.wires import Wire
 from parallel2d.parallel.weights.geometry import pieces_of
 
 
 class GroupState:
-    """The state of a group in the current global batch."""
+    """The state of a group in the current global batch. ``wire``: in which its gradients are sent
+    to other replicas."""
 
-    def __init__(self, group: ParameterGroup) -> None:
+    def __init__(self, group: FSDPGroup, wire: Wire) -> None:
         self.group = group
+        self.wire = wire
         # By parameter, frozen ones included: whether this rank holds a gradient of it. After the
         # agreement: whether any rank does.
         self.used = [False] * len(group.parameters)
@@ -33,8 +35,14 @@ class GroupState:
         self.final = False
         # What its gradients hold is the mean over all data ranks already.
         self.averaged = False
-        self._set_aside: list[tuple[GroupParameter, Tensor]] = []
-        self._hooks: list[tuple[GroupParameter, list[Callable[[Tensor], object]]]] = []
+        self._set_aside: list[tuple[FSDPParameter, Tensor]] = []
+        self._hooks: list[tuple[FSDPParameter, list[Callable[[Tensor], object]]]] = []
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of this rank's reduced gradients."""
+        trained = self.group.trained
+        return sum(each.local_size.numel() * each.gradient_dtype.itemsize for each in trained)
 
     # Forward and backward passes
 
@@ -44,12 +52,35 @@ class GroupState:
         if self.forwards > 1:
             self.repeats = True
 
-    def start_reduction(self) -> None:
-        """Its reduction over the shard axis begins."""
+    @property
+    def has_whole_gradients(self) -> bool:
+        """Whether this rank has a gradient that is not reduced over the shard axis."""
+        return any(parameter.has_whole_gradient for parameter in self.group.trained)
+
+    def start_reduction(self) -> bool:
+        """Its reduction over the shard axis begins; whether this rank has gradients for it. Raises
+        RuntimeError in a backward pass that autograd records, and when the group's gradients of
+        this pass were final."""
+        # Gradients are enabled in a backward pass only with create_graph=True.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"backward(create_graph=True) reached {self.group.called}: second derivatives are "
+                "not possible here, because its parameters are released after the first; the "
+                "difference of two forward passes, (model(x + e) - model(x)) / |e|, gives such "
+                "penalties"
+            )
+        any_gradient = self.has_whole_gradients
+        if any_gradient and self.final:
+            raise RuntimeError(
+                f"{self.group.called} got gradients twice in one backward pass, and the first were "
+                "on their way to other replicas: call the module, not parts of it, or use "
+                "sync.engine=torch"
+            )
         # The second one in this backward pass.
         if self.started:
             self.repeats = True
         self.started = True
+        return any_gradient
 
     def set_final(self) -> None:
         """Decides, after a reduction over the shard axis, whether another one may follow."""
@@ -93,7 +124,7 @@ class GroupState:
         if not were_averaged:
             return
         # In 32 bits or more they stay: averaging equal gradients again rounds once, in fp32.
-        if self.group.wire.itemsize >= 4:
+        if not self.wire.rounds:
             return
         for parameter in self.group.trained:
             local = parameter.local_gradient
@@ -110,6 +141,14 @@ class GroupState:
                 local.add_(earlier)
                 keep_until_done(earlier)
         self._set_aside = []
+
+    def cast_gradients(self, dtype: torch.dtype | None) -> None:
+        """Casts the reduced gradients to ``dtype``; None: to that in which they are added."""
+        for parameter in self.group.trained:
+            local = parameter.local_gradient
+            wanted = dtype or parameter.gradient_dtype
+            if local is not None and local.dtype != wanted:
+                parameter.set_gradient(local.to(wanted))
 
     # Hooks of `register_post_accumulate_grad_hook`: torch would call them after the reduction over
     # the shard axis, and they are to see the mean over all data ranks.
@@ -149,18 +188,7 @@ class GroupState:
         self.group.discard()
 
 
-def refuse_second_derivatives(group: ParameterGroup) -> None:
-    """Raises RuntimeError in a backward pass that autograd records."""
-    # Gradients are enabled in a backward pass only with create_graph=True.
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"backward(create_graph=True) reached {group.called}: second derivatives are not "
-            "possible here, because its parameters are released after the first; the difference of "
-            "two forward passes, (model(x + e) - model(x)) / |e|, gives such penalties"
-        )
-
-
-def clear_gradients(groups: Iterable[ParameterGroup], set_to_none: bool) -> None:
+def clear_gradients(groups: Iterable[FSDPGroup], set_to_none: bool) -> None:
     """Drops the gradients of sharded parameters, or sets them to zero.
 
     ``model.zero_grad()`` does not reach them while the gathered parameters are in the modules.
@@ -176,14 +204,7 @@ def clear_gradients(groups: Iterable[ParameterGroup], set_to_none: bool) -> None
                 local.zero_()
 
 
-def cast_gradient(parameter: GroupParameter, dtype: torch.dtype) -> None:
-    """Casts the reduced gradient, if there is one, to ``dtype``."""
-    local = parameter.local_gradient
-    if local is not None and local.dtype != dtype:
-        parameter.set_gradient(local.to(dtype))
-
-
-def make_uniform(parameters: Sequence[GroupParameter]) -> None:
+def make_uniform(parameters: Sequence[FSDPParameter]) -> None:
     """Gives the whole gradients of a group one dtype, in which the sharding engine reduces them.
 
     They differ where some are sums of micro-batches, which are in `gradient_dtype`, and where a
@@ -200,13 +221,18 @@ def make_uniform(parameters: Sequence[GroupParameter]) -> None:
 
 
 @torch.no_grad()
-def _sum_parts(parameters: Sequence[GroupParameter]) -> bool:
-    """Adds the parts of gradients over the tensor axis in fp32, in one all-reduce. Returns whether
-    there were such parts, whose sums are in `gradient_dtype`, while the group must have one dtype.
+def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
+    """Adds the parts of gradients over the tensor axis that have fewer than 32 bits, in fp32 and in
+    one all-reduce. Returns whether there were any: their sums are in `gradient_dtype`, while the
+    group must have one dtype.
 
     The sharding engine would add them in the dtype that computes (pytorch issue 190626).
     """
-    narrow = _narrow_parts(parameters)
+    narrow: list[tuple[FSDPParameter, Tensor]] = []
+    for parameter in parameters:
+        part = parameter.part
+        if part is not None and part.dtype.itemsize < 4:
+            narrow.append((parameter, part))
     if not narrow:
         return False
     flat = torch.cat([part.flatten().float() for _, part in narrow])
@@ -218,13 +244,12 @@ def _sum_parts(parameters: Sequence[GroupParameter]) -> bool:
     return True
 
 
-def _narrow_parts(parameters: Sequence[GroupParameter]) -> list[tuple[GroupParameter, Tensor]]:
-    """The parts of sums over the tensor axis that have fewer than 32 bits."""
-    narrow = []
-    for parameter in parameters:
-        part = parameter.part
-        # None: nothing has to be added over the tensor axis.
-        if part is None or part.dtype.itemsize >= 4:
-            continue
-        narrow.append((parameter, part))
-    return narrow
+def keep_until_done(tensor: Tensor) -> None:
+    """Keeps the memory of ``tensor``, from another stream, until the current stream has read it.
+
+    Without this the allocator may reuse the memory as soon as the tensor is freed on the host.
+    """
+    if tensor.device.type == "cpu":
+        return
+    current = torch.accelerator.current_stream(tensor.device)
+    tensor.record_stream(current)

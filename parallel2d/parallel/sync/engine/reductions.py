@@ -1,11 +1,9 @@
-"""How the gradients of a bucket become their mean over the replicas.
-
-`Reduction` is the interface, `reduction_for` chooses one by dtype.
-"""
+"""How the gradients of a bucket become their mean over the replicas, each a `Reduction`: exactly,
+rounded, or by a user's hook. That of split updates is in `methods/split_updates.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -14,20 +12,20 @@ from torch import Tensor
 
 from parallel2d.parallel.sync.engine.bucket import Bucket
 from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys
-from parallel2d.parallel.sync.wires.exchange import CastWire, Exchange, expected_mean, wire_of
-from parallel2d.parallel.weights.geometry import Region
+from parallel2d.parallel.sync.wires.exchange import Exchange
 
 Wait = Callable[[], None]  # returns when the gradients of this replica are the mean
 Hook = Callable[[Any, Any], Any]
 
 
 class Reduction(Protocol):
-    """A way to reduce a bucket over the replicate axis."""
+    """A way to reduce a bucket over the replicate axis.
 
-    @property
-    def most_in_flight(self) -> int | None:
-        """How many reductions may have started and not ended; None: any number, because they hold
-        no memory."""
+    ``most_in_flight``: how many reductions may have started and not ended; None: any number,
+    because they hold no memory.
+    """
+
+    most_in_flight: int | None
 
     def start(self, bucket: Bucket) -> Wait:
         """Begins to average ``bucket.buffer()`` over the replicas: in place, or for the owners of
@@ -37,15 +35,16 @@ class Reduction(Protocol):
 class AllReduce:
     """An all-reduce in place, in the dtype of the gradients or in a narrower one of 32 bits."""
 
-    most_in_flight = None
+    most_in_flight: int | None = None
 
-    def __init__(self, group: dist.ProcessGroup, wire: torch.dtype | None) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._wire = wire
 
     def start(self, bucket: Bucket) -> Wait:
-        flat = bucket.buffer()
-        sent = flat if self._wire is None else flat.to(self._wire)
+        flat = sent = bucket.buffer()
+        # Nothing is sent in a dtype that is wider than the gradients.
+        if bucket.wire.item_bytes < flat.dtype.itemsize:
+            sent = flat.to(bucket.wire.dtype)
         work = dist.all_reduce(sent, dist.ReduceOp.AVG, group=self._group, async_op=True)
 
         def wait() -> None:
@@ -57,25 +56,22 @@ class AllReduce:
 
 
 class RoundedReduction:
-    """Sends a narrow dtype, or blocks of 8 bits a value, and adds in fp32; see
-    [Note: rounded exchange]."""
+    """Sends what the wire rounds, and adds in fp32; see [Note: rounded exchange]."""
 
-    most_in_flight = 2  # each holds two buffers in what is sent
+    most_in_flight: int | None = 2  # each holds two buffers in what is sent
 
-    def __init__(self, group: dist.ProcessGroup, keys: RoundingKeys, wire: torch.dtype) -> None:
+    def __init__(self, group: dist.ProcessGroup, keys: RoundingKeys) -> None:
         self._group = group
         self._keys = keys
-        self._wire = wire
 
     def start(self, bucket: Bucket) -> Wait:
-        if self._wire != torch.int8:
+        if bucket.wire.dtype is not None:
             # A cast needs to know nothing about parameters.
-            return Exchange(self._group, CastWire(self._wire), [bucket.buffer()]).finish
+            whole = [bucket.buffer()]
+            return Exchange(self._group, bucket.wire.coder(whole, ()), whole).finish
         gradients = bucket.pieces()
         pieces = [Piece(self._keys.of(each.name), each.start) for each in bucket.trained]
-        wire = wire_of("int8", gradients, pieces)
-        assert wire is not None
-        return Exchange(self._group, wire, gradients).finish
+        return Exchange(self._group, bucket.wire.coder(gradients, pieces), gradients).finish
 
 
 class HookReduction:
@@ -83,7 +79,7 @@ class HookReduction:
 
     # Hooks may start other collectives when the first is done, and all replicas must start
     # collectives in one order.
-    most_in_flight = 1
+    most_in_flight: int | None = 1
 
     def __init__(self, state: Any, hook: Hook) -> None:
         self._state = state
@@ -94,7 +90,10 @@ class HookReduction:
         answer = self._hook(self._state, bucket)
 
         def wait() -> None:
-            result = _result_of(answer)
+            result = answer.wait() if isinstance(answer, torch._C.Future) else answer
+            # The futures of some collectives hold a list of one tensor.
+            if isinstance(result, list | tuple):
+                (result,) = result
             if result is None:
                 return
             if not isinstance(result, Tensor):
@@ -106,38 +105,3 @@ class HookReduction:
                 flat.copy_(result.view(-1))
 
         return wait
-
-
-def _result_of(answer: Any) -> Any:
-    """What a hook has returned, or the value of the future that it has returned."""
-    result = answer.wait() if isinstance(answer, torch._C.Future) else answer
-    # The futures of some collectives hold a list of one tensor.
-    if isinstance(result, list | tuple):
-        (result,) = result
-    return result
-
-
-def reduction_for(
-    group: dist.ProcessGroup, keys: RoundingKeys, wire: torch.dtype, gradients: torch.dtype
-) -> Reduction:
-    """The reduction that sends ``wire`` and adds in fp32 at least. ``gradients``: their dtype."""
-    if wire.itemsize < 4:
-        return RoundedReduction(group, keys, wire)
-    is_narrower = wire.itemsize < gradients.to_real().itemsize
-    return AllReduce(group, wire if is_narrower else None)
-
-
-def expected_gradient(
-    values: Sequence[Tensor],
-    wire: str,
-    cut: Sequence[Region],
-    keys: RoundingKeys,
-    name: str,
-    splits_updates: bool,
-) -> Tensor:
-    """Computes in one process what reductions make of ``values``, the gradients of the replicas
-    for the whole parameter ``name``. For proofs; see `expected_mean`."""
-    # One without dimensions is averaged with what ranks agree on, unrounded. With split updates the
-    # owner alone gets the mean.
-    wire = wire if values[0].ndim else "auto"
-    return expected_mean(values, wire, cut, keys, name, sent_back=not splits_updates)

@@ -19,23 +19,102 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError, first_five
+from parallel2d.parallel.fsdp_internals import FSDPGroup, GroupTraffic
 from parallel2d.parallel.gradients import squared_norm_share
+from parallel2d.parallel.sync.methods.method import Message, Started, SyncMethod, UpdateFollower
 from parallel2d.parallel.sync.methods.outer_parameter import (
     RESIDUAL_DECAY,
     Fragment,
     OuterParameter,
     split_in_fragments,
 )
-from parallel2d.parallel.sync.outer_settings import mix_of, outer_settings
+from parallel2d.parallel.sync.wires import WIRES, Wire
 from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys
-from parallel2d.parallel.sync.wires.exchange import KEEPS_REST, begin_mean, expected_mean
+from parallel2d.parallel.sync.wires.exchange import begin_mean, expected_mean
 from parallel2d.parallel.weights.geometry import Region, as_real, first_position, local_part
+from parallel2d.parallel.weights.named_tensors import parameters_by_name, register_masters
 
 
-class OuterSync:
+class DiLoCo(SyncMethod):
+    """Gradients stay on their replica, changes of parameters are averaged now and then."""
+
+    crosses = True
+    replicas_equal = False
+    gradients_are_exact = False
+
+    @property
+    def change_wire(self) -> Wire:
+        """In which changes are sent: ``auto`` is fp32."""
+        return self.named_wire or WIRES["fp32"]
+
+    def wire(self, dtype: torch.dtype) -> Wire:
+        return self.change_wire
+
+    @property
+    def mix(self) -> float:
+        """``sync.mix``, or what ``auto`` stands for."""
+        if self.config.mix == "auto":
+            return 0.5 if self.config.delay else 0.0
+        return float(self.config.mix)
+
+    @property
+    def outer_lr(self) -> float:
+        """The learning rate of the outer step, or what ``auto`` stands for."""
+        return 0.7 if self.config.outer_lr == "auto" else float(self.config.outer_lr)
+
+    @property
+    def outer_momentum(self) -> float:
+        """The momentum of the outer step, or what ``auto`` stands for."""
+        return 0.6 if self.config.outer_momentum == "auto" else float(self.config.outer_momentum)
+
+    @property
+    def description(self) -> str:
+        sync = self.config
+        text = (
+            f"diloco every {sync.every} steps in {self.change_wire.name}, outer lr "
+            f"{self.outer_lr:g}, momentum {self.outer_momentum:g}"
+        )
+        if sync.fragments > 1 or sync.delay:
+            text += f", {sync.fragments} fragments, delay {sync.delay}, mix {self.mix:g}"
+        return text
+
+    @property
+    def shared_copies(self) -> int:
+        # The outer parameter, its momentum, and what was not sent yet
+        return 1 + (self.outer_momentum > 0) + self.change_wire.keeps_rest
+
+    @property
+    def update_period(self) -> int:
+        return self.config.every
+
+    @property
+    def shortest_period(self) -> int:
+        return max(self.config.delay + 1, self.config.fragments, 3)
+
+    def parameters(self, group: GroupTraffic) -> Message:
+        wire = self.change_wire
+        if wire.rounds:
+            return Message("all_reduce", wire.bytes_of(group.reduced_shapes))
+        return Message("all_reduce", group.reduced_numel * group.sum_itemsize)
+
+    def start(
+        self,
+        mesh: DeviceMesh,
+        group: dist.ProcessGroup,
+        groups: Sequence[FSDPGroup],
+        keys: RoundingKeys,
+        gradient_dtype: torch.dtype | None,
+    ) -> Started:
+        units = []
+        for each in reversed(groups):
+            units.append([parameter.name for parameter in each.parameters])
+        return Started(OuterSync(self, group, units, keys.seed), None)
+
+
+class OuterSync(UpdateFollower):
     """The outer parameters of one model.
 
     ``group``: the process group of the replicas. ``units``: names of parameters that belong
@@ -44,16 +123,17 @@ class OuterSync:
 
     def __init__(
         self,
-        config: SyncConfig,
+        method: DiLoCo,
         group: dist.ProcessGroup,
         units: Sequence[Sequence[str]],
         seed: int,
     ) -> None:
-        self._config = config
+        super().__init__()
+        self._method = method
+        self._config = method.config
         self._group = group
         self._units = units
         self._seed = seed
-        self._mix = mix_of(config)
         self.replicas = group.size()
         self.replica = dist.get_group_rank(group, dist.get_rank())
         self.steps = 0  # updates of the replica's parameters
@@ -70,27 +150,29 @@ class OuterSync:
         # Made by `make`, which comes before all else.
         self._outer: torch.optim.SGD
 
-    def make(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Copies the values that the trained ones of ``parameters`` have now. ``parameters``: all
-        of the model's, by name."""
-        keeps_residual = self._config.wire in KEEPS_REST
-        for name, parameter in parameters.items():
+    follows = True
+
+    def make(self, model: nn.Module) -> None:
+        """Copies the values that the trained parameters of ``model`` have now."""
+        method = self._method
+        for name, parameter in parameters_by_name(model).items():
             if not parameter.requires_grad:
                 self._frozen[name] = parameter
                 continue
-            self.parameters[name] = OuterParameter(name, parameter, keeps_residual)
+            keeps_rest = method.change_wire.keeps_rest
+            self.parameters[name] = OuterParameter(name, parameter, keeps_rest)
         parts = split_in_fragments(self._units, self.parameters, self._config.fragments)
         for number, part in enumerate(parts):
             # The last fragment is sent at the end of each period, the others evenly before.
             begins = (number + 1) * self._config.every // len(parts) % self._config.every
             self.fragments.append(Fragment(part, begins))
-        lr, momentum = outer_settings(self._config)
         self._outer = torch.optim.SGD(
             [parameter.outer for parameter in self.parameters.values()],
-            lr=lr,
-            momentum=momentum,
-            nesterov=momentum > 0,
+            lr=method.outer_lr,
+            momentum=method.outer_momentum,
+            nesterov=method.outer_momentum > 0,
         )
+        register_masters(model, self)
 
     # After each update of the replica's parameters
 
@@ -105,7 +187,7 @@ class OuterSync:
         for fragment in self.fragments:
             since = self.steps - fragment.sent_after
             if fragment.in_flight and since == delay:
-                self._apply(fragment, self._mix)
+                self._apply(fragment, self._method.mix)
             # Halfway: what was received is there by now, and its mean can go on its way.
             elif fragment.pending is not None and since == (delay + 1) // 2:
                 fragment.pending.send_means()
@@ -113,7 +195,7 @@ class OuterSync:
             if self.steps % self._config.every == fragment.begins:
                 self._send(fragment)
                 if delay == 0:
-                    self._apply(fragment, self._mix)
+                    self._apply(fragment, self._method.mix)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -121,7 +203,7 @@ class OuterSync:
         the outer parameters. Collective over the replicas."""
         for fragment in self.fragments:
             if fragment.in_flight:
-                self._apply(fragment, self._mix)
+                self._apply(fragment, self._method.mix)
         for fragment in self.fragments:
             if fragment.sent_after < self.steps:
                 self._send(fragment)
@@ -151,7 +233,7 @@ class OuterSync:
             changes.append(as_real(parameter.change()))
             means.append(as_real(local_part(parameter.mean)))
             pieces.append(Piece(keys.of(parameter.name), first_position(parameter.outer)))
-        fragment.pending = begin_mean(self._config.wire, self._group, changes, means, pieces)
+        fragment.pending = begin_mean(self._method.change_wire, self._group, changes, means, pieces)
         fragment.sent_after = self.steps
 
     def receive(self) -> None:
@@ -180,6 +262,15 @@ class OuterSync:
         for parameter in fragment.parameters:
             parameter.take(mix)
 
+    def expected(
+        self, replicas: Sequence[Mapping[str, Tensor]], cuts: Mapping[str, Sequence[Region]]
+    ) -> ExpectedOuter:
+        """What computes the same in one process; see `ExpectedOuter`."""
+        begins: dict[str, int] = {}
+        for fragment in self.fragments:
+            begins |= {parameter.name: fragment.begins for parameter in fragment.parameters}
+        return ExpectedOuter(self._method, self._seed, replicas, begins, cuts)
+
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
         """The model has the outer parameters inside, for validation and export."""
@@ -205,6 +296,8 @@ class OuterSync:
     def masters(self) -> dict[str, Tensor]:
         """The outer parameters, by name."""
         return {name: parameter.outer for name, parameter in self.parameters.items()}
+
+    shared_values = masters
 
     @torch.no_grad()
     def masters_were_loaded(self) -> None:
@@ -274,7 +367,7 @@ class ExpectedOuter:
     by name, after which step of a period it is sent. ``cuts``: as in `expected_mean`, by name.
     """
 
-    config: SyncConfig
+    method: DiLoCo
     seed: int
     replicas: Sequence[Mapping[str, Tensor]]
     begins: Mapping[str, int]
@@ -289,19 +382,20 @@ class ExpectedOuter:
     @torch.no_grad()
     def after_update(self, step: int) -> None:
         """Sends what is due after ``step`` updates of every replica, and applies what arrives."""
+        sync = self.method.config
         for name, begins in self.begins.items():
-            if step % self.config.every == begins:
+            if step % sync.every == begins:
                 self.arriving[name] = self._mean_change(name, step)
             # Nothing arrives before something was sent.
-            is_due = (step - self.config.delay) % self.config.every == begins
+            is_due = (step - sync.delay) % sync.every == begins
             if is_due and name in self.arriving:
                 self._apply(name, self.arriving.pop(name))
 
     def _mean_change(self, name: str, step: int) -> Tensor:
-        wire, messages = self.config.wire, []
+        wire, messages = self.method.change_wire, []
         for replica, own in enumerate(self.replicas):
             change = self.shared[name] - own[name]
-            if wire in KEEPS_REST:
+            if wire.keeps_rest:
                 # `expected_mean` leaves there what is not sent.
                 rest = self.unsent.setdefault((replica, name), torch.zeros_like(change))
                 change = rest.mul_(RESIDUAL_DECAY).add_(change)
@@ -309,10 +403,10 @@ class ExpectedOuter:
         return expected_mean(messages, wire, self.cuts[name], RoundingKeys(self.seed, step), name)
 
     def _apply(self, name: str, change: Tensor) -> None:
-        lr, momentum = outer_settings(self.config)
+        lr, momentum = self.method.outer_lr, self.method.outer_momentum
         velocity = self.velocity.setdefault(name, torch.zeros_like(change))
         velocity.mul_(momentum).add_(change)
         # Nesterov: a step ahead of the momentum
         self.shared[name] -= lr * (change + momentum * velocity)
         for own in self.replicas:
-            own[name].lerp_(self.shared[name], 1 - mix_of(self.config))
+            own[name].lerp_(self.shared[name], 1 - self.method.mix)

@@ -1,4 +1,4 @@
-"""The parts of the parameters that this replica updates, for ``strategy=hybrid_full``.
+"""``strategy=hybrid_full``: each replica updates a part of the parameters.
 
 [Note: split updates] Each replica owns an equal number of rows of this rank's shard of every
 parameter. Its gradient rows are reduced to it (`ScatterToOwners`), the optimizer has its rows alone
@@ -13,6 +13,7 @@ the rounded values.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -22,16 +23,77 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from parallel2d.base.errors import ConfigError, first_five
+from parallel2d.parallel.fsdp_internals import FSDPGroup, FSDPParameter, GroupTraffic
 from parallel2d.parallel.mesh import axis_names, mesh_shape
 from parallel2d.parallel.model_structure import update_as
-from parallel2d.parallel.sync.engine.bucket import Bucket, fill_buckets, keep_until_done
+from parallel2d.parallel.sync.engine.bucket import Bucket, fill_buckets
+from parallel2d.parallel.sync.engine.group_state import clear_gradients, keep_until_done
 from parallel2d.parallel.sync.engine.reductions import Wait
-from parallel2d.parallel.sync.group import GroupParameter, ParameterGroup
+from parallel2d.parallel.sync.methods.every_step import EveryStep
+from parallel2d.parallel.sync.methods.method import Message, Started, UpdateFollower
+from parallel2d.parallel.sync.wires import Wire
+from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 from parallel2d.parallel.weights.geometry import as_real, local_part, pieces_of
+from parallel2d.parallel.weights.named_tensors import register_masters
 
 
-class OwnedParameters:
-    """The parts of one model.
+class SplitUpdates(EveryStep):
+    """Gradients are reduced to the replica that updates them, updated parameters are gathered."""
+
+    splits_updates = True
+    _what = "gradients and updated parameters"
+    _sent_back = False
+
+    @property
+    def _parameter_wire(self) -> Wire | None:
+        """In which updated parameters are sent; None: as they are stored."""
+        wire = self.named_wire
+        return wire if wire is not None and wire.rounds else None
+
+    @property
+    def keeps_masters(self) -> bool:
+        return self._parameter_wire is not None
+
+    def reductions(self, accumulation: int) -> int:
+        return 1
+
+    def gradients(self, group: GroupTraffic) -> Message:
+        return Message("all_to_all", self.gradient_bytes(group))
+
+    def parameters(self, group: GroupTraffic) -> Message:
+        wire = self._parameter_wire
+        item = group.stored_itemsize if wire is None else wire.item_bytes
+        return Message("all_gather", group.reduced_numel * item)
+
+    def buffer_bytes(self, sums: Sequence[int], item_bytes: int) -> int:
+        # Unrounded ones are received apart from what is sent.
+        unrounded = min(sum(sums), self._largest_bucket(sums))
+        return super().buffer_bytes(sums, item_bytes) or unrounded
+
+    def start(
+        self,
+        mesh: DeviceMesh,
+        group: dist.ProcessGroup,
+        groups: Sequence[FSDPGroup],
+        keys: RoundingKeys,
+        gradient_dtype: torch.dtype | None,
+    ) -> Started:
+        wire = None if self._parameter_wire is None else self._parameter_wire.dtype
+        most = int(self.config.bucket_mib * 2**20)
+        owners = OwnedParameters(mesh, group, groups, wire, most, gradient_dtype)
+        scatter = ScatterToOwners(group, owners)
+        return Started(owners, lambda _: scatter)
+
+    def expected_copy(self, updated: Tensor) -> Tensor:
+        wire = self._parameter_wire
+        # One without dimensions is not gathered.
+        if wire is None or not updated.ndim:
+            return updated
+        return updated.to(wire.dtype).to(updated.dtype)
+
+
+class OwnedParameters(UpdateFollower):
+    """The parts of one model that this replica updates.
 
     ``group``: the process group of the replicas. ``groups``: in the order in which backward ends
     them. ``wire``: the dtype in which updated parameters are sent; None: as they are stored.
@@ -43,11 +105,12 @@ class OwnedParameters:
         self,
         mesh: DeviceMesh,
         group: dist.ProcessGroup,
-        groups: Sequence[ParameterGroup],
+        groups: Sequence[FSDPGroup],
         wire: torch.dtype | None,
         bucket_bytes: int,
         gradient_dtype: torch.dtype | None,
     ) -> None:
+        super().__init__()
         self._group = group
         self._groups = groups
         self._wire = wire
@@ -60,18 +123,43 @@ class OwnedParameters:
         self._meshes = {self._mesh.mesh_dim_names: self._mesh}
         self._owned: dict[int, nn.Parameter] = {}
         # Those whose parts are tensors of their own
-        self._masters: list[GroupParameter] = []
+        self._masters: list[FSDPParameter] = []
+
+    follows = True
 
     @torch.no_grad()
-    def make(self) -> None:
-        """Makes the owned parts of the parameters, which have their values by now."""
+    def make(self, model: nn.Module) -> None:
         for group in self._groups:
             for parameter in group.parameters:
                 owned = self._part_of(parameter)
                 self._owned[id(parameter)] = owned
                 update_as(parameter.sharded, owned)
+        register_masters(model, self)
 
-    def owned(self, parameter: GroupParameter) -> nn.Parameter:
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is self._optimizer:
+            return
+        whole = {id(each.sharded) for group in self._groups for each in group.parameters}
+        for settings in optimizer.param_groups:
+            if any(id(each) in whole for each in settings["params"]):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} was built on model.parameters(): with "
+                    "strategy=hybrid_full each replica updates its own part of them; build it with "
+                    "parallel2d.build_optimizer, or on parallel2d.updated_parameters(model)"
+                )
+        super().attach(optimizer)
+        zero_grad = optimizer.zero_grad
+
+        @functools.wraps(zero_grad)
+        def clear(set_to_none: bool = True) -> None:
+            zero_grad(set_to_none)
+            # Sums that are not reduced over the replicas are in the sharded parameters, which the
+            # optimizer does not have.
+            clear_gradients(self._groups, set_to_none)
+
+        optimizer.zero_grad = clear  # type: ignore[method-assign]
+
+    def owned(self, parameter: FSDPParameter) -> nn.Parameter:
         """This replica's part."""
         return self._owned[id(parameter)]
 
@@ -101,7 +189,7 @@ class OwnedParameters:
             is_rounded = owned.to(self._wire).to(rows.dtype) == rows
             owned.copy_(torch.where(is_rounded, owned, rows))
 
-    def _part_of(self, parameter: GroupParameter) -> nn.Parameter:
+    def _part_of(self, parameter: FSDPParameter) -> nn.Parameter:
         whole = parameter.sharded
         assert isinstance(whole, DTensor)
         rows = self._rows(local_part(whole.detach()), self._replica)
@@ -148,7 +236,7 @@ class OwnedParameters:
         """Of each of these local tensors the rows that ``replica`` owns, views."""
         return [self._rows(tensor, replica) for tensor in tensors]
 
-    def take_gradient(self, parameter: GroupParameter, rows: Tensor) -> None:
+    def take_gradient(self, parameter: FSDPParameter, rows: Tensor) -> None:
         """Moves the reduced gradient of ``parameter`` to the owned part, of which ``rows`` are
         those, and adds it to what is there."""
         whole = parameter.sharded
@@ -176,7 +264,7 @@ class OwnedParameters:
     def after_update(self) -> None:
         """Sends this replica's updated rows to the others and takes theirs. Collective. Raises
         `ConfigError` for a parameter that was unfrozen and whose rows would be rounded for good."""
-        trained: list[GroupParameter] = []
+        trained: list[FSDPParameter] = []
         for group in reversed(self._groups):
             trained.extend(group.trained)
         if self._wire is not None:
@@ -191,7 +279,7 @@ class OwnedParameters:
         self._gather(trained)
 
     @torch.no_grad()
-    def _gather(self, parameters: Sequence[GroupParameter]) -> None:
+    def _gather(self, parameters: Sequence[FSDPParameter]) -> None:
         """Sends this replica's rows of ``parameters`` and takes those of the others. Collective."""
         pending: list[Wait] = []
         for batch in self._batches(parameters):
@@ -202,14 +290,14 @@ class OwnedParameters:
         for wait in pending:
             wait()
 
-    def _batches(self, parameters: Sequence[GroupParameter]) -> list[list[GroupParameter]]:
+    def _batches(self, parameters: Sequence[FSDPParameter]) -> list[list[FSDPParameter]]:
         """``parameters`` in pieces of one dtype and of about `bucket_bytes`."""
         locals_ = [local_part(parameter.sharded) for parameter in parameters]
         sizes, dtypes = [each.nbytes for each in locals_], [each.dtype for each in locals_]
         batches = fill_buckets(sizes, dtypes, self._bucket_bytes)
         return [[parameters[index] for index in batch] for batch in batches]
 
-    def _start_gather(self, parameters: Sequence[GroupParameter]) -> Wait:
+    def _start_gather(self, parameters: Sequence[FSDPParameter]) -> Wait:
         own = [local_part(self.owned(parameter)) for parameter in parameters]
         locals_ = [local_part(parameter.sharded) for parameter in parameters]
         # The first replica never owns fewer rows than another.
@@ -244,7 +332,7 @@ class ScatterToOwners:
     that costs less than an all-reduce; an all-to-all costs half.
     """
 
-    most_in_flight = 2
+    most_in_flight: int | None = 2
 
     def __init__(self, group: dist.ProcessGroup, owners: OwnedParameters) -> None:
         self._group = group
@@ -265,8 +353,8 @@ class ScatterToOwners:
         own = sizes[self._replica]
         wide = torch.promote_types(gradients[0].dtype, torch.float32)
         sent = torch.cat(flat)
-        if bucket.wire.itemsize < sent.dtype.itemsize:
-            sent = sent.to(bucket.wire)
+        if bucket.wire.item_bytes < sent.dtype.itemsize:
+            sent = sent.to(bucket.wire.dtype)
         # All of it has been copied.
         keep_until_done(gradients[0])
         device = sent.device
@@ -304,11 +392,3 @@ def _from_inside_out(mesh: DeviceMesh) -> DeviceMesh:
     ranks = mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor).permute(2, 1, 0)
     names = ("tensor", "shard", "replicate")
     return DeviceMesh(mesh.device_type, ranks.contiguous(), mesh_dim_names=names)
-
-
-def expected_copy(updated: Tensor, wire: str) -> Tensor:
-    """Returns what all replicas should have of an ``updated`` parameter, for proofs."""
-    # One without dimensions is not gathered.
-    if wire != "bf16" or not updated.ndim:
-        return updated
-    return updated.bfloat16().to(updated.dtype)

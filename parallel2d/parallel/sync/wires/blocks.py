@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-BITS = {"int8": 8, "int4": 4}  # of a value, by the words of ``sync.wire``
 _SCALE_BYTES = 4  # of one fp32
 
 
@@ -98,6 +97,40 @@ class Piece:
 
     key: int
     start: int
+
+
+class BlockCoder:
+    """Codes tensors by blocks of 256 values with one scale each; see [Note: block codes].
+
+    ``noise``: for the stochastic rounding of the tensors that are sent; ``nearest``: contributions
+    are rounded to the nearest code instead.
+    """
+
+    def __init__(self, code: BlockCode, noise: BlockNoise, nearest: bool) -> None:
+        self._code = code
+        self._noise = noise
+        self._nearest = nearest
+
+    def rows(self, tensors: Sequence[Tensor]) -> Tensor:
+        """[blocks, 256]."""
+        return to_blocks(tensors)
+
+    def encode(self, rows: Tensor, first: int, stage: int) -> Tensor:
+        """uint8 [blocks, bytes of a block]."""
+        if self._nearest and stage != MEAN_STAGE:
+            # Added before rounding down
+            noise = torch.full_like(rows, 0.5, dtype=torch.float32)
+        else:
+            noise = self._noise.numbers(first, first + len(rows), stage)
+        return self._code.encode(rows, noise)
+
+    def decode(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
+        """The blocks in ``dtype``."""
+        return self._code.decode(sent, dtype)
+
+    def put_back(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copies the blocks' values."""
+        from_blocks(rows, tensors)
 
 
 def to_blocks(tensors: Sequence[Tensor]) -> Tensor:
