@@ -21,7 +21,7 @@ from parallel2d.base.config.model_and_data import (
     data_problems,
 )
 from parallel2d.base.config.options import choice_problems, field_problems, is_read
-from parallel2d.base.config.parallel import PLACEMENTS, TENSOR_WORDS, ParallelConfig
+from parallel2d.base.config.parallel import PLACEMENTS, SYNC_WIRES, TENSOR_WORDS, ParallelConfig
 from parallel2d.base.config.reference import is_reference
 from parallel2d.base.errors import ConfigError, did_you_mean
 
@@ -222,10 +222,12 @@ def _split_updates(config: TrainConfig | ParallelConfig) -> Iterator[str]:
     strategy = f"strategy={config.strategy.name}"
     if sync.name != "every_step":
         yield f"{strategy} does not go with sync={sync.name}; use strategy=hybrid"
-    if sync.wire == "int8":
+    takes = SYNC_WIRES.get(sync.wire, ())
+    # One that is for other methods alone has a line of its own.
+    if sync.name in takes and config.strategy.name not in takes:
         yield (
-            f"{strategy} does not go with sync.wire=int8: updated parameters cross the replicate "
-            "axis too, and 8 bits cannot hold them; use sync.wire=bf16"
+            f"{strategy} does not go with sync.wire={sync.wire}: updated parameters cross the "
+            "replicate axis too, and 8 bits cannot hold them; use sync.wire=bf16"
         )
     if sync.engine != "parallel2d":
         yield f"{strategy} needs sync.engine=parallel2d, got {sync.engine}"
@@ -235,8 +237,13 @@ def _split_updates(config: TrainConfig | ParallelConfig) -> Iterator[str]:
 
 def _every_step(config: TrainConfig | ParallelConfig) -> Iterator[str]:
     sync = config.sync
-    if sync.name == "every_step" and sync.wire == "int4":
-        yield "sync.wire=int4 needs sync=diloco; every step takes fp32, bf16 or int8"
+    takes = SYNC_WIRES.get(sync.wire, (sync.name,))
+    if sync.name == "every_step" and sync.name not in takes:
+        _, *able, last = [wire for wire, methods in SYNC_WIRES.items() if sync.name in methods]
+        yield (
+            f"sync.wire={sync.wire} needs sync={' or '.join(takes)}; every step takes "
+            f"{', '.join(able)} or {last}"
+        )
     if sync.engine == "torch" and (sync.name, sync.wire) != ("every_step", "auto"):
         yield (
             "sync.engine=torch does sync=every_step with sync.wire=auto alone, got "
