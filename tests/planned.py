@@ -19,7 +19,7 @@ from parallel2d.models import llama
 from parallel2d.parallel.cost.fake_group import fake_process_group
 from parallel2d.parallel.cost.state_memory import StateBytes
 from parallel2d.parallel.cost.traffic import predict_communication
-from parallel2d.parallel.sync.engine.registry import reducers_in
+from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.parallel.sync.methods.diloco import OuterSync
 from parallel2d.parallel.sync.methods.split_updates import OwnedParameters
 from parallel2d.training.optimizer import build_optimizer, update_bytes

@@ -531,11 +531,13 @@ def test_private_names_of_torch_are_there(ranks):
         if not hasattr(owner, name)
     }
     missing = missing.union(*ranks.run(4, _lacking))
-    assert not missing, f"torch {torch.__version__} lacks them: see parallel2d/fsdp_internals"
+    assert not missing, (
+        f"torch {torch.__version__} lacks them: see parallel2d/parallel/fsdp_internals"
+    )
 
 
 ROOT = Path(__file__).parents[1]
-INTERNALS = ROOT / "parallel2d" / "fsdp_internals"
+INTERNALS = ROOT / "parallel2d" / "parallel" / "fsdp_internals"
 
 
 def _names_reached(path):

@@ -31,7 +31,7 @@ from parallel2d.base.config import PrecisionConfig
 from parallel2d.models.llama import Block, Llama, tensor_plan
 from parallel2d.parallel.mesh import sum_over_data_ranks
 from parallel2d.parallel.parallelize.precision import DTYPES
-from parallel2d.parallel.sync.engine.registry import engines_in
+from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 
 VOCAB = 67
 LLAMA = {

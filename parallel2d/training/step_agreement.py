@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.parallel.gradients import squared_norm_share
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.comparison import ReplicaComparison
-from parallel2d.parallel.sync.engine.registry import reducers_in
+from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
 from parallel2d.training.progress import RankReport, StepOutcome
 

@@ -29,7 +29,7 @@ from parallel2d.parallel.mesh import build_mesh
 from parallel2d.parallel.parallelize import parallelize_on_fake_tensors
 from parallel2d.parallel.parallelize.precision import input_dtype
 from parallel2d.parallel.sync import accumulate
-from parallel2d.parallel.sync.engine.registry import reducers_in
+from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.training.data.batch import SampleShape
 from parallel2d.training.model_families import ModelParts
 from parallel2d.training.optimizer import build_optimizer

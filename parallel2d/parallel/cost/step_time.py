@@ -20,7 +20,7 @@ from parallel2d.parallel.cost.collectives import GroupPlacement, collective_seco
 from parallel2d.parallel.cost.layout import Layout
 from parallel2d.parallel.cost.state_memory import state_bytes
 from parallel2d.parallel.fsdp_internals import GroupTraffic
-from parallel2d.parallel.sync.engine.bucket import fill_buckets
+from parallel2d.parallel.sync.engine.buckets import fill_buckets
 
 # The share of the peak that training reaches while nothing waits for a link, by a part of the
 # device's name and whether blocks are compiled: fitted on published throughput in bf16 by

@@ -16,7 +16,7 @@ from parallel2d.parallel import fsdp_internals
 from parallel2d.parallel.cost.collectives import sent_bytes
 from parallel2d.parallel.fsdp_internals import GroupTraffic
 from parallel2d.parallel.mesh import MeshShape, mesh_shape
-from parallel2d.parallel.sync.engine.registry import engine_of
+from parallel2d.parallel.sync.engine.replica_reducer import engine_of
 from parallel2d.parallel.sync.methods.method import SyncMethod
 
 
@@ -96,9 +96,7 @@ def predict_communication(
     ``{"comm/AXIS/bytes": bytes}``. ``model``: after `parallelize`."""
     method = engine_of(model).method
     config = dataclasses.replace(method.config, during_accumulation=during_accumulation)
-    crossing = AxisTraffic(
-        mesh_shape(mesh), mesh.device_type, dataclasses.replace(method, config=config)
-    )
+    crossing = AxisTraffic(mesh_shape(mesh), mesh.device_type, type(method)(config))
     groups = [(group, 1) for group in fsdp_internals.traffic_by_group(model)]
     return crossing.per_step(groups, accumulation)
 

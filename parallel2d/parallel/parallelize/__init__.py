@@ -38,7 +38,7 @@ from parallel2d.parallel.parallelize.scalars import keep_whole, scalar_places
 from parallel2d.parallel.parallelize.sharding import shard, synchronize
 from parallel2d.parallel.parallelize.tensor_parallel import apply_tensor_parallel
 from parallel2d.parallel.sync import clear_with_gradients
-from parallel2d.parallel.sync.engine.registry import engine_of
+from parallel2d.parallel.sync.engine.replica_reducer import engine_of
 from parallel2d.parallel.weights.initial_values import Initializer, build_on_meta
 from parallel2d.parallel.weights.source import WeightSource
 

@@ -44,8 +44,11 @@ from parallel2d.parallel.parallelize.collective_order import (
 )
 from parallel2d.parallel.parallelize.precision import Precision
 from parallel2d.parallel.parallelize.scalars import Scalar
-from parallel2d.parallel.sync.engine.registry import TorchReducer, register_engine
-from parallel2d.parallel.sync.engine.replica_reducer import ReplicaReducer
+from parallel2d.parallel.sync.engine.replica_reducer import (
+    ReplicaReducer,
+    TorchReducer,
+    register_engine,
+)
 from parallel2d.parallel.sync.methods import method_of
 
 log = logging.getLogger(__name__)

@@ -1,9 +1,10 @@
-"""What a training loop of one's own needs where something happens after each update of the
-parameters (``strategy=hybrid_full`` and ``sync=diloco``), and where it reduces gradients itself."""
+"""Functions for training loops of one's own, where something happens after each update of the
+parameters (``strategy=hybrid_full`` and ``sync=diloco``), and where they reduce gradients in their
+own way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +17,12 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh import has_cpu_backend
 from parallel2d.parallel.model_structure import updated_as
 from parallel2d.parallel.sync.comparison import ReplicaComparison
-from parallel2d.parallel.sync.engine.reductions import Hook
-from parallel2d.parallel.sync.engine.registry import engine_of, reducers_in
-from parallel2d.parallel.sync.engine.replica_reducer import ReplicaReducer
+from parallel2d.parallel.sync.engine.buckets import Bucket, BucketQueue, Wait
+from parallel2d.parallel.sync.engine.replica_reducer import engine_of, reducers_in
 from parallel2d.parallel.sync.methods.diloco import OuterSync
 from parallel2d.parallel.weights.named_tensors import parameters_by_name, reshard
+
+Hook = Callable[[Any, Any], Any]
 
 
 def updated_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -131,22 +133,60 @@ def register_sync_hook(model: nn.Module, hook: Hook, state: Any = None) -> None:
     ``replicate_group(model)`` returns. Raises `ConfigError` where no replicate axis is reduced by
     this package: one replica, or ``sync.engine=torch``.
     """
-    _engine_with_replicas(model).register_hook(state, hook)
+    buckets = _buckets_of(model)
+    if engine_of(model).method.splits_updates:
+        raise ConfigError(
+            "strategy=hybrid_full takes no sync hook: gradients are reduced to the replica that "
+            "updates them, and a hook reduces them on all; use strategy=hybrid"
+        )
+    reduction = HookReduction(buckets.group if state is None else state, hook)
+    buckets.reduction_for = lambda _: reduction
 
 
 def replicate_group(model: nn.Module) -> dist.ProcessGroup:
     """The process group on which the gradients of ``model`` are reduced over the replicas. Raises
     `ConfigError` as `register_sync_hook` does."""
-    group = _engine_with_replicas(model).replicate_group
-    assert group is not None
-    return group
+    return _buckets_of(model).group
 
 
-def _engine_with_replicas(model: nn.Module) -> ReplicaReducer:
-    engine = engine_of(model)
-    if not isinstance(engine, ReplicaReducer) or engine.replicate_group is None:
+def _buckets_of(model: nn.Module) -> BucketQueue:
+    buckets = engine_of(model).batch.buckets
+    if buckets is None:
         raise ConfigError(
             "no gradients cross a replicate axis here: the mesh has one replica, or "
             "sync.engine=torch reduces over it"
         )
-    return engine
+    return buckets
+
+
+class HookReduction:
+    """A function of the user's; see `parallel2d.register_sync_hook`."""
+
+    # Hooks may start other collectives when the first is done, and all replicas must start
+    # collectives in one order.
+    most_in_flight: int | None = 1
+
+    def __init__(self, state: Any, hook: Hook) -> None:
+        self._state = state
+        self._hook = hook
+
+    def start(self, bucket: Bucket) -> Wait:
+        flat = bucket.buffer()
+        answer = self._hook(self._state, bucket)
+
+        def wait() -> None:
+            result = answer.wait() if isinstance(answer, torch._C.Future) else answer
+            # The futures of some collectives hold a list of one tensor.
+            if isinstance(result, list | tuple):
+                (result,) = result
+            if result is None:
+                return
+            if not isinstance(result, Tensor):
+                raise TypeError(
+                    f"a sync hook returns a future of a tensor, a tensor or None, not {result!r}"
+                )
+            # A hook that works in place may return the buffer itself.
+            if result.data_ptr() != flat.data_ptr():
+                flat.copy_(result.view(-1))
+
+        return wait

@@ -33,7 +33,7 @@ from parallel2d import (
 from parallel2d.base.config import PrecisionConfig, SyncConfig
 from parallel2d.models.llama import Llama
 from parallel2d.parallel.cost.fake_group import fake_process_group
-from parallel2d.parallel.sync.engine.registry import reducers_in
+from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 
 
 class EngineVariant(NamedTuple):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.parallel import fsdp_internals
-from parallel2d.parallel.sync.engine.registry import engines_in
+from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 
 Batch = TypeVar("Batch")
 
@@ -81,7 +81,7 @@ def no_sync(model: nn.Module, mode: str = "reduce_scatter_only") -> Iterator[Non
 def discard_accumulated(model: nn.Module) -> None:
     """Drops what an interrupted forward or backward left behind.
 
-    The sharding engine is ready for the next one. Gradient sums that are kept outside of ``.grad``,
+    `fully_shard` is ready for the next one. Gradient sums that are kept outside of ``.grad``,
     where ``zero_grad`` does not reach them, are not added to the next global batch.
     """
     for module in model.modules():

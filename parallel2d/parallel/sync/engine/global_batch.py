@@ -1,4 +1,4 @@
-"""What a model has of the gradients of one global batch (`GlobalBatch`), and how it is dropped."""
+"""Keeps what a model has of the gradients of one global batch, and drops it: `GlobalBatch`."""
 
 from __future__ import annotations
 
@@ -8,25 +8,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parallel2d.parallel.sync.engine.bucket_queue import BucketQueue
+from parallel2d.parallel.sync.engine.buckets import BucketQueue
 from parallel2d.parallel.sync.engine.group_state import GroupState, clear_gradients
 
 
 class ScalarGradient(Protocol):
-    """The gradient of a parameter without dimensions; see `parallelize.scalars`."""
+    """The gradient of a parameter without dimensions: `parallelize.scalars.Scalar`, which says what
+    its methods do."""
 
     @property
-    def gradient(self) -> Tensor | None:
-        """What this rank has added up."""
-
-    def set_mean(self, mean: Tensor | None) -> None:
-        """Adds the mean over the data ranks to the parameter's gradient; None: there is none."""
-
-    def discard(self) -> None:
-        """Drops what this rank has added up."""
-
-    def rest(self) -> None:
-        """Puts the parameter that the optimizer has into the modules."""
+    def gradient(self) -> Tensor | None: ...
+    def set_mean(self, mean: Tensor | None) -> None: ...
+    def discard(self) -> None: ...
+    def rest(self) -> None: ...
 
 
 class GlobalBatch:
@@ -60,7 +54,7 @@ class GlobalBatch:
         if self.buckets is not None:
             self.buckets.join_stream()
         elif self._device_type != "cpu":
-            # With a single replica, gradients come from the streams of the sharding engine.
+            # With a single replica, gradients come from the streams of torch.
             current = torch.accelerator.current_stream()
             for state in self.states:
                 state.group.wait_for_gradients(current)

@@ -3,7 +3,7 @@ prepares its gradients for a reduction: one dtype, and additions in fp32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,26 +36,29 @@ class GroupState:
         # What its gradients hold is the mean over all data ranks already.
         self.averaged = False
         self._set_aside: list[tuple[FSDPParameter, Tensor]] = []
-        self._hooks: list[tuple[FSDPParameter, list[Callable[[Tensor], object]]]] = []
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """In which its gradients are added."""
+        return self.group.trained[0].gradient_dtype
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of this rank's reduced gradients."""
-        trained = self.group.trained
-        return sum(each.local_size.numel() * each.gradient_dtype.itemsize for each in trained)
+        numel = sum(parameter.local_size.numel() for parameter in self.group.trained)
+        return numel * self.gradient_dtype.itemsize
+
+    @property
+    def has_whole_gradients(self) -> bool:
+        """Whether this rank has a gradient that is not reduced over the shard axis."""
+        return any(parameter.has_whole_gradient for parameter in self.group.trained)
 
     # Forward and backward passes
 
     def count_forward(self) -> None:
         """Called at each forward of the group that autograd records."""
         self.forwards = min(self.forwards + 1, 2)
-        if self.forwards > 1:
-            self.repeats = True
-
-    @property
-    def has_whole_gradients(self) -> bool:
-        """Whether this rank has a gradient that is not reduced over the shard axis."""
-        return any(parameter.has_whole_gradient for parameter in self.group.trained)
+        self.repeats |= self.forwards > 1
 
     def start_reduction(self) -> bool:
         """Its reduction over the shard axis begins; whether this rank has gradients for it. Raises
@@ -77,8 +80,7 @@ class GroupState:
                 "sync.engine=torch"
             )
         # The second one in this backward pass.
-        if self.started:
-            self.repeats = True
+        self.repeats |= self.started
         self.started = True
         return any_gradient
 
@@ -90,29 +92,53 @@ class GroupState:
 
     def end_backward(self) -> None:
         """Called at the end of every backward pass."""
-        if self.started:
-            # A forward whose backward pass is still to come goes on counting.
-            self.forwards = max(self.forwards - 1, 0)
+        # A forward whose backward pass is still to come goes on counting.
+        self.forwards = max(self.forwards - self.started, 0)
         self.started = False
+
+    def complete(self, dtype: torch.dtype | None) -> None:
+        """Its gradients are the means over all data ranks by now: casts them to ``dtype``."""
+        if dtype is not None:
+            for parameter in self.group.trained:
+                cast_gradient(parameter, dtype)
+        self.final = False
+        self.averaged = True
+
+    def reset(self) -> None:
+        """Drops what an interrupted global batch left behind."""
+        self.final = False
+        self.started = False
+        self._set_aside = []
+        for parameter in self.group.parameters:
+            parameter.give_hooks_back()
+            parameter.forget_hooks()
+        self.group.discard()
 
     # Used parameters
 
     def note_used(self) -> None:
         """Brings `used` up to date with this pass."""
         for number, parameter in enumerate(self.group.parameters):
+            sharded = parameter.sharded
             if parameter.has_whole_gradient:
                 self.used[number] = True
-                continue
             # One of an earlier pass is in the part that this replica updates once it is reduced.
-            sharded = parameter.sharded
-            if sharded.grad is None and updated_as(sharded).grad is None:
+            elif sharded.grad is None and updated_as(sharded).grad is None:
                 self.used[number] = False
 
-    def drop_unused(self) -> None:
-        """Removes the gradients of parameters that are not `used`."""
-        for parameter, used in zip(self.group.parameters, self.used, strict=True):
-            if not used:
+    def apply_used(self, used: Sequence[bool]) -> None:
+        """Removes the gradients of parameters that no rank has ``used``, and calls the hooks of
+        `register_post_accumulate_grad_hook` of the others."""
+        self.used = list(used)
+        for parameter, is_used in zip(self.group.parameters, used, strict=True):
+            if not is_used:
                 updated_as(parameter.sharded).grad = None
+        for parameter in self.group.trained:
+            updated = updated_as(parameter.sharded)
+            # Autograd calls none for a parameter that was not used.
+            if updated.grad is not None:
+                parameter.call_hooks(updated)
+            parameter.forget_hooks()
 
     # Means of earlier backward passes
 
@@ -121,10 +147,8 @@ class GroupState:
         would round them again."""
         were_averaged = self.averaged
         self.averaged = False
-        if not were_averaged:
-            return
         # In 32 bits or more they stay: averaging equal gradients again rounds once, in fp32.
-        if not self.wire.rounds:
+        if not were_averaged or not self.wire.rounds:
             return
         for parameter in self.group.trained:
             local = parameter.local_gradient
@@ -142,51 +166,6 @@ class GroupState:
                 keep_until_done(earlier)
         self._set_aside = []
 
-    def cast_gradients(self, dtype: torch.dtype | None) -> None:
-        """Casts the reduced gradients to ``dtype``; None: to that in which they are added."""
-        for parameter in self.group.trained:
-            local = parameter.local_gradient
-            wanted = dtype or parameter.gradient_dtype
-            if local is not None and local.dtype != wanted:
-                parameter.set_gradient(local.to(wanted))
-
-    # Hooks of `register_post_accumulate_grad_hook`: torch would call them after the reduction over
-    # the shard axis, and they are to see the mean over all data ranks.
-
-    def take_hooks(self) -> None:
-        """Removes the hooks of its parameters and keeps them."""
-        self._hooks = []
-        for parameter in self.group.trained:
-            hooks = parameter.take_hooks()
-            # Most parameters have none.
-            if hooks:
-                self._hooks.append((parameter, hooks))
-
-    def give_hooks_back(self) -> None:
-        """Registers them again; `call_hooks` can still call them."""
-        for parameter, _ in self._hooks:
-            parameter.give_hooks_back()
-
-    def call_hooks(self) -> None:
-        """Calls the hooks that `take_hooks` has kept, for parameters that have a gradient."""
-        for parameter, hooks in self._hooks:
-            updated = updated_as(parameter.sharded)
-            # Autograd calls none for a parameter that was not used.
-            if updated.grad is None:
-                continue
-            for hook in hooks:
-                hook(updated)
-        self._hooks = []
-
-    def reset(self) -> None:
-        """Drops what an interrupted global batch left behind."""
-        self.final = False
-        self.started = False
-        self._set_aside = []
-        self.give_hooks_back()
-        self._hooks = []
-        self.group.discard()
-
 
 def clear_gradients(groups: Iterable[FSDPGroup], set_to_none: bool) -> None:
     """Drops the gradients of sharded parameters, or sets them to zero.
@@ -195,17 +174,23 @@ def clear_gradients(groups: Iterable[FSDPGroup], set_to_none: bool) -> None:
     """
     for group in groups:
         for parameter in group.trained:
+            local = parameter.local_gradient
             if set_to_none:
                 parameter.set_gradient(None)
-                continue
-            # As `zero_grad(set_to_none=False)` does: the memory is kept.
-            local = parameter.local_gradient
-            if local is not None:
+            elif local is not None:
+                # As `zero_grad(set_to_none=False)` does: the memory is kept.
                 local.zero_()
 
 
+def cast_gradient(parameter: FSDPParameter, dtype: torch.dtype) -> None:
+    """Casts the reduced gradient, if there is one, to ``dtype``."""
+    local = parameter.local_gradient
+    if local is not None and local.dtype != dtype:
+        parameter.set_gradient(local.to(dtype))
+
+
 def make_uniform(parameters: Sequence[FSDPParameter]) -> None:
-    """Gives the whole gradients of a group one dtype, in which the sharding engine reduces them.
+    """Gives the whole gradients of a group one dtype, in which torch reduces them.
 
     They differ where some are sums of micro-batches, which are in `gradient_dtype`, and where a
     module casts its own weights.
@@ -226,22 +211,22 @@ def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
     one all-reduce. Returns whether there were any: their sums are in `gradient_dtype`, while the
     group must have one dtype.
 
-    The sharding engine would add them in the dtype that computes (pytorch issue 190626).
+    torch would add them in the dtype that computes (pytorch issue 190626).
     """
-    narrow: list[tuple[FSDPParameter, Tensor]] = []
+    narrow: list[FSDPParameter] = []
+    parts: list[Tensor] = []
     for parameter in parameters:
         part = parameter.part
         if part is not None and part.dtype.itemsize < 4:
-            narrow.append((parameter, part))
-    if not narrow:
-        return False
-    flat = torch.cat([part.flatten().float() for _, part in narrow])
-    first, _ = narrow[0]
-    dist.all_reduce(flat, group=first.tensor_group)
-    totals = pieces_of(flat, [part.shape for _, part in narrow])
-    for (parameter, _), total in zip(narrow, totals, strict=True):
-        parameter.set_sum_of_parts(total)
-    return True
+            narrow.append(parameter)
+            parts.append(part)
+    if narrow:
+        flat = torch.cat([part.flatten().float() for part in parts])
+        dist.all_reduce(flat, group=narrow[0].tensor_group)
+        totals = pieces_of(flat, [part.shape for part in parts])
+        for parameter, total in zip(narrow, totals, strict=True):
+            parameter.set_sum_of_parts(total)
+    return bool(narrow)
 
 
 def keep_until_done(tensor: Tensor) -> None:
@@ -249,7 +234,5 @@ def keep_until_done(tensor: Tensor) -> None:
 
     Without this the allocator may reuse the memory as soon as the tensor is freed on the host.
     """
-    if tensor.device.type == "cpu":
-        return
-    current = torch.accelerator.current_stream(tensor.device)
-    tensor.record_stream(current)
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device))

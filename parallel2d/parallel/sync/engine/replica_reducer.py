@@ -7,7 +7,7 @@ counts as zero, and so does a whole group that its last micro-batch skipped. Tha
 routing of data through the model, which torch's own second axis is not: its partial sums do not
 record which parameters they hold.
 
-The reductions start during the last backward pass (`bucket_queue.py`) and are all awaited at its
+The reductions start during the last backward pass (`buckets.py`) and are all awaited at its
 end, so that ``loss.backward()`` returns with the mean over all data ranks in every ``.grad``.
 Averaging is idempotent: after a second backward pass the sum is averaged again, and is the sum of
 both means. Which parameters have a gradient is agreed on last; see [Note: unused parameters].
@@ -17,21 +17,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals import FSDPGroup
 from parallel2d.parallel.mesh import axis_names, inherit_timeout, mesh_shape, without_replicas
-from parallel2d.parallel.sync.engine.bucket_queue import BucketQueue
+from parallel2d.parallel.sync.engine.buckets import BucketQueue
 from parallel2d.parallel.sync.engine.global_batch import GlobalBatch, ScalarGradient
-from parallel2d.parallel.sync.engine.group_state import GroupState, make_uniform
-from parallel2d.parallel.sync.engine.reductions import Hook, HookReduction
+from parallel2d.parallel.sync.engine.group_state import GroupState, cast_gradient, make_uniform
 from parallel2d.parallel.sync.engine.used_parameters import IssueOrder, UsedParameterAgreement
-from parallel2d.parallel.sync.methods.method import SyncMethod, UpdateFollower
+from parallel2d.parallel.sync.methods.method import ReplicatedModel, SyncMethod, UpdateFollower
 from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 
 
@@ -66,16 +65,17 @@ class ReplicaReducer:
         self.updates = UpdateFollower()
         states = [GroupState(group, method.wire(group.wire)) for group in groups]
         # None where no gradients cross the replicate axis.
-        self._buckets: BucketQueue | None = None
+        buckets: BucketQueue | None = None
         if method.crosses:
             group = own_replicate_group(mesh)
-            self.updates, reduction_for = method.start(mesh, group, groups, self.keys, final_dtype)
+            replicated = ReplicatedModel(mesh, group, groups, self.keys, final_dtype)
+            self.updates, reduction_for = method.start(replicated)
             if reduction_for is not None:
-                most = int(method.config.bucket_mib * 2**20)
-                self._buckets = BucketQueue(group, mesh.device_type, states, most, reduction_for)
-        self.batch = GlobalBatch(
-            mesh.device_type, states, scalars, self._buckets, self.updates.clear_gradients
-        )
+                buckets = BucketQueue(
+                    group, mesh.device_type, states, method.bucket_bytes, reduction_for
+                )
+        clear_updated = self.updates.clear_gradients
+        self.batch = GlobalBatch(mesh.device_type, states, scalars, buckets, clear_updated)
         # The ranks whose gradients are averaged
         self.update_mesh = mesh if method.replicas_equal else without_replicas(mesh)
         self.agreement = UsedParameterAgreement(self.update_mesh, self.batch, order)
@@ -86,30 +86,12 @@ class ReplicaReducer:
             state.group.on_forward(state.count_forward)
 
     @property
-    def replicate_group(self) -> dist.ProcessGroup | None:
-        """The process group on which gradients are reduced over the replicas; None where they are
-        not."""
-        return self._buckets.group if self._buckets is not None else None
-
-    @property
     def may_defer_agreement(self) -> bool:
         """Whether the agreement can wait: not where scalars have to be summed first, and not where
         each replica agrees on its own."""
         return not self.batch.scalars and self.method.replicas_equal
 
-    def register_hook(self, state: Any, hook: Hook) -> None:
-        """Lets ``hook`` reduce the buckets; see `parallel2d.register_sync_hook`. Raises
-        `ConfigError` where replicas split the updates."""
-        assert self._buckets is not None, "no gradients are reduced over replicas"
-        if self.method.splits_updates:
-            raise ConfigError(
-                "strategy=hybrid_full takes no sync hook: gradients are reduced to the replica "
-                "that updates them, and a hook reduces them on all; use strategy=hybrid"
-            )
-        reduction = HookReduction(self._buckets.group if state is None else state, hook)
-        self._buckets.reduction_for = lambda _: reduction
-
-    # Hooks that the sharding engine calls
+    # Hooks that torch calls
 
     def _before_reduction(self, state: GroupState) -> None:
         """Autograd has the group's gradients of this pass, and they are about to be reduced over
@@ -123,24 +105,27 @@ class ReplicaReducer:
             return
         if self._final_dtype is not None:
             # Gradients of earlier backward passes have the final dtype; they are added to.
-            state.cast_gradients(None)
+            for parameter in group.trained:
+                cast_gradient(parameter, parameter.gradient_dtype)
         # Sums that stay on this replica are no means any more.
         if not group.crosses_replicas:
             state.averaged = False
-        elif self._buckets is not None:
+        elif self.batch.buckets is not None:
             state.set_aside_means()
         # All ranks of a shard group run the same groups, so one that did not run here ran nowhere.
         group.fill_unused(any_gradient or state.forwards > 0)
         make_uniform(group.trained)
         # They are called after the agreement, when gradients are complete.
-        state.take_hooks()
+        for parameter in group.trained:
+            parameter.take_hooks()
 
     def _after_reduction(self, state: GroupState) -> None:
         """The group's sharded gradients have been accumulated."""
-        state.give_hooks_back()
-        if self._buckets is not None and state.group.crosses_replicas:
+        for parameter in state.group.trained:
+            parameter.give_hooks_back()
+        if self.batch.buckets is not None and state.group.crosses_replicas:
             state.set_final()
-            self._buckets.start_final()
+            self.batch.buckets.start_final()
 
     def end_backward(self) -> None:
         """Called at the end of every backward pass."""
@@ -172,18 +157,14 @@ class ReplicaReducer:
                 # This calls `_before_reduction` and `_after_reduction`, as a backward pass does.
                 state.group.reduce_late()
                 state.started = False
-        if self._buckets is not None:
-            self._buckets.finish()
+        if self.batch.buckets is not None:
+            self.batch.buckets.finish()
         self.batch.join_streams()
         for state in self.batch.states:
-            if self._final_dtype is not None:
-                state.cast_gradients(self._final_dtype)
-            # They are the means over all data ranks by now.
-            state.final = False
-            state.averaged = True
+            state.complete(self._final_dtype)
         # Only now: until here the gradients may be views of the buckets' memory.
-        if self._buckets is not None:
-            self._buckets.forget_buckets()
+        if self.batch.buckets is not None:
+            self.batch.buckets.forget_buckets()
         self.batch.pending = False
         self.keys.step += 1
         if not self.agreement.deferred:
@@ -229,3 +210,62 @@ def own_replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     assert own is not None
     inherit_timeout(own, mesh.device_type)
     return own
+
+
+class TorchReducer:
+    """The engine of ``sync.engine=torch``: the second axis of `fully_shard` reduces over the
+    replicas, on process groups of its own.
+
+    It stays for comparison. Its partial sums do not record which parameters they hold, so
+    parameters that ranks or micro-batches use differently may get each other's gradients; it adds
+    in the dtype in which gradients are sent; and it takes no hooks.
+    """
+
+    def __init__(self, mesh: DeviceMesh, groups: Sequence[FSDPGroup], method: SyncMethod) -> None:
+        self.method = method
+        # Nothing is ever pending: torch has reduced everything when a backward pass ends.
+        states = [GroupState(group, method.wire(group.wire)) for group in groups]
+        self.batch = GlobalBatch(mesh.device_type, states)
+        self.update_mesh = mesh
+        self.updates = UpdateFollower()
+
+    def finish(self) -> None:
+        """Does nothing: backward has reduced everything."""
+
+
+Engine = ReplicaReducer | TorchReducer
+
+# An attribute of the model and no table beside it: the engine refers to the model's parameters, so
+# that the garbage collector frees both together.
+_ENGINE = "_parallel2d_engine"
+
+
+def register_engine(model: nn.Module, engine: Engine) -> None:
+    """Makes ``engine`` that of ``model``."""
+    vars(model)[_ENGINE] = engine
+
+
+def engines_in(model: nn.Module) -> list[Engine]:
+    """The engines of ``model`` and of modules below it."""
+    found = []
+    for module in model.modules():
+        engine = vars(module).get(_ENGINE)
+        if engine is not None:
+            found.append(engine)
+    return found
+
+
+def reducers_in(model: nn.Module) -> list[ReplicaReducer]:
+    """Our engines of ``model`` and of modules below it."""
+    return [engine for engine in engines_in(model) if isinstance(engine, ReplicaReducer)]
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a model from `parallel2d.parallelize`. Raises `ConfigError` for another."""
+    found: Engine | None = vars(model).get(_ENGINE)
+    if found is None:
+        raise ConfigError(
+            f"{type(model).__name__} did not come from parallel2d.parallelize; give the model that "
+            "it returned, not a module of it"
+        )
+    return found

@@ -30,20 +30,13 @@ from parallel2d.parallel.sync.engine.global_batch import GlobalBatch
 
 
 class IssueOrder(Protocol):
-    """The order of the collectives of this rank's shard group; see
-    `parallelize.collective_order`."""
+    """The order of the collectives of this rank's shard group:
+    `parallelize.collective_order.CollectiveOrder`, which says what its methods do."""
 
-    def end_backward(self) -> None:
-        """Records that this rank's backward pass has ended. Raises OutOfOrder."""
-
-    def acknowledge(self) -> None:
-        """Goes on after another rank raised OutOfOrder."""
-
-    def digest(self) -> int:
-        """A hash of what was issued since the last call; 0 where it was compared already."""
-
-    def differing_on_other_hosts(self) -> str:
-        """The message when digests differ. Collective over the shard group."""
+    def end_backward(self) -> None: ...
+    def acknowledge(self) -> None: ...
+    def digest(self) -> int: ...
+    def differing_on_other_hosts(self) -> str: ...
 
 
 class UsedParameterAgreement:
@@ -98,9 +91,7 @@ class UsedParameterAgreement:
         begin = 0
         for state in self._batch.states:
             end = begin + len(state.used)
-            state.used = used[begin:end]
-            state.drop_unused()
-            state.call_hooks()
+            state.apply_used(used[begin:end])
             begin = end
         self._batch.agreed = True
 

@@ -19,11 +19,11 @@ def method_of(strategy: StrategyConfig, sync: SyncConfig, replicas: int) -> Sync
     """The method of ``replicas`` replicas."""
     # A single replica that trains with DiLoCo takes outer steps too.
     if sync.name == "diloco":
-        return DiLoCo(sync, replicas)
+        return DiLoCo(sync)
     if replicas == 1:
-        return SyncMethod(sync, replicas)
+        return SyncMethod(sync)
     if sync.engine == "torch":
-        return EveryStepByTorch(sync, replicas)
+        return EveryStepByTorch(sync)
     if strategy.splits_updates:
-        return SplitUpdates(sync, replicas)
-    return EveryStep(sync, replicas)
+        return SplitUpdates(sync)
+    return EveryStep(sync)

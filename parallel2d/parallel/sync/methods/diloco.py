@@ -12,19 +12,25 @@ goes on while a fragment is on its way: what arrives is mixed with the replica's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError, first_five
-from parallel2d.parallel.fsdp_internals import FSDPGroup, GroupTraffic
+from parallel2d.parallel.fsdp_internals import GroupTraffic
 from parallel2d.parallel.gradients import squared_norm_share
-from parallel2d.parallel.sync.methods.method import Message, Started, SyncMethod, UpdateFollower
+from parallel2d.parallel.sync.methods.method import (
+    Message,
+    ReplicatedModel,
+    Started,
+    SyncMethod,
+    UpdateFollower,
+)
 from parallel2d.parallel.sync.methods.outer_parameter import (
     RESIDUAL_DECAY,
     Fragment,
@@ -45,54 +51,34 @@ class DiLoCo(SyncMethod):
     replicas_equal = False
     gradients_are_exact = False
 
-    @property
-    def change_wire(self) -> Wire:
-        """In which changes are sent: ``auto`` is fp32."""
-        return self.named_wire or WIRES["fp32"]
+    def __init__(self, config: SyncConfig) -> None:
+        super().__init__(config)
+        # In which changes are sent
+        self.change_wire = self.named_wire or WIRES["fp32"]
+        # What ``auto`` stands for
+        self.mix = 0.5 if config.delay else 0.0
+        self.outer_lr, self.outer_momentum = 0.7, 0.6
+        if config.mix != "auto":
+            self.mix = float(config.mix)
+        if config.outer_lr != "auto":
+            self.outer_lr = float(config.outer_lr)
+        if config.outer_momentum != "auto":
+            self.outer_momentum = float(config.outer_momentum)
+        self.update_period = config.every
+        self.shortest_period = max(config.delay + 1, config.fragments, 3)
+        # The outer parameter, its momentum, and what was not sent yet
+        self.shared_copies = 1 + (self.outer_momentum > 0) + self.change_wire.keeps_rest
+        self.description = (
+            f"diloco every {config.every} steps in {self.change_wire.name}, outer lr "
+            f"{self.outer_lr:g}, momentum {self.outer_momentum:g}"
+        )
+        if config.fragments > 1 or config.delay:
+            self.description += (
+                f", {config.fragments} fragments, delay {config.delay}, mix {self.mix:g}"
+            )
 
     def wire(self, dtype: torch.dtype) -> Wire:
         return self.change_wire
-
-    @property
-    def mix(self) -> float:
-        """``sync.mix``, or what ``auto`` stands for."""
-        if self.config.mix == "auto":
-            return 0.5 if self.config.delay else 0.0
-        return float(self.config.mix)
-
-    @property
-    def outer_lr(self) -> float:
-        """The learning rate of the outer step, or what ``auto`` stands for."""
-        return 0.7 if self.config.outer_lr == "auto" else float(self.config.outer_lr)
-
-    @property
-    def outer_momentum(self) -> float:
-        """The momentum of the outer step, or what ``auto`` stands for."""
-        return 0.6 if self.config.outer_momentum == "auto" else float(self.config.outer_momentum)
-
-    @property
-    def description(self) -> str:
-        sync = self.config
-        text = (
-            f"diloco every {sync.every} steps in {self.change_wire.name}, outer lr "
-            f"{self.outer_lr:g}, momentum {self.outer_momentum:g}"
-        )
-        if sync.fragments > 1 or sync.delay:
-            text += f", {sync.fragments} fragments, delay {sync.delay}, mix {self.mix:g}"
-        return text
-
-    @property
-    def shared_copies(self) -> int:
-        # The outer parameter, its momentum, and what was not sent yet
-        return 1 + (self.outer_momentum > 0) + self.change_wire.keeps_rest
-
-    @property
-    def update_period(self) -> int:
-        return self.config.every
-
-    @property
-    def shortest_period(self) -> int:
-        return max(self.config.delay + 1, self.config.fragments, 3)
 
     def parameters(self, group: GroupTraffic) -> Message:
         wire = self.change_wire
@@ -100,42 +86,25 @@ class DiLoCo(SyncMethod):
             return Message("all_reduce", wire.bytes_of(group.reduced_shapes))
         return Message("all_reduce", group.reduced_numel * group.sum_itemsize)
 
-    def start(
-        self,
-        mesh: DeviceMesh,
-        group: dist.ProcessGroup,
-        groups: Sequence[FSDPGroup],
-        keys: RoundingKeys,
-        gradient_dtype: torch.dtype | None,
-    ) -> Started:
-        units = []
-        for each in reversed(groups):
-            units.append([parameter.name for parameter in each.parameters])
-        return Started(OuterSync(self, group, units, keys.seed), None)
+    def start(self, model: ReplicatedModel) -> Started:
+        return Started(OuterSync(self, model), None)
 
 
 class OuterSync(UpdateFollower):
-    """The outer parameters of one model.
+    """The outer parameters of one model, which are its master values."""
 
-    ``group``: the process group of the replicas. ``units``: names of parameters that belong
-    together, in the order of the model. ``seed``: of what is rounded at random.
-    """
+    follows = True
+    replicas_differ = True  # as `weights.named_tensors.MasterValues`
 
-    def __init__(
-        self,
-        method: DiLoCo,
-        group: dist.ProcessGroup,
-        units: Sequence[Sequence[str]],
-        seed: int,
-    ) -> None:
+    def __init__(self, method: DiLoCo, replicated: ReplicatedModel) -> None:
         super().__init__()
         self._method = method
         self._config = method.config
-        self._group = group
-        self._units = units
-        self._seed = seed
-        self.replicas = group.size()
-        self.replica = dist.get_group_rank(group, dist.get_rank())
+        self._replicated = replicated
+        self._group = replicated.group
+        self._seed = replicated.keys.seed
+        self.replicas = self._group.size()
+        self.replica = dist.get_group_rank(self._group, dist.get_rank())
         self.steps = 0  # updates of the replica's parameters
         # This rank's share of the squared norm of the mean change that the last update applied;
         # None where it was no outer step
@@ -144,24 +113,25 @@ class OuterSync(UpdateFollower):
         self.finished_after = 0
         self.fragments: list[Fragment] = []
         self.parameters: dict[str, OuterParameter] = {}
-        self._frozen: dict[str, nn.Parameter] = {}
-        # How many `outer_parameters` are entered.
-        self._shown = 0
+        self._all: dict[str, nn.Parameter] = {}
+        # Whether the model has the outer parameters.
+        self._shown = False
         # Made by `make`, which comes before all else.
         self._outer: torch.optim.SGD
-
-    follows = True
 
     def make(self, model: nn.Module) -> None:
         """Copies the values that the trained parameters of ``model`` have now."""
         method = self._method
-        for name, parameter in parameters_by_name(model).items():
-            if not parameter.requires_grad:
-                self._frozen[name] = parameter
-                continue
-            keeps_rest = method.change_wire.keeps_rest
-            self.parameters[name] = OuterParameter(name, parameter, keeps_rest)
-        parts = split_in_fragments(self._units, self.parameters, self._config.fragments)
+        self._all = parameters_by_name(model)
+        for name, parameter in self._all.items():
+            if parameter.requires_grad:
+                keeps_rest = method.change_wire.keeps_rest
+                self.parameters[name] = OuterParameter(name, parameter, keeps_rest)
+        units = []
+        # In the order of the model
+        for group in reversed(self._replicated.groups):
+            units.append([parameter.name for parameter in group.parameters])
+        parts = split_in_fragments(units, self.parameters, self._config.fragments)
         for number, part in enumerate(parts):
             # The last fragment is sent at the end of each period, the others evenly before.
             begins = (number + 1) * self._config.every // len(parts) % self._config.every
@@ -214,8 +184,8 @@ class OuterSync(UpdateFollower):
         self.finished_after = self.steps
 
     def _check_trained(self) -> None:
-        changed = [name for name, each in self.parameters.items() if not each.own.requires_grad]
-        changed += [name for name, each in self._frozen.items() if each.requires_grad]
+        trained = {name for name, each in self._all.items() if each.requires_grad}
+        changed = sorted(trained.symmetric_difference(self.parameters))
         if changed:
             raise ConfigError(
                 f"sync=diloco: {first_five(changed, ', ')}: frozen or unfrozen after parallelize, "
@@ -274,24 +244,21 @@ class OuterSync(UpdateFollower):
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
         """The model has the outer parameters inside, for validation and export."""
-        self._shown += 1
-        if self._shown == 1:
-            self._show(OuterParameter.show_outer)
+        # Inside another one they are there already.
+        if self._shown:
+            yield
+            return
+        self._shown = True
+        for parameter in self.parameters.values():
+            parameter.show_outer()
         try:
             yield
         finally:
-            self._shown -= 1
-            if self._shown == 0:
-                self._show(OuterParameter.show_own)
-
-    @torch.no_grad()
-    def _show(self, show: Callable[[OuterParameter], None]) -> None:
-        for parameter in self.parameters.values():
-            show(parameter)
+            self._shown = False
+            for parameter in self.parameters.values():
+                parameter.show_own()
 
     # As `weights.named_tensors.MasterValues`
-
-    replicas_differ = True
 
     def masters(self) -> dict[str, Tensor]:
         """The outer parameters, by name."""

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.parallel.fsdp_internals import FSDPGroup, GroupTraffic
-from parallel2d.parallel.sync.engine.reductions import AllReduce, RoundedReduction
-from parallel2d.parallel.sync.methods.method import Message, Started, SyncMethod, UpdateFollower
+from parallel2d.base.config import SyncConfig
+from parallel2d.parallel.fsdp_internals import GroupTraffic
+from parallel2d.parallel.sync.engine.buckets import Bucket, Wait
+from parallel2d.parallel.sync.methods.method import (
+    Message,
+    ReplicatedModel,
+    Started,
+    SyncMethod,
+    UpdateFollower,
+)
 from parallel2d.parallel.sync.wires import WIRES
-from parallel2d.parallel.sync.wires.blocks import RoundingKeys
-from parallel2d.parallel.sync.wires.exchange import expected_mean
+from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys
+from parallel2d.parallel.sync.wires.exchange import Exchange, expected_mean
 from parallel2d.parallel.weights.geometry import Region
 
 
@@ -26,10 +31,12 @@ class EveryStep(SyncMethod):
     # Whether all replicas get the mean, or its owner alone
     _sent_back = True
 
-    @property
-    def description(self) -> str:
+    def __init__(self, config: SyncConfig) -> None:
+        super().__init__(config)
         wire = self.named_wire
-        return f"every step, {self._what} in {wire.name if wire else 'precision.reduce'}"
+        form = "precision.reduce" if wire is None else wire.name
+        self.description = f"every step, {self._what} in {form}"
+        self.gradients_are_exact = wire is None or not wire.rounds
 
     def reductions(self, accumulation: int) -> int:
         return accumulation if self.config.during_accumulation == "full" else 1
@@ -53,20 +60,10 @@ class EveryStep(SyncMethod):
         if item >= 4:
             return 0
         # As many values as are in two buckets, once as they are sent and once as they are received
-        return min(sum(sums), 2 * self._largest_bucket(sums)) * item // 2
+        return min(sum(sums), 2 * max([*sums, self.bucket_bytes])) * item // 2
 
-    def _largest_bucket(self, sums: Sequence[int]) -> int:
-        return max([*sums, int(self.config.bucket_mib * 2**20)])
-
-    def start(
-        self,
-        mesh: DeviceMesh,
-        group: dist.ProcessGroup,
-        groups: Sequence[FSDPGroup],
-        keys: RoundingKeys,
-        gradient_dtype: torch.dtype | None,
-    ) -> Started:
-        exact, rounded = AllReduce(group), RoundedReduction(group, keys)
+    def start(self, model: ReplicatedModel) -> Started:
+        exact, rounded = AllReduce(model.group), RoundedReduction(model.group, model.keys)
         return Started(UpdateFollower(), lambda wire: rounded if wire.rounds else exact)
 
     def expected_gradient(
@@ -87,3 +84,45 @@ class EveryStepByTorch(EveryStep):
 
     def buffer_bytes(self, sums: Sequence[int], item_bytes: int) -> int:
         return 0
+
+
+class AllReduce:
+    """An all-reduce in place, in the dtype of the gradients or in a narrower one of 32 bits."""
+
+    most_in_flight: int | None = None
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def start(self, bucket: Bucket) -> Wait:
+        flat = sent = bucket.buffer()
+        # Nothing is sent in a dtype that is wider than the gradients.
+        if bucket.wire.item_bytes < flat.dtype.itemsize:
+            sent = flat.to(bucket.wire.dtype)
+        work = dist.all_reduce(sent, dist.ReduceOp.AVG, group=self._group, async_op=True)
+
+        def wait() -> None:
+            work.wait()
+            if sent is not flat:
+                flat.copy_(sent)
+
+        return wait
+
+
+class RoundedReduction:
+    """Sends what the wire rounds, and adds in fp32; see [Note: rounded exchange]."""
+
+    most_in_flight: int | None = 2  # each holds two buffers in what is sent
+
+    def __init__(self, group: dist.ProcessGroup, keys: RoundingKeys) -> None:
+        self._group = group
+        self._keys = keys
+
+    def start(self, bucket: Bucket) -> Wait:
+        if bucket.wire.dtype is not None:
+            # A cast needs to know nothing about parameters.
+            whole = [bucket.buffer()]
+            return Exchange(self._group, bucket.wire.coder(whole, ()), whole).finish
+        gradients = bucket.parts()
+        pieces = [Piece(self._keys.of(each.name), each.start) for each in bucket.trained]
+        return Exchange(self._group, bucket.wire.coder(gradients, pieces), gradients).finish

@@ -5,7 +5,6 @@ nothing crosses the replicate axis."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals import FSDPGroup, GroupTraffic
-from parallel2d.parallel.sync.engine.reductions import Reduction
+from parallel2d.parallel.sync.engine.buckets import Reduction
 from parallel2d.parallel.sync.wires import WIRES, Wire, wire_of
 from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 from parallel2d.parallel.weights.geometry import Region
@@ -77,6 +76,21 @@ class Message(NamedTuple):
     size: int
 
 
+class ReplicatedModel(NamedTuple):
+    """One model that a method works on.
+
+    ``group``: the process group of the replicas. ``groups``: of the model's parameters, in the
+    order in which backward ends them. ``keys``: of what is rounded at random. ``gradient_dtype``:
+    of gradients once they are reduced; None: in which they are added.
+    """
+
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    groups: Sequence[FSDPGroup]
+    keys: RoundingKeys
+    gradient_dtype: torch.dtype | None
+
+
 class Started(NamedTuple):
     """A method at work on one model. ``reduction_for``: how buckets of gradients are reduced, from
     what is sent; None: they are not."""
@@ -85,47 +99,40 @@ class Started(NamedTuple):
     reduction_for: Callable[[Wire], Reduction] | None
 
 
-@dataclass(frozen=True)
 class SyncMethod:
-    """What crosses the replicate axis, known from the configuration alone. ``replicas``: the size
-    of that axis."""
+    """What crosses the replicate axis, known from the configuration alone.
 
-    config: SyncConfig
-    replicas: int
+    ``crosses``: whether anything does. ``splits_updates``: whether each replica updates its own
+    rows of the parameters. ``replicas_equal``: whether all replicas have the same parameters after
+    every update, and so send the same in every step. ``description``: for people, with numbers for
+    ``auto``.
 
-    # Whether anything crosses
+    ``update_period``: after how many updates the parameters of a group cross; ``shortest_period``:
+    the least ``sync.every`` that shows all that happens, 0 where a step does. ``shared_copies``:
+    values that a rank keeps of each value of a parameter, beside it and the optimizer's;
+    ``keeps_masters``: whether it keeps unrounded values of those that it updates.
+    ``gradients_are_exact``: whether the gradients of replicas are added unrounded.
+    """
+
     crosses = False
-    # Whether each replica updates its own rows of the parameters
     splits_updates = False
-    # Whether all replicas have the same parameters after every update, and so send the same in
-    # every step
     replicas_equal = True
+    description = "one replica: nothing crosses the replicate axis"
+    update_period = 1
+    shortest_period = 0
+    shared_copies = 0
+    keeps_masters = False
+    gradients_are_exact = True
 
-    @property
-    def description(self) -> str:
-        """What crosses, for people, with numbers for ``auto``."""
-        return "one replica: nothing crosses the replicate axis"
-
-    @property
-    def keeps_masters(self) -> bool:
-        """Whether a rank keeps unrounded values of the parameters that it updates."""
-        return False
-
-    @property
-    def shared_copies(self) -> int:
-        """Values that a rank keeps of each value of a parameter, beside it and the optimizer's."""
-        return 0
-
-    # What is sent, and when
+    def __init__(self, config: SyncConfig) -> None:
+        self.config = config
+        # The one that ``sync.wire`` names; None for ``auto``.
+        self.named_wire = WIRES.get(config.wire)
+        self.bucket_bytes = int(config.bucket_mib * 2**20)
 
     def wire(self, dtype: torch.dtype) -> Wire:
         """In which values are sent where the shard axis sends ``dtype``."""
         return self.named_wire or wire_of(dtype)
-
-    @property
-    def named_wire(self) -> Wire | None:
-        """The wire that ``sync.wire`` names; None for ``auto``."""
-        return WIRES.get(self.config.wire)
 
     def reductions(self, accumulation: int) -> int:
         """How often gradients are reduced in a step of ``accumulation`` micro-batches."""
@@ -136,57 +143,27 @@ class SyncMethod:
         return Message("all_reduce", 0)
 
     def parameters(self, group: GroupTraffic) -> Message:
-        """What crosses of the parameters of ``group`` after an update."""
+        """What crosses of the parameters of ``group``, once in `update_period` updates."""
         return Message("all_gather", 0)
-
-    @property
-    def update_period(self) -> int:
-        """After how many updates the parameters of a group cross."""
-        return 1
-
-    @property
-    def shortest_period(self) -> int:
-        """The least ``sync.every`` that shows all that happens; 0 where a step does."""
-        return 0
 
     def buffer_bytes(self, sums: Sequence[int], item_bytes: int) -> int:
         """Bytes of the buckets in flight beside the gradients. ``sums``: bytes of the gradients of
         each group; ``item_bytes``: of an element where ``sync.wire`` is ``auto``."""
         return 0
 
-    # At work
-
-    def start(
-        self,
-        mesh: DeviceMesh,
-        group: dist.ProcessGroup,
-        groups: Sequence[FSDPGroup],
-        keys: RoundingKeys,
-        gradient_dtype: torch.dtype | None,
-    ) -> Started:
-        """Prepares one model. Collective over the world.
-
-        ``group``: the process group of the replicas. ``groups``: of the model's parameters, in the
-        order in which backward ends them. ``gradient_dtype``: of gradients once they are reduced;
-        None: in which they are added.
-        """
+    def start(self, model: ReplicatedModel) -> Started:
+        """Prepares one model. Collective over the world."""
         return Started(UpdateFollower(), None)
-
-    # What one process would compute, for proofs
-
-    @property
-    def gradients_are_exact(self) -> bool:
-        """Whether gradients of several replicas may be added in any order and grouping."""
-        return self.named_wire is None or not self.named_wire.rounds
 
     def expected_gradient(
         self, values: Sequence[Tensor], cut: Sequence[Region], keys: RoundingKeys, name: str
     ) -> Tensor:
-        """What reductions make of ``values``, the gradients of the replicas for the whole parameter
-        ``name``; see `expected_mean`."""
+        """What one process would compute in the place of reductions, for proofs: the mean of
+        ``values``, the gradients of the replicas for the whole parameter ``name``, as it arrives;
+        see `expected_mean`."""
         (value,) = values
         return value
 
     def expected_copy(self, updated: Tensor) -> Tensor:
-        """What all replicas should have of an ``updated`` parameter."""
+        """What all replicas should have of an ``updated`` parameter, for proofs."""
         return updated

@@ -22,17 +22,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError, first_five
-from parallel2d.parallel.fsdp_internals import FSDPGroup, FSDPParameter, GroupTraffic
+from parallel2d.parallel.fsdp_internals import FSDPParameter, GroupTraffic
 from parallel2d.parallel.mesh import axis_names, mesh_shape
 from parallel2d.parallel.model_structure import update_as
-from parallel2d.parallel.sync.engine.bucket import Bucket, fill_buckets
+from parallel2d.parallel.sync.engine.buckets import Bucket, Wait, fill_buckets
 from parallel2d.parallel.sync.engine.group_state import clear_gradients, keep_until_done
-from parallel2d.parallel.sync.engine.reductions import Wait
 from parallel2d.parallel.sync.methods.every_step import EveryStep
-from parallel2d.parallel.sync.methods.method import Message, Started, UpdateFollower
+from parallel2d.parallel.sync.methods.method import (
+    Message,
+    ReplicatedModel,
+    Started,
+    UpdateFollower,
+)
 from parallel2d.parallel.sync.wires import Wire
-from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 from parallel2d.parallel.weights.geometry import as_real, local_part, pieces_of
 from parallel2d.parallel.weights.named_tensors import register_masters
 
@@ -44,15 +48,11 @@ class SplitUpdates(EveryStep):
     _what = "gradients and updated parameters"
     _sent_back = False
 
-    @property
-    def _parameter_wire(self) -> Wire | None:
-        """In which updated parameters are sent; None: as they are stored."""
-        wire = self.named_wire
-        return wire if wire is not None and wire.rounds else None
-
-    @property
-    def keeps_masters(self) -> bool:
-        return self._parameter_wire is not None
+    def __init__(self, config: SyncConfig) -> None:
+        super().__init__(config)
+        # In which updated parameters are sent; None: as they are stored.
+        self._parameter_wire = None if self.gradients_are_exact else self.named_wire
+        self.keeps_masters = self._parameter_wire is not None
 
     def reductions(self, accumulation: int) -> int:
         return 1
@@ -67,21 +67,12 @@ class SplitUpdates(EveryStep):
 
     def buffer_bytes(self, sums: Sequence[int], item_bytes: int) -> int:
         # Unrounded ones are received apart from what is sent.
-        unrounded = min(sum(sums), self._largest_bucket(sums))
+        unrounded = min(sum(sums), max([*sums, self.bucket_bytes]))
         return super().buffer_bytes(sums, item_bytes) or unrounded
 
-    def start(
-        self,
-        mesh: DeviceMesh,
-        group: dist.ProcessGroup,
-        groups: Sequence[FSDPGroup],
-        keys: RoundingKeys,
-        gradient_dtype: torch.dtype | None,
-    ) -> Started:
-        wire = None if self._parameter_wire is None else self._parameter_wire.dtype
-        most = int(self.config.bucket_mib * 2**20)
-        owners = OwnedParameters(mesh, group, groups, wire, most, gradient_dtype)
-        scatter = ScatterToOwners(group, owners)
+    def start(self, model: ReplicatedModel) -> Started:
+        owners = OwnedParameters(model, self._parameter_wire, self.bucket_bytes)
+        scatter = ScatterToOwners(model.group, owners)
         return Started(owners, lambda _: scatter)
 
     def expected_copy(self, updated: Tensor) -> Tensor:
@@ -93,53 +84,55 @@ class SplitUpdates(EveryStep):
 
 
 class OwnedParameters(UpdateFollower):
-    """The parts of one model that this replica updates.
+    """The parts of one model's parameters that this replica updates.
 
-    ``group``: the process group of the replicas. ``groups``: in the order in which backward ends
-    them. ``wire``: the dtype in which updated parameters are sent; None: as they are stored.
-    ``bucket_bytes``: parameters are gathered in pieces of about this size. ``gradient_dtype``: of
-    the gradients that the optimizer sees; None: in which they are added.
+    ``wire``: in which updated parameters are sent; None: as they are stored. ``bucket_bytes``:
+    parameters are gathered in pieces of about this size.
     """
 
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        group: dist.ProcessGroup,
-        groups: Sequence[FSDPGroup],
-        wire: torch.dtype | None,
-        bucket_bytes: int,
-        gradient_dtype: torch.dtype | None,
-    ) -> None:
+    follows = True
+    replicas_differ = False  # as `weights.named_tensors.MasterValues`
+
+    def __init__(self, model: ReplicatedModel, wire: Wire | None, bucket_bytes: int) -> None:
         super().__init__()
-        self._group = group
-        self._groups = groups
-        self._wire = wire
+        self._model = model
+        self._wire = None if wire is None else wire.dtype
         self._bucket_bytes = bucket_bytes
-        self._gradient_dtype = gradient_dtype
-        self._replicas = group.size()
-        self._replica = dist.get_group_rank(group, dist.get_rank())
-        self._mesh = _from_inside_out(mesh)
+        self._replicas = model.group.size()
+        self._replica = dist.get_group_rank(model.group, dist.get_rank())
+        self._mesh = _from_inside_out(model.mesh)
         # By axes: making a mesh of some of them takes a millisecond.
         self._meshes = {self._mesh.mesh_dim_names: self._mesh}
         self._owned: dict[int, nn.Parameter] = {}
         # Those whose parts are tensors of their own
         self._masters: list[FSDPParameter] = []
 
-    follows = True
-
     @torch.no_grad()
     def make(self, model: nn.Module) -> None:
-        for group in self._groups:
-            for parameter in group.parameters:
-                owned = self._part_of(parameter)
-                self._owned[id(parameter)] = owned
-                update_as(parameter.sharded, owned)
+        for parameter in self._parameters():
+            whole = parameter.sharded
+            rows = self.rows(local_part(whole.detach()), self._replica)
+            if self._wire is not None and whole.requires_grad:
+                rows = rows.clone()
+                self._masters.append(parameter)
+            owned = nn.Parameter(self._as_dtensor(rows, whole), whole.requires_grad)
+            # Any dtype: that of gradients may differ from the parameter's.
+            owned.grad_dtype = None
+            self._owned[id(parameter)] = owned
+            update_as(whole, owned)
         register_masters(model, self)
+
+    def _parameters(self) -> list[FSDPParameter]:
+        """All parameters of groups, in the order of the model."""
+        found: list[FSDPParameter] = []
+        for group in reversed(self._model.groups):
+            found.extend(group.parameters)
+        return found
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer is self._optimizer:
             return
-        whole = {id(each.sharded) for group in self._groups for each in group.parameters}
+        whole = {id(parameter.sharded) for parameter in self._parameters()}
         for settings in optimizer.param_groups:
             if any(id(each) in whole for each in settings["params"]):
                 raise ConfigError(
@@ -155,7 +148,7 @@ class OwnedParameters(UpdateFollower):
             zero_grad(set_to_none)
             # Sums that are not reduced over the replicas are in the sharded parameters, which the
             # optimizer does not have.
-            clear_gradients(self._groups, set_to_none)
+            clear_gradients(self._model.groups, set_to_none)
 
         optimizer.zero_grad = clear  # type: ignore[method-assign]
 
@@ -163,46 +156,28 @@ class OwnedParameters(UpdateFollower):
         """This replica's part."""
         return self._owned[id(parameter)]
 
-    # As `weights.named_tensors.MasterValues`
-
-    replicas_differ = False
-
     def masters(self) -> dict[str, Tensor]:
         """By name, the parts that are tensors of their own; none where they are views."""
         return {parameter.name: self.owned(parameter) for parameter in self._masters}
 
     def masters_were_loaded(self) -> None:
         """Sends the parts to all replicas. Collective."""
-        if self._masters:
-            self._gather(self._masters)
-
-    def parameters_were_loaded(self) -> None:
-        """Makes the parts that are tensors of their own equal to the parameters."""
-        self.parameters_were_changed()
+        self._gather(self._masters)
 
     @torch.no_grad()
     def parameters_were_changed(self) -> None:
         """Takes over what differs from the rounded parts."""
         for parameter in self._masters:
-            rows = self._rows(local_part(parameter.sharded), self._replica)
+            rows = self.rows(local_part(parameter.sharded), self._replica)
             owned = local_part(self.owned(parameter))
             is_rounded = owned.to(self._wire).to(rows.dtype) == rows
             owned.copy_(torch.where(is_rounded, owned, rows))
 
-    def _part_of(self, parameter: FSDPParameter) -> nn.Parameter:
-        whole = parameter.sharded
-        assert isinstance(whole, DTensor)
-        rows = self._rows(local_part(whole.detach()), self._replica)
-        if self._wire is not None and whole.requires_grad:
-            rows = rows.clone()
-            self._masters.append(parameter)
-        owned = nn.Parameter(self._as_dtensor(rows, whole), whole.requires_grad)
-        # Any dtype: that of gradients may differ from the parameter's.
-        owned.grad_dtype = None
-        return owned
+    parameters_were_loaded = parameters_were_changed
 
-    def _as_dtensor(self, rows: Tensor, whole: DTensor) -> DTensor:
+    def _as_dtensor(self, rows: Tensor, whole: Tensor) -> DTensor:
         """``rows`` of this replica as a part of ``whole``."""
+        assert isinstance(whole, DTensor)
         names = axis_names(whole.device_mesh)
         by_axis: dict[str, Placement] = dict(zip(names, whole.placements, strict=True))
         # Rows are split over the shard axis first, and this rank's part of them over the replicas.
@@ -219,36 +194,27 @@ class OwnedParameters(UpdateFollower):
             stride=whole.stride(),
         )
 
-    def _rows(self, local: Tensor, replica: int) -> Tensor:
+    def rows(self, local: Tensor, replica: int) -> Tensor:
         """The rows of a local tensor that ``replica`` owns, a view."""
-        begin, length = self._place(local.shape[0], replica)
-        return local.narrow(0, begin, length)
-
-    def _place(self, rows: int, replica: int) -> tuple[int, int]:
-        """Where the rows of ``replica`` begin among ``rows``, and how many they are."""
+        rows = local.shape[0]
         size = -(-rows // self._replicas)  # rounded up; the last ones have fewer, or none
         begin = min(replica * size, rows)
-        return begin, min(size, rows - begin)
+        return local.narrow(0, begin, min(size, rows - begin))
 
     # Gradients
-
-    def pieces(self, tensors: Sequence[Tensor], replica: int) -> list[Tensor]:
-        """Of each of these local tensors the rows that ``replica`` owns, views."""
-        return [self._rows(tensor, replica) for tensor in tensors]
 
     def take_gradient(self, parameter: FSDPParameter, rows: Tensor) -> None:
         """Moves the reduced gradient of ``parameter`` to the owned part, of which ``rows`` are
         those, and adds it to what is there."""
-        whole = parameter.sharded
-        assert isinstance(whole, DTensor)
-        if whole.is_complex():
+        if parameter.sharded.is_complex():
             rows = torch.view_as_complex(rows)
         parameter.set_gradient(None)
         owned = self.owned(parameter)
         if owned.grad is not None:
             local_part(owned.grad).add_(rows)
         else:
-            owned.grad = self._as_dtensor(rows.to(self._gradient_dtype or rows.dtype), whole)
+            rows = rows.to(self._model.gradient_dtype or rows.dtype)
+            owned.grad = self._as_dtensor(rows, parameter.sharded)
 
     def clear_gradients(self, set_to_none: bool) -> None:
         """Drops the gradients of the parts, or sets them to zero."""
@@ -264,9 +230,7 @@ class OwnedParameters(UpdateFollower):
     def after_update(self) -> None:
         """Sends this replica's updated rows to the others and takes theirs. Collective. Raises
         `ConfigError` for a parameter that was unfrozen and whose rows would be rounded for good."""
-        trained: list[FSDPParameter] = []
-        for group in reversed(self._groups):
-            trained.extend(group.trained)
+        trained = [each for each in self._parameters() if each.sharded.requires_grad]
         if self._wire is not None:
             known = {id(parameter) for parameter in self._masters}
             new = [parameter.name for parameter in trained if id(parameter) not in known]
@@ -281,34 +245,30 @@ class OwnedParameters(UpdateFollower):
     @torch.no_grad()
     def _gather(self, parameters: Sequence[FSDPParameter]) -> None:
         """Sends this replica's rows of ``parameters`` and takes those of the others. Collective."""
+        locals_ = [local_part(parameter.sharded) for parameter in parameters]
+        sizes = [local.nbytes for local in locals_]
+        dtypes = [local.dtype for local in locals_]
         pending: list[Wait] = []
-        for batch in self._batches(parameters):
-            pending.append(self._start_gather(batch))
+        for batch in fill_buckets(sizes, dtypes, self._bucket_bytes):
+            pending.append(self._start_gather([parameters[index] for index in batch]))
             # Two at a time: each holds a copy of its parameters.
             if len(pending) == 2:
                 pending.pop(0)()
         for wait in pending:
             wait()
 
-    def _batches(self, parameters: Sequence[FSDPParameter]) -> list[list[FSDPParameter]]:
-        """``parameters`` in pieces of one dtype and of about `bucket_bytes`."""
-        locals_ = [local_part(parameter.sharded) for parameter in parameters]
-        sizes, dtypes = [each.nbytes for each in locals_], [each.dtype for each in locals_]
-        batches = fill_buckets(sizes, dtypes, self._bucket_bytes)
-        return [[parameters[index] for index in batch] for batch in batches]
-
     def _start_gather(self, parameters: Sequence[FSDPParameter]) -> Wait:
         own = [local_part(self.owned(parameter)) for parameter in parameters]
         locals_ = [local_part(parameter.sharded) for parameter in parameters]
         # The first replica never owns fewer rows than another.
-        largest = sum(piece.numel() for piece in self.pieces(locals_, 0))
+        largest = sum(self.rows(local, 0).numel() for local in locals_)
         sent = torch.cat([as_real(rows).reshape(-1) for rows in own])
         if self._wire is not None:
             sent = sent.to(self._wire)
         factor = 2 if own[0].is_complex() else 1
         sent = torch.nn.functional.pad(sent, (0, largest * factor - sent.numel()))
         received = sent.new_empty(self._replicas * sent.numel())
-        work = dist.all_gather_single(received, sent, group=self._group, async_op=True)
+        work = dist.all_gather_single(received, sent, group=self._model.group, async_op=True)
 
         def wait() -> None:
             work.wait()
@@ -316,7 +276,7 @@ class OwnedParameters(UpdateFollower):
                 # Views of the owned rows hold their values already.
                 if replica == self._replica and self._wire is None:
                     continue
-                targets = [as_real(rows) for rows in self.pieces(locals_, replica)]
+                targets = [as_real(self.rows(local, replica)) for local in locals_]
                 values = pieces_of(piece, [target.shape for target in targets])
                 for target, value in zip(targets, values, strict=True):
                     target.copy_(value)
@@ -342,12 +302,12 @@ class ScatterToOwners:
     def start(self, bucket: Bucket) -> Wait:
         """Begins to average the owned rows of the bucket over the replicas."""
         replicas = self._group.size()
-        gradients = bucket.pieces()
-        shapes = [rows.shape for rows in self._owners.pieces(gradients, self._replica)]
+        gradients = bucket.parts()
+        shapes = [self._owners.rows(each, self._replica).shape for each in gradients]
         flat: list[Tensor] = []
         sizes: list[int] = []
         for replica in range(replicas):
-            rows = self._owners.pieces(gradients, replica)
+            rows = [self._owners.rows(each, replica) for each in gradients]
             flat.extend(piece.reshape(-1) for piece in rows)
             sizes.append(sum(piece.numel() for piece in rows))
         own = sizes[self._replica]

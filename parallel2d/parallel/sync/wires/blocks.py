@@ -110,10 +110,8 @@ class BlockCoder:
         self._code = code
         self._noise = noise
         self._nearest = nearest
-
-    def rows(self, tensors: Sequence[Tensor]) -> Tensor:
-        """[blocks, 256]."""
-        return to_blocks(tensors)
+        self.rows = to_blocks
+        self.decode = code.decode
 
     def encode(self, rows: Tensor, first: int, stage: int) -> Tensor:
         """uint8 [blocks, bytes of a block]."""
@@ -124,13 +122,14 @@ class BlockCoder:
             noise = self._noise.numbers(first, first + len(rows), stage)
         return self._code.encode(rows, noise)
 
-    def decode(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
-        """The blocks in ``dtype``."""
-        return self._code.decode(sent, dtype)
-
     def put_back(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
         """Copies the blocks' values."""
-        from_blocks(rows, tensors)
+        begin = 0
+        for tensor in tensors:
+            count = blocks_of(tensor.numel())
+            values = rows[begin : begin + count].view(-1)[: tensor.numel()]
+            tensor.copy_(values.view(tensor.shape))
+            begin += count
 
 
 def to_blocks(tensors: Sequence[Tensor]) -> Tensor:
@@ -144,16 +143,6 @@ def to_blocks(tensors: Sequence[Tensor]) -> Tensor:
         blocks[begin : begin + count].view(-1)[: tensor.numel()] = tensor.reshape(-1)
         begin += count
     return blocks
-
-
-def from_blocks(blocks: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copies what `to_blocks` has made of such ``tensors`` back into them."""
-    begin = 0
-    for tensor in tensors:
-        count = blocks_of(tensor.numel())
-        values = blocks[begin : begin + count].view(-1)[: tensor.numel()]
-        tensor.copy_(values.view(tensor.shape))
-        begin += count
 
 
 class BlockNoise:
@@ -186,9 +175,9 @@ class BlockNoise:
 def _sent_to(device: torch.device, values: numpy.ndarray) -> Tensor:
     """``values`` on ``device``, without waiting for what the device does."""
     tensor = torch.from_numpy(values)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    if device.type != "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def blocks_of(numel: int) -> int:
@@ -204,7 +193,7 @@ class RoundingKeys:
     step: int = 1
 
     def of(self, name: str) -> int:
-        """That of the parameter ``name`` in this step."""
+        """The key of the parameter ``name`` in this step."""
         return key_of(self.seed, self.step, name)
 
 
