@@ -69,28 +69,15 @@ __all__ = [
 REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (FSDPModule, ("_get_fsdp_state", "_set_unshard_async_op", "reset_iter_state")),
     (FSDPState, ("_root_post_backward_final_callback",)),
-    (
-        FSDPParamGroup,
-        (
-            "pre_forward",
-            "post_backward",
-            "finalize_backward",
-            "wait_for_unshard",
-            "_init_mp_dtypes",
-            "_reduce_scatter_process_group",
-            "_to_sharded",
-        ),
-    ),
-    (
-        FSDPParam,
-        (
-            # torch calls these two, and they add in `reduce_dtype`, which `set_dtypes` replaces.
-            "accumulate_unsharded_grad_if_needed",
-            "to_accumulated_grad_if_needed",
-            "to_sharded_dtensor",
-            "unsharded_param",
-        ),
-    ),
+    (FSDPParamGroup, (
+        "pre_forward", "post_backward", "finalize_backward", "wait_for_unshard", "_init_mp_dtypes",
+        "_reduce_scatter_process_group", "_to_sharded",
+    )),
+    (FSDPParam, (
+        # torch calls these two, and they add in `reduce_dtype`, which `set_dtypes` replaces.
+        "accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed",
+        "to_sharded_dtensor", "unsharded_param",
+    )),
     (_common_utils, ("collect_grad_tensors",)),
     (AllGather, ("allocate", "__call__")),
     (ReduceScatter, ("allocate", "__call__")),
@@ -99,43 +86,23 @@ REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (Tensor, ("_post_accumulate_grad_hooks",)),
     (torch, ("_C", "_dynamo")),
     (torch._C, ("_current_graph_task_id",)),
-)
+)  # fmt: skip
 
 # What it reaches on objects, once they have run.
 KEPT: dict[type, tuple[str, ...]] = {
     FSDPState: (
-        "_comm_ctx",
-        "_fsdp_param_groups",
-        "_is_root",
-        "_states_to_forward_prefetch",
+        "_comm_ctx", "_fsdp_param_groups", "_is_root", "_states_to_forward_prefetch",
         "_training_state",
     ),
     FSDPCommContext: ("post_forward_order",),
     FSDPParamGroup: (
-        "modules",
-        "fsdp_params",
-        "mesh_info",
-        "mp_policy",
-        "post_forward_mesh_info",
-        "reduce_grads",
-        "all_reduce_grads",
-        "reduce_scatter_unused_params",
-        "_all_gather_result",
-        "_orig_dtype",
-        "_partial_reduce_output",
-        "_post_forward_indices",
-        "_post_reduce_event",
-        "_reduce_dtype",
-        "_training_state",
+        "modules", "fsdp_params", "mesh_info", "mp_policy", "post_forward_mesh_info",
+        "reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params", "_all_gather_result",
+        "_orig_dtype", "_partial_reduce_output", "_post_forward_indices", "_post_reduce_event",
+        "_reduce_dtype", "_training_state",
     ),
     FSDPParam: (
-        "sharded_param",
-        "sharded_size",
-        "mesh_info",
-        "post_forward_mesh_info",
-        "reduce_dtype",
-        "unsharded_accumulated_grad",
-        "_sharded_param_data",
-        "_unsharded_param",
+        "sharded_param", "sharded_size", "mesh_info", "post_forward_mesh_info", "reduce_dtype",
+        "unsharded_accumulated_grad", "_sharded_param_data", "_unsharded_param",
     ),
-}
+}  # fmt: skip
