@@ -15,7 +15,7 @@ from parallel2d import MeshSpec, ParallelConfig, build_mesh, certify
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.config.job import OPTIMIZERS
 from parallel2d.instruments.certification import in_code, session
-from parallel2d.parallel.sync.outer import OuterSync
+from parallel2d.parallel.sync.methods.diloco import OuterSync
 
 SAMPLES = 16
 

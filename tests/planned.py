@@ -19,7 +19,9 @@ from parallel2d.models import llama
 from parallel2d.parallel.cost.fake_group import fake_process_group
 from parallel2d.parallel.cost.state_memory import StateBytes
 from parallel2d.parallel.cost.traffic import predict_communication
-from parallel2d.parallel.sync.gradient_sync import gradient_syncs
+from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
+from parallel2d.parallel.sync.methods.diloco import OuterSync
+from parallel2d.parallel.sync.methods.split_updates import OwnedParameters
 from parallel2d.training.optimizer import build_optimizer, update_bytes
 
 WIDTH = 13
@@ -198,15 +200,13 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
             _bytes(value) for value in of_parameter.values() if isinstance(value, torch.Tensor)
         )
     masters = outer = 0
-    for engine in gradient_syncs(model):
-        if engine.method.owners is not None:
-            masters = sum(map(_bytes, engine.method.owners.masters().values()))
-        if engine.method.outer is not None:
-            outer = sum(map(_bytes, engine.method.outer.masters().values()))
-            outer += sum(map(_bytes, engine.method.outer.momenta.values()))
-            residuals = [
-                parameter.residual for parameter in engine.method.outer.parameters.values()
-            ]
+    for engine in reducers_in(model):
+        if isinstance(engine.updates, OwnedParameters):
+            masters = sum(map(_bytes, engine.updates.masters().values()))
+        if isinstance(engine.updates, OuterSync):
+            outer = sum(map(_bytes, engine.updates.masters().values()))
+            outer += sum(map(_bytes, engine.updates.momenta.values()))
+            residuals = [parameter.residual for parameter in engine.updates.parameters.values()]
             outer += sum(_bytes(residual) for residual in residuals if residual is not None)
     return StateBytes(
         parameters=sum(map(_bytes, model.parameters())),

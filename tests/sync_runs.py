@@ -24,12 +24,11 @@ from parallel2d import (
     set_step,
     updated_parameters,
 )
-from parallel2d.base.config import CheckpointConfig, SyncConfig
-from parallel2d.parallel.sync.blocks import RoundingKeys
-from parallel2d.parallel.sync.outer import ExpectedOuter
-from parallel2d.parallel.sync.owned_parameters import expected_copy
-from parallel2d.parallel.sync.reduction import expected_gradient
+from parallel2d.base.config import CheckpointConfig, StrategyConfig, SyncConfig
+from parallel2d.parallel.sync.methods import method_of
+from parallel2d.parallel.sync.methods.diloco import ExpectedOuter
 from parallel2d.parallel.sync.updates import outer_sync
+from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.training.checkpoint import Checkpointer
 
@@ -153,16 +152,17 @@ def reference(
     begins: dict[str, int] | None = None,
 ) -> dict[str, Any]:
     """What `run` must come to: replicas are a loop in one process, and each method says what crosses. ``begins``: as `run` found it."""
-    config, splits = SyncConfig(**sync), strategy == "hybrid_full"
+    config = SyncConfig(**sync)
+    method = method_of(StrategyConfig(strategy), config, replicas)
     model = small_model(scalar)
     computing = dict(model.named_parameters())
     # Replicas that are equal after every step are one.
     tracks = []
-    for _ in range(replicas if config.name == "diloco" else 1):
+    for _ in range(1 if method.replicas_equal else replicas):
         tracks.append(dict(small_model(scalar).named_parameters()))
     optimizers = [adamw(track.values()) for track in tracks]
     cuts = {name: cut_in_rows(value.shape, shards) for name, value in computing.items()}
-    outer = ExpectedOuter(config, SEED, tracks, begins or dict.fromkeys(cuts, 0), cuts)
+    outer = ExpectedOuter(method, SEED, tracks, begins or dict.fromkeys(cuts, 0), cuts)
     outer.shared = {name: value.detach().clone() for name, value in computing.items()}
     for step in range(1, steps + 1):
         found = []
@@ -172,8 +172,7 @@ def reference(
             with torch.no_grad():
                 for name, value in tracks[replica % len(tracks)].items():
                     # Initial values are not sent.
-                    sent = splits and step > 1
-                    computing[name].copy_(expected_copy(value, config.wire) if sent else value)
+                    computing[name].copy_(method.expected_copy(value) if step > 1 else value)
             model.zero_grad()
             loss_of(model, batch).backward()
             found.append({name: value.grad for name, value in computing.items()})
@@ -181,7 +180,7 @@ def reference(
             keys, mean = RoundingKeys(SEED, step), {}
             for name, cut in cuts.items():
                 values = [each[name] for each in found]
-                mean[name] = expected_gradient(values, config.wire, cut, keys, name, splits)
+                mean[name] = method.expected_gradient(values, cut, keys, name)
             found = [mean]
         for track, optimizer, gradients in zip(tracks, optimizers, found, strict=True):
             for name, value in track.items():
@@ -191,7 +190,7 @@ def reference(
         if config.name == "diloco":
             outer.after_update(step)
     shared = outer.shared if config.name == "diloco" else tracks[0]
-    copied = {n: expected_copy(p, config.wire) if splits else p for n, p in shared.items()}
+    copied = {n: method.expected_copy(p) for n, p in shared.items()}
     return {name: value.detach().numpy() for name, value in copied.items()}
 
 

@@ -20,7 +20,7 @@ from parallel2d.parallel.cost.step_time import (
     step_seconds,
 )
 from parallel2d.parallel.mesh import MeshShape
-from parallel2d.parallel.sync.bucket import fill_buckets
+from parallel2d.parallel.sync.engine.buckets import fill_buckets
 
 REPLICATE, SHARD = 0, 1
 

@@ -29,9 +29,15 @@ from parallel2d import (
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.config.checks import validated
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.sync.blocks import BlockCode, BlockNoise, Piece, key_of, to_blocks
-from parallel2d.parallel.sync.outer_parameter import OuterParameter
+from parallel2d.parallel.sync.methods.outer_parameter import OuterParameter
 from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
+from parallel2d.parallel.sync.wires.blocks import (
+    BlockCode,
+    BlockNoise,
+    Piece,
+    key_of,
+    to_blocks,
+)
 
 TWO_BY_TWO = {"replicate": 2, "shard": 2}
 DILOCO = {"name": "diloco", "every": 5}
@@ -191,7 +197,7 @@ def test_one_bit_of_one_replica_is_found_and_named(ranks):
 
 @pytest.mark.parametrize(("strategy", "sync", "message"), [
     ("hybrid_full", {"name": "diloco"}, "hybrid_full does not go with sync=diloco"),
-    ("hybrid_full", {"wire": "int8"}, "8 bits cannot hold them; use sync.wire=bf16"),
+    ("hybrid_full", {"wire": "int8"}, "so few bits cannot hold them; use sync.wire=bf16"),
     ("hybrid_full", {"engine": "torch"}, "use sync.engine=parallel2d"),
     ("hybrid", {"engine": "torch", "wire": "bf16"}, "does not go with sync.wire=bf16: use sync.wire=auto"),
     ("hybrid", {"engine": "torch", "name": "diloco"}, "torch does not go with sync=diloco"),

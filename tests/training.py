@@ -32,7 +32,7 @@ from parallel2d.base.config import PrecisionConfig
 from parallel2d.models.llama import Block, Llama, tensor_plan
 from parallel2d.parallel.mesh import sum_over_data_ranks
 from parallel2d.parallel.parallelize.precision import DTYPES
-from parallel2d.parallel.sync.engine import engines_in
+from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 
 VOCAB = 67
 LLAMA = {
@@ -115,7 +115,7 @@ def optimizer_of(model: nn.Module, lr: float = 3e-3) -> torch.optim.Optimizer:
     )
     # A plain model has none.
     for engine in engines_in(model):
-        engine.attach(optimizer)
+        engine.updates.attach(optimizer)
     return optimizer
 
 

@@ -75,7 +75,7 @@ class MeshGroups:
         dist.new_group = self._kept_or_new
 
     def _kept_or_new(self, ranks: list[int] | None = None, *args: Any, **options: Any) -> Any:
-        from parallel2d.parallel.sync.engine import GROUP_NAME
+        from parallel2d.parallel.sync.engine.replica_reducer import GROUP_NAME
 
         key: tuple[Any, ...] = (tuple(ranks or ()), options.get("backend"))
         name = options.get("group_desc") or ""

@@ -34,8 +34,10 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} must be above 0, such as 2 or inf")
     infinite = math.isinf(norm_type)
-    operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-    combine: Callable[[Tensor, Tensor], Tensor] = torch.maximum if infinite else torch.add
+    operation = dist.ReduceOp.SUM
+    combine: Callable[[Tensor, Tensor], Tensor] = torch.add
+    if infinite:
+        operation, combine = dist.ReduceOp.MAX, torch.maximum
     total = torch.zeros((), dtype=torch.float64)
     dtype = torch.float32
     for split, gradients in _by_split(parameters).items():
@@ -71,13 +73,11 @@ def _by_split(parameters: Iterable[Tensor]) -> dict[_Split, list[Tensor]]:
     groups: dict[_Split, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         gradient = updated_as(parameter).grad
-        if gradient is None:
-            continue
         if isinstance(gradient, DTensor):
             # A norm of summands would not be the norm of their sum.
             gradient = without_partial(gradient)
             groups[_split_of(gradient)].append(gradient.to_local())
-        else:
+        elif gradient is not None:
             groups[()].append(gradient)
     return groups
 
@@ -85,13 +85,10 @@ def _by_split(parameters: Iterable[Tensor]) -> dict[_Split, list[Tensor]]:
 def without_partial(gradient: DTensor) -> DTensor:
     """``gradient`` itself, or, where its ranks hold summands (`Partial`), a new one that holds
     their sums. Collective in the second case."""
-    placements = list(gradient.placements)
-    partial = [axis for axis, placement in enumerate(placements) if isinstance(placement, Partial)]
-    if not partial:
+    whole = [Replicate() if isinstance(each, Partial) else each for each in gradient.placements]
+    if whole == list(gradient.placements):
         return gradient
-    for axis in partial:
-        placements[axis] = Replicate()
-    return gradient.redistribute(placements=placements)
+    return gradient.redistribute(placements=whole)
 
 
 def _split_of(gradient: DTensor) -> _Split:
@@ -133,10 +130,10 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor | float) -> Non
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         gradient = updated_as(parameter).grad
-        if gradient is None:
-            continue
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        by_dtype[local.dtype].append(local)
+        if isinstance(gradient, DTensor):
+            gradient = gradient.to_local()
+        if gradient is not None:
+            by_dtype[gradient.dtype].append(gradient)
     for dtype, gradients in by_dtype.items():
         # torch multiplies a whole list at once only by a factor of the list's dtype.
         same = factor.to(dtype) if isinstance(factor, Tensor) else factor
@@ -174,10 +171,8 @@ def clip_gradient_value(parameters: Iterable[Tensor], max_value: float) -> None:
     for parameter in parameters:
         gradient = updated_as(parameter).grad
         if isinstance(gradient, DTensor):
-            whole = without_partial(gradient)
             # The clamp below must reach the tensor that the optimizer will use.
-            if whole is not gradient:
-                updated_as(parameter).grad = whole
+            updated_as(parameter).grad = whole = without_partial(gradient)
             gradient = whole.to_local()
         if gradient is not None:
             gradient.clamp_(-max_value, max_value)

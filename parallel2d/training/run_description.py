@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.config import AXES, Job, SyncConfig, TrainConfig
+from parallel2d.base.config import AXES, Job, TrainConfig
 from parallel2d.base.config.composition import to_yaml
 from parallel2d.base.runtime import Runtime
 from parallel2d.base.topology import Topology
@@ -26,7 +26,7 @@ from parallel2d.parallel.cost.tensor_twin import TensorTraffic, count_tensor_axi
 from parallel2d.parallel.cost.traffic import exact_bytes, predict_communication
 from parallel2d.parallel.mesh import MeshShape, crosses_hosts, draw_mesh
 from parallel2d.parallel.parallelize.precision import input_dtype
-from parallel2d.parallel.sync.outer_settings import describe_sync
+from parallel2d.parallel.sync.methods import method_of
 from parallel2d.training.data.batch import SampleShape
 from parallel2d.training.data.feed import BatchPlan
 from parallel2d.training.data.opening import OpenData
@@ -53,6 +53,7 @@ class RunFacts:
     bucketing: str
     precision: str
     sync: str  # what crosses the replicate axis, in words
+    replicas_equal: bool  # after every update
     model: str
     parameters: int
     local_parameters: int
@@ -185,6 +186,7 @@ def describe_run(
         loss = f"in chunks of {chunk:,} tokens, with the layer {head}"
     ranks = mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor)
     parameters = list(model.parameters())
+    method = method_of(config.strategy, config.sync, shape.replicate)
     return RunFacts(
         shape=shape,
         ranks=ranks,
@@ -193,7 +195,8 @@ def describe_run(
         strategy=config.strategy.name,
         bucketing=config.bucketing.name,
         precision=config.precision.name,
-        sync=describe_sync(config.strategy, config.sync, shape.replicate),
+        sync=method.description,
+        replicas_equal=method.replicas_equal,
         model=type(model).__name__.removeprefix("FSDP"),
         parameters=sum(p.numel() for p in parameters),
         local_parameters=sum(p.to_local().numel() for p in parameters),  # type: ignore[attr-defined]
@@ -213,12 +216,13 @@ def describe_run(
     )
 
 
-def _steady(predicted: Mapping[str, float], sync: SyncConfig) -> dict[str, float]:
-    """Those of the predicted bytes that each step moves. With diloco most steps send nothing
-    between replicas."""
-    if sync.name != "diloco":
-        return dict(predicted)
-    return {key: value for key, value in predicted.items() if not key.startswith("comm/replicate")}
+def _steady(facts: RunFacts) -> dict[str, float]:
+    """Those of the predicted bytes that each step moves. Replicas that differ send each other
+    nothing in most steps."""
+    steady = dict(facts.predicted)
+    if not facts.replicas_equal:
+        steady.pop("comm/replicate/bytes", None)
+    return steady
 
 
 def flops_per_sequence(job: Job, parts: ModelParts, sample: SampleShape) -> int | None:
@@ -286,6 +290,7 @@ def build_recorder(
             tensorboard=config.metrics.tensorboard,
             hparams=facts.hparams(config.optimizer.lr),
             axes=facts.used_axes(),
+            replicas_equal=facts.replicas_equal,
         )
     flops = facts.flops_per_sequence
     profile = config.profile
@@ -301,7 +306,7 @@ def build_recorder(
         device=facts.device,
         hosts=facts.topology.hosts,
         meter=CommunicationMeter(mesh) if config.metrics.communication else None,
-        predicted=_steady(facts.predicted, config.sync),
+        predicted=_steady(facts),
         slow_axes=facts.slow_axes(),
         exact_bytes=facts.exact_bytes,
         profiler=StepProfiler(

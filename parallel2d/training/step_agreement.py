@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.parallel.gradients import squared_norm_share
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.comparison import ReplicaComparison
-from parallel2d.parallel.sync.gradient_sync import gradient_syncs
+from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
 from parallel2d.training.progress import RankReport, StepOutcome
 
@@ -60,10 +60,10 @@ class StepAgreement:
         self._device = device
         self._compare_every = compare_every
         # Which parameters were used travels along, where that may wait until here.
-        reducers = [each for each in gradient_syncs(model) if each.may_defer_agreement]
-        self._reducer = next(iter(reducers), None)
-        if self._reducer is not None:
-            self._reducer.defer_agreement()
+        able = [each.agreement for each in reducers_in(model) if each.may_defer_agreement]
+        self._used = next(iter(able), None)
+        if self._used is not None:
+            self._used.defer()
         shape = mesh_shape(mesh)
         # With sync=diloco: the parameters that replicas share. Each replica clips its own gradient.
         self._outer = outer_sync(model)
@@ -95,7 +95,7 @@ class StepAgreement:
         reports = torch.zeros(dist.get_world_size(), len(report), dtype=torch.float64)
         reports[dist.get_rank()] = report
         nothing = torch.zeros(0, dtype=torch.float64)
-        used = self._reducer.vector() if self._reducer else nothing
+        used = self._used.vector() if self._used else nothing
         comparison = None
         if self._compare_every and step % self._compare_every == 0:
             comparison = self._comparison
@@ -109,8 +109,8 @@ class StepAgreement:
         sizes = [1, 5, self._norms, 2, reports.numel(), len(used), len(hashes)]
         not_finite, sums, squares, wishes, rows, used, hashes = vector.split(sizes)
         loss_sum, tokens, batch_hash, upcoming_tokens, squared_change = sums.tolist()
-        if self._reducer:
-            self._reducer.agree_on(used.cpu())
+        if self._used:
+            self._used.agree_on(used.cpu())
         if comparison:
             comparison.check(hashes.cpu())
         finite = not_finite.item() == 0

@@ -29,13 +29,20 @@ from parallel2d.base.config.options import (
     is_read,
     is_reference,
 )
-from parallel2d.base.config.parallel import TENSOR_WORDS, ParallelConfig
+from parallel2d.base.config.parallel import SYNC_WIRES, TENSOR_WORDS, ParallelConfig
 from parallel2d.base.errors import ConfigError, did_you_mean
 
 _Config = TypeVar("_Config", bound=TrainConfig | ParallelConfig)
 # Two settings, and why they do not go together or what to use. A key without a value stands for
 # every value but its default.
 _Conflicts = tuple[tuple[str, str, str], ...]
+
+
+def _wires_not_taken(taker: str, setting: str, reason: str) -> list[tuple[str, str, str]]:
+    """Rows for the wires that ``taker`` has no use for, by the table `SYNC_WIRES`."""
+    names = [wire for wire, takers in SYNC_WIRES.items() if taker not in takers]
+    return [(f"sync.wire={name}", setting, reason) for name in names]
+
 
 _FP8_INPUTS = "products take precision.param=bf16 (or fp32)"
 _BOTH_CHOOSE = "both choose modules: give one of them"
@@ -45,19 +52,19 @@ _PARALLEL_CONFLICTS: _Conflicts = (
     ("bucketing.policy", "bucketing.blocks", _BOTH_CHOOSE),
     ("activation_checkpointing.policy", "activation_checkpointing.blocks", _BOTH_CHOOSE),
     ("strategy=hybrid_full", "sync=diloco", "use strategy=hybrid"),
-    (
-        "strategy=hybrid_full",
-        "sync.wire=int8",
-        "updated parameters cross the replicate axis too, and 8 bits cannot hold them; use "
-        "sync.wire=bf16",
-    ),
     ("strategy=hybrid_full", "sync.engine=torch", "use sync.engine=parallel2d"),
     (
         "strategy=hybrid_full",
         "sync.during_accumulation=full",
         "use sync.during_accumulation=reduce_scatter_only or none",
     ),
-    ("sync.wire=int4", "sync=every_step", "use sync=diloco, or fp32, bf16 or int8 every step"),
+    *_wires_not_taken("every_step", "sync=every_step", "use sync=diloco, or another sync.wire"),
+    *_wires_not_taken(
+        "hybrid_full",
+        "strategy=hybrid_full",
+        "updated parameters cross the replicate axis too, and so few bits cannot hold them; use "
+        "sync.wire=bf16",
+    ),
     ("sync.engine=torch", "sync=diloco", "use sync.engine=parallel2d"),
     ("sync.engine=torch", "sync.wire", "use sync.wire=auto, or sync.engine=parallel2d"),
     ("sync.during_accumulation=full", "sync=diloco", "it is for sync=every_step"),

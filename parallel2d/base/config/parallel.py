@@ -268,7 +268,14 @@ class CompileConfig:
 
 
 SYNC_NAMES = ("every_step", "diloco")
-SYNC_WIRES = ("auto", "fp32", "bf16", "int8", "int4")
+# By wire, what takes it: the methods, and the strategy that splits updates
+SYNC_WIRES = {
+    "auto": ("every_step", "hybrid_full", "diloco"),
+    "fp32": ("every_step", "hybrid_full", "diloco"),
+    "bf16": ("every_step", "hybrid_full", "diloco"),
+    "int8": ("every_step", "diloco"),
+    "int4": ("diloco",),
+}
 
 
 _diloco = partial(option, read_by=("diloco",))
@@ -293,7 +300,7 @@ class SyncConfig:
         "Form in which replicas send, whatever the shard axis does. auto = precision.reduce with "
         "every_step, fp32 with diloco; bf16 = half the bytes of fp32; int8 = a quarter, rounded "
         "at random in blocks of 256. With diloco also int4 = an eighth",
-        choices=SYNC_WIRES,
+        choices=tuple(SYNC_WIRES),
         gone={"sparse": "it cost loss and time; for few bytes use sync=diloco sync.wire=int4"},
     )
     every: int = _diloco(30, "Steps between two exchanges of the same parameters", min=1)

@@ -15,9 +15,6 @@ from parallel2d.training.optimizer import Muon
 
 # What one more rounding costs in the 2-norm of a tensor, in units of the dtype's eps
 _ROUNDINGS = 64
-# Of the blocks of a code: how often another rounding of a sum changes a whole unit. The first
-# number where ranks run the kernels of one process
-_CODES = {"bf16": (2e-4, 1e-3), "int8": (8e-4, 4e-3), "int4": (5e-3, 3e-2)}
 
 
 class Bounds:
@@ -34,17 +31,18 @@ class Bounds:
             computed = _computed(param, same_kernels, subject.mesh.device_type)
         rounding = _ROUNDINGS * torch.finfo(torch.promote_types(storage, torch.float32)).eps
         sent = torch.finfo(reduce).eps * (2 + subject.shape.shard) if reduce.itemsize < 4 else 0.0
-        coded = _CODES.get(config.sync.wire, (0.0, 0.0))[0 if same_kernels else 1]
+        wire = subject.method.named_wire
+        coded = wire.bound[0 if same_kernels else 1] if wire is not None else 0.0
         self.loss = (computed + rounding) / 8
         self.gradient = computed + sent + rounding  # of the mean norm of the contributions
         self.norm = rounding / 4
         # Of the update, and 4 units in the last place of the parameter. Muon multiplies in bf16, in
         # another order where a matrix is split.
         self.update = 0.05 if isinstance(subject.optimizer, Muon) else 200 * rounding
-        if config.sync.name == "diloco":
-            self.update += coded
-        else:
+        if subject.method.replicas_equal:
             self.gradient += coded
+        else:
+            self.update += coded
         # An error is measured by this share of what a parameter of its size has on average, at
         # least: some gradients are zero but for rounding.
         self.least_share = 1e-4 if same_kernels else 1e-2

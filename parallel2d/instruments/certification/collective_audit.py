@@ -16,8 +16,6 @@ from parallel2d.training.metrics.communication import LoggedCollective
 from parallel2d.training.optimizer import Muon
 
 _SHARE_OF_BYTES = 0.02
-# Bytes of a value of what replicas send
-_WIRE_BYTES = {"bf16": 2, "int8": 1, "int4": 1}
 
 Log = Sequence[LoggedCollective]  # of one rank, in order
 
@@ -40,7 +38,7 @@ class CollectiveAudit:
         for dim, axis in enumerate(axis_names(mesh)):
             # A rank that began nothing has its place too.
             logs = [[each for each in log if each.axis == axis] for log in ranks]
-            if predictable and self._subject.config.sync.name == "every_step":
+            if predictable and self._subject.method.replicas_equal:
                 found += self._other_bytes(step, axis, logs)
             for group in mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist():
                 for rank in group[1:]:
@@ -63,12 +61,13 @@ class CollectiveAudit:
 
     def _least_bytes(self, each: LoggedCollective) -> int:
         """How wide what is sent must be, in bytes of a value."""
-        precision, sync = self._subject.config.precision, self._subject.config.sync
+        precision, method = self._subject.config.precision, self._subject.method
         param, reduce = DTYPES[precision.param].itemsize, DTYPES[precision.reduce].itemsize
         if each.axis == "replicate":
-            if sync.name == "diloco":
-                return _WIRE_BYTES.get(sync.wire, 4)
-            least = min(_WIRE_BYTES.get(sync.wire, 8), reduce)
+            least = method.wire(DTYPES[precision.reduce]).item_bytes
+            if not method.replicas_equal:
+                return least
+            least = min(least, reduce)
             return min(least, self._update_bytes) if each.collective == "all_to_all" else least
         if each.axis == "shard" and each.collective == "reduce_scatter":
             return reduce

@@ -31,7 +31,6 @@ from parallel2d.instruments.certification.expected_run import (
     size_of,
 )
 from parallel2d.parallel.mesh import MeshShape, axis_names
-from parallel2d.parallel.sync.outer_settings import describe_sync
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.parallel.weights.named_tensors import tied_names
 from parallel2d.training.metrics.communication import LoggedCollective
@@ -73,7 +72,7 @@ class Examiner:
         # By track, of the step before
         self._gradients_before: list[Tensors] = [{} for _ in self._run.tracks]
         config, shape, module = subject.config, subject.shape, self._run.plain.module
-        crosses = describe_sync(config.strategy, config.sync, shape.replicate)
+        crosses = subject.method.description
         rows: dict[str, ParameterRow] = {}
         for name, parameter in module.named_parameters():
             notes = [] if parameter.requires_grad else ["frozen"]

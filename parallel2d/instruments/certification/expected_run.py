@@ -26,11 +26,11 @@ from parallel2d.base.runtime import seed_everything
 from parallel2d.parallel.mesh import MeshShape
 from parallel2d.parallel.model_structure import fqn_of, held_parameters, owning_modules
 from parallel2d.parallel.parallelize.precision import Precision, cast_storage
-from parallel2d.parallel.sync.blocks import RoundingKeys
-from parallel2d.parallel.sync.outer import ExpectedOuter
-from parallel2d.parallel.sync.owned_parameters import expected_copy
-from parallel2d.parallel.sync.reduction import expected_gradient
+from parallel2d.parallel.sync.methods import method_of
+from parallel2d.parallel.sync.methods.diloco import ExpectedOuter
+from parallel2d.parallel.sync.methods.method import SyncMethod
 from parallel2d.parallel.sync.updates import outer_sync
+from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.parallel.weights.initial_values import (
     Initializer,
@@ -63,6 +63,11 @@ class Subject:
     init: Initializer | None
     weights: Callable[[nn.Module], Container[str]] | None  # as of `parallelize`
     notes: list[str]
+
+    @property
+    def method(self) -> SyncMethod:
+        """What crosses the replicate axis."""
+        return method_of(self.config.strategy, self.config.sync, self.shape.replicate)
 
 
 def seed_forward(step: int, data_rank: int, number: int) -> None:
@@ -234,17 +239,17 @@ class ExpectedRun:
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
-        shape, sync = subject.shape, subject.config.sync
-        # One for each optimizer: with diloco every replica has its own.
+        shape, method = subject.shape, subject.method
+        # One for each optimizer: of replicas that differ, every one has its own.
         self.tracks: list[Track] = []
-        for _ in range(shape.replicate if sync.name == "diloco" else 1):
+        for _ in range(1 if method.replicas_equal else shape.replicate):
             self.tracks.append(Track(plain_copy(subject), subject.optimizer_config))
         self.sync = ExpectedSync(subject, self.tracks)
         self.plain = PlainModel(subject)
         self.ranks_per_track = shape.data_ranks // len(self.tracks)
         # Sums that cross the replicate axis unrounded need not be kept apart.
-        is_exact = sync.name != "diloco" and sync.wire in ("auto", "fp32")
-        self._ranks_per_part = shape.data_ranks // (1 if is_exact else shape.replicate)
+        parts = 1 if method.gradients_are_exact else shape.replicate
+        self._ranks_per_part = shape.data_ranks // parts
         # Of the last step, by data rank: the summed losses, and how many micro-batches there are
         self.losses: list[float] = []
         self.forwards: list[int] = []
@@ -290,19 +295,16 @@ class ExpectedSync:
         self.cuts: dict[str, list[Region]] = {}
         self.before: Tensors = {}  # the step, what the replicas shared
         self._seed = subject.seed
-        self._config = subject.config.sync
-        self._splits = subject.config.strategy.splits_updates
+        self._method = subject.method
+        self._outer: ExpectedOuter | None = None
         outer = outer_sync(subject.model)
-        begins: dict[str, int] = {}
-        for fragment in outer.fragments if outer else ():
-            begins |= {parameter.name: fragment.begins for parameter in fragment.parameters}
-        parameters = [track.parameters for track in tracks]
-        self._outer = ExpectedOuter(self._config, self._seed, parameters, begins, self.cuts)
+        if outer is not None:
+            self._outer = outer.expected([track.parameters for track in tracks], self.cuts)
 
     @property
     def shared(self) -> Tensors:
         """With diloco what the replicas share."""
-        return self._outer.shared
+        return self._outer.shared if self._outer is not None else {}
 
     def mean_gradients(
         self, step: int, replicas: Sequence[Mapping[str, ExpectedGradient]]
@@ -313,7 +315,7 @@ class ExpectedSync:
         for name in replicas[0]:
             found = [each[name] for each in replicas]
             values, cut = [each.value for each in found], self.cuts[name]
-            value = expected_gradient(values, self._config.wire, cut, keys, name, self._splits)
+            value = self._method.expected_gradient(values, cut, keys, name)
             size = sum(each.size for each in found) / len(found)
             used = any(each.used for each in found)
             means[name] = ExpectedGradient(len(found), value, None, size, used)
@@ -321,15 +323,17 @@ class ExpectedSync:
 
     def arrived(self, updated: Tensor) -> Tensor:
         """What the replicas get of an updated parameter."""
-        return expected_copy(updated, self._config.wire) if self._splits else updated
+        return self._method.expected_copy(updated)
 
     def after_update(self, step: int) -> None:
         """With diloco: exchanges what is due after ``step`` updates, and applies what arrives."""
-        self._outer.after_update(step)
+        if self._outer is not None:
+            self._outer.after_update(step)
 
     def take(self, shared: Tensors) -> None:
         """Goes on from what the ranks share."""
-        self._outer.shared = {name: value.clone() for name, value in shared.items()}
+        if self._outer is not None:
+            self._outer.shared = {name: value.clone() for name, value in shared.items()}
         self.before = shared
 
 

@@ -60,7 +60,7 @@ def certify(
     config = copy.deepcopy(config)
     optimizer = optimizer or OptimizerConfig()
     notes: list[str] = []
-    steps = choose_steps(config.sync, notes)
+    steps = choose_steps(config, notes)
     parallel = parallelize(
         copy.deepcopy(model), mesh, config, seed=seed, init=init, tensor_plan=tensor_plan
     )

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base import exchange
-from parallel2d.base.config import SyncConfig
+from parallel2d.base.config import ParallelConfig, TrainConfig
 from parallel2d.base.runtime import seed_everything
 from parallel2d.instruments.certification.certificate import Certificate
 from parallel2d.instruments.certification.examiner import Examiner, RankRecord
@@ -27,6 +27,7 @@ from parallel2d.parallel.mesh import axis_positions, data_coordinate
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.sync import accumulate, set_step
 from parallel2d.parallel.sync.comparison import hashes_of
+from parallel2d.parallel.sync.methods import method_of
 from parallel2d.parallel.sync.updates import outer_sync
 from parallel2d.parallel.weights.geometry import local_region
 from parallel2d.parallel.weights.named_tensors import parameters_by_name, reshard, updated_by_name
@@ -35,12 +36,14 @@ from parallel2d.training.metrics.communication import CommunicationMeter
 _FEWEST_STEPS = 5
 
 
-def choose_steps(sync: SyncConfig, notes: list[str]) -> int:
-    """How many steps show all that happens: with diloco two periods, which are shortened in
-    ``sync``, and until the last part has arrived."""
-    if sync.name != "diloco":
+def choose_steps(config: TrainConfig | ParallelConfig, notes: list[str]) -> int:
+    """How many steps show all that happens: where parameters cross now and then, two periods, which
+    are shortened in ``config``, and until the last part has arrived."""
+    sync = config.sync
+    # The number of replicas, which is not known yet, changes no period.
+    every = method_of(config.strategy, sync, replicas=1).shortest_period
+    if every == 0:
         return _FEWEST_STEPS
-    every = max(sync.delay + 1, sync.fragments, 3)
     if every < sync.every:
         notes.append(f"sync.every={every} instead of {sync.every}, to see outer steps")
         sync.every = every
@@ -145,7 +148,7 @@ class _Session:
         _hold(record, "weights", self._parameters, self._replica)
         weights = self._gather(self._parameters)
         updated = weights
-        if self._subject.config.strategy.splits_updates:
+        if self._subject.method.splits_updates:
             updated = self._gather(self._updated)
         shared = []
         if self._outer is not None:

@@ -37,7 +37,7 @@ def certify_job(job: Job, runtime: Runtime) -> Certificate:
     certificate is the same on every rank. Nothing else of it stays."""
     notes: list[str] = []
     config = copy.deepcopy(job.config)
-    steps = choose_steps(config.sync, notes)
+    steps = choose_steps(config, notes)
     config.checkpoint.enabled = False
     config.checkpoint.resume = "never"
     config.checkpoint.memory_every = 0

@@ -18,7 +18,6 @@ from parallel2d.instruments.planner.scaling import (
     wait_between_hosts,
 )
 from parallel2d.parallel.cost.predicted_peak import PredictedMemory
-from parallel2d.parallel.sync.outer_settings import describe_sync
 
 _GIB = 2**30
 _MOST_LINES = 12
@@ -37,7 +36,7 @@ def summary(config: TrainConfig, cost: LayoutCost) -> list[str]:
         f"model       {cost.model}: {cost.parameters:,} parameters",
         f"{_INDENT}precision {config.precision.name}, bucketing {config.bucketing.name}, "
         f"activation checkpointing {config.activation_checkpointing.name}",
-        f"sync        {describe_sync(config.strategy, config.sync, shape.replicate)}",
+        f"sync        {layout.method.description}",
         f"batch       {cost.sample.describe(config.train.global_batch_size)} = "
         f"{shape.data_ranks} data ranks x {layout.accumulation} micro-batches x "
         f"{layout.micro_batch_size}",

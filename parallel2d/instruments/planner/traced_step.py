@@ -29,7 +29,7 @@ from parallel2d.parallel.mesh import build_mesh
 from parallel2d.parallel.parallelize import parallelize_on_fake_tensors
 from parallel2d.parallel.parallelize.precision import input_dtype
 from parallel2d.parallel.sync import accumulate
-from parallel2d.parallel.sync.gradient_sync import gradient_syncs
+from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.training.data.batch import SampleShape
 from parallel2d.training.model_families import ModelParts
 from parallel2d.training.optimizer import build_optimizer
@@ -76,8 +76,8 @@ def trace_step(
         floating = input_dtype(config.precision) or torch.float32
         with fake:
             build_optimizer(model, config.optimizer)
-            for engine in gradient_syncs(model):
-                engine.never_agree()
+            for engine in reducers_in(model):
+                engine.agreement.defer()
             batches = []
             for _ in range(min(layout.accumulation, 2)):
                 batches.append(sample.example(layout.micro_batch_size, "cpu", floating=floating))

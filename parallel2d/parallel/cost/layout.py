@@ -10,6 +10,8 @@ from parallel2d.parallel.cost.model_shapes import ModelShapes, group_traffic
 from parallel2d.parallel.cost.traffic import AxisTraffic
 from parallel2d.parallel.fsdp_internals import GroupTraffic
 from parallel2d.parallel.mesh import MeshShape
+from parallel2d.parallel.sync.methods import method_of
+from parallel2d.parallel.sync.methods.method import SyncMethod
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,17 @@ class Layout:
     @property
     def splits_updates(self) -> bool:
         """Whether each replica updates its own rows of the parameters."""
-        if self.shape.replicate == 1 or self.config.sync.name == "diloco":
-            return False
-        return self.config.strategy.splits_updates
+        return self.method.splits_updates
+
+    @cached_property
+    def method(self) -> SyncMethod:
+        """What crosses the replicate axis."""
+        return method_of(self.config.strategy, self.config.sync, self.shape.replicate)
 
     @property
     def traffic(self) -> AxisTraffic:
         """How a group crosses the axes."""
-        return AxisTraffic(self.shape, self.device_type, self.config.sync, self.splits_updates)
+        return AxisTraffic(self.shape, self.device_type, self.method)
 
     @cached_property
     def groups(self) -> list[tuple[GroupTraffic, int]]:

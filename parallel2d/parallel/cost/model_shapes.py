@@ -183,7 +183,7 @@ class _Collector:
         )
 
     def _gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """The dtype of the gradient that the optimizer gets; see `GradientSync`."""
+        """The dtype of the gradient that the optimizer gets; see `ReplicaReducer`."""
         # Torch's own engine casts gradients to the dtype of the parameter, and so does `Scalar`.
         if self._config.sync.engine == "torch" or parameter.ndim == 0:
             return parameter.dtype

@@ -24,8 +24,6 @@ from parallel2d.parallel.cost.model_shapes import ParameterShape, group_traffic
 from parallel2d.parallel.cost.state_memory import state_bytes
 from parallel2d.parallel.parallelize.precision import DTYPES
 
-_WIRE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
-
 
 @dataclass(frozen=True)
 class PredictedMemory:
@@ -199,18 +197,5 @@ def _bytes_of(group: Sequence[ParameterShape], shard: int) -> _Group:
 def _bucket_bytes(groups: Sequence[_Group], layout: Layout) -> int:
     """Of two buckets between replicas, as they are received and, where that is another form, as
     they are sent; sums that are reduced in place need none."""
-    sync = layout.config.sync
-    if layout.shape.replicate == 1 or sync.name != "every_step" or sync.engine == "torch":
-        return 0
-    wire = _WIRE_BYTES.get(sync.wire)
-    if wire is None:
-        wire = DTYPES[layout.config.precision.reduce].itemsize
-    if wire >= 4 and not layout.splits_updates:
-        return 0
-    whole = sum(group.sums for group in groups)
-    largest = max(group.sums for group in groups)
-    bucket = max(largest, int(sync.bucket_mib * 2**20))
-    if wire >= 4:
-        return min(whole, bucket)
-    # As many values as are in both, once as they are sent and once as they are received.
-    return min(whole, 2 * bucket) * wire // 2
+    reduce = DTYPES[layout.config.precision.reduce]
+    return layout.method.buffer_bytes([group.sums for group in groups], reduce.itemsize)

@@ -11,10 +11,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parallel2d.base.config import OptimizerConfig, ParallelConfig
+from parallel2d.base.config import OptimizerConfig
 from parallel2d.parallel.cost.layout import Layout
 from parallel2d.parallel.cost.model_shapes import ModelShapes, ParameterShape, first_part
-from parallel2d.parallel.sync.outer_settings import outer_settings
 
 _STEP_BYTES = 4  # torch's optimizers count the steps of each parameter in an fp32 tensor
 
@@ -47,8 +46,7 @@ def state_bytes(layout: Layout) -> StateBytes:
     Every trained parameter is taken to have a gradient, and the optimizer to have made a step: one
     that no rank ever uses has neither.
     """
-    config, shape = layout.config, layout.shape
-    keeps_masters = layout.splits_updates and config.sync.wire == "bf16"
+    shape, method = layout.shape, layout.method
     parameters = masters = gradients = state = outer = 0
     for parameter, count, is_split in _parameters(layout.shapes):
         held = updated = parameter.shape
@@ -59,11 +57,11 @@ def state_bytes(layout: Layout) -> StateBytes:
         parameters += count * math.prod(held) * parameter.stored
         if not parameter.is_trained:
             continue
-        if keeps_masters and is_split:
+        if method.keeps_masters and is_split:
             masters += count * math.prod(updated) * parameter.stored
         gradients += count * math.prod(updated) * parameter.gradient
         state += count * _optimizer_bytes(updated, parameter, layout.optimizer)
-        outer += count * _outer_bytes(math.prod(held), parameter, config)
+        outer += count * method.shared_copies * math.prod(held) * parameter.sum_itemsize
     return StateBytes(parameters, masters, gradients, state, outer, layout.shapes.buffer_bytes)
 
 
@@ -101,17 +99,3 @@ def _adafactor_numel(updated: tuple[int, ...]) -> int:
         return math.prod(updated)
     *batch, rows, columns = updated
     return math.prod(batch) * (rows + columns)
-
-
-def _outer_bytes(numel: int, parameter: ParameterShape, config: ParallelConfig) -> int:
-    """Bytes of the outer parameter, its momentum and what was not sent yet."""
-    if config.sync.name != "diloco":
-        return 0
-    copies = 1
-    _, momentum = outer_settings(config.sync)
-    if momentum > 0:
-        copies += 1
-    # This code keeps what it has rounded away.
-    if config.sync.wire == "int4":
-        copies += 1
-    return copies * numel * parameter.sum_itemsize

@@ -20,7 +20,7 @@ from parallel2d.parallel.cost.collectives import GroupPlacement, collective_seco
 from parallel2d.parallel.cost.layout import Layout
 from parallel2d.parallel.cost.state_memory import state_bytes
 from parallel2d.parallel.fsdp_internals import GroupTraffic
-from parallel2d.parallel.sync.bucket import fill_buckets
+from parallel2d.parallel.sync.engine.buckets import fill_buckets
 
 # The share of the peak that training reaches while nothing waits for a link, by a part of the
 # device's name and whether blocks are compiled: fitted on published throughput in bf16 by
@@ -129,7 +129,7 @@ class _Estimate:
         )
         update = self._update()
         seconds = step_seconds(groups, schedule, update=update, between_steps=after_update)
-        if self._sync.name == "diloco":
+        if not layout.method.replicas_equal:
             added = self._exchanges(seconds.total)
             seconds = step_seconds(groups, schedule, update=update, between_steps=added)
         samples_per_s = layout.global_batch_size / seconds.total
@@ -225,10 +225,10 @@ class _Estimate:
             )
             found += [seconds] * count
             in_order += [group] * count
-            if traffic.splits_updates:
+            if layout.splits_updates:
                 updated = self._collective("all_gather", traffic.updated(group), "replicate")
                 after_update += count * updated
-        if layout.shape.replicate > 1 and self._sync.name != "diloco":
+        if layout.method.reductions(layout.accumulation):
             self._reduce_buckets(found, in_order)
         return found, after_update
 
@@ -263,7 +263,7 @@ class _Estimate:
         """Seconds per step that the exchanges of ``sync=diloco`` add to one of ``step``."""
         sent = 0.0
         for group, count in self._layout.groups:
-            sent += count * self._layout.traffic.outer(group)
+            sent += count * self._layout.traffic.updated(group)
         fragments = self._sync.fragments
         # Each fragment is one collective.
         exchange = fragments * self._collective("all_reduce", sent / fragments, "replicate")

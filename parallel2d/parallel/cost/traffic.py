@@ -6,33 +6,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.config import SyncConfig
 from parallel2d.parallel import fsdp_internals
 from parallel2d.parallel.cost.collectives import sent_bytes
 from parallel2d.parallel.fsdp_internals import GroupTraffic
 from parallel2d.parallel.mesh import MeshShape, mesh_shape
-from parallel2d.parallel.sync.blocks import BITS, BlockCode, blocks_of
-from parallel2d.parallel.sync.gradient_sync import gradient_syncs
-
-_ITEM_BYTES = {"fp32": 4, "bf16": 2}
+from parallel2d.parallel.sync.engine.replica_reducer import engine_of
+from parallel2d.parallel.sync.methods.method import SyncMethod
 
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """How a group crosses both axes. ``splits_updates``: each replica updates its own rows. Bytes
-    are those that one rank sends in one collective, mean over the ranks of its group."""
+    """How a group crosses both axes. Bytes are those that one rank sends in one collective, mean
+    over the ranks of its group."""
 
     shape: MeshShape
     device_type: str
-    sync: SyncConfig
-    splits_updates: bool
+    method: SyncMethod
 
     def gathered(self, group: GroupTraffic) -> float:
         """By one all-gather of the parameters over the shard axis."""
@@ -42,36 +37,20 @@ class AxisTraffic:
     def scattered(self, group: GroupTraffic) -> tuple[str, float]:
         """By one reduction of the gradients over the shard axis, and its collective. Torch's own
         engine adds narrow gradients in a reduce-scatter, ours exchanges them."""
-        is_exchanged = self.sync.engine == "parallel2d" and group.reduced_itemsize < 4
+        is_exchanged = self.method.config.engine == "parallel2d" and group.reduced_itemsize < 4
         collective = "all_to_all" if is_exchanged else "reduce_scatter"
         whole = group.reduced_bytes * self.shape.shard
         return collective, sent_bytes(collective, whole, self.shape.shard, self.device_type)
 
     def reduced(self, group: GroupTraffic) -> tuple[str, float]:
         """By one reduction of the gradients between replicas, and its collective."""
-        wire = self.sync.wire
-        if self.sync.engine == "torch":
-            return "all_reduce", self._between("all_reduce", group.reduced_bytes)
-        item = _ITEM_BYTES.get(wire, group.reduced_itemsize)
-        if self.splits_updates:
-            return "all_to_all", self._between("all_to_all", group.reduced_numel * item)
-        if wire in BITS:
-            return "all_reduce", self._between("all_reduce", _coded(group.reduced_shapes, wire))
-        # No dtype wider than that of the gradients is sent.
-        item = min(item, group.sum_itemsize)
-        return "all_reduce", self._between("all_reduce", group.reduced_numel * item)
+        collective, whole = self.method.gradients(group)
+        return collective, self._between(collective, whole)
 
     def updated(self, group: GroupTraffic) -> float:
-        """By the all-gather of updated parameters between replicas that split the updates."""
-        item = _ITEM_BYTES["bf16"] if self.sync.wire == "bf16" else group.stored_itemsize
-        return self._between("all_gather", group.reduced_numel * item)
-
-    def outer(self, group: GroupTraffic) -> float:
-        """By one exchange of ``sync=diloco``."""
-        if self.sync.wire in BITS:
-            return self._between("all_reduce", _coded(group.reduced_shapes, self.sync.wire))
-        item = _ITEM_BYTES["bf16"] if self.sync.wire == "bf16" else group.sum_itemsize
-        return self._between("all_reduce", group.reduced_numel * item)
+        """By what crosses of its parameters between replicas, once in `method.update_period`
+        updates."""
+        return self._between(*self.method.parameters(group))
 
     def per_step(
         self, groups: Iterable[tuple[GroupTraffic, int]], accumulation: int
@@ -85,7 +64,7 @@ class AxisTraffic:
         the replicas what the sync method sends, once or per micro-batch with ``full``. Parameters
         count as they travel: padded to the shard axis, in the dtype they are gathered in.
         """
-        scatters = 1 if self.sync.during_accumulation == "none" else accumulation
+        scatters = 1 if self.method.config.during_accumulation == "none" else accumulation
         replicate = shard = 0.0
         for group, count in groups:
             gathers = accumulation * (2 if group.frees_after_forward else 1)
@@ -98,21 +77,12 @@ class AxisTraffic:
         return predicted
 
     def _between_replicas(self, group: GroupTraffic, accumulation: int) -> float:
-        if self.sync.name == "diloco" and self.sync.engine == "parallel2d":
-            return self.outer(group) / self.sync.every
-        _, sent = self.reduced(group)
-        if self.splits_updates:
-            return sent + self.updated(group)
-        return sent * (accumulation if self.sync.during_accumulation == "full" else 1)
+        _, reduced = self.reduced(group)
+        reductions = self.method.reductions(accumulation)
+        return reductions * reduced + self.updated(group) / self.method.update_period
 
     def _between(self, collective: str, whole: float) -> float:
         return sent_bytes(collective, whole, self.shape.replicate, self.device_type)
-
-
-def _coded(shapes: Sequence[torch.Size], wire: str) -> int:
-    """Bytes of tensors of these shapes, each of which begins a block of its own."""
-    row = BlockCode(BITS[wire]).row_bytes
-    return sum(blocks_of(shape.numel()) * row for shape in shapes)
 
 
 def predict_communication(
@@ -124,14 +94,9 @@ def predict_communication(
 ) -> dict[str, float]:
     """Bytes that a rank sends per step over the ``replicate`` and ``shard`` axes, as
     ``{"comm/AXIS/bytes": bytes}``. ``model``: after `parallelize`."""
-    engine = next(iter(gradient_syncs(model)), None)
-    sync = SyncConfig(engine="torch") if engine is None else engine.config
-    crossing = AxisTraffic(
-        mesh_shape(mesh),
-        mesh.device_type,
-        dataclasses.replace(sync, during_accumulation=during_accumulation),
-        splits_updates=engine is not None and engine.method.owners is not None,
-    )
+    method = engine_of(model).method
+    config = dataclasses.replace(method.config, during_accumulation=during_accumulation)
+    crossing = AxisTraffic(mesh_shape(mesh), mesh.device_type, type(method)(config))
     groups = [(group, 1) for group in fsdp_internals.traffic_by_group(model)]
     return crossing.per_step(groups, accumulation)
 

@@ -87,7 +87,7 @@ def _axes_of_owners(parameter: ParameterShape, layout: Layout) -> list[tuple[str
         ("shard", shape.shard, 0),
     ]
     # Replicas that differ update on their own.
-    if layout.config.sync.name != "diloco":
+    if layout.method.replicas_equal:
         axes.append(("replicate", shape.replicate, 0 if layout.splits_updates else None))
     return axes
 

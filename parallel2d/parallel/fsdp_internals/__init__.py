@@ -5,6 +5,12 @@ it unnecessary. Written for torch 2.13; `tests/test_sync.py` compares `REACHED` 
 these files reach, and lists what another torch version lacks.
 """
 
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, _common_utils
+
 # The tensors of an output on which torch puts its hooks. A public traversal such as `tree_leaves`
 # does not enter the same containers.
 from torch.distributed.fsdp._common_utils import collect_grad_tensors
@@ -12,21 +18,22 @@ from torch.distributed.fsdp._common_utils import collect_grad_tensors
 # `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` are public and take these
 # classes, which `torch.distributed.fsdp` does not export.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
 
-from parallel2d.parallel.fsdp_internals.forward_order import ForwardOrder, prefetch_in_forward
-from parallel2d.parallel.fsdp_internals.private_names import KEPT, REACHED
-from parallel2d.parallel.fsdp_internals.sharded_group import (
-    ShardedGroup,
-    ShardedParameter,
-    sharded_groups,
-)
+from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, FSDPParameter, fsdp_groups
 from parallel2d.parallel.fsdp_internals.sharded_model import (
+    ForwardOrder,
     GroupTraffic,
     RunningForward,
     after_backward,
     groups,
     has_begun,
     in_backward,
+    prefetch_in_forward,
     reduce_over_shard_alone,
     reset_iteration,
     set_asynchronous_gathers,
@@ -38,14 +45,15 @@ __all__ = [
     "KEPT",
     "REACHED",
     "AllGather",
+    "FSDPGroup",
+    "FSDPParameter",
     "ForwardOrder",
     "GroupTraffic",
     "ReduceScatter",
     "RunningForward",
-    "ShardedGroup",
-    "ShardedParameter",
     "after_backward",
     "collect_grad_tensors",
+    "fsdp_groups",
     "groups",
     "has_begun",
     "in_backward",
@@ -53,7 +61,48 @@ __all__ = [
     "reduce_over_shard_alone",
     "reset_iteration",
     "set_asynchronous_gathers",
-    "sharded_groups",
     "states",
     "traffic_by_group",
 ]
+
+# What the package reaches on classes and modules.
+REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (FSDPModule, ("_get_fsdp_state", "_set_unshard_async_op", "reset_iter_state")),
+    (FSDPState, ("_root_post_backward_final_callback",)),
+    (FSDPParamGroup, (
+        "pre_forward", "post_backward", "finalize_backward", "wait_for_unshard", "_init_mp_dtypes",
+        "_reduce_scatter_process_group", "_to_sharded",
+    )),
+    (FSDPParam, (
+        # torch calls these two, and they add in `reduce_dtype`, which `set_dtypes` replaces.
+        "accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed",
+        "to_sharded_dtensor", "unsharded_param",
+    )),
+    (_common_utils, ("collect_grad_tensors",)),
+    (AllGather, ("allocate", "__call__")),
+    (ReduceScatter, ("allocate", "__call__")),
+    (TrainingState, ("IDLE", "FORWARD")),
+    (DTensor, ("_local_tensor",)),
+    (Tensor, ("_post_accumulate_grad_hooks",)),
+    (torch, ("_C", "_dynamo")),
+    (torch._C, ("_current_graph_task_id",)),
+)  # fmt: skip
+
+# What it reaches on objects, once they have run.
+KEPT: dict[type, tuple[str, ...]] = {
+    FSDPState: (
+        "_comm_ctx", "_fsdp_param_groups", "_is_root", "_states_to_forward_prefetch",
+        "_training_state",
+    ),
+    FSDPCommContext: ("post_forward_order",),
+    FSDPParamGroup: (
+        "modules", "fsdp_params", "mesh_info", "mp_policy", "post_forward_mesh_info",
+        "reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params", "_all_gather_result",
+        "_orig_dtype", "_partial_reduce_output", "_post_forward_indices", "_post_reduce_event",
+        "_reduce_dtype", "_training_state",
+    ),
+    FSDPParam: (
+        "sharded_param", "sharded_size", "mesh_info", "post_forward_mesh_info", "reduce_dtype",
+        "unsharded_accumulated_grad", "_sharded_param_data", "_unsharded_param",
+    ),
+}  # fmt: skip

@@ -1,8 +1,9 @@
-"""What `fully_shard` keeps for a whole model, and settings for which it has no public names."""
+"""What `fully_shard` keeps for a whole model, such as the order of its forwards, and settings for
+which it has no public names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -95,7 +96,7 @@ def set_asynchronous_gathers(model: nn.Module, enabled: bool) -> None:
 
 
 class GroupTraffic(NamedTuple):
-    """What a group of parameters moves, counted on one rank."""
+    """Counts what a group of parameters moves on one rank."""
 
     gathered_bytes: int  # of this rank's padded parts, in the dtype in which they are gathered
     reduced_bytes: int  # of their gradients, in the dtype in which they are reduced
@@ -152,7 +153,7 @@ def _traffic_of(group: FSDPParamGroup) -> GroupTraffic:
 
 
 def reduce_over_shard_alone(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Takes the replicate axis away from the engine; parameters keep their placements on both axes.
+    """Takes the replicate axis away from `fully_shard`; parameters stay placed on both axes.
 
     With it `fully_shard` keeps the partial sums of an accumulation as one flat buffer without the
     names of its parameters (`_partial_reduce_output`), so micro-batches that use different
@@ -172,7 +173,7 @@ def reduce_over_shard_alone(model: nn.Module, mesh: DeviceMesh) -> None:
 def after_backward(model: nn.Module, callback: Callable[[], None]) -> None:
     """Calls ``callback`` at the end of every backward pass, after all groups have been reduced.
 
-    The engine queues such a callback itself, in the first hook of a backward; ours follows it.
+    torch queues such a callback itself, in the first hook of a backward; ours follows it.
     ``Variable._execution_engine.queue_callback``, the other way, is private too.
     """
 
@@ -187,3 +188,70 @@ def after_backward(model: nn.Module, callback: Callable[[], None]) -> None:
     for state in states(model):
         original = state._root_post_backward_final_callback
         state._root_post_backward_final_callback = followed(original)  # type: ignore[method-assign]
+
+
+def prefetch_in_forward(module: nn.Module, later: Sequence[nn.Module]) -> None:
+    """Has ``module`` gather, in forward, the parameters of the modules ``later`` too, but not while
+    activations are recomputed.
+
+    `FSDPModule.set_modules_to_forward_prefetch` would do if torch did not follow such chains in
+    recomputation.
+    """
+    chain = _EmptyInBackward(state_of(other) for other in later)
+    # torch goes through the chain when the parameters of `module` have been gathered.
+    state_of(module)._states_to_forward_prefetch = chain
+
+
+class _EmptyInBackward(list[FSDPState]):
+    """A forward chain that is empty during backward. Recomputation runs forwards in backward, whose
+    successors have been through backward already: gathering them again would be a collective for
+    nothing."""
+
+    def __iter__(self) -> Iterator[FSDPState]:
+        if in_backward():
+            return iter(())
+        return super().__iter__()
+
+
+class ForwardOrder:
+    """The order in which the groups of ``model``, which is no part of a larger one, ended their
+    forward, as torch records it in order to prefetch in backward.
+
+    torch empties it at the end of the last backward pass of a global batch, but does not remove
+    forwards without gradients from it. It has no public accessor.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._groups = groups(model)
+
+    @property
+    def _record(self) -> list[FSDPParamGroup]:
+        # Looked up each time: `torch.distributed.fsdp.share_comm_ctx` replaces the context.
+        return state_of(self._model)._comm_ctx.post_forward_order
+
+    def modules(self) -> list[tuple[nn.Module, ...]]:
+        """The modules of each group. One that ran several times occurs as often, as the same
+        tuple."""
+        return [group.modules for group in self._record]
+
+    def remove_finished(self) -> int:
+        """Removes all forwards if torch expects no backward pass for any of them. Returns the
+        number of those that are left."""
+        record = self._record
+        # torch keeps the positions of a group's forwards in the record until backward reaches them.
+        if not any(group._post_forward_indices for group in self._groups):
+            record.clear()
+        return len(record)
+
+    def shorten(self, length: int) -> None:
+        """Removes all forwards but the first ``length``, and drops parameters that were gathered
+        early and not used: the next forward would take them for current."""
+        del self._record[length:]
+        for group in self._groups:
+            kept = [index for index in group._post_forward_indices if index < length]
+            group._post_forward_indices = kept
+            # An all-gather that was issued and that no forward has waited for.
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
+                group._to_sharded()

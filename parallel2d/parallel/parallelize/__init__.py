@@ -38,7 +38,7 @@ from parallel2d.parallel.parallelize.scalars import keep_whole, scalar_places
 from parallel2d.parallel.parallelize.sharding import shard, synchronize
 from parallel2d.parallel.parallelize.tensor_parallel import apply_tensor_parallel
 from parallel2d.parallel.sync import clear_with_gradients
-from parallel2d.parallel.sync.engine import engine_of
+from parallel2d.parallel.sync.engine.replica_reducer import engine_of
 from parallel2d.parallel.weights.initial_values import Initializer, build_on_meta
 from parallel2d.parallel.weights.source import WeightSource
 
@@ -193,7 +193,7 @@ def _lay_out(
     # Weights on this rank.
     with while_filling:
         source.fill(model, mesh.device_type, offload=config.cpu_offload)
-        engine_of(model).prepare()
+        engine_of(model).updates.make(model)
 
 
 _OPTIONS = ("seed", "init", "tensor_plan", "broadcast_from", "weights", "topology", "ignored")

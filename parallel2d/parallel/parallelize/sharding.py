@@ -35,7 +35,7 @@ from parallel2d.base.config import ParallelConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import Topology
 from parallel2d.parallel import fsdp_internals
-from parallel2d.parallel.fsdp_internals import ShardedGroup, collect_grad_tensors
+from parallel2d.parallel.fsdp_internals import FSDPGroup, collect_grad_tensors
 from parallel2d.parallel.mesh import has_cpu_backend, mesh_shape
 from parallel2d.parallel.parallelize.collective_order import (
     CollectiveOrder,
@@ -44,8 +44,12 @@ from parallel2d.parallel.parallelize.collective_order import (
 )
 from parallel2d.parallel.parallelize.precision import Precision
 from parallel2d.parallel.parallelize.scalars import Scalar
-from parallel2d.parallel.sync import GradientSync, TorchSync
-from parallel2d.parallel.sync.rounded_exchange import WIRES
+from parallel2d.parallel.sync.engine.replica_reducer import (
+    ReplicaReducer,
+    TorchReducer,
+    register_engine,
+)
+from parallel2d.parallel.sync.methods import method_of
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +110,8 @@ def synchronize(
     Raises `ConfigError` for a group whose trained parameters have several dtypes, and for what
     torch's own engine cannot do.
     """
-    groups = fsdp_internals.sharded_groups(model)
+    groups = fsdp_internals.fsdp_groups(model)
+    method = method_of(config.strategy, config.sync, mesh_shape(mesh).replicate)
     if config.sync.engine == "torch":
         for what, wanted in (
             ("parameters without dimensions are", scalars),
@@ -119,16 +124,14 @@ def synchronize(
             "sync.engine=torch: gradients of parameters that ranks or micro-batches use "
             "differently may land in others"
         )
-        TorchSync(model, groups, mesh)
+        register_engine(model, TorchReducer(mesh, groups, method))
         return
     if mesh_shape(mesh).replicate > 1:
         fsdp_internals.reduce_over_shard_alone(model, mesh)
     for group in groups:
         in_fp32 = id(group.modules[0]) in precision.fp32_modules
         wire = torch.float32 if in_fp32 else precision.reduce
-        # Words that stand for no dtype are those of sync=diloco, which sends no gradients.
-        between_replicas = WIRES.get(config.sync.wire, wire)
-        group.set_dtypes(precision.sums, wire, between_replicas)
+        group.set_dtypes(precision.sums, wire)
     order = None
     # With one rank nothing is gathered or reduced over the shard axis.
     if mesh_shape(mesh).shard > 1:
@@ -136,32 +139,32 @@ def synchronize(
         hosts = {topology.hosts[rank] for rank in dist.get_process_group_ranks(shard_group)}
         order = CollectiveOrder.of(shard_group, len(hosts) == 1, mesh.device_type)
     kept = precision.reduce if precision.keep_reduced else precision.storage
-    engine = GradientSync(
-        model,
+    engine = ReplicaReducer(
         mesh,
         groups,
+        method,
         final_dtype=kept if kept != precision.sums else None,
         scalars=scalars,
         order=order,
-        config=config.sync,
-        splits_updates=config.strategy.splits_updates,
         seed=seed,
     )
+    register_engine(model, engine)
     fsdp_internals.after_backward(model, engine.end_backward)
     if order is not None:
         _keep_order(order, groups, engine)
 
 
 def _keep_order(
-    order: CollectiveOrder, groups: Sequence[ShardedGroup], engine: GradientSync
+    order: CollectiveOrder, groups: Sequence[FSDPGroup], engine: ReplicaReducer
 ) -> None:
     number = order.add_model([group.called for group in groups])
+    abandon = engine.agreement.abandon
     for index, group in enumerate(groups):
         # Modules of one group share the state that holds it.
         module = group.modules[0]
         assert isinstance(module, FSDPModule)
-        module.set_custom_all_gather(OrderedAllGather(order, number, index, engine.abandon))
-        module.set_custom_reduce_scatter(OrderedReduceScatter(order, number, index, engine.abandon))
+        module.set_custom_all_gather(OrderedAllGather(order, number, index, abandon))
+        module.set_custom_reduce_scatter(OrderedReduceScatter(order, number, index, abandon))
 
 
 def check_offload(cpu_offload: bool, device_type: str, replicate: int = 1) -> None:

@@ -1,14 +1,15 @@
-"""Reduces gradients over the replicate axis: in which micro-batch, in which order and by which
-collective. `GradientSync` is the engine."""
+"""Reduces gradients over the replicate axis: in which micro-batch, in which order, in which form.
 
-from parallel2d.parallel.sync.accumulation import (
+`methods/` says what crosses the axis and when, `wires/` in which form, `engine/` reduces gradients
+by both.
+"""
+
+from parallel2d.parallel.sync.engine.accumulation import (
     accumulate,
     clear_with_gradients,
     discard_accumulated,
     no_sync,
 )
-from parallel2d.parallel.sync.engine import TorchSync
-from parallel2d.parallel.sync.gradient_sync import GradientSync
 from parallel2d.parallel.sync.updates import (
     attach_optimizer,
     compare_replicas,
@@ -21,8 +22,6 @@ from parallel2d.parallel.sync.updates import (
 )
 
 __all__ = [
-    "GradientSync",
-    "TorchSync",
     "accumulate",
     "attach_optimizer",
     "clear_with_gradients",

@@ -7,7 +7,8 @@ exchange more, to name the parameter and the rank.
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -35,7 +36,6 @@ class ReplicaComparison:
         at = axis_positions(mesh)
         # This rank's place in its replica: ranks of one place hold equal tensors.
         self._place = at.get("shard", 0) * shape.tensor + at.get("tensor", 0)
-        self._replica = at.get("replicate", 0)
 
     def vector(self) -> Tensor:
         """fp64 [2 * groups * places], on CPU, to be summed over all ranks: by group and place the
@@ -61,12 +61,19 @@ class ReplicaComparison:
         own: dict[str, int] = {}
         for group in groups:
             tensors = self._groups[group]
-            hashes = hashes_of(list(tensors.values()))
-            own.update(zip(tensors, hashes, strict=True))
-        ranks = all_gather((self._replica, self._place, own))
+            own.update(zip(tensors, hashes_of(list(tensors.values())), strict=True))
+        ranks = all_gather((self._place, own))
         found: list[str] = []
-        for name in own:
-            found.extend(_differing(name, [(r, p, each[name]) for r, p, each in ranks]))
+        for name, place in itertools.product(own, range(self._places)):
+            ranks_by_hash: dict[int, list[int]] = defaultdict(list)
+            for rank, (at, hashes) in enumerate(ranks):
+                if at == place:
+                    ranks_by_hash[hashes[name]].append(rank)
+            # With two replicas nobody is in the majority.
+            majority, *others = sorted(ranks_by_hash.values(), key=len, reverse=True)
+            if others:
+                minority = sorted(itertools.chain.from_iterable(others))
+                found.append(f"{name} differs between ranks {majority} and {minority}")
         return (
             f"replicas are not equal any more, in {first_five(groups, ', ')}: {first_five(found)}. "
             "Memory was damaged, or something other than the optimizer has changed a parameter on "
@@ -75,25 +82,8 @@ class ReplicaComparison:
         )
 
 
-def _differing(name: str, ranks: Sequence[tuple[int, int, int]]) -> list[str]:
-    """One line for each place at which replicas have different hashes of ``name``. ``ranks``:
-    replica, place and hash of each rank."""
-    lines: list[str] = []
-    for place in sorted({place for _, place, _ in ranks}):
-        here = [(rank, value) for rank, (_, at, value) in enumerate(ranks) if at == place]
-        counts = Counter(value for _, value in here)
-        if len(counts) == 1:
-            continue
-        # With two replicas nobody is in the majority.
-        common, _ = counts.most_common(1)[0]
-        others = [rank for rank, value in here if value != common]
-        majority = [rank for rank, value in here if value == common]
-        lines.append(f"{name} differs between ranks {majority} and {others}")
-    return lines
-
-
 def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Of the bits of this rank's part of each tensor. Any single bit changes the hash."""
+    """Hashes the bits of this rank's part of each tensor. Any single bit changes the hash."""
     if not tensors:
         return []
     values = [_hash_of(local_part(tensor.detach())) for tensor in tensors]

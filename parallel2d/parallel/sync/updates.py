@@ -1,9 +1,10 @@
-"""What a training loop of one's own needs where something happens after each update of the
-parameters (``strategy=hybrid_full`` and ``sync=diloco``), and where it reduces gradients itself."""
+"""Functions for training loops of one's own, where something happens after each update of the
+parameters (``strategy=hybrid_full`` and ``sync=diloco``), and where they reduce gradients in their
+own way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +17,12 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh import has_cpu_backend
 from parallel2d.parallel.model_structure import updated_as
 from parallel2d.parallel.sync.comparison import ReplicaComparison
-from parallel2d.parallel.sync.engine import engine_of
-from parallel2d.parallel.sync.gradient_sync import GradientSync, gradient_syncs
-from parallel2d.parallel.sync.outer import OuterSync
-from parallel2d.parallel.sync.reduction import Hook
+from parallel2d.parallel.sync.engine.buckets import Bucket, BucketQueue, Wait
+from parallel2d.parallel.sync.engine.replica_reducer import engine_of, reducers_in
+from parallel2d.parallel.sync.methods.diloco import OuterSync
 from parallel2d.parallel.weights.named_tensors import parameters_by_name, reshard
+
+Hook = Callable[[Any, Any], Any]
 
 
 def updated_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -37,21 +39,21 @@ def attach_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     did not come from `parallel2d.parallelize`, and for an optimizer that has whole parameters where
     replicas own parts.
     """
-    engine_of(model).attach(optimizer)
+    engine_of(model).updates.attach(optimizer)
 
 
 def outer_sync(model: nn.Module) -> OuterSync | None:
     """What ``sync=diloco`` keeps for ``model``; None with ``sync=every_step``."""
-    for engine in gradient_syncs(model):
-        if engine.method.outer is not None:
-            return engine.method.outer
+    for engine in reducers_in(model):
+        if isinstance(engine.updates, OuterSync):
+            return engine.updates
     return None
 
 
 def set_step(model: nn.Module, step: int) -> None:
     """Tells ``model`` the number of the global batch that comes next, from 1, on which depends what
     is rounded at random. Without it the batches of this process are counted."""
-    for engine in gradient_syncs(model):
+    for engine in reducers_in(model):
         engine.keys.step = step
 
 
@@ -75,22 +77,22 @@ def outer_parameters(model: nn.Module) -> Iterator[None]:
 def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """By group of parameters and by name, what must be equal on all replicas: the parameters, or
     with ``sync=diloco`` those that the replicas share."""
-    outer = outer_sync(model)
+    shared: dict[str, Tensor] = {}
     found: dict[str, dict[str, Tensor]] = {}
-    for engine in gradient_syncs(model):
+    for engine in reducers_in(model):
+        shared |= engine.updates.shared_values()
         for group in engine.groups:
-            tensors: dict[str, Tensor] = {}
-            for parameter in group.parameters:
-                tensors[parameter.name] = parameter.sharded
-                # Frozen parameters have no outer ones.
-                if outer is not None and parameter.name in outer.parameters:
-                    tensors[parameter.name] = outer.parameters[parameter.name].outer
-            found[group.called] = tensors
+            # Frozen parameters have no others.
+            found[group.called] = {
+                each.name: shared.get(each.name, each.sharded) for each in group.parameters
+            }
     # Parameters without dimensions are in no group.
-    alone = {name: value for name, value in parameters_by_name(model).items() if value.ndim == 0}
+    alone: dict[str, Tensor] = {}
+    for name, parameter in parameters_by_name(model).items():
+        if parameter.ndim == 0:
+            alone[name] = shared.get(name, parameter)
     if alone and found:
-        masters = outer.masters() if outer is not None else {}
-        found["parameters without dimensions"] = {n: masters.get(n, alone[n]) for n in alone}
+        found["parameters without dimensions"] = alone
     return found
 
 
@@ -131,22 +133,60 @@ def register_sync_hook(model: nn.Module, hook: Hook, state: Any = None) -> None:
     ``replicate_group(model)`` returns. Raises `ConfigError` where no replicate axis is reduced by
     this package: one replica, or ``sync.engine=torch``.
     """
-    _engine_with_replicas(model).register_hook(state, hook)
+    buckets = _buckets_of(model)
+    if engine_of(model).method.splits_updates:
+        raise ConfigError(
+            "strategy=hybrid_full takes no sync hook: gradients are reduced to the replica that "
+            "updates them, and a hook reduces them on all; use strategy=hybrid"
+        )
+    reduction = HookReduction(buckets.group if state is None else state, hook)
+    buckets.reduction_for = lambda _: reduction
 
 
 def replicate_group(model: nn.Module) -> dist.ProcessGroup:
     """The process group on which the gradients of ``model`` are reduced over the replicas. Raises
     `ConfigError` as `register_sync_hook` does."""
-    group = _engine_with_replicas(model).replicate_group
-    assert group is not None
-    return group
+    return _buckets_of(model).group
 
 
-def _engine_with_replicas(model: nn.Module) -> GradientSync:
-    engine = engine_of(model)
-    if not isinstance(engine, GradientSync) or engine.replicate_group is None:
+def _buckets_of(model: nn.Module) -> BucketQueue:
+    buckets = engine_of(model).batch.buckets
+    if buckets is None:
         raise ConfigError(
             "no gradients cross a replicate axis here: the mesh has one replica, or "
             "sync.engine=torch reduces over it"
         )
-    return engine
+    return buckets
+
+
+class HookReduction:
+    """A function of the user's; see `parallel2d.register_sync_hook`."""
+
+    # Hooks may start other collectives when the first is done, and all replicas must start
+    # collectives in one order.
+    most_in_flight: int | None = 1
+
+    def __init__(self, state: Any, hook: Hook) -> None:
+        self._state = state
+        self._hook = hook
+
+    def start(self, bucket: Bucket) -> Wait:
+        flat = bucket.buffer()
+        answer = self._hook(self._state, bucket)
+
+        def wait() -> None:
+            result = answer.wait() if isinstance(answer, torch._C.Future) else answer
+            # The futures of some collectives hold a list of one tensor.
+            if isinstance(result, list | tuple):
+                (result,) = result
+            if result is None:
+                return
+            if not isinstance(result, Tensor):
+                raise TypeError(
+                    f"a sync hook returns a future of a tensor, a tensor or None, not {result!r}"
+                )
+            # A hook that works in place may return the buffer itself.
+            if result.data_ptr() != flat.data_ptr():
+                flat.copy_(result.view(-1))
+
+        return wait

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import printable
 from parallel2d.base.files.tensor_file import DTYPES, DamagedCheckpointError
-from parallel2d.parallel.sync.outer import OuterSync
+from parallel2d.parallel.sync.methods.diloco import OuterSync
 from parallel2d.parallel.sync.updates import outer_sync
 from parallel2d.parallel.weights.named_tensors import (
     SCALARS,

@@ -62,7 +62,7 @@ LAYOUT = {
 }
 # Only where something crosses the replicate axis, and where replicas train on their own
 BETWEEN_REPLICAS = {"bytes saved: exact over sent": [keys.COMPRESSION]}
-OF_DILOCO = {"norm of the shared change": [keys.OUTER_NORM]}
+SHARED_CHANGES = {"norm of the shared change": [keys.OUTER_NORM]}
 # Of the table of runs: the columns that it shows first, and the results, by their last values
 COMPARED = ("strategy", "replicate", "shard", "tensor", "lr")
 _RESULTS = (keys.VALIDATION_LOSS, keys.LOSS, keys.TOKENS_PER_S, keys.GOODPUT)
@@ -77,7 +77,8 @@ class MetricsWriter:
 
     ``texts``: shown in TensorBoard beside the curves (``config``, ``mesh``), as Markdown.
     ``hparams``: settings by which the runs of a sweep are told apart, so that TensorBoard shows
-    them in one table. ``axes``: of the mesh, those with several ranks.
+    them in one table. ``axes``: of the mesh, those with several ranks. ``replicas_equal``: after
+    every update; others share their changes now and then.
     """
 
     run_dir: str
@@ -86,6 +87,7 @@ class MetricsWriter:
     tensorboard: bool
     hparams: Mapping[str, str | float | bool] = field(default_factory=dict)
     axes: Sequence[str] = ()
+    replicas_equal: bool = True
 
     def __post_init__(self) -> None:
         self._path = os.path.join(self.run_dir, "metrics.jsonl")
@@ -109,7 +111,7 @@ class MetricsWriter:
         if self.tensorboard:
             for name in ("", *self.axes):
                 self._events[name] = _EventFile(os.path.join(self._board, name), from_step)
-            for summary in _introduction(self.texts, self.hparams, self.axes):
+            for summary in _introduction(self):
                 self._events[""].add(summary)
         return found
 
@@ -222,24 +224,22 @@ class _EventFile:
             self._records.close()
 
 
-def _introduction(
-    texts: Mapping[str, str], hparams: Mapping[str, str | float | bool], axes: Sequence[str]
-) -> Iterator[Any]:
+def _introduction(writer: MetricsWriter) -> Iterator[Any]:
     from torch.utils.tensorboard import summary
 
-    for name, text in texts.items():
+    for name, text in writer.texts.items():
         yield summary.text(name, text)
-    replicas = dict(BETWEEN_REPLICAS) if "replicate" in axes else {}
-    if str(hparams.get("sync", "")).startswith("diloco"):
-        replicas |= OF_DILOCO
+    replicas = dict(BETWEEN_REPLICAS) if "replicate" in writer.axes else {}
+    if not writer.replicas_equal:
+        replicas |= SHARED_CHANGES
     charts: dict[str, Any] = {}
     for group, by_title in {**LAYOUT, "Replicas": replicas}.items():
         if by_title:
             charts[group] = {title: ["Multiline", tags] for title, tags in by_title.items()}
     yield summary.custom_scalars(charts)
-    if hparams:
+    if writer.hparams:
         # Into the run's own folder, where its scalars are: ``add_hparams`` makes one beside it.
-        for part in summary.hparams(hparams, dict.fromkeys(_RESULTS)):
+        for part in summary.hparams(writer.hparams, dict.fromkeys(_RESULTS)):
             _mark_compared(part)
             yield part
 

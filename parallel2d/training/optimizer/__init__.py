@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.config import OptimizerConfig, SchedulerConfig
 from parallel2d.base.config.checks import check_optimizer
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.sync.engine import Engine, engines_in
+from parallel2d.parallel.sync.engine.replica_reducer import Engine, engines_in
 from parallel2d.training.optimizer.adafactor import Adafactor
 from parallel2d.training.optimizer.groups import describe_group, muon_names, plan_groups
 from parallel2d.training.optimizer.muon import Muon
@@ -65,7 +65,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     engines = engines_in(model)
     optimizer = _new_optimizer(plan_groups(model, config), config, engines)
     for engine in engines:
-        engine.attach(optimizer)
+        engine.updates.attach(optimizer)
     return optimizer
 
 

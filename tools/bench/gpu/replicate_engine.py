@@ -33,7 +33,7 @@ from parallel2d import (
 from parallel2d.base.config import PrecisionConfig, SyncConfig
 from parallel2d.models.llama import Llama
 from parallel2d.parallel.cost.fake_group import fake_process_group
-from parallel2d.parallel.sync.gradient_sync import gradient_syncs
+from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 
 
 class EngineVariant(NamedTuple):
@@ -73,8 +73,8 @@ def measure(variant: EngineVariant, device: torch.device, steps: int) -> EngineS
             model: nn.Module = Llama(**llama)
         model = parallelize(model, mesh, config, seed=0, init=model.init_weights)
         # No other rank would answer.
-        for engine in gradient_syncs(model):
-            engine.never_agree()
+        for engine in reducers_in(model):
+            engine.agreement.defer()
         tokens = torch.randint(
             0, llama["vocab_size"], (SEQUENCES, llama["max_seq_len"]), device=device
         )

@@ -12,7 +12,7 @@ goes on while a fragment is on its way: what arrives is mixed with the replica's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -22,40 +22,89 @@ from torch import Tensor, nn
 
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError, first_five
+from parallel2d.parallel.fsdp_internals import GroupTraffic
 from parallel2d.parallel.gradients import squared_norm_share
-from parallel2d.parallel.sync.blocks import Piece, RoundingKeys
-from parallel2d.parallel.sync.outer_parameter import (
+from parallel2d.parallel.sync.methods.method import (
+    Message,
+    ReplicatedModel,
+    Started,
+    SyncMethod,
+    UpdateFollower,
+)
+from parallel2d.parallel.sync.methods.outer_parameter import (
     RESIDUAL_DECAY,
     Fragment,
     OuterParameter,
     split_in_fragments,
 )
-from parallel2d.parallel.sync.outer_settings import mix_of, outer_settings
-from parallel2d.parallel.sync.rounded_exchange import KEEPS_REST, begin_mean, expected_mean
+from parallel2d.parallel.sync.wires import WIRES, Wire
+from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys
+from parallel2d.parallel.sync.wires.exchange import begin_mean, expected_mean
 from parallel2d.parallel.weights.geometry import Region, as_real, first_position, local_part
+from parallel2d.parallel.weights.named_tensors import parameters_by_name, register_masters
 
 
-class OuterSync:
-    """The outer parameters of one model.
+class DiLoCo(SyncMethod):
+    """Gradients stay on their replica, changes of parameters are averaged now and then."""
 
-    ``group``: the process group of the replicas. ``units``: names of parameters that belong
-    together, in the order of the model. ``seed``: of what is rounded at random.
-    """
+    crosses = True
+    replicas_equal = False
+    gradients_are_exact = False
 
-    def __init__(
-        self,
-        config: SyncConfig,
-        group: dist.ProcessGroup,
-        units: Sequence[Sequence[str]],
-        seed: int,
-    ) -> None:
-        self._config = config
-        self._group = group
-        self._units = units
-        self._seed = seed
-        self._mix = mix_of(config)
-        self.replicas = group.size()
-        self.replica = dist.get_group_rank(group, dist.get_rank())
+    def __init__(self, config: SyncConfig) -> None:
+        super().__init__(config)
+        # In which changes are sent
+        self.change_wire = self.named_wire or WIRES["fp32"]
+        # What ``auto`` stands for
+        self.mix = 0.5 if config.delay else 0.0
+        self.outer_lr, self.outer_momentum = 0.7, 0.6
+        if config.mix != "auto":
+            self.mix = float(config.mix)
+        if config.outer_lr != "auto":
+            self.outer_lr = float(config.outer_lr)
+        if config.outer_momentum != "auto":
+            self.outer_momentum = float(config.outer_momentum)
+        self.update_period = config.every
+        self.shortest_period = max(config.delay + 1, config.fragments, 3)
+        # The outer parameter, its momentum, and what was not sent yet
+        self.shared_copies = 1 + (self.outer_momentum > 0) + self.change_wire.keeps_rest
+        self.description = (
+            f"diloco every {config.every} steps in {self.change_wire.name}, outer lr "
+            f"{self.outer_lr:g}, momentum {self.outer_momentum:g}"
+        )
+        if config.fragments > 1 or config.delay:
+            self.description += (
+                f", {config.fragments} fragments, delay {config.delay}, mix {self.mix:g}"
+            )
+
+    def wire(self, dtype: torch.dtype) -> Wire:
+        return self.change_wire
+
+    def parameters(self, group: GroupTraffic) -> Message:
+        wire = self.change_wire
+        if wire.rounds:
+            return Message("all_reduce", wire.bytes_of(group.reduced_shapes))
+        return Message("all_reduce", group.reduced_numel * group.sum_itemsize)
+
+    def start(self, model: ReplicatedModel) -> Started:
+        return Started(OuterSync(self, model), None)
+
+
+class OuterSync(UpdateFollower):
+    """The outer parameters of one model, which are its master values."""
+
+    follows = True
+    replicas_differ = True  # as `weights.named_tensors.MasterValues`
+
+    def __init__(self, method: DiLoCo, replicated: ReplicatedModel) -> None:
+        super().__init__()
+        self._method = method
+        self._config = method.config
+        self._replicated = replicated
+        self._group = replicated.group
+        self._seed = replicated.keys.seed
+        self.replicas = self._group.size()
+        self.replica = dist.get_group_rank(self._group, dist.get_rank())
         self.steps = 0  # updates of the replica's parameters
         # This rank's share of the squared norm of the mean change that the last update applied;
         # None where it was no outer step
@@ -64,33 +113,36 @@ class OuterSync:
         self.finished_after = 0
         self.fragments: list[Fragment] = []
         self.parameters: dict[str, OuterParameter] = {}
-        self._frozen: dict[str, nn.Parameter] = {}
-        # How many `outer_parameters` are entered.
-        self._shown = 0
+        self._all: dict[str, nn.Parameter] = {}
+        # Whether the model has the outer parameters.
+        self._shown = False
         # Made by `make`, which comes before all else.
         self._outer: torch.optim.SGD
 
-    def make(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Copies the values that the trained ones of ``parameters`` have now. ``parameters``: all
-        of the model's, by name."""
-        keeps_residual = self._config.wire in KEEPS_REST
-        for name, parameter in parameters.items():
-            if not parameter.requires_grad:
-                self._frozen[name] = parameter
-                continue
-            self.parameters[name] = OuterParameter(name, parameter, keeps_residual)
-        parts = split_in_fragments(self._units, self.parameters, self._config.fragments)
+    def make(self, model: nn.Module) -> None:
+        """Copies the values that the trained parameters of ``model`` have now."""
+        method = self._method
+        self._all = parameters_by_name(model)
+        for name, parameter in self._all.items():
+            if parameter.requires_grad:
+                keeps_rest = method.change_wire.keeps_rest
+                self.parameters[name] = OuterParameter(name, parameter, keeps_rest)
+        units = []
+        # In the order of the model
+        for group in reversed(self._replicated.groups):
+            units.append([parameter.name for parameter in group.parameters])
+        parts = split_in_fragments(units, self.parameters, self._config.fragments)
         for number, part in enumerate(parts):
             # The last fragment is sent at the end of each period, the others evenly before.
             begins = (number + 1) * self._config.every // len(parts) % self._config.every
             self.fragments.append(Fragment(part, begins))
-        lr, momentum = outer_settings(self._config)
         self._outer = torch.optim.SGD(
             [parameter.outer for parameter in self.parameters.values()],
-            lr=lr,
-            momentum=momentum,
-            nesterov=momentum > 0,
+            lr=method.outer_lr,
+            momentum=method.outer_momentum,
+            nesterov=method.outer_momentum > 0,
         )
+        register_masters(model, self)
 
     # After each update of the replica's parameters
 
@@ -105,7 +157,7 @@ class OuterSync:
         for fragment in self.fragments:
             since = self.steps - fragment.sent_after
             if fragment.in_flight and since == delay:
-                self._apply(fragment, self._mix)
+                self._apply(fragment, self._method.mix)
             # Halfway: what was received is there by now, and its mean can go on its way.
             elif fragment.pending is not None and since == (delay + 1) // 2:
                 fragment.pending.send_means()
@@ -113,7 +165,7 @@ class OuterSync:
             if self.steps % self._config.every == fragment.begins:
                 self._send(fragment)
                 if delay == 0:
-                    self._apply(fragment, self._mix)
+                    self._apply(fragment, self._method.mix)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -121,7 +173,7 @@ class OuterSync:
         the outer parameters. Collective over the replicas."""
         for fragment in self.fragments:
             if fragment.in_flight:
-                self._apply(fragment, self._mix)
+                self._apply(fragment, self._method.mix)
         for fragment in self.fragments:
             if fragment.sent_after < self.steps:
                 self._send(fragment)
@@ -132,8 +184,8 @@ class OuterSync:
         self.finished_after = self.steps
 
     def _check_trained(self) -> None:
-        changed = [name for name, each in self.parameters.items() if not each.own.requires_grad]
-        changed += [name for name, each in self._frozen.items() if each.requires_grad]
+        trained = {name for name, each in self._all.items() if each.requires_grad}
+        changed = sorted(trained.symmetric_difference(self.parameters))
         if changed:
             raise ConfigError(
                 f"sync=diloco: {first_five(changed, ', ')}: frozen or unfrozen after parallelize, "
@@ -151,7 +203,7 @@ class OuterSync:
             changes.append(as_real(parameter.change()))
             means.append(as_real(local_part(parameter.mean)))
             pieces.append(Piece(keys.of(parameter.name), first_position(parameter.outer)))
-        fragment.pending = begin_mean(self._config.wire, self._group, changes, means, pieces)
+        fragment.pending = begin_mean(self._method.change_wire, self._group, changes, means, pieces)
         fragment.sent_after = self.steps
 
     def receive(self) -> None:
@@ -180,31 +232,39 @@ class OuterSync:
         for parameter in fragment.parameters:
             parameter.take(mix)
 
+    def expected(
+        self, replicas: Sequence[Mapping[str, Tensor]], cuts: Mapping[str, Sequence[Region]]
+    ) -> ExpectedOuter:
+        """What computes the same in one process; see `ExpectedOuter`."""
+        begins: dict[str, int] = {}
+        for fragment in self.fragments:
+            begins |= {parameter.name: fragment.begins for parameter in fragment.parameters}
+        return ExpectedOuter(self._method, self._seed, replicas, begins, cuts)
+
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
         """The model has the outer parameters inside, for validation and export."""
-        self._shown += 1
-        if self._shown == 1:
-            self._show(OuterParameter.show_outer)
+        # Inside another one they are there already.
+        if self._shown:
+            yield
+            return
+        self._shown = True
+        for parameter in self.parameters.values():
+            parameter.show_outer()
         try:
             yield
         finally:
-            self._shown -= 1
-            if self._shown == 0:
-                self._show(OuterParameter.show_own)
-
-    @torch.no_grad()
-    def _show(self, show: Callable[[OuterParameter], None]) -> None:
-        for parameter in self.parameters.values():
-            show(parameter)
+            self._shown = False
+            for parameter in self.parameters.values():
+                parameter.show_own()
 
     # As `weights.named_tensors.MasterValues`
-
-    replicas_differ = True
 
     def masters(self) -> dict[str, Tensor]:
         """The outer parameters, by name."""
         return {name: parameter.outer for name, parameter in self.parameters.items()}
+
+    shared_values = masters
 
     @torch.no_grad()
     def masters_were_loaded(self) -> None:
@@ -274,7 +334,7 @@ class ExpectedOuter:
     by name, after which step of a period it is sent. ``cuts``: as in `expected_mean`, by name.
     """
 
-    config: SyncConfig
+    method: DiLoCo
     seed: int
     replicas: Sequence[Mapping[str, Tensor]]
     begins: Mapping[str, int]
@@ -289,19 +349,20 @@ class ExpectedOuter:
     @torch.no_grad()
     def after_update(self, step: int) -> None:
         """Sends what is due after ``step`` updates of every replica, and applies what arrives."""
+        sync = self.method.config
         for name, begins in self.begins.items():
-            if step % self.config.every == begins:
+            if step % sync.every == begins:
                 self.arriving[name] = self._mean_change(name, step)
             # Nothing arrives before something was sent.
-            is_due = (step - self.config.delay) % self.config.every == begins
+            is_due = (step - sync.delay) % sync.every == begins
             if is_due and name in self.arriving:
                 self._apply(name, self.arriving.pop(name))
 
     def _mean_change(self, name: str, step: int) -> Tensor:
-        wire, messages = self.config.wire, []
+        wire, messages = self.method.change_wire, []
         for replica, own in enumerate(self.replicas):
             change = self.shared[name] - own[name]
-            if wire in KEEPS_REST:
+            if wire.keeps_rest:
                 # `expected_mean` leaves there what is not sent.
                 rest = self.unsent.setdefault((replica, name), torch.zeros_like(change))
                 change = rest.mul_(RESIDUAL_DECAY).add_(change)
@@ -309,10 +370,10 @@ class ExpectedOuter:
         return expected_mean(messages, wire, self.cuts[name], RoundingKeys(self.seed, step), name)
 
     def _apply(self, name: str, change: Tensor) -> None:
-        lr, momentum = outer_settings(self.config)
+        lr, momentum = self.method.outer_lr, self.method.outer_momentum
         velocity = self.velocity.setdefault(name, torch.zeros_like(change))
         velocity.mul_(momentum).add_(change)
         # Nesterov: a step ahead of the momentum
         self.shared[name] -= lr * (change + momentum * velocity)
         for own in self.replicas:
-            own[name].lerp_(self.shared[name], 1 - mix_of(self.config))
+            own[name].lerp_(self.shared[name], 1 - self.method.mix)

@@ -1,7 +1,5 @@
-"""Groups of parameters that `fully_shard` gathers and reduces together, and the gradients in them.
-
-`ShardedGroup` is what `sync` takes for a `sync.group.ParameterGroup`.
-"""
+"""Groups of parameters that `fully_shard` gathers and reduces together, and the gradients in
+them."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from parallel2d.parallel.weights.geometry import first_position
 from parallel2d.parallel.weights.named_tensors import parameters_by_name
 
 
-def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
+def fsdp_groups(model: nn.Module) -> list[FSDPGroup]:
     """The groups of ``model``, named by their modules, the last of `groups` first: the order in
     which backward ends them."""
     names = {id(module): fqn_of(name) for name, module in model.named_modules()}
@@ -32,31 +30,28 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     # Backward goes through modules in about the reverse of the order of registration.
     for group in reversed(groups(model)):
         called = " and ".join(names[id(module)] for module in group.modules)
-        found.append(ShardedGroup(group, called, parameter_names))
+        found.append(FSDPGroup(group, called, parameter_names))
     return found
 
 
-class ShardedGroup:
+class FSDPGroup:
     """One group of parameters that are gathered and reduced together, as the rest of the package
-    sees it."""
+    sees it. ``called``: the names of its modules; ``names``: of all parameters, by id."""
 
     def __init__(self, group: FSDPParamGroup, called: str, names: Mapping[int, str]) -> None:
-        """``called``: the names of its modules; ``names``: of all parameters, by id."""
         self._group = group
+        self.modules = group.modules
         self.called = called or "the root module"
+        # The dtype in which its gradients are sent over the shard axis
         self.wire = torch.float32
-        self.parameters: list[ShardedParameter] = []
+        self.parameters: list[FSDPParameter] = []
         for parameter in group.fsdp_params:
             name = names[id(parameter.sharded_param)]
-            self.parameters.append(ShardedParameter(parameter, name))
+            self.parameters.append(FSDPParameter(parameter, name))
 
     @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return self._group.modules
-
-    @property
-    def trained(self) -> list[ShardedParameter]:
-        """Those that require gradients."""
+    def trained(self) -> list[FSDPParameter]:
+        """The parameters that require gradients."""
         return [parameter for parameter in self.parameters if parameter.sharded.requires_grad]
 
     @property
@@ -103,64 +98,37 @@ class ShardedGroup:
         @torch._dynamo.disable(recursive=True)
         def post_backward(*unused: Any) -> None:
             before()
-            # A group that never ran has no whole parameters, which torch asks for all the same.
-            if group.reduce_grads or self._has_run():
+            # A group that never ran has no whole parameters, which torch makes in the first forward
+            # and asks for all the same.
+            has_run = any(hasattr(each, "_unsharded_param") for each in group.fsdp_params)
+            if group.reduce_grads or has_run:
                 original(*unused)
             after()
 
         group.post_backward = post_backward  # type: ignore[method-assign]
 
-    def _has_run(self) -> bool:
-        # torch makes whole parameters in the first forward.
-        return any(hasattr(parameter, "_unsharded_param") for parameter in self._group.fsdp_params)
-
-    def set_dtypes(
-        self, wide: torch.dtype, wire: torch.dtype, between_replicas: torch.dtype
-    ) -> None:
+    def set_dtypes(self, wide: torch.dtype, wire: torch.dtype) -> None:
         """Adds gradients in ``wide``, or the dtype in which parameters are stored if that is wider,
-        and sends them in ``wire`` over the shard axis and in ``between_replicas`` beyond it.
+        and sends them in ``wire`` over the shard axis.
 
-        The engine adds partial sums in the dtype in which parameters are stored, or that of the
+        torch adds partial sums in the dtype in which parameters are stored, or that of the
         wire (pytorch issue 194628), and looks both up once, before the first forward. Raises
         `ConfigError` for trained parameters of several dtypes.
         """
-        self.wire = between_replicas
+        self.wire = wire
         stored = self._stored_dtype()
         if stored is None:
             return
         wide = torch.promote_types(wide, stored)
-        narrow = wire.itemsize < 4
-        if stored == wide and not narrow:
+        if stored == wide and wire.itemsize >= 4:
             return  # torch adds in that dtype anyway
-        # A shard axis of one rank sends nothing, so nothing need be rounded.
-        alone = self._group._reduce_scatter_process_group.size() == 1
-        if narrow and not alone:
-            self._replace_dtypes(wide, wire)
-        else:
-            self._replace_dtypes(wide, wide)
-
-    def _stored_dtype(self) -> torch.dtype | None:
-        """That of trained parameters; that of all with fractions where none is trained, None if
-        these differ. Raises `ConfigError` for trained parameters of several dtypes."""
-        trained = self.trained
-        # Where none is trained yet, those that may be later.
-        considered = trained or [p for p in self.parameters if p.sharded.is_floating_point()]
-        stored = sorted({parameter.sharded.dtype for parameter in considered}, key=str)
-        if len(stored) == 1:
-            return stored[0]
-        if not trained:
-            return None
-        raise ConfigError(
-            f"{self.called} is gathered in one piece, and its trained parameters are "
-            f"{' and '.join(map(str, stored))}: put them into modules of their own and choose "
-            "bucketing=layer, or store them in one dtype"
-        )
-
-    def _replace_dtypes(self, wide: torch.dtype, wire: torch.dtype) -> None:
         group = self._group
-        original = group._init_mp_dtypes
+        # A shard axis of one rank sends nothing, so nothing need be rounded.
+        if wire.itemsize >= 4 or group._reduce_scatter_process_group.size() == 1:
+            wire = wide
         for parameter in self.parameters:
             parameter.gradient_dtype = wide
+        original = group._init_mp_dtypes
 
         def look_up() -> None:
             original()
@@ -176,6 +144,23 @@ class ShardedGroup:
 
         group._init_mp_dtypes = look_up  # type: ignore[method-assign]
 
+    def _stored_dtype(self) -> torch.dtype | None:
+        """The dtype of trained parameters; that of all with fractions where none is trained, None
+        if these differ. Raises `ConfigError` for trained parameters of several dtypes."""
+        trained = self.trained
+        # Where none is trained yet, those that may be later.
+        considered = trained or [p for p in self.parameters if p.sharded.is_floating_point()]
+        stored = sorted({parameter.sharded.dtype for parameter in considered}, key=str)
+        if len(stored) == 1:
+            return stored[0]
+        if not trained:
+            return None
+        raise ConfigError(
+            f"{self.called} is gathered in one piece, and its trained parameters are "
+            f"{' and '.join(map(str, stored))}: put them into modules of their own and choose "
+            "bucketing=layer, or store them in one dtype"
+        )
+
     def reduce_late(self) -> None:
         """Reduces what earlier backward passes left, outside of a backward pass."""
         with torch.no_grad():
@@ -185,8 +170,7 @@ class ShardedGroup:
         self._group._training_state = TrainingState.IDLE
 
     def wait_for_gradients(self, stream: torch.Stream) -> None:
-        """Lets ``stream`` wait for the sharded gradients. The engine makes them in streams of its
-        own."""
+        """Lets ``stream`` wait for the sharded gradients, which torch makes in its own streams."""
         event = self._group._post_reduce_event
         # None where nothing was reduced in this pass.
         if event is not None:
@@ -201,14 +185,16 @@ class ShardedGroup:
                 parameter.unsharded_param.grad = None
 
 
-class ShardedParameter:
+class FSDPParameter:
     """One parameter of a group: the sharded one that the optimizer has, and the whole one that
     autograd sees."""
 
     def __init__(self, parameter: FSDPParam, name: str) -> None:
         self.name = name
         self._parameter = parameter
+        # The hooks to call, and those of them that are not registered meanwhile
         self._hooks: dict[int, Any] = {}
+        self._taken: dict[int, Any] = {}
         self.gradient_dtype = parameter.sharded_param.dtype
         # The position of this rank's first value in the whole parameter, flattened
         self.start = first_position(parameter.sharded_param)
@@ -233,8 +219,8 @@ class ShardedParameter:
 
     @property
     def whole_gradient_dtype(self) -> torch.dtype | None:
-        """Of the gradient of this pass that is not reduced over the shard axis, or of zeros in its
-        place; None before the first forward."""
+        """The dtype of the gradient of this pass that is not reduced over the shard axis, or of
+        zeros in its place; None before the first forward."""
         whole = self._whole
         if whole is None:
             return None
@@ -311,21 +297,28 @@ class ShardedParameter:
     def local_size(self) -> torch.Size:
         return self._parameter.sharded_size
 
-    def take_hooks(self) -> list[Callable[[Tensor], object]]:
-        """Removes and returns what `register_post_accumulate_grad_hook` has registered. The engine
-        calls such hooks when a gradient is reduced over the shard axis alone."""
+    # Hooks of `register_post_accumulate_grad_hook`: torch would call them after the reduction over
+    # the shard axis, and they are to see the mean over all data ranks.
+
+    def take_hooks(self) -> None:
+        """Removes the hooks and keeps them."""
         # A dict of torch's, or None. The handles that users have refer to it, so it is emptied and
         # filled again, never replaced.
-        hooks = self.sharded._post_accumulate_grad_hooks
-        if not hooks:
-            return []
-        self._hooks = dict(hooks)
-        hooks.clear()
-        return list(self._hooks.values())
+        registered = self.sharded._post_accumulate_grad_hooks or {}
+        self._hooks = self._taken = dict(registered)
+        registered.clear()
 
     def give_hooks_back(self) -> None:
-        """Registers again what `take_hooks` has removed."""
-        hooks = self.sharded._post_accumulate_grad_hooks
-        if hooks is not None:
-            hooks.update(self._hooks)
+        """Registers again what `take_hooks` has removed; `call_hooks` can still call them."""
+        if self._taken:
+            self.sharded._post_accumulate_grad_hooks.update(self._taken)
+        self._taken = {}
+
+    def call_hooks(self, updated: nn.Parameter) -> None:
+        """Calls the hooks that were taken, with ``updated``, which has the gradient."""
+        for hook in self._hooks.values():
+            hook(updated)
+
+    def forget_hooks(self) -> None:
+        """`call_hooks` calls none any more."""
         self._hooks = {}

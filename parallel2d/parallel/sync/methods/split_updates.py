@@ -1,4 +1,4 @@
-"""The parts of the parameters that this replica updates, for ``strategy=hybrid_full``.
+"""``strategy=hybrid_full``: each replica updates a part of the parameters.
 
 [Note: split updates] Each replica owns an equal number of rows of this rank's shard of every
 parameter. Its gradient rows are reduced to it (`ScatterToOwners`), the optimizer has its rows alone
@@ -13,6 +13,7 @@ the rounded values.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -21,63 +22,139 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError, first_five
+from parallel2d.parallel.fsdp_internals import FSDPParameter, GroupTraffic
 from parallel2d.parallel.mesh import axis_names, mesh_shape
 from parallel2d.parallel.model_structure import update_as
-from parallel2d.parallel.sync.bucket import Bucket, fill_buckets, keep_until_done
-from parallel2d.parallel.sync.group import GroupParameter, ParameterGroup
-from parallel2d.parallel.sync.reduction import Wait
+from parallel2d.parallel.sync.engine.buckets import Bucket, Wait, fill_buckets
+from parallel2d.parallel.sync.engine.group_state import clear_gradients, keep_until_done
+from parallel2d.parallel.sync.methods.every_step import EveryStep
+from parallel2d.parallel.sync.methods.method import (
+    Message,
+    ReplicatedModel,
+    Started,
+    UpdateFollower,
+)
+from parallel2d.parallel.sync.wires import Wire
 from parallel2d.parallel.weights.geometry import as_real, local_part, pieces_of
+from parallel2d.parallel.weights.named_tensors import register_masters
 
 
-class OwnedParameters:
-    """The parts of one model.
+class SplitUpdates(EveryStep):
+    """Gradients are reduced to the replica that updates them, updated parameters are gathered."""
 
-    ``group``: the process group of the replicas. ``groups``: in the order in which backward ends
-    them. ``wire``: the dtype in which updated parameters are sent; None: as they are stored.
-    ``bucket_bytes``: parameters are gathered in pieces of about this size. ``gradient_dtype``: of
-    the gradients that the optimizer sees; None: in which they are added.
+    splits_updates = True
+    _what = "gradients and updated parameters"
+    _sent_back = False
+
+    def __init__(self, config: SyncConfig) -> None:
+        super().__init__(config)
+        # In which updated parameters are sent; None: as they are stored.
+        self._parameter_wire = None if self.gradients_are_exact else self.named_wire
+        self.keeps_masters = self._parameter_wire is not None
+
+    def reductions(self, accumulation: int) -> int:
+        return 1
+
+    def gradients(self, group: GroupTraffic) -> Message:
+        return Message("all_to_all", self.gradient_bytes(group))
+
+    def parameters(self, group: GroupTraffic) -> Message:
+        wire = self._parameter_wire
+        item = group.stored_itemsize if wire is None else wire.item_bytes
+        return Message("all_gather", group.reduced_numel * item)
+
+    def buffer_bytes(self, sums: Sequence[int], item_bytes: int) -> int:
+        # Unrounded ones are received apart from what is sent.
+        unrounded = min(sum(sums), max([*sums, self.bucket_bytes]))
+        return super().buffer_bytes(sums, item_bytes) or unrounded
+
+    def start(self, model: ReplicatedModel) -> Started:
+        owners = OwnedParameters(model, self._parameter_wire, self.bucket_bytes)
+        scatter = ScatterToOwners(model.group, owners)
+        return Started(owners, lambda _: scatter)
+
+    def expected_copy(self, updated: Tensor) -> Tensor:
+        wire = self._parameter_wire
+        # One without dimensions is not gathered.
+        if wire is None or not updated.ndim:
+            return updated
+        return updated.to(wire.dtype).to(updated.dtype)
+
+
+class OwnedParameters(UpdateFollower):
+    """The parts of one model's parameters that this replica updates.
+
+    ``wire``: in which updated parameters are sent; None: as they are stored. ``bucket_bytes``:
+    parameters are gathered in pieces of about this size.
     """
 
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        group: dist.ProcessGroup,
-        groups: Sequence[ParameterGroup],
-        wire: torch.dtype | None,
-        bucket_bytes: int,
-        gradient_dtype: torch.dtype | None,
-    ) -> None:
-        self._group = group
-        self._groups = groups
-        self._wire = wire
+    follows = True
+    replicas_differ = False  # as `weights.named_tensors.MasterValues`
+
+    def __init__(self, model: ReplicatedModel, wire: Wire | None, bucket_bytes: int) -> None:
+        super().__init__()
+        self._model = model
+        self._wire = None if wire is None else wire.dtype
         self._bucket_bytes = bucket_bytes
-        self._gradient_dtype = gradient_dtype
-        self._replicas = group.size()
-        self._replica = dist.get_group_rank(group, dist.get_rank())
-        self._mesh = _from_inside_out(mesh)
+        self._replicas = model.group.size()
+        self._replica = dist.get_group_rank(model.group, dist.get_rank())
+        self._mesh = _from_inside_out(model.mesh)
         # By axes: making a mesh of some of them takes a millisecond.
         self._meshes = {self._mesh.mesh_dim_names: self._mesh}
         self._owned: dict[int, nn.Parameter] = {}
         # Those whose parts are tensors of their own
-        self._masters: list[GroupParameter] = []
+        self._masters: list[FSDPParameter] = []
 
     @torch.no_grad()
-    def make(self) -> None:
-        """Makes the owned parts of the parameters, which have their values by now."""
-        for group in self._groups:
-            for parameter in group.parameters:
-                owned = self._part_of(parameter)
-                self._owned[id(parameter)] = owned
-                update_as(parameter.sharded, owned)
+    def make(self, model: nn.Module) -> None:
+        for parameter in self._parameters():
+            whole = parameter.sharded
+            rows = self.rows(local_part(whole.detach()), self._replica)
+            if self._wire is not None and whole.requires_grad:
+                rows = rows.clone()
+                self._masters.append(parameter)
+            owned = nn.Parameter(self._as_dtensor(rows, whole), whole.requires_grad)
+            # Any dtype: that of gradients may differ from the parameter's.
+            owned.grad_dtype = None
+            self._owned[id(parameter)] = owned
+            update_as(whole, owned)
+        register_masters(model, self)
 
-    def owned(self, parameter: GroupParameter) -> nn.Parameter:
+    def _parameters(self) -> list[FSDPParameter]:
+        """All parameters of groups, in the order of the model."""
+        found: list[FSDPParameter] = []
+        for group in reversed(self._model.groups):
+            found.extend(group.parameters)
+        return found
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is self._optimizer:
+            return
+        whole = {id(parameter.sharded) for parameter in self._parameters()}
+        for settings in optimizer.param_groups:
+            if any(id(each) in whole for each in settings["params"]):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} was built on model.parameters(): with "
+                    "strategy=hybrid_full each replica updates its own part of them; build it with "
+                    "parallel2d.build_optimizer, or on parallel2d.updated_parameters(model)"
+                )
+        super().attach(optimizer)
+        zero_grad = optimizer.zero_grad
+
+        @functools.wraps(zero_grad)
+        def clear(set_to_none: bool = True) -> None:
+            zero_grad(set_to_none)
+            # Sums that are not reduced over the replicas are in the sharded parameters, which the
+            # optimizer does not have.
+            clear_gradients(self._model.groups, set_to_none)
+
+        optimizer.zero_grad = clear  # type: ignore[method-assign]
+
+    def owned(self, parameter: FSDPParameter) -> nn.Parameter:
         """This replica's part."""
         return self._owned[id(parameter)]
-
-    # As `weights.named_tensors.MasterValues`
-
-    replicas_differ = False
 
     def masters(self) -> dict[str, Tensor]:
         """By name, the parts that are tensors of their own; none where they are views."""
@@ -85,36 +162,22 @@ class OwnedParameters:
 
     def masters_were_loaded(self) -> None:
         """Sends the parts to all replicas. Collective."""
-        if self._masters:
-            self._gather(self._masters)
-
-    def parameters_were_loaded(self) -> None:
-        """Makes the parts that are tensors of their own equal to the parameters."""
-        self.parameters_were_changed()
+        self._gather(self._masters)
 
     @torch.no_grad()
     def parameters_were_changed(self) -> None:
         """Takes over what differs from the rounded parts."""
         for parameter in self._masters:
-            rows = self._rows(local_part(parameter.sharded), self._replica)
+            rows = self.rows(local_part(parameter.sharded), self._replica)
             owned = local_part(self.owned(parameter))
             is_rounded = owned.to(self._wire).to(rows.dtype) == rows
             owned.copy_(torch.where(is_rounded, owned, rows))
 
-    def _part_of(self, parameter: GroupParameter) -> nn.Parameter:
-        whole = parameter.sharded
-        assert isinstance(whole, DTensor)
-        rows = self._rows(local_part(whole.detach()), self._replica)
-        if self._wire is not None and whole.requires_grad:
-            rows = rows.clone()
-            self._masters.append(parameter)
-        owned = nn.Parameter(self._as_dtensor(rows, whole), whole.requires_grad)
-        # Any dtype: that of gradients may differ from the parameter's.
-        owned.grad_dtype = None
-        return owned
+    parameters_were_loaded = parameters_were_changed
 
-    def _as_dtensor(self, rows: Tensor, whole: DTensor) -> DTensor:
+    def _as_dtensor(self, rows: Tensor, whole: Tensor) -> DTensor:
         """``rows`` of this replica as a part of ``whole``."""
+        assert isinstance(whole, DTensor)
         names = axis_names(whole.device_mesh)
         by_axis: dict[str, Placement] = dict(zip(names, whole.placements, strict=True))
         # Rows are split over the shard axis first, and this rank's part of them over the replicas.
@@ -131,36 +194,27 @@ class OwnedParameters:
             stride=whole.stride(),
         )
 
-    def _rows(self, local: Tensor, replica: int) -> Tensor:
+    def rows(self, local: Tensor, replica: int) -> Tensor:
         """The rows of a local tensor that ``replica`` owns, a view."""
-        begin, length = self._place(local.shape[0], replica)
-        return local.narrow(0, begin, length)
-
-    def _place(self, rows: int, replica: int) -> tuple[int, int]:
-        """Where the rows of ``replica`` begin among ``rows``, and how many they are."""
+        rows = local.shape[0]
         size = -(-rows // self._replicas)  # rounded up; the last ones have fewer, or none
         begin = min(replica * size, rows)
-        return begin, min(size, rows - begin)
+        return local.narrow(0, begin, min(size, rows - begin))
 
     # Gradients
 
-    def pieces(self, tensors: Sequence[Tensor], replica: int) -> list[Tensor]:
-        """Of each of these local tensors the rows that ``replica`` owns, views."""
-        return [self._rows(tensor, replica) for tensor in tensors]
-
-    def take_gradient(self, parameter: GroupParameter, rows: Tensor) -> None:
+    def take_gradient(self, parameter: FSDPParameter, rows: Tensor) -> None:
         """Moves the reduced gradient of ``parameter`` to the owned part, of which ``rows`` are
         those, and adds it to what is there."""
-        whole = parameter.sharded
-        assert isinstance(whole, DTensor)
-        if whole.is_complex():
+        if parameter.sharded.is_complex():
             rows = torch.view_as_complex(rows)
         parameter.set_gradient(None)
         owned = self.owned(parameter)
         if owned.grad is not None:
             local_part(owned.grad).add_(rows)
         else:
-            owned.grad = self._as_dtensor(rows.to(self._gradient_dtype or rows.dtype), whole)
+            rows = rows.to(self._model.gradient_dtype or rows.dtype)
+            owned.grad = self._as_dtensor(rows, parameter.sharded)
 
     def clear_gradients(self, set_to_none: bool) -> None:
         """Drops the gradients of the parts, or sets them to zero."""
@@ -176,9 +230,7 @@ class OwnedParameters:
     def after_update(self) -> None:
         """Sends this replica's updated rows to the others and takes theirs. Collective. Raises
         `ConfigError` for a parameter that was unfrozen and whose rows would be rounded for good."""
-        trained: list[GroupParameter] = []
-        for group in reversed(self._groups):
-            trained.extend(group.trained)
+        trained = [each for each in self._parameters() if each.sharded.requires_grad]
         if self._wire is not None:
             known = {id(parameter) for parameter in self._masters}
             new = [parameter.name for parameter in trained if id(parameter) not in known]
@@ -191,36 +243,32 @@ class OwnedParameters:
         self._gather(trained)
 
     @torch.no_grad()
-    def _gather(self, parameters: Sequence[GroupParameter]) -> None:
+    def _gather(self, parameters: Sequence[FSDPParameter]) -> None:
         """Sends this replica's rows of ``parameters`` and takes those of the others. Collective."""
+        locals_ = [local_part(parameter.sharded) for parameter in parameters]
+        sizes = [local.nbytes for local in locals_]
+        dtypes = [local.dtype for local in locals_]
         pending: list[Wait] = []
-        for batch in self._batches(parameters):
-            pending.append(self._start_gather(batch))
+        for batch in fill_buckets(sizes, dtypes, self._bucket_bytes):
+            pending.append(self._start_gather([parameters[index] for index in batch]))
             # Two at a time: each holds a copy of its parameters.
             if len(pending) == 2:
                 pending.pop(0)()
         for wait in pending:
             wait()
 
-    def _batches(self, parameters: Sequence[GroupParameter]) -> list[list[GroupParameter]]:
-        """``parameters`` in pieces of one dtype and of about `bucket_bytes`."""
-        locals_ = [local_part(parameter.sharded) for parameter in parameters]
-        sizes, dtypes = [each.nbytes for each in locals_], [each.dtype for each in locals_]
-        batches = fill_buckets(sizes, dtypes, self._bucket_bytes)
-        return [[parameters[index] for index in batch] for batch in batches]
-
-    def _start_gather(self, parameters: Sequence[GroupParameter]) -> Wait:
+    def _start_gather(self, parameters: Sequence[FSDPParameter]) -> Wait:
         own = [local_part(self.owned(parameter)) for parameter in parameters]
         locals_ = [local_part(parameter.sharded) for parameter in parameters]
         # The first replica never owns fewer rows than another.
-        largest = sum(piece.numel() for piece in self.pieces(locals_, 0))
+        largest = sum(self.rows(local, 0).numel() for local in locals_)
         sent = torch.cat([as_real(rows).reshape(-1) for rows in own])
         if self._wire is not None:
             sent = sent.to(self._wire)
         factor = 2 if own[0].is_complex() else 1
         sent = torch.nn.functional.pad(sent, (0, largest * factor - sent.numel()))
         received = sent.new_empty(self._replicas * sent.numel())
-        work = dist.all_gather_single(received, sent, group=self._group, async_op=True)
+        work = dist.all_gather_single(received, sent, group=self._model.group, async_op=True)
 
         def wait() -> None:
             work.wait()
@@ -228,7 +276,7 @@ class OwnedParameters:
                 # Views of the owned rows hold their values already.
                 if replica == self._replica and self._wire is None:
                     continue
-                targets = [as_real(rows) for rows in self.pieces(locals_, replica)]
+                targets = [as_real(self.rows(local, replica)) for local in locals_]
                 values = pieces_of(piece, [target.shape for target in targets])
                 for target, value in zip(targets, values, strict=True):
                     target.copy_(value)
@@ -244,7 +292,7 @@ class ScatterToOwners:
     that costs less than an all-reduce; an all-to-all costs half.
     """
 
-    most_in_flight = 2
+    most_in_flight: int | None = 2
 
     def __init__(self, group: dist.ProcessGroup, owners: OwnedParameters) -> None:
         self._group = group
@@ -254,19 +302,19 @@ class ScatterToOwners:
     def start(self, bucket: Bucket) -> Wait:
         """Begins to average the owned rows of the bucket over the replicas."""
         replicas = self._group.size()
-        gradients = bucket.pieces()
-        shapes = [rows.shape for rows in self._owners.pieces(gradients, self._replica)]
+        gradients = bucket.parts()
+        shapes = [self._owners.rows(each, self._replica).shape for each in gradients]
         flat: list[Tensor] = []
         sizes: list[int] = []
         for replica in range(replicas):
-            rows = self._owners.pieces(gradients, replica)
+            rows = [self._owners.rows(each, replica) for each in gradients]
             flat.extend(piece.reshape(-1) for piece in rows)
             sizes.append(sum(piece.numel() for piece in rows))
         own = sizes[self._replica]
         wide = torch.promote_types(gradients[0].dtype, torch.float32)
         sent = torch.cat(flat)
-        if bucket.wire.itemsize < sent.dtype.itemsize:
-            sent = sent.to(bucket.wire)
+        if bucket.wire.item_bytes < sent.dtype.itemsize:
+            sent = sent.to(bucket.wire.dtype)
         # All of it has been copied.
         keep_until_done(gradients[0])
         device = sent.device
@@ -304,11 +352,3 @@ def _from_inside_out(mesh: DeviceMesh) -> DeviceMesh:
     ranks = mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor).permute(2, 1, 0)
     names = ("tensor", "shard", "replicate")
     return DeviceMesh(mesh.device_type, ranks.contiguous(), mesh_dim_names=names)
-
-
-def expected_copy(updated: Tensor, wire: str) -> Tensor:
-    """Returns what all replicas should have of an ``updated`` parameter, for proofs."""
-    # One without dimensions is not gathered.
-    if wire != "bf16" or not updated.ndim:
-        return updated
-    return updated.bfloat16().to(updated.dtype)

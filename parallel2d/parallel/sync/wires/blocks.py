@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-BITS = {"int8": 8, "int4": 4}  # of a value, by the words of ``sync.wire``
 _SCALE_BYTES = 4  # of one fp32
 
 
@@ -100,6 +99,39 @@ class Piece:
     start: int
 
 
+class BlockCoder:
+    """Codes tensors by blocks of 256 values with one scale each; see [Note: block codes].
+
+    ``noise``: for the stochastic rounding of the tensors that are sent; ``nearest``: contributions
+    are rounded to the nearest code instead.
+    """
+
+    def __init__(self, code: BlockCode, noise: BlockNoise, nearest: bool) -> None:
+        self._code = code
+        self._noise = noise
+        self._nearest = nearest
+        self.rows = to_blocks
+        self.decode = code.decode
+
+    def encode(self, rows: Tensor, first: int, stage: int) -> Tensor:
+        """uint8 [blocks, bytes of a block]."""
+        if self._nearest and stage != MEAN_STAGE:
+            # Added before rounding down
+            noise = torch.full_like(rows, 0.5, dtype=torch.float32)
+        else:
+            noise = self._noise.numbers(first, first + len(rows), stage)
+        return self._code.encode(rows, noise)
+
+    def put_back(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copies the blocks' values."""
+        begin = 0
+        for tensor in tensors:
+            count = blocks_of(tensor.numel())
+            values = rows[begin : begin + count].view(-1)[: tensor.numel()]
+            tensor.copy_(values.view(tensor.shape))
+            begin += count
+
+
 def to_blocks(tensors: Sequence[Tensor]) -> Tensor:
     """[blocks, 256] of all ``tensors``; each begins a new block, and the last one of each is
     filled up with zeros."""
@@ -111,16 +143,6 @@ def to_blocks(tensors: Sequence[Tensor]) -> Tensor:
         blocks[begin : begin + count].view(-1)[: tensor.numel()] = tensor.reshape(-1)
         begin += count
     return blocks
-
-
-def from_blocks(blocks: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copies what `to_blocks` has made of such ``tensors`` back into them."""
-    begin = 0
-    for tensor in tensors:
-        count = blocks_of(tensor.numel())
-        values = blocks[begin : begin + count].view(-1)[: tensor.numel()]
-        tensor.copy_(values.view(tensor.shape))
-        begin += count
 
 
 class BlockNoise:
@@ -153,9 +175,9 @@ class BlockNoise:
 def _sent_to(device: torch.device, values: numpy.ndarray) -> Tensor:
     """``values`` on ``device``, without waiting for what the device does."""
     tensor = torch.from_numpy(values)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    if device.type != "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def blocks_of(numel: int) -> int:
@@ -171,7 +193,7 @@ class RoundingKeys:
     step: int = 1
 
     def of(self, name: str) -> int:
-        """That of the parameter ``name`` in this step."""
+        """The key of the parameter ``name`` in this step."""
         return key_of(self.seed, self.step, name)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.sync.rounded_exchange import PendingMean
+from parallel2d.parallel.sync.wires.exchange import PendingMean
 from parallel2d.parallel.weights.geometry import local_part
 
 # What a replica did not send is added to its next message, times this (error feedback; SparseLoCo)
@@ -106,27 +106,28 @@ def split_in_fragments(
     parts: list[list[OuterParameter]] = [[] for _ in range(count)]
     loads = [0] * count
     # Sorting is stable: of equal units the first comes first.
-    for piece in sorted(pieces, key=lambda piece: -sum(sizes[name] for name in piece)):
+    for size, names in sorted(pieces, key=lambda piece: -piece[0]):
         smallest = loads.index(min(loads))
-        parts[smallest].extend(parameters[name] for name in piece)
+        parts[smallest].extend(parameters[name] for name in names)
         # One more, so that parameters without elements are dealt out too.
-        loads[smallest] += sum(sizes[name] for name in piece) + 1
+        loads[smallest] += size + 1
     return parts
 
 
 def _pieces_of_units(
     units: Sequence[Sequence[str]], sizes: Mapping[str, int], share: float
-) -> list[list[str]]:
-    """The names of each unit, or one by one where it is larger than ``share``."""
-    pieces: list[list[str]] = []
+) -> list[tuple[int, list[str]]]:
+    """(size, names) of each unit, or of each parameter where it is larger than ``share``."""
+    pieces: list[tuple[int, list[str]]] = []
     in_units: set[str] = set()
     for unit in units:
-        names = [name for name in unit if name in sizes]
-        in_units.update(names)
-        if sum(sizes[name] for name in names) > share:
-            pieces.extend([name] for name in names)
-        elif names:
-            pieces.append(names)
+        trained = {name: sizes[name] for name in unit if name in sizes}
+        in_units.update(trained)
+        size = sum(trained.values())
+        if size > share:
+            pieces.extend((each, [name]) for name, each in trained.items())
+        elif trained:
+            pieces.append((size, list(trained)))
     # Parameters that no group has, such as those without dimensions.
-    pieces.extend([name] for name in sizes if name not in in_units)
+    pieces.extend((each, [name]) for name, each in sizes.items() if name not in in_units)
     return pieces

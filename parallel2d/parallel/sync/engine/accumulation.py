@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.parallel import fsdp_internals
-from parallel2d.parallel.sync.engine import engines_in
+from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 
 Batch = TypeVar("Batch")
 
@@ -50,7 +50,7 @@ def accumulate(
             batch = following
         # Where the last micro-batch had no backward pass on this rank, something is left.
         for engine in engines_in(model):
-            if engine.pending:
+            if engine.batch.pending:
                 engine.finish()
     # `break` ends a generator by GeneratorExit, which is no Exception.
     except BaseException:
@@ -81,14 +81,14 @@ def no_sync(model: nn.Module, mode: str = "reduce_scatter_only") -> Iterator[Non
 def discard_accumulated(model: nn.Module) -> None:
     """Drops what an interrupted forward or backward left behind.
 
-    The sharding engine is ready for the next one. Gradient sums that are kept outside of ``.grad``,
+    `fully_shard` is ready for the next one. Gradient sums that are kept outside of ``.grad``,
     where ``zero_grad`` does not reach them, are not added to the next global batch.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             fsdp_internals.reset_iteration(module)
     for engine in engines_in(model):
-        engine.reset()
+        engine.batch.reset()
 
 
 def clear_with_gradients(model: nn.Module) -> None:
@@ -100,7 +100,7 @@ def clear_with_gradients(model: nn.Module) -> None:
     def clear(set_to_none: bool = True) -> None:
         zero_grad(set_to_none)
         for engine in engines_in(model):
-            engine.clear_gradients(set_to_none)
+            engine.batch.clear_gradients(set_to_none)
 
     model.zero_grad = clear  # type: ignore[method-assign]
 

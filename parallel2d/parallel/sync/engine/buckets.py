@@ -1,0 +1,280 @@
+"""Buckets: gradients that are reduced over the replicate axis in one collective (`Bucket`), and the
+one order in which they are (`BucketQueue`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel2d.parallel.fsdp_internals import FSDPParameter
+from parallel2d.parallel.sync.engine.group_state import GroupState, keep_until_done
+from parallel2d.parallel.sync.wires import Wire
+from parallel2d.parallel.weights.geometry import as_real, pieces_of
+
+Wait = Callable[[], None]  # returns when the gradients of this replica are the mean
+
+
+class Bucket:
+    """The sharded gradients of one or more neighbouring groups, as one flat tensor.
+
+    Its methods are those of torch's ``GradBucket``, so that hooks written for
+    `torch.nn.parallel.DistributedDataParallel` accept it: `index`, `buffer`, `gradients`,
+    `parameters`, `is_last`, `set_buffer`. ``states``: of the groups, which have one wire.
+    """
+
+    def __init__(self, index: int, states: Sequence[GroupState], last: bool) -> None:
+        self.states = states
+        self.wire = states[0].wire
+        # Its parameters that require gradients
+        self.trained: list[FSDPParameter] = []
+        for state in states:
+            self.trained.extend(state.group.trained)
+        self._index = index
+        self._last = last
+        # None until `flatten` or `fill_with_zeros`.
+        self._flat: Tensor | None = None
+        # The part of each parameter in it, in the order of `trained`.
+        self._parts: list[Tensor] = []
+
+    def index(self) -> int:
+        """Its number in the order of reduction, from 0: the groups that a backward pass ends first
+        come first."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether it is the last one in the order of reduction."""
+        return self._last
+
+    def buffer(self) -> Tensor:
+        """All gradients, flat and real: those of this replica before the reduction, their mean over
+        the replicas after it."""
+        assert self._flat is not None, "the bucket is not being reduced"
+        # Collectives and hooks take real tensors: a complex number is sent as two.
+        return as_real(self._flat).view(-1)
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Copies ``tensor``, of the same number of elements, into `buffer`, cast to its dtype."""
+        self.buffer().copy_(tensor.view(-1))
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of each gradient, a view of `buffer`."""
+        # `flatten` has given every parameter one.
+        return [parameter.local_gradient for parameter in self.trained]  # type: ignore[misc]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The sharded parameters, in the order of `gradients`."""
+        return [parameter.sharded for parameter in self.trained]
+
+    def parts(self) -> list[Tensor]:
+        """Views of `buffer`, one for each parameter in the order of `parameters`; complex ones as
+        real numbers."""
+        return [as_real(each) for each in self._parts]
+
+    def release(self) -> None:
+        """Lets go of the memory; the gradients are elsewhere by now."""
+        self._flat = None
+        self._parts = []
+
+    @torch.no_grad()
+    def flatten(self) -> None:
+        """Makes the gradients views of one flat tensor, `buffer`.
+
+        Nothing is copied when they are views of one tensor already, as torch leaves
+        those of a group. A parameter without a gradient gets zeros: another replica may have one.
+        """
+        gradients = [parameter.local_gradient for parameter in self.trained]
+        self._flat = _common_storage(gradients)
+        # So it is at first with several groups: each has a storage of its own.
+        if self._flat is None:
+            self.fill_with_zeros()
+            for parameter, gradient, part in zip(self.trained, gradients, self._parts, strict=True):
+                if gradient is not None:
+                    part.copy_(gradient)
+                    # Nothing refers to it once this returns.
+                    keep_until_done(gradient)
+                parameter.set_gradient(part)
+        self._parts = self.gradients()
+
+    def fill_with_zeros(self) -> None:
+        """Makes `buffer` zeros of the bucket's size. The gradients stay as they are."""
+        first, shapes = self.trained[0], [parameter.local_size for parameter in self.trained]
+        self._flat = torch.zeros(
+            sum(shape.numel() for shape in shapes),
+            dtype=first.gradient_dtype,
+            device=first.sharded.device,
+        )
+        self._parts = list(pieces_of(self._flat, shapes))
+
+
+def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """One flat view of all ``tensors``; None unless they fill a piece of one storage without gaps.
+
+    Gaps hold padding. A view with gaps would have a size that depends on how the gradients were
+    made, and replicas could send different sizes.
+    """
+    # A parameter without a gradient needs zeros, for which there is no room between the others.
+    found = [tensor for tensor in tensors if tensor is not None]
+    if len(found) < len(tensors):
+        return None
+    first = found[0]
+    begin = end = first.storage_offset()
+    for tensor in found:
+        is_elsewhere = tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+        if is_elsewhere or not tensor.is_contiguous():
+            return None
+        # The order in storage may be another than that of the parameters.
+        begin = min(begin, tensor.storage_offset())
+        end = max(end, tensor.storage_offset() + tensor.numel())
+    filled = sum(tensor.numel() for tensor in found)
+    if end - begin != filled:
+        return None
+    return first.as_strided((filled,), (1,), begin)
+
+
+class Reduction(Protocol):
+    """A way to reduce a bucket over the replicate axis.
+
+    ``most_in_flight``: how many reductions may have started and not ended; None: any number,
+    because they hold no memory.
+    """
+
+    most_in_flight: int | None
+
+    def start(self, bucket: Bucket) -> Wait:
+        """Begins to average ``bucket.buffer()`` over the replicas: in place, or for the owners of
+        the parameters. Collective: every replica starts the same buckets in the same order."""
+
+
+class BucketQueue:
+    """Puts the groups of one model into buckets and reduces them over the replicate axis.
+
+    A bucket starts as soon as its groups are final in the last backward pass. The order is the same
+    on every replica, whatever order the groups end in: those that autograd ends first come first.
+    Reductions run on a stream of their own where there are streams.
+
+    ``group``: the process group of that axis. ``states``: in the order in which backward ends
+    their groups. ``bucket_bytes``: a bucket of several groups is at most this large.
+    ``reduction_for``: what reduces a bucket, from what is sent.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device_type: str,
+        states: Sequence[GroupState],
+        bucket_bytes: int,
+        reduction_for: Callable[[Wire], Reduction],
+    ) -> None:
+        self.group = group
+        self.reduction_for = reduction_for
+        self._states = states
+        self._bucket_bytes = bucket_bytes
+        self._stream: torch.Stream | None = None
+        if device_type != "cpu":
+            self._stream = torch.Stream(device_type)
+        # Those of this global batch; empty until the first is needed.
+        self._buckets: list[Bucket] = []
+        # The index of the bucket that is started next.
+        self._next = 0
+        self._in_flight: list[tuple[Bucket, Wait]] = []
+
+    def start_final(self) -> None:
+        """Starts buckets in their order, up to the first with a group that is not final yet."""
+        for bucket in self._remaining():
+            if not all(state.final for state in bucket.states):
+                return
+            self._start(bucket, bucket.flatten)
+
+    def finish(self, *, with_zeros: bool = False) -> None:
+        """Reduces all buckets that are left and waits for all. `forget_buckets` follows, when their
+        gradients are complete. ``with_zeros``: instead of this rank's gradients, where other ranks
+        may be waiting for these reductions."""
+        for bucket in self._remaining():
+            self._start(bucket, bucket.fill_with_zeros if with_zeros else bucket.flatten)
+        self._await_all_but(0)
+
+    def cancel(self) -> None:
+        """Waits for the buckets that were started, and starts no others."""
+        self._await_all_but(0)
+        self.forget_buckets()
+
+    def forget_buckets(self) -> None:
+        """The next global batch makes new ones, because parameters may be frozen in between."""
+        self._buckets = []
+        self._next = 0
+
+    def join_stream(self) -> None:
+        """Lets the current stream wait for the stream of the reductions."""
+        if self._stream is not None:
+            current = torch.accelerator.current_stream(self._stream.device)
+            current.wait_stream(self._stream)
+
+    def _remaining(self) -> list[Bucket]:
+        """The buckets that are not started yet, in their order."""
+        if not self._buckets:
+            states = [state for state in self._states if state.group.trained]
+            sizes = [state.gradient_bytes for state in states]
+            kinds = [(state.wire, state.gradient_dtype) for state in states]
+            filled = fill_buckets(sizes, kinds, self._bucket_bytes)
+            for index, members in enumerate(filled):
+                inside = [states[each] for each in members]
+                self._buckets.append(Bucket(index, inside, last=index == len(filled) - 1))
+        return self._buckets[self._next :]
+
+    def _start(self, bucket: Bucket, fill: Callable[[], None]) -> None:
+        """Starts the reduction of ``bucket`` after ``fill`` has made its buffer."""
+        reduction = self.reduction_for(bucket.wire)
+        # Some reductions hold memory, and hooks must not overlap.
+        if reduction.most_in_flight is not None:
+            self._await_all_but(reduction.most_in_flight - 1)
+        with self._on_stream():
+            for state in bucket.states:
+                # Gradients come from streams of torch.
+                if self._stream is not None:
+                    state.group.wait_for_gradients(self._stream)
+                state.set_aside_means()
+            fill()
+            with torch.profiler.record_function(f"replicate: bucket {bucket.index()}"):
+                self._in_flight.append((bucket, reduction.start(bucket)))
+        self._next += 1
+
+    def _await_all_but(self, left: int) -> None:
+        """Ends the oldest reductions until at most ``left`` are in flight."""
+        while len(self._in_flight) > left:
+            bucket, wait = self._in_flight.pop(0)
+            name = f"replicate: wait {bucket.index()}"
+            with self._on_stream(), torch.profiler.record_function(name):
+                wait()
+                # Means of earlier backward passes are complete. They are added after the reduction.
+                for state in bucket.states:
+                    state.add_means()
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Runs its body on the stream of the reductions, after what the current stream has done."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
+        with self._stream:
+            yield
+
+
+def fill_buckets(sizes: Sequence[int], kinds: Sequence[object], most_bytes: int) -> list[list[int]]:
+    """Puts neighbours of one kind together, until a bucket is large enough. ``sizes``: bytes of the
+    gradients of each group. Returns the indexes of the groups of each bucket. A group that is
+    larger than ``most_bytes`` has a bucket of its own."""
+    buckets: list[list[int]] = []
+    filled = 0
+    for index, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
+        if not buckets or kind != kinds[index - 1] or filled + size > most_bytes:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += size
+    return buckets

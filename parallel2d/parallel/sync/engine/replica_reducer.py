@@ -1,0 +1,271 @@
+"""Sums the sharded gradients of a model over the replicate axis, by parameter, once per global
+batch. `ReplicaReducer` is the engine.
+
+[Note: owning the replicate axis] `fully_shard` reduces over the shard axis alone. Each group's
+sharded gradients are then averaged over the replicas here: a parameter that a replica did not use
+counts as zero, and so does a whole group that its last micro-batch skipped. That is right for any
+routing of data through the model, which torch's own second axis is not: its partial sums do not
+record which parameters they hold.
+
+The reductions start during the last backward pass (`buckets.py`) and are all awaited at its
+end, so that ``loss.backward()`` returns with the mean over all data ranks in every ``.grad``.
+Averaging is idempotent: after a second backward pass the sum is averaged again, and is the sum of
+both means. Which parameters have a gradient is agreed on last; see [Note: unused parameters].
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.fsdp_internals import FSDPGroup
+from parallel2d.parallel.mesh import axis_names, inherit_timeout, mesh_shape, without_replicas
+from parallel2d.parallel.sync.engine.buckets import BucketQueue
+from parallel2d.parallel.sync.engine.global_batch import GlobalBatch, ScalarGradient
+from parallel2d.parallel.sync.engine.group_state import GroupState, cast_gradient, make_uniform
+from parallel2d.parallel.sync.engine.used_parameters import IssueOrder, UsedParameterAgreement
+from parallel2d.parallel.sync.methods.method import ReplicatedModel, SyncMethod, UpdateFollower
+from parallel2d.parallel.sync.wires.blocks import RoundingKeys
+
+
+class ReplicaReducer:
+    """The engine of one model; made by `parallel2d.parallelize`.
+
+    ``groups``: in the order in which backward ends them. ``method``: what crosses the replicate
+    axis. ``final_dtype``: of gradients once they are reduced, if not that in which they are added.
+    ``scalars``: parameters that are whole on every rank. ``order``: None where nothing is gathered
+    or reduced over the shard axis. ``seed``: of what is rounded at random on the way to other
+    replicas. Collective over the world.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        groups: Sequence[FSDPGroup],
+        method: SyncMethod,
+        *,
+        final_dtype: torch.dtype | None,
+        scalars: Sequence[ScalarGradient] = (),
+        order: IssueOrder | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.groups = groups
+        self.method = method
+        self._final_dtype = final_dtype
+        self._order = order
+        # `finish` counts the steps; a trainer that resumes sets the number of the next one.
+        self.keys = RoundingKeys(seed)
+        # What follows the optimizer's updates of the parameters
+        self.updates = UpdateFollower()
+        states = [GroupState(group, method.wire(group.wire)) for group in groups]
+        # None where no gradients cross the replicate axis.
+        buckets: BucketQueue | None = None
+        if method.crosses:
+            group = own_replicate_group(mesh)
+            replicated = ReplicatedModel(mesh, group, groups, self.keys, final_dtype)
+            self.updates, reduction_for = method.start(replicated)
+            if reduction_for is not None:
+                buckets = BucketQueue(
+                    group, mesh.device_type, states, method.bucket_bytes, reduction_for
+                )
+        clear_updated = self.updates.clear_gradients
+        self.batch = GlobalBatch(mesh.device_type, states, scalars, buckets, clear_updated)
+        # The ranks whose gradients are averaged
+        self.update_mesh = mesh if method.replicas_equal else without_replicas(mesh)
+        self.agreement = UsedParameterAgreement(self.update_mesh, self.batch, order)
+        for state in states:
+            before = functools.partial(self._before_reduction, state)
+            after = functools.partial(self._after_reduction, state)
+            state.group.around_backward(before, after)
+            state.group.on_forward(state.count_forward)
+
+    @property
+    def may_defer_agreement(self) -> bool:
+        """Whether the agreement can wait: not where scalars have to be summed first, and not where
+        each replica agrees on its own."""
+        return not self.batch.scalars and self.method.replicas_equal
+
+    # Hooks that torch calls
+
+    def _before_reduction(self, state: GroupState) -> None:
+        """Autograd has the group's gradients of this pass, and they are about to be reduced over
+        the shard axis."""
+        group = state.group
+        any_gradient = state.start_reduction()
+        self.batch.pending = True
+        self.batch.agreed = False
+        state.note_used()
+        if not group.reduces_gradients:
+            return
+        if self._final_dtype is not None:
+            # Gradients of earlier backward passes have the final dtype; they are added to.
+            for parameter in group.trained:
+                cast_gradient(parameter, parameter.gradient_dtype)
+        # Sums that stay on this replica are no means any more.
+        if not group.crosses_replicas:
+            state.averaged = False
+        elif self.batch.buckets is not None:
+            state.set_aside_means()
+        # All ranks of a shard group run the same groups, so one that did not run here ran nowhere.
+        group.fill_unused(any_gradient or state.forwards > 0)
+        make_uniform(group.trained)
+        # They are called after the agreement, when gradients are complete.
+        for parameter in group.trained:
+            parameter.take_hooks()
+
+    def _after_reduction(self, state: GroupState) -> None:
+        """The group's sharded gradients have been accumulated."""
+        for parameter in state.group.trained:
+            parameter.give_hooks_back()
+        if self.batch.buckets is not None and state.group.crosses_replicas:
+            state.set_final()
+            self.batch.buckets.start_final()
+
+    def end_backward(self) -> None:
+        """Called at the end of every backward pass."""
+        crosses_replicas = any(group.crosses_replicas for group in self.groups)
+        for state in self.batch.states:
+            state.end_backward()
+        if crosses_replicas:
+            self.finish()
+
+    # The end of a global batch
+
+    def finish(self) -> None:
+        """Reduces what is left, waits for all, and agrees on used parameters.
+
+        Collective over the data ranks. Raises `ConfigError` on every rank when ranks of a shard
+        group did not run the same groups, and when a gradient hook could not be called.
+        """
+        self.updates.check_attached()
+        self.agreement.fault = self._hook_never_called()
+        # Ranks that differ must stop here: the collectives below would never be answered.
+        if self._order is not None:
+            try:
+                self._order.end_backward()
+            except ConfigError as error:
+                raise self.agreement.abandon(error) from None
+        for state in self.batch.states:
+            # Nothing is left after a backward pass that was set up as the last one.
+            if state.has_whole_gradients:
+                # This calls `_before_reduction` and `_after_reduction`, as a backward pass does.
+                state.group.reduce_late()
+                state.started = False
+        if self.batch.buckets is not None:
+            self.batch.buckets.finish()
+        self.batch.join_streams()
+        for state in self.batch.states:
+            state.complete(self._final_dtype)
+        # Only now: until here the gradients may be views of the buckets' memory.
+        if self.batch.buckets is not None:
+            self.batch.buckets.forget_buckets()
+        self.batch.pending = False
+        self.keys.step += 1
+        if not self.agreement.deferred:
+            self.agreement.agree()
+
+    def _hook_never_called(self) -> str:
+        """The message for a hook of `register_hook`, which autograd would never call; empty when
+        there is none."""
+        for group in self.groups:
+            for parameter in group.trained:
+                if parameter.sharded._backward_hooks:
+                    return (
+                        f"register_hook was called on a parameter of {group.called} of shape "
+                        f"{tuple(parameter.sharded.shape)}: autograd computes gradients of "
+                        "gathered parameters and would never call it; use "
+                        "register_post_accumulate_grad_hook"
+                    )
+        return ""
+
+
+GROUP_NAME = "gradients over replicas"
+
+
+def own_replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """A process group over the replicas for one engine alone. Collective over the world.
+
+    Collectives of an engine run asynchronously during a backward pass. In the mesh's own group,
+    others that are started meanwhile could come between them, in another order on each rank.
+    Returns the mesh's group where the mesh is not the whole world, because all ranks of the world
+    would have to make the new one.
+    """
+    if mesh.size() != dist.get_world_size():
+        return mesh.get_group("replicate")
+    axis = axis_names(mesh).index("replicate")
+    # One row for each group: the ranks that differ in the replicate axis alone.
+    rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh_shape(mesh).replicate)
+    own = None
+    # Each rank makes all groups, also those it is not in: torch requires that.
+    for ranks in rows.tolist():
+        group = dist.new_group(ranks, group_desc=GROUP_NAME)
+        if dist.get_rank() in ranks:
+            own = group
+    assert own is not None
+    inherit_timeout(own, mesh.device_type)
+    return own
+
+
+class TorchReducer:
+    """The engine of ``sync.engine=torch``: the second axis of `fully_shard` reduces over the
+    replicas, on process groups of its own.
+
+    It stays for comparison. Its partial sums do not record which parameters they hold, so
+    parameters that ranks or micro-batches use differently may get each other's gradients; it adds
+    in the dtype in which gradients are sent; and it takes no hooks.
+    """
+
+    def __init__(self, mesh: DeviceMesh, groups: Sequence[FSDPGroup], method: SyncMethod) -> None:
+        self.method = method
+        # Nothing is ever pending: torch has reduced everything when a backward pass ends.
+        states = [GroupState(group, method.wire(group.wire)) for group in groups]
+        self.batch = GlobalBatch(mesh.device_type, states)
+        self.update_mesh = mesh
+        self.updates = UpdateFollower()
+
+    def finish(self) -> None:
+        """Does nothing: backward has reduced everything."""
+
+
+Engine = ReplicaReducer | TorchReducer
+
+# An attribute of the model and no table beside it: the engine refers to the model's parameters, so
+# that the garbage collector frees both together.
+_ENGINE = "_parallel2d_engine"
+
+
+def register_engine(model: nn.Module, engine: Engine) -> None:
+    """Makes ``engine`` that of ``model``."""
+    vars(model)[_ENGINE] = engine
+
+
+def engines_in(model: nn.Module) -> list[Engine]:
+    """The engines of ``model`` and of modules below it."""
+    found = []
+    for module in model.modules():
+        engine = vars(module).get(_ENGINE)
+        if engine is not None:
+            found.append(engine)
+    return found
+
+
+def reducers_in(model: nn.Module) -> list[ReplicaReducer]:
+    """Our engines of ``model`` and of modules below it."""
+    return [engine for engine in engines_in(model) if isinstance(engine, ReplicaReducer)]
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a model from `parallel2d.parallelize`. Raises `ConfigError` for another."""
+    found: Engine | None = vars(model).get(_ENGINE)
+    if found is None:
+        raise ConfigError(
+            f"{type(model).__name__} did not come from parallel2d.parallelize; give the model that "
+            "it returned, not a module of it"
+        )
+    return found

@@ -1,0 +1,169 @@
+"""What every method of synchronization answers (`SyncMethod`), and what follows the updates of the
+parameters (`UpdateFollower`). As they stand here they are those of a single replica, for which
+nothing crosses the replicate axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.base.config import SyncConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.fsdp_internals import FSDPGroup, GroupTraffic
+from parallel2d.parallel.sync.engine.buckets import Reduction
+from parallel2d.parallel.sync.wires import WIRES, Wire, wire_of
+from parallel2d.parallel.sync.wires.blocks import RoundingKeys
+from parallel2d.parallel.weights.geometry import Region
+
+
+class UpdateFollower:
+    """What happens after each update of one model's parameters."""
+
+    # Whether anything happens, so that an optimizer must be attached.
+    follows = False
+
+    def __init__(self) -> None:
+        # The optimizer whose updates are followed
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def make(self, model: nn.Module) -> None:
+        """Called once, when the parameters of ``model`` have their values. Collective."""
+
+    def after_update(self) -> None:
+        """Called after each update. Collective."""
+
+    def shared_values(self) -> Mapping[str, Tensor]:
+        """By name, what replicas share in the place of their parameters."""
+        return {}
+
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Drops the gradients of what the optimizer has in the place of parameters."""
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follows the updates of ``optimizer``; see `parallel2d.attach_optimizer`."""
+        if not self.follows or optimizer is self._optimizer:
+            return
+        self._optimizer = optimizer
+
+        def after_step(stepped: torch.optim.Optimizer, *unused: Any) -> None:
+            # Only the optimizer that was attached last counts.
+            if stepped is self._optimizer:
+                self.after_update()
+
+        optimizer.register_step_post_hook(after_step)
+
+    def check_attached(self) -> None:
+        """Raises `ConfigError` where updates must be followed and no optimizer is attached."""
+        if self.follows and self._optimizer is None:
+            raise ConfigError(
+                "no optimizer follows this model: with strategy=hybrid_full and with sync=diloco "
+                "the replicas must be told of updates; build the optimizer with "
+                "parallel2d.build_optimizer, or pass it to parallel2d.attach_optimizer(model, "
+                "optimizer)"
+            )
+
+
+class Message(NamedTuple):
+    """What replicas send at once. ``size``: bytes that each has of it, before the collective
+    divides or repeats them."""
+
+    collective: str
+    size: int
+
+
+class ReplicatedModel(NamedTuple):
+    """One model that a method works on.
+
+    ``group``: the process group of the replicas. ``groups``: of the model's parameters, in the
+    order in which backward ends them. ``keys``: of what is rounded at random. ``gradient_dtype``:
+    of gradients once they are reduced; None: in which they are added.
+    """
+
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    groups: Sequence[FSDPGroup]
+    keys: RoundingKeys
+    gradient_dtype: torch.dtype | None
+
+
+class Started(NamedTuple):
+    """A method at work on one model. ``reduction_for``: how buckets of gradients are reduced, from
+    what is sent; None: they are not."""
+
+    updates: UpdateFollower
+    reduction_for: Callable[[Wire], Reduction] | None
+
+
+class SyncMethod:
+    """What crosses the replicate axis, known from the configuration alone.
+
+    ``crosses``: whether anything does. ``splits_updates``: whether each replica updates its own
+    rows of the parameters. ``replicas_equal``: whether all replicas have the same parameters after
+    every update, and so send the same in every step. ``description``: for people, with numbers for
+    ``auto``.
+
+    ``update_period``: after how many updates the parameters of a group cross; ``shortest_period``:
+    the least ``sync.every`` that shows all that happens, 0 where a step does. ``shared_copies``:
+    values that a rank keeps of each value of a parameter, beside it and the optimizer's;
+    ``keeps_masters``: whether it keeps unrounded values of those that it updates.
+    ``gradients_are_exact``: whether the gradients of replicas are added unrounded.
+    """
+
+    crosses = False
+    splits_updates = False
+    replicas_equal = True
+    description = "one replica: nothing crosses the replicate axis"
+    update_period = 1
+    shortest_period = 0
+    shared_copies = 0
+    keeps_masters = False
+    gradients_are_exact = True
+
+    def __init__(self, config: SyncConfig) -> None:
+        self.config = config
+        # The one that ``sync.wire`` names; None for ``auto``.
+        self.named_wire = WIRES.get(config.wire)
+        self.bucket_bytes = int(config.bucket_mib * 2**20)
+
+    def wire(self, dtype: torch.dtype) -> Wire:
+        """In which values are sent where the shard axis sends ``dtype``."""
+        return self.named_wire or wire_of(dtype)
+
+    def reductions(self, accumulation: int) -> int:
+        """How often gradients are reduced in a step of ``accumulation`` micro-batches."""
+        return 0
+
+    def gradients(self, group: GroupTraffic) -> Message:
+        """One reduction of the gradients of ``group``."""
+        return Message("all_reduce", 0)
+
+    def parameters(self, group: GroupTraffic) -> Message:
+        """What crosses of the parameters of ``group``, once in `update_period` updates."""
+        return Message("all_gather", 0)
+
+    def buffer_bytes(self, sums: Sequence[int], item_bytes: int) -> int:
+        """Bytes of the buckets in flight beside the gradients. ``sums``: bytes of the gradients of
+        each group; ``item_bytes``: of an element where ``sync.wire`` is ``auto``."""
+        return 0
+
+    def start(self, model: ReplicatedModel) -> Started:
+        """Prepares one model. Collective over the world."""
+        return Started(UpdateFollower(), None)
+
+    def expected_gradient(
+        self, values: Sequence[Tensor], cut: Sequence[Region], keys: RoundingKeys, name: str
+    ) -> Tensor:
+        """What one process would compute in the place of reductions, for proofs: the mean of
+        ``values``, the gradients of the replicas for the whole parameter ``name``, as it arrives;
+        see `expected_mean`."""
+        (value,) = values
+        return value
+
+    def expected_copy(self, updated: Tensor) -> Tensor:
+        """What all replicas should have of an ``updated`` parameter, for proofs."""
+        return updated

@@ -1,0 +1,116 @@
+"""The forms in which replicas send values: the table `WIRES`, one row for each.
+
+A new one is a word of ``sync.wire`` with the methods that take it (`base/config/parallel.py`), a
+row here, and code beside `blocks.py` if it is neither a dtype nor blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel2d.parallel.sync.wires.blocks import (
+    BlockCode,
+    BlockCoder,
+    BlockNoise,
+    Piece,
+    blocks_of,
+)
+from parallel2d.parallel.weights.geometry import pieces_of
+
+
+class CastCoder:
+    """Codes values by casting them: one value a row."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def rows(self, tensors: Sequence[Tensor]) -> Tensor:
+        """[values, 1]."""
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])[:, None]
+
+    def encode(self, rows: Tensor, first: int, stage: int) -> Tensor:
+        """The rows in this coder's dtype."""
+        return rows.to(self._dtype)
+
+    def decode(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows in ``dtype``."""
+        return sent.to(dtype)
+
+    def put_back(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copies the values in their order."""
+        values = pieces_of(rows[:, 0], [tensor.shape for tensor in tensors])
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+
+
+# What turns values into rows and rows into what is sent. Each row is decoded without the others, so
+# that rows can be dealt out to replicas. In `encode`, ``first`` is the number of the first row,
+# ``stage`` tells several roundings of one value apart; rows after the last are padding.
+Coder = CastCoder | BlockCoder
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One form.
+
+    ``bits``: of a value; blocks add their scales. ``dtype``: of a value as it is sent; None: blocks
+    of codes, sent as bytes. ``bound``: what a certificate allows relative to the mean norm of the
+    contributions, because another rounding of a sum may change a whole unit of the code; the first
+    number where ranks run the kernels of one process. ``keeps_rest``: what rounding takes of a
+    contribution is kept, and sent with the next one.
+    """
+
+    name: str
+    bits: int
+    dtype: torch.dtype | None = None
+    bound: tuple[float, float] = (0.0, 0.0)
+    keeps_rest: bool = False
+
+    @property
+    def rounds(self) -> bool:
+        """Whether values are rounded, and so exchanged and added in fp32; others are all-reduced
+        as they are."""
+        return self.bits < 32
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of the dtype that is sent, one of codes."""
+        return max(1, self.bits // 8)
+
+    def bytes_of(self, shapes: Iterable[torch.Size]) -> int:
+        """Bytes of tensors of these shapes; each begins a block of its own."""
+        if self.dtype is not None:
+            return self.dtype.itemsize * sum(shape.numel() for shape in shapes)
+        row = BlockCode(self.bits).row_bytes
+        return row * sum(blocks_of(shape.numel()) for shape in shapes)
+
+    def coder(self, tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> Coder:
+        """What codes ``tensors``. ``pieces``: for the random numbers of each; a cast needs none."""
+        if self.dtype is not None:
+            return CastCoder(self.dtype)
+        noise = BlockNoise(pieces, [tensor.numel() for tensor in tensors], tensors[0].device)
+        # What is sent later may be rounded to the nearest code, which takes half as much as
+        # rounding at random.
+        return BlockCoder(BlockCode(self.bits), noise, nearest=self.keeps_rest)
+
+
+WIRES = {
+    row.name: row
+    for row in (
+        Wire("fp64", 64, torch.float64),
+        Wire("fp32", 32, torch.float32),
+        Wire("bf16", 16, torch.bfloat16, bound=(2e-4, 1e-3)),
+        Wire("fp16", 16, torch.float16),
+        Wire("int8", 8, bound=(8e-4, 4e-3)),
+        Wire("int4", 4, bound=(5e-3, 3e-2), keeps_rest=True),
+    )
+}
+
+
+def wire_of(dtype: torch.dtype) -> Wire:
+    """The wire that casts to ``dtype``."""
+    return next(row for row in WIRES.values() if row.dtype == dtype)
