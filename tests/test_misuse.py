@@ -391,7 +391,7 @@ def test_raw_errors_are_messages(ranks):
     logits = torch.zeros(2, 3, 5)
     with pytest.raises(ConfigError, match=r"\(2, 3, 5\).*\(2, 4\)"):
         parallel2d.cross_entropy_sum(logits, torch.zeros(2, 4, dtype=torch.int64))
-    with pytest.raises(ConfigError, match="logits are a str"):
+    with pytest.raises(ConfigError, match="logits is a str"):
         parallel2d.cross_entropy_sum("logits", torch.zeros(2, 4, dtype=torch.int64))
     with pytest.raises(ConfigError, match="token numbers in int64 or int32, got torch.float32"):
         parallel2d.cross_entropy_sum(logits, torch.zeros(2, 3))
