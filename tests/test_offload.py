@@ -25,10 +25,10 @@ from parallel2d.base.config import PrecisionConfig
 from parallel2d.base.config.checks import validated
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.model_structure import find_blocks
-from parallel2d.parallel.parallelize.bucketing import bucket_modules
 from parallel2d.parallel.parallelize.float8 import check_float8, convert_to_float8
-from parallel2d.parallel.parallelize.precision import Precision
-from parallel2d.parallel.parallelize.sharding import check_offload, shard
+from parallel2d.parallel.parallelize.layout import Workload, resolve
+from parallel2d.parallel.parallelize.preconditions import check_offload
+from parallel2d.parallel.parallelize.sharding import shard
 from parallel2d.parallel.weights.initial_values import allocate
 from parallel2d.train import main
 
@@ -101,9 +101,9 @@ def _offloaded(strategy):
     expected = copy.deepcopy(model)
     mesh = build_mesh(MeshSpec(), strategy)
     settings = ParallelConfig(strategy, cpu_offload=True)
-    groups = bucket_modules(model, find_blocks(model), settings.bucketing)
-    precision = Precision.of(settings.precision, model)
-    model = shard(model, mesh, groups, settings, precision)
+    # As on a GPU: on CPU it is refused.
+    layout = resolve(settings, mesh, model, Workload(device_type="cuda"))
+    model = shard(model, mesh, layout)
     allocate(model, "cpu", offload=True)
     offloaded = [
         p.offload_to_cpu

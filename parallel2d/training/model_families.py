@@ -15,9 +15,8 @@ from parallel2d.base.config import CustomModel, HuggingFaceModel, LlamaModel, Tr
 from parallel2d.base.config.reference import load_reference
 from parallel2d.base.errors import ConfigError
 from parallel2d.models import adapters, huggingface, llama
+from parallel2d.parallel.chunked_head import find_head
 from parallel2d.parallel.loss import cross_entropy_sum
-from parallel2d.parallel.mesh import MeshShape
-from parallel2d.parallel.parallelize.tensor_parallel import resolve_plan
 from parallel2d.parallel.weights.initial_values import Initializer, build_on_meta
 from parallel2d.parallel.weights.pretrained import has_weights, load_pretrained
 
@@ -254,13 +253,13 @@ def _given_plan(plan: Any) -> TensorPlan | None:
 
 
 def plan_tensor_axis(
-    config: TrainConfig, parts: ModelParts, shape: MeshShape
+    config: TrainConfig, parts: ModelParts, tensor: int
 ) -> Mapping[str, object] | None:
-    """The tensor-parallel plan, or None without a tensor axis. Raises `ConfigError` when the model
-    cannot be split so."""
-    tensor, seq_len = shape.tensor, config.train.seq_len
+    """The tensor-parallel plan for an axis of ``tensor`` ranks; None for one. Raises `ConfigError`
+    without a plan, and where the model cannot be split so."""
     if tensor == 1:
         return None
+    seq_len = config.train.seq_len
     if isinstance(config.model, LlamaModel) and seq_len % tensor:
         raise ConfigError(
             f"train.seq_len={seq_len} must be a multiple of mesh.tensor={tensor}: norms run on "
@@ -270,13 +269,28 @@ def plan_tensor_axis(
     try:
         if parts.tensor_plan is not None:
             plan = parts.tensor_plan(parts.module, tensor)
-        if plan:
-            resolve_plan(parts.module, plan, tensor)
-            return plan
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    raise ConfigError(
-        f"mesh.tensor={tensor}: {type(parts.module).__name__} has no tensor-parallel plan; give "
-        "one with model.tensor_plan={pattern: word} or package.module:function, or set "
-        "mesh.tensor=1"
-    )
+    if not plan:
+        raise ConfigError(
+            f"mesh.tensor={tensor}: {type(parts.module).__name__} has no tensor-parallel plan; "
+            "give one with model.tensor_plan={pattern: word} or package.module:function, or set "
+            "mesh.tensor=1"
+        )
+    return plan
+
+
+def name_of_head(config: TrainConfig, parts: ModelParts) -> str | None:
+    """Of the Linear with which the loss is computed in chunks; None without ``train.loss_chunk``.
+
+    Raises `ConfigError` for a model whose loss cannot be computed so.
+    """
+    chunk = config.train.loss_chunk
+    if chunk is None:
+        return None
+    if parts.loss is not cross_entropy_sum:
+        raise ConfigError(
+            f"train.loss_chunk={chunk}: the loss of {type(parts.module).__name__} reads a part of "
+            "the targets, which its head does not know; omit train.loss_chunk"
+        )
+    return find_head(parts.module)

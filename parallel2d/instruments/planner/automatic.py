@@ -58,7 +58,7 @@ def _ask(request: dict[str, Any]) -> dict[str, Any]:
     # A user's model is found there as it is here.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-m", "parallel2d.planner.automatic"],
+        [sys.executable, "-m", "parallel2d.instruments.planner.automatic"],
         input=json.dumps(request),
         env=environment,
         capture_output=True,

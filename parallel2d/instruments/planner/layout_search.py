@@ -95,7 +95,7 @@ def search(
 def _order(layout: RankedLayout) -> tuple[float, int]:
     """Of equally fast ones the one with fewer and larger micro-batches comes first, then the one
     that is listed first: the plainest."""
-    return float(f"{layout.time.seconds.total:.6g}"), layout.cost.layout.accumulation
+    return float(f"{layout.time.seconds.total:.6g}"), layout.cost.layout.workload.accumulation
 
 
 def _with_peak(layout: RankedLayout, costs: JobCosts) -> RankedLayout:

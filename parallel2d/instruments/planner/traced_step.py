@@ -12,47 +12,36 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
 
-import torch
 from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
-from parallel2d.base.config import CompileConfig, TrainConfig
+from parallel2d.base.config import CompileConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.cost.activation_profile import LossOf
 from parallel2d.parallel.cost.fake_group import fake_process_group
-from parallel2d.parallel.cost.layout import Layout
 from parallel2d.parallel.cost.state_memory import state_bytes
 from parallel2d.parallel.mesh import build_mesh
-from parallel2d.parallel.parallelize import parallelize_on_fake_tensors
-from parallel2d.parallel.parallelize.precision import input_dtype
+from parallel2d.parallel.parallelize import apply_on_fake_tensors
+from parallel2d.parallel.parallelize.layout import Layout
 from parallel2d.parallel.sync import accumulate
 from parallel2d.parallel.sync.gradient_sync import gradient_syncs
-from parallel2d.training.data.batch import SampleShape
 from parallel2d.training.model_families import ModelParts
 from parallel2d.training.optimizer import build_optimizer
 
 
-def trace_step(
-    config: TrainConfig,
-    parts: ModelParts,
-    layout: Layout,
-    topology: Topology,
-    tensor_plan: Mapping[str, object] | None,
-    sample: SampleShape,
-    loss_of: LossOf,
-) -> int:
+def trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: LossOf) -> int:
     """Bytes at the fullest moment of one global batch of ``parts.module``, which is used up by it,
     with what the fullest rank keeps of the optimizer's state: that is there in every step but the
     first.
 
     Of more than two micro-batches two are run: the others are as the second. Raises `ConfigError`
-    for what `parallelize` refuses, and for a model that tensors without storage cannot run.
+    for a model that tensors without storage cannot run.
     """
+    config, workload = layout.config, layout.workload
     # Blocks are traced as they stand: compilation happens for tensors with values.
-    parallel = dataclasses.replace(layout.config, compile=CompileConfig())
+    plain = dataclasses.replace(layout, config=dataclasses.replace(config, compile=CompileConfig()))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_process_group(layout.shape.world_size), warnings.catch_warnings():
         # Some operators warn about tensors without storage, each once for all.
@@ -61,26 +50,15 @@ def trace_step(
             layout.shape.spec(),
             config.strategy,
             topology=topology,
-            allow_cross_node=config.mesh.allow_cross_node,
+            allow_cross_node=config.allow_cross_node,
             device_type="cpu",
         )
-        model = parallelize_on_fake_tensors(
-            parts.module,
-            mesh,
-            parallel,
-            fake,
-            topology=topology,
-            init=parts.init,
-            tensor_plan=tensor_plan,
-        )
-        floating = input_dtype(config.precision) or torch.float32
+        model = apply_on_fake_tensors(plain, parts.module, mesh, fake, parts.init, topology)
         with fake:
-            build_optimizer(model, config.optimizer)
+            build_optimizer(model, workload.optimizer)
             for engine in gradient_syncs(model):
                 engine.never_agree()
-            batches = []
-            for _ in range(min(layout.accumulation, 2)):
-                batches.append(sample.example(layout.micro_batch_size, "cpu", floating=floating))
+            batches = [workload.example("cpu") for _ in range(min(workload.accumulation, 2))]
             tracker = FSDPMemTracker(model)
             for batch in batches:
                 tracker.track_inputs(batch)

@@ -19,9 +19,9 @@ from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
 from parallel2d.parallel.cost.activation_profile import MemoryEvent
-from parallel2d.parallel.cost.layout import Layout
-from parallel2d.parallel.cost.model_shapes import ParameterShape, group_traffic
 from parallel2d.parallel.cost.state_memory import state_bytes
+from parallel2d.parallel.cost.traffic import group_traffic
+from parallel2d.parallel.parallelize.layout import Layout, ParameterShape
 from parallel2d.parallel.parallelize.precision import DTYPES
 
 _WIRE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
@@ -65,7 +65,7 @@ def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemo
     """``events``: from `profile_activations`, of the config, the size of the tensor axis and the
     micro-batch of ``layout``. See [Note: what sharding holds]."""
     states = state_bytes(layout)
-    accumulation = layout.accumulation
+    accumulation = layout.workload.accumulation
     step = _Step(events, layout)
     step.run(adds_sums=True, is_last=accumulation == 1)
     # All micro-batches after the first are alike, but for the exchange of replicas in the last.
@@ -98,7 +98,7 @@ class _Step:
         self._is_sharded = shape.shard > 1
         self._ahead = config.prefetch.backward
         self._reduces_each = config.sync.during_accumulation != "none"
-        self._groups = [_bytes_of(group, shape.shard) for group in layout.shapes.in_order]
+        self._groups = [_bytes_of(group.parameters, shape.shard) for group in layout.groups]
         self._root = len(self._groups) - 1
         self._bucket = _bucket_bytes(self._groups, layout)
         self._held = _Held()
@@ -187,7 +187,7 @@ class _Step:
 
 
 def _bytes_of(group: Sequence[ParameterShape], shard: int) -> _Group:
-    traffic = group_traffic(group, shard, frees_after_forward=True)
+    traffic = group_traffic(group, shard)
     trained = [parameter for parameter in group if parameter.is_trained]
     made = sums = 0
     for parameter, part in zip(trained, traffic.reduced_shapes, strict=True):

@@ -21,7 +21,6 @@ from parallel2d.parallel.fsdp_internals.sharded_group import (
     sharded_groups,
 )
 from parallel2d.parallel.fsdp_internals.sharded_model import (
-    GroupTraffic,
     RunningForward,
     after_backward,
     groups,
@@ -31,7 +30,6 @@ from parallel2d.parallel.fsdp_internals.sharded_model import (
     reset_iteration,
     set_asynchronous_gathers,
     states,
-    traffic_by_group,
 )
 
 __all__ = [
@@ -39,7 +37,6 @@ __all__ = [
     "REACHED",
     "AllGather",
     "ForwardOrder",
-    "GroupTraffic",
     "ReduceScatter",
     "RunningForward",
     "ShardedGroup",
@@ -55,5 +52,4 @@ __all__ = [
     "set_asynchronous_gathers",
     "sharded_groups",
     "states",
-    "traffic_by_group",
 ]

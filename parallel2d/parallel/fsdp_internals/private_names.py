@@ -64,7 +64,6 @@ KEPT: dict[type, tuple[str, ...]] = {
         "modules",
         "fsdp_params",
         "mesh_info",
-        "mp_policy",
         "post_forward_mesh_info",
         "reduce_grads",
         "all_reduce_grads",
@@ -84,7 +83,6 @@ KEPT: dict[type, tuple[str, ...]] = {
         "post_forward_mesh_info",
         "reduce_dtype",
         "unsharded_accumulated_grad",
-        "_sharded_param_data",
         "_unsharded_param",
     ),
 }

@@ -124,7 +124,7 @@ def cast_storage(model: nn.Module, precision: Precision) -> nn.Module:
     The parameters of ``precision.fp32_modules`` are stored in fp32 at least. Raises `ConfigError`
     for complex parameters in fewer than 32 bits, which no such dtype can hold.
     """
-    storage = _storage_dtypes(model, precision)
+    storage = storage_dtypes(model, precision)
     cast: dict[nn.Parameter, nn.Parameter] = {}
     for parameter, dtype in storage.items():
         value = parameter.detach()
@@ -134,12 +134,14 @@ def cast_storage(model: nn.Module, precision: Precision) -> nn.Module:
             cast[parameter] = nn.Parameter(stored, parameter.requires_grad)
     for module in model.modules():
         _replace_parameters(module, cast)
-        if precision.buffers is not None:
-            _cast_buffers(module, precision.buffers)
+        for name, buffer in module._buffers.items():
+            # A buffer may be registered without a value.
+            if buffer is not None:
+                module._buffers[name] = buffer.to(buffer_dtype(buffer, precision))
     return model
 
 
-def _storage_dtypes(model: nn.Module, precision: Precision) -> dict[nn.Parameter, torch.dtype]:
+def storage_dtypes(model: nn.Module, precision: Precision) -> dict[nn.Parameter, torch.dtype]:
     """In which dtype each floating-point or complex parameter is stored."""
     in_fp32 = _parameters_of(model, precision.fp32_modules)
     storage: dict[nn.Parameter, torch.dtype] = {}
@@ -170,16 +172,14 @@ def _replace_parameters(module: nn.Module, new: Mapping[nn.Parameter, nn.Paramet
             setattr(module, name, new[held])
 
 
-def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Complex ones only to a dtype of 32 bits or more."""
-    for name, buffer in module._buffers.items():
-        # A buffer may be registered without a value.
-        if buffer is None:
-            continue
-        if buffer.is_floating_point():
-            module._buffers[name] = buffer.to(dtype)
-        elif buffer.is_complex() and dtype.itemsize >= 4:
-            module._buffers[name] = buffer.to(dtype.to_complex())
+def buffer_dtype(buffer: torch.Tensor, precision: Precision) -> torch.dtype:
+    """In which a buffer is stored; a complex one changes only to a dtype of 32 bits or more."""
+    dtype = precision.buffers
+    if dtype is not None and buffer.is_floating_point():
+        return dtype
+    if dtype is not None and buffer.is_complex() and dtype.itemsize >= 4:
+        return dtype.to_complex()
+    return buffer.dtype
 
 
 def _check_complex(name: str, precision: Precision) -> None:

@@ -19,7 +19,6 @@ the view's memory and version, and is a node of its own in the autograd graph.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -36,12 +35,13 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import Topology
 from parallel2d.parallel import fsdp_internals
 from parallel2d.parallel.fsdp_internals import ShardedGroup, collect_grad_tensors
-from parallel2d.parallel.mesh import has_cpu_backend, mesh_shape
+from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.parallelize.collective_order import (
     CollectiveOrder,
     OrderedAllGather,
     OrderedReduceScatter,
 )
+from parallel2d.parallel.parallelize.layout import Layout
 from parallel2d.parallel.parallelize.precision import Precision
 from parallel2d.parallel.parallelize.scalars import Scalar
 from parallel2d.parallel.sync import GradientSync, TorchSync
@@ -60,38 +60,30 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def shard(
     model: nn.Module,
     mesh: DeviceMesh,
-    groups: Sequence[Sequence[nn.Module]],
-    config: ParallelConfig,
-    precision: Precision,
+    layout: Layout,
     ignored: set[nn.Parameter] | None = None,
 ) -> nn.Module:
-    """Applies `fully_shard` to each group, innermost first, and to the root for all that is left.
+    """Applies `fully_shard` to each group of ``layout``, innermost first, and to the root for all
+    that is left.
 
     ``ignored``: parameters that stay as they are.
     """
+    config = layout.config
     offload = OffloadPolicy()
     if config.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    common: dict[str, Any] = {
-        "mesh": sharding_mesh(mesh),
-        "reshard_after_forward": config.strategy.reshard_after_forward,
-        "offload_policy": offload,
-        "ignored_params": ignored or None,
-    }
-    for group in groups:
-        for module in group:
+    for modules, policy in layout.groups_of(model):
+        for module in modules:
             _own_outputs(module)
-        if len(group) > 1:
-            fully_shard(list(group), mp_policy=precision.policy, **common)
-        elif id(group[0]) in precision.fp32_modules:
-            fully_shard(group[0], mp_policy=precision.fp32_policy, **common)
-        else:
-            fully_shard(group[0], mp_policy=precision.policy, **common)
-    _own_outputs(model)
-    root = precision.policy
-    if precision.output is not None:
-        root = dataclasses.replace(root, output_dtype=precision.output)
-    fully_shard(model, mp_policy=root, **common)
+        fully_shard(
+            # A list would make torch hold a module of one group otherwise.
+            modules if len(modules) > 1 else modules[0],
+            mesh=sharding_mesh(mesh),
+            mp_policy=policy,
+            reshard_after_forward=config.strategy.reshard_after_forward,
+            offload_policy=offload,
+            ignored_params=ignored or None,
+        )
     return model
 
 
@@ -173,30 +165,6 @@ def _keep_order(
         assert isinstance(module, FSDPModule)
         module.set_custom_all_gather(OrderedAllGather(order, number, index, engine.abandon))
         module.set_custom_reduce_scatter(OrderedReduceScatter(order, number, index, engine.abandon))
-
-
-def check_offload(cpu_offload: bool, device_type: str, replicate: int = 1) -> None:
-    """Raises `ConfigError` for ``cpu_offload`` where parameters are on CPU anyway, with replicas,
-    and where ranks cannot communicate from CPU: the norm of offloaded gradients, whole parameters
-    and checkpoints are collectives of CPU tensors."""
-    if not cpu_offload:
-        return
-    if device_type == "cpu":
-        raise ConfigError(
-            "cpu_offload=true moves parameters from GPUs to CPU memory, and this runs on CPU: use "
-            "cpu_offload=false"
-        )
-    if replicate > 1:
-        raise ConfigError(
-            f"cpu_offload=true with {replicate} replicas corrupts gradients in torch 2.13 "
-            "(repaired by pytorch pull request 180665, which it does not have): use strategy=zero3 "
-            "or zero2, or cpu_offload=false"
-        )
-    if dist.is_initialized() and not has_cpu_backend():
-        raise ConfigError(
-            "cpu_offload=true needs a process group with a CPU backend, got "
-            f"{dist.get_backend_config()}: initialize it with backend='cpu:gloo,{device_type}:nccl'"
-        )
 
 
 class _OwnTensor(torch.autograd.Function):
