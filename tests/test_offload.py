@@ -26,7 +26,7 @@ from parallel2d.base.config.checks import validated
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.model_structure import find_blocks
 from parallel2d.parallel.parallelize.float8 import check_float8, convert_to_float8
-from parallel2d.parallel.parallelize.layout import Workload, resolve
+from parallel2d.parallel.parallelize.layout import resolve
 from parallel2d.parallel.parallelize.preconditions import check_offload
 from parallel2d.parallel.parallelize.sharding import shard
 from parallel2d.parallel.weights.initial_values import allocate
@@ -100,9 +100,10 @@ def _offloaded(strategy):
     )
     expected = copy.deepcopy(model)
     mesh = build_mesh(MeshSpec(), strategy)
-    settings = ParallelConfig(strategy, cpu_offload=True)
-    # As on a GPU: on CPU it is refused.
-    layout = resolve(settings, mesh, model, Workload(device_type="cuda"))
+    settings = ParallelConfig(strategy)
+    layout = resolve(settings, mesh, model)
+    # On CPU, and with replicas, it is refused.
+    layout.config.cpu_offload = True
     model = shard(model, mesh, layout)
     allocate(model, "cpu", offload=True)
     offloaded = [

@@ -30,7 +30,7 @@ from parallel2d.parallel.parallelize.preconditions import check_parameters
 from parallel2d.parallel.weights.source import WeightSource
 from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.data import BatchPlan
-from parallel2d.training.data.batch import SampleShape
+from parallel2d.training.data.batch import SampleShape, token_sequences
 from parallel2d.training.hooks import Hook, build_hooks, check_hooks
 from parallel2d.training.model_families import (
     ModelParts,
@@ -62,12 +62,14 @@ def check(config: TrainConfig, topology: Topology) -> None:
     parts = build_model(config.model)
     check_parameters(parts.module)
     plan_groups(parts.module, config.optimizer)
+    # Before data are prepared, which may take long: no rule of a layout reads their shape.
+    sample = token_sequences(config.train.seq_len)
+    lay_out(config, parts, shape, batches, sample, device_type)
     name_of_head(config, parts)
     check_hooks(config.train.hooks)
     data = open_training_data(config, parts)
     check_targets(config, parts, data)
-    config = fit_to_data(config, data)
-    lay_out(config, parts, shape, batches, data.train.shape, device_type)
+    fit_to_data(config, data)
 
 
 def lay_out(

@@ -2,6 +2,12 @@
 for many layouts of it.
 
 The `Layout` that is priced is the one that training would apply. Data are not opened.
+
+[Note: a traced peak] With ``plan.verify=true`` the layout is applied on a process group without
+processes, and forward and backward run on fake tensors under torch's memory tracker. So what is
+counted is what this code allocates, but on the device type ``cpu``: blocks that a GPU's allocator
+rounds up to 512 bytes, its fragmentation, and buffers of NCCL and of matrix libraries are not in
+it, and attention is torch's for CPU, which keeps as much for backward as flash attention does.
 """
 
 from __future__ import annotations
@@ -10,17 +16,19 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.config import TrainConfig
+from parallel2d.base.config import CompileConfig, TrainConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import Topology
-from parallel2d.instruments.planner.traced_step import trace_step
 from parallel2d.launching import workers_per_node
 from parallel2d.parallel.chunked_head import ChunkedHead
 from parallel2d.parallel.cost.activation_profile import (
@@ -39,14 +47,17 @@ from parallel2d.parallel.cost.step_time import StepEstimate, estimate_step
 from parallel2d.parallel.cost.tensor_twin import TensorTraffic
 from parallel2d.parallel.cost.traffic import predicted_bytes
 from parallel2d.parallel.mesh import MeshShape, MeshSpec, build_mesh, check_placement
+from parallel2d.parallel.parallelize import apply_on_fake_tensors
 from parallel2d.parallel.parallelize.layout import Layout
 from parallel2d.parallel.parallelize.preconditions import check_parameters
+from parallel2d.parallel.sync import accumulate
+from parallel2d.parallel.sync.gradient_sync import gradient_syncs
 from parallel2d.parallel.weights.initial_values import check_initializers
 from parallel2d.training.assemble import lay_out, plan_batches, resolve_mesh
 from parallel2d.training.data import BatchPlan
 from parallel2d.training.data.batch import SampleShape, labelled_images, token_sequences
 from parallel2d.training.model_families import ModelParts, build_model, name_of_head
-from parallel2d.training.optimizer import plan_groups
+from parallel2d.training.optimizer import build_optimizer, plan_groups
 from parallel2d.training.run_description import count_activations
 
 _GIB = 2**30
@@ -209,7 +220,7 @@ class JobCosts:
             raise ConfigError(f"plan.verify=true: {reason}; use plan.verify=false")
         # A model of its own, which is used up by it.
         parts = build_model(config.model)
-        traced = trace_step(parts, cost.layout, self.topology, _loss_of(config, parts))
+        traced = _trace_step(parts, cost.layout, self.topology, _loss_of(config, parts))
         return dataclasses.replace(cost, traced=traced)
 
     def _place(self, config: TrainConfig, shape: MeshShape) -> Mapping[str, GroupPlacement]:
@@ -338,10 +349,63 @@ def _planned_sample(config: TrainConfig, parts: ModelParts) -> SampleShape:
     if config.data.name != "images" and parts.reads != "images":
         return token_sequences(config.train.seq_len)
     size = config.data.image_size or parts.images.size
-    channels = config.data.channels or parts.images.channels or 3
     if size is None:
         raise ConfigError(
             "data.image_size is needed to plan for images: the model does not say how large "
             "they are"
         )
-    return labelled_images(channels, size)
+    return labelled_images(config.data.channels or parts.images.channels or 3, size)
+
+
+def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: LossOf) -> int:
+    """Bytes at the fullest moment of one global batch of ``parts.module``, which is used up by it,
+    with what the fullest rank keeps of the optimizer's state: that is there in every step but the
+    first. See [Note: a traced peak].
+
+    Of more than two micro-batches two are run: the others are as the second. Raises `ConfigError`
+    for a model that tensors without storage cannot run.
+    """
+    config, workload = layout.config, layout.workload
+    # Blocks are traced as they stand: compilation happens for tensors with values.
+    plain = dataclasses.replace(layout, config=dataclasses.replace(config, compile=CompileConfig()))
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_process_group(layout.shape.world_size), warnings.catch_warnings():
+        # Some operators warn about tensors without storage, each once for all.
+        warnings.simplefilter("ignore")
+        mesh = build_mesh(
+            layout.shape.spec(),
+            config.strategy,
+            topology=topology,
+            allow_cross_node=config.allow_cross_node,
+            device_type="cpu",
+        )
+        model = apply_on_fake_tensors(plain, parts.module, mesh, fake, parts.init, topology)
+        with fake:
+            build_optimizer(model, workload.optimizer)
+            for engine in gradient_syncs(model):
+                engine.never_agree()
+            batches = [workload.example("cpu") for _ in range(min(workload.accumulation, 2))]
+            tracker = FSDPMemTracker(model)
+            for batch in batches:
+                tracker.track_inputs(batch)
+            try:
+                loss = loss_of(model, *batches[0])
+                with tracker:
+                    during = config.sync.during_accumulation
+                    for inputs, targets in accumulate(model, batches, during):
+                        loss(inputs, targets).backward()
+                        # Of the modules alone, which may run once only; the peak of all is kept.
+                        tracker.reset_mod_stats()
+            except ConfigError:
+                raise
+            # A model may look at values, which such tensors do not have.
+            except Exception as error:
+                reason = str(error).split("\n")[0]
+                raise ConfigError(
+                    f"plan.verify=true: {type(parts.module).__name__} does not run on tensors "
+                    f"without storage ({type(error).__name__}: {reason}); use plan.verify=false"
+                ) from error
+    # Of the one device that there is.
+    (snapshot,) = tracker.get_tracker_snapshot("peak").values()
+    states = state_bytes(layout)
+    return int(snapshot["Total"]) + states.optimizer + states.masters + states.outer
