@@ -31,10 +31,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m paral
         composition = compose(words)
         if composition is None or composition.config.plan.dry_run:
             return train.main([*words, "plan.dry_run=true"])
-        if composition.config.plan.scaling is None:
-            _search(composition)
-        else:
-            _scale(composition)
+        _plan(composition)
     except ConfigError as error:
         print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
         return 2
@@ -44,47 +41,37 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m paral
     return 0
 
 
-def _search(composition: Composition) -> None:
+def _plan(composition: Composition) -> None:
     import torch
 
+    from parallel2d.instruments.planner import plan_text
     from parallel2d.instruments.planner.layout_search import command_line, fixed_keys, search
-    from parallel2d.instruments.planner.plan_text import ranking_json, ranking_lines, summary
-
-    torch.set_num_threads(1)
-    config = composition.config
-    given = composition.words
-    result = search(config, fixed_keys(given))
-    command = command_line(given, result.chosen)
-    _write_json(config.plan.json, ranking_json(result, command))
-    lines = [*ranking_lines(result), *summary(result.chosen.config, result.chosen.cost)]
-    for line in [*lines, f"command     {command}"]:
-        print(for_terminal(line))
-
-
-def _scale(composition: Composition) -> None:
-    import torch
-
-    from parallel2d.instruments.planner.layout_search import fixed_keys
-    from parallel2d.instruments.planner.plan_text import scaling_json, scaling_lines
     from parallel2d.instruments.planner.scaling import scale
 
     torch.set_num_threads(1)
-    config = composition.config
-    result = scale(config, fixed_keys(composition.words))
-    _write_json(config.plan.json, scaling_json(result, config))
-    for line in scaling_lines(result, config):
+    config, given = composition.config, composition.words
+    if config.plan.scaling is not None:
+        points = scale(config, fixed_keys(given))
+        text = plan_text.scaling_json(points, config)
+        lines = plan_text.scaling_lines(points, config)
+    else:
+        result = search(config, fixed_keys(given))
+        command = command_line(given, result.chosen)
+        text = plan_text.ranking_json(result, command)
+        lines = [
+            *plan_text.ranking_lines(result),
+            *plan_text.summary(result.chosen.config, result.chosen.cost),
+            f"command     {command}",
+        ]
+    path = config.plan.json
+    if path is not None:
+        try:
+            with open(path, "x") as file:
+                file.write(text + "\n")
+        except OSError as error:
+            raise ConfigError(f"plan.json={path} cannot be written: {error.strerror}") from None
+    for line in lines:
         print(for_terminal(line))
-
-
-def _write_json(path: str | None, text: str) -> None:
-    """Writes ``text`` to a new file at ``path``, if there is one."""
-    if path is None:
-        return
-    try:
-        with open(path, "x") as file:
-            file.write(text + "\n")
-    except OSError as error:
-        raise ConfigError(f"plan.json={path} cannot be written: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One rank of a job, from finding the others to its exit code: `rank_main`.
 
-Our launcher forks processes that call `rank_main`; torchrun and srun start the train command, which
-calls `run_rank`. Either way the ranks agree on the job, build its parts and run the `Trainer`.
+Our launcher forks processes that call it; torchrun and srun start the train command, which does.
+The ranks agree on the job, build its parts and run the `Trainer`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,16 @@ from parallel2d.training.run_directory import discard_pending, read_segments, su
 if TYPE_CHECKING:
     from parallel2d.base.runtime import Runtime
     from parallel2d.instruments.certification import Certificate
-    from parallel2d.training.trainer import Trainer
 
 
 def rank_main(words: Sequence[str]) -> int:
-    """Runs a rank that our launcher forked. Returns its exit code, as `run_rank` does."""
-    identity = find_rank()
-    assert identity is not None, "the launcher sets the variables of a rank"
-    return run_rank(identity, words)
-
-
-def run_rank(identity: RankIdentity, words: Sequence[str]) -> int:
     """Runs this rank of the job that ``words`` describe, or that our launcher has composed.
 
     Returns the exit code: 0 done, ``launch.requeue_exit_code`` stopped and saved. After an
     exception the process exits with 1, and one rank or the launcher has said why.
     """
+    identity = find_rank()
+    assert identity is not None, "launchers set the variables of a rank"
     composition = None
     if identity.launcher == "torchrun":
         end_with_parent()
@@ -125,14 +119,15 @@ def _certify(job: Job, runtime: Runtime) -> Certificate | None:
     certificate = certify_job(job, runtime)
     if runtime.is_first:
         print(certificate.table(), flush=True)
-        if not certificate.passed and read_segments(job.run_dir):
-            # Not in the place of the certificate of a start that has trained.
-            certificate.write(os.path.join(job.run_dir, "refused"))
-        elif loop.certify_only or not certificate.passed:
+    if certificate.passed:
+        if runtime.is_first and loop.certify_only:
             certificate.write(job.run_dir)
-    if not certificate.passed:
-        raise ConfigError(certificate.problems())
-    return certificate
+        return certificate
+    if runtime.is_first:
+        # Not in the place of the certificate of a start that has trained.
+        folder = "refused" if read_segments(job.run_dir) else ""
+        certificate.write(os.path.join(job.run_dir, folder))
+    raise ConfigError(certificate.problems())
 
 
 def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | None) -> bool:
@@ -169,23 +164,18 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
                 raise
         trainer.recorder.close()
         if runtime.is_first:
-            _conclude(job, trainer, identity.launcher)
+            lines = summarize(
+                # Steps of train.epochs are known there.
+                dataclasses.replace(job, config=trainer.config),
+                stopped=trainer.preempted,
+                checkpoint=trainer.checkpointer.newest(),
+                best=trainer.checkpointer.best(),
+                reason=trainer.stopped,
+                launcher=identity.launcher,
+            )
+            for line in lines:
+                trainer.recorder.say(line)
     return trainer.preempted
-
-
-def _conclude(job: Job, trainer: Trainer, launcher: str) -> None:
-    """Says how the run ended, and keeps it in ``summary.json``. Rank 0."""
-    checkpointer = trainer.checkpointer
-    lines = summarize(
-        dataclasses.replace(job, config=trainer.config),  # steps of train.epochs are known there
-        stopped=trainer.preempted,
-        checkpoint=checkpointer.newest(),
-        best=checkpointer.best(),
-        reason=trainer.stopped,
-        launcher=launcher,
-    )
-    for line in lines:
-        trainer.recorder.say(line)
 
 
 def _log_to(run_dir: str, identity: RankIdentity) -> None:

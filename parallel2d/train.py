@@ -19,7 +19,7 @@ from parallel2d.base.config.help_page import information, show
 from parallel2d.base.config.sweep import run_sweep
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
-from parallel2d.rank import choose_layout, run_rank
+from parallel2d.rank import choose_layout, rank_main
 from parallel2d.training.run_directory import (
     discard_pending,
     note_failure,
@@ -69,14 +69,17 @@ def _run(words: list[str], program: str, purpose: str) -> int:
             show(answer)
         return 0
     if identity is not None:
-        return run_rank(identity, words)
+        return rank_main(words)
     composition = compose(words)
     if composition is None:
         run_sweep(words, _launch)
     elif composition.config.plan.dry_run:
         return _plan(composition)
     elif composition.config.launch.node_range != (1, 1):
-        _launch_node(composition.config, words)
+        # Each node checks for itself, rank 0 of the job composes.
+        _prepare_launch()
+        nodes = composition.config.launch.node_range[1]
+        launching.start_node(composition.config, words, _check(composition.config, nodes))
     else:
         composition.start(_launch)
     return 0
@@ -122,27 +125,20 @@ def _launch(job: Job) -> float | None:
 
 
 def _launch_locally(job: Job) -> None:
+    settings = job.config.launch
     if job.config.plan.dry_run:
         raise ConfigError(
             "plan.dry_run=true plans one job: give one value for each key, without -m"
         )
-    if job.config.launch.node_range != (1, 1):
+    if settings.node_range != (1, 1):
         raise ConfigError(
-            f"launch.nnodes={job.config.launch.nnodes} with -m: a sweep runs on one node, several "
-            "nodes start one job"
+            f"launch.nnodes={settings.nnodes} with -m: a sweep runs on one node, several nodes "
+            "start one job"
         )
     _prepare_launch()
-    workers = launching.workers_per_node(job.config.launch)
+    workers = launching.workers_per_node(settings)
     config = choose_layout(job.config, job.overrides, nodes=1, ranks=workers)
-    job = dataclasses.replace(job, config=config)
-    launching.start_workers(job, _check(job.config, nodes=1))
-
-
-def _launch_node(config: TrainConfig, words: Sequence[str]) -> None:
-    """As `_launch`, for one of several nodes: each checks for itself, rank 0 of the job
-    composes."""
-    _prepare_launch()
-    launching.start_node(config, words, _check(config, nodes=config.launch.node_range[1]))
+    launching.start_workers(dataclasses.replace(job, config=config), _check(config, nodes=1))
 
 
 def _prepare_launch() -> None:

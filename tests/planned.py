@@ -18,11 +18,12 @@ from parallel2d.base.topology import Topology
 from parallel2d.models import llama
 from parallel2d.parallel.cost.fake_group import fake_process_group
 from parallel2d.parallel.cost.state_memory import StateBytes
-from parallel2d.parallel.cost.traffic import predict_communication
+from parallel2d.parallel.sync import accumulate
 from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.parallel.sync.methods.diloco import OuterSync
 from parallel2d.parallel.sync.methods.split_updates import OwnedParameters
-from parallel2d.training.optimizer import build_optimizer, update_bytes
+from parallel2d.training.metrics.communication import CommunicationMeter
+from parallel2d.training.optimizer import build_optimizer
 
 WIDTH = 13
 LLAMA = {
@@ -172,20 +173,16 @@ def measured(
             model, mesh, config, seed=0, tensor_plan=plan_of(model, sizes[2]), topology=topology
         )
         optimizer = build_optimizer(model, optimizer_config)
-        tokens = torch.randint(0, 11, (2, 8))
-        output = model(tokens)
-        output.float().mean().backward()
-        moved = predict_communication(
-            model,
-            mesh,
-            accumulation=accumulation,
-            during_accumulation=config.sync.during_accumulation,
-        )
-        for axis, sent in update_bytes(optimizer).items():
-            if f"comm/{axis}/bytes" in moved:
-                moved[f"comm/{axis}/bytes"] += sent
+        meter = CommunicationMeter(mesh).install()
+        meter.start()
+        batches = [torch.randint(0, 11, (2, 8)) for _ in range(accumulation)]
+        for tokens in accumulate(model, batches, config.sync.during_accumulation):
+            model(tokens).float().mean().backward()
+        states = _states(model, optimizer)
+        moved = {f"comm/{axis}/bytes": meter.sent_over(axis) for axis in mesh.mesh_dim_names}
+        meter.remove()
         assert mesh_shape(mesh).world_size == sizes[0] * sizes[1] * sizes[2]
-        return Measured(_states(model, optimizer), moved)
+        return Measured(states, moved)
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:

@@ -44,9 +44,7 @@ def checkpointed(config, compilation=None):
     blocks = find_blocks(model)
     checkpoint_activations(model, blocks, config)
     if compilation is not None:
-        compile_blocks(
-            model, blocks, compilation, 1, config.memory_budget if config.name == "budget" else None
-        )
+        compile_blocks(blocks, compilation, config.compiler_budget)
     return model
 
 

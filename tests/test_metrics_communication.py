@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +30,8 @@ from parallel2d.base.config import BucketingConfig, PrecisionConfig, PrefetchCon
 from parallel2d.models.llama import tensor_plan
 from parallel2d.parallel.cost.collectives import sent_bytes
 from parallel2d.parallel.cost.tensor_twin import count_tensor_axis, tensor_twin
-from parallel2d.parallel.cost.traffic import predict_communication
-from parallel2d.training.data.batch import token_sequences
+from parallel2d.parallel.cost.traffic import predicted_bytes
+from parallel2d.parallel.parallelize.layout import Workload, resolve
 from parallel2d.training.metrics.communication import CommunicationMeter
 from parallel2d.training.metrics.keys import COMMUNICATION_KEYS
 from parallel2d.training.metrics.recorder import Deviation
@@ -64,23 +64,17 @@ def measure(
     shape = mesh_shape(mesh)
     with build_on_meta():
         model, init, plan = (build or build_small_llama)(shape.tensor)
-    predicted, predicted_passes = {}, None
+    workload = Workload(SEQUENCES, accumulation, (TOKENS,), (TOKENS,))
+    parallel.sync = dataclasses.replace(parallel.sync, during_accumulation=mode)
+    layout = resolve(parallel, mesh, model, workload, tensor_plan=plan)
+    sent, predicted_passes = None, None
     if shape.tensor > 1:
-        over_tensor = count_tensor_axis(
-            tensor_twin(model, mesh, parallel, plan),
-            mesh,
-            cross_entropy_sum,
-            functools.partial(token_sequences(TOKENS).example, SEQUENCES),
-            CommunicationMeter(mesh, dry=True),
-            reduce_dtype=torch.float32,
-        )
+        twin, meter = tensor_twin(model, mesh, layout), CommunicationMeter(mesh, dry=True)
+        over_tensor = count_tensor_axis(twin, mesh, layout, cross_entropy_sum, meter)
         assert over_tensor, "not counted"
         sent, predicted_passes = over_tensor.of_step(accumulation, mode)
-        predicted["comm/tensor/bytes"] = sent
+    predicted = predicted_bytes(layout, sent)
     model = parallelize(model, mesh, parallel, seed=0, init=init, tensor_plan=plan)
-    predicted |= predict_communication(
-        model, mesh, accumulation=accumulation, during_accumulation=mode
-    )
     batches = [
         torch.randint(0, 512, (SEQUENCES, TOKENS + 1), generator=torch.Generator().manual_seed(0))
         for _ in range(accumulation)

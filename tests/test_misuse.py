@@ -24,7 +24,7 @@ from parallel2d import (
     token_weight,
 )
 from parallel2d.base.config import BucketingConfig, PrecisionConfig
-from parallel2d.parallel.parallelize.sharding import check_offload
+from parallel2d.parallel.parallelize.preconditions import check_offload
 
 
 def _sharded(sizes=None):

@@ -29,7 +29,6 @@ from parallel2d.base.config import HuggingFaceModel, TrainConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.models import huggingface
 from parallel2d.parallel.gradients import clip_gradient_norm
-from parallel2d.parallel.mesh import MeshShape
 from parallel2d.parallel.model_structure import find_blocks
 from parallel2d.parallel.weights import load_pretrained
 from parallel2d.parallel.weights.initial_values import plan_weights
@@ -189,12 +188,12 @@ def test_a_word_that_is_not_translated_matters_with_a_tensor_axis_alone():
     model._tp_plan = {"model.layers.*.mlp.up_proj": "sideways"}
     parts = SimpleNamespace(module=model, tensor_plan=_own_plan)
     config = TrainConfig(model=HuggingFaceModel())
-    assert plan_tensor_axis(TrainConfig(), parts, MeshShape(2, 2, 1)) is None
+    assert plan_tensor_axis(TrainConfig(), parts, 1) is None
     says = "up_proj: sideways, which is not translated; give one with model.tensor_plan="
     with pytest.raises(ConfigError, match=says):
-        plan_tensor_axis(config, parts, MeshShape(2, 1, 2))
+        plan_tensor_axis(config, parts, 2)
     parts.tensor_plan = _given_plan({"model.layers.*.mlp.up_proj": "replicate"})
-    assert plan_tensor_axis(config, parts, MeshShape(2, 1, 2))
+    assert plan_tensor_axis(config, parts, 2)
 
 
 def _saved(kind: str) -> nn.Module:

@@ -26,9 +26,8 @@ from parallel2d.base.config.checks import validated
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel import fsdp_internals
 from parallel2d.parallel.model_structure import find_blocks
-from parallel2d.parallel.parallelize.bucketing import bucket_modules
 from parallel2d.parallel.parallelize.float8 import convert_to_float8
-from parallel2d.parallel.parallelize.precision import Precision
+from parallel2d.parallel.parallelize.layout import resolve
 from parallel2d.parallel.parallelize.sharding import shard
 from parallel2d.parallel.weights.initial_values import allocate
 from parallel2d.train import main
@@ -79,10 +78,11 @@ def _offloaded():
     blocks = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
     model = nn.Sequential(nn.Linear(6, 8), *blocks)
     expected = copy.deepcopy(model)
-    settings = ParallelConfig("zero3", cpu_offload=True)
-    groups = bucket_modules(model, find_blocks(model), settings.bucketing)
-    precision = Precision.of(settings.precision, model)
-    model = shard(model, build_mesh(MeshSpec(), "zero3"), groups, settings, precision)
+    mesh = build_mesh(MeshSpec(), "zero3")
+    layout = resolve(ParallelConfig("zero3"), mesh, model)
+    # On CPU it is refused.
+    layout.config.cpu_offload = True
+    model = shard(model, mesh, layout)
     allocate(model, "cpu", offload=True)
     offloaded = [p.offload_to_cpu for g in fsdp_internals.groups(model) for p in g.fsdp_params]
     x = torch.randn(4, 6)

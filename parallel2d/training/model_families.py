@@ -15,9 +15,8 @@ from parallel2d.base.config import CustomModel, HuggingFaceModel, LlamaModel, Tr
 from parallel2d.base.config.options import load_reference
 from parallel2d.base.errors import ConfigError
 from parallel2d.models import adapters, huggingface, llama
+from parallel2d.parallel.chunked_head import find_head
 from parallel2d.parallel.loss import cross_entropy_sum
-from parallel2d.parallel.mesh import MeshShape
-from parallel2d.parallel.parallelize.tensor_parallel import resolve_plan
 from parallel2d.parallel.weights.initial_values import Initializer, build_on_meta
 from parallel2d.parallel.weights.pretrained import has_weights, load_pretrained
 
@@ -35,10 +34,6 @@ class ImageInput:
     classes: int | None = None  # how many classes its output has
 
 
-def _no_context(_seq_len: int) -> int:
-    return 0
-
-
 @dataclass(frozen=True)
 class ModelParts:
     """A model with its parameters on meta, and what training needs beside it."""
@@ -53,7 +48,7 @@ class ModelParts:
     weights: Callable[[nn.Module], Container[str]] | None = None
     # seq_len -> how many positions at the start of a sequence the model only reads: their targets
     # must be ignored
-    context: Callable[[int], int] = _no_context
+    context: Callable[[int], int] = lambda _seq_len: 0
     reads: str | None = "tokens"  # or `images`; None: a model of somebody's own may read either
     images: ImageInput = ImageInput()
 
@@ -76,26 +71,18 @@ def build_model(config: Any) -> ModelParts:
     """Builds the configured model with its parameters on meta. Raises `ConfigError` for what cannot
     be imported or built."""
     if isinstance(config, LlamaModel):
-        return _build_llama(config)
+        arguments = dataclasses.asdict(config)
+        del arguments["family"]
+        with build_on_meta():
+            module = llama.Llama(**arguments)
+        return ModelParts(
+            module, module.init_weights, llama.tensor_plan, cross_entropy_sum, config.vocab_size
+        )
     loss = load_reference("model.loss", config.loss) if config.loss else cross_entropy_sum
     if isinstance(config, HuggingFaceModel):
         return _build_hugging_face(config, loss)
     assert isinstance(config, CustomModel)
     return _build_custom(config, loss)
-
-
-def _build_llama(config: LlamaModel) -> ModelParts:
-    arguments = dataclasses.asdict(config)
-    del arguments["family"]
-    with build_on_meta():
-        module = llama.Llama(**arguments)
-    return ModelParts(
-        module,
-        init=module.init_weights,
-        tensor_plan=llama.tensor_plan,
-        loss=cross_entropy_sum,
-        vocab_size=config.vocab_size,
-    )
 
 
 def _build_custom(config: CustomModel, loss: Loss) -> ModelParts:
@@ -126,20 +113,37 @@ def _build_custom(config: CustomModel, loss: Loss) -> ModelParts:
 
 def _build_hugging_face(config: HuggingFaceModel, loss: Loss) -> ModelParts:
     what = words_of(config)
-    module = _hugging_face_module(config, what)
+    try:
+        with build_on_meta():
+            module = huggingface.build(
+                config.path, config.architecture, config.arguments, config.head
+            )
+    except ImportError as error:
+        raise ConfigError(str(error)) from None
+    except Exception as error:
+        # `huggingface.build` raises plain ValueErrors, whose messages are for users.
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ConfigError(f"{what}: {kind}{error}") from error
     # The library's name for what a model takes first: input_ids, pixel_values, input_features, ...
     reads = getattr(module, "main_input_name", "input_ids")
     is_pair = getattr(module.config, "is_encoder_decoder", False)
-    _check_input(module, what, reads, is_pair)
-    parts = ModelParts(
-        module,
-        init=None,
-        tensor_plan=_hugging_face_plan(config, module),
-        loss=loss,
-        vocab_size=getattr(module.config, "vocab_size", None),
-        weights=_saved_weights(config),
-    )
-    if reads == "pixel_values":
+    reads_images = reads == "pixel_values" and not is_pair
+    if reads != "input_ids" and not reads_images:
+        also = " and token ids" if is_pair else ""
+        raise ConfigError(
+            f"{what}: {type(module).__name__} reads {reads}{also}, and the train command feeds "
+            "token ids or images alone; train it with parallel2d.parallelize in a loop of your "
+            "own: docs/models.md, 'Models that read something else', has the lines"
+        )
+    plan = _given_plan(config.tensor_plan)
+    if plan is None and huggingface.has_tensor_plan(module):
+        plan = _own_plan
+    weights = None
+    if config.load_weights and config.path is not None and has_weights(config.path):
+        weights = functools.partial(load_pretrained, path=config.path)
+    vocab_size = getattr(module.config, "vocab_size", None)
+    parts = ModelParts(module, None, plan, loss, vocab_size, weights)
+    if reads_images:
         parts = _reading_images(parts, config, what)
     elif is_pair:
         parts = _reading_prefix_and_suffix(parts, what)
@@ -153,6 +157,7 @@ def _with_adapter(parts: ModelParts, config: HuggingFaceModel) -> ModelParts:
     """The same model frozen, with an adapter that is trained. It has no tensor-parallel plan."""
     what = f"model.adapter={config.adapter}"
     assert config.path is not None
+    assert config.adapter is not None
     if parts.weights is None:
         raise ConfigError(f"{what}: model.path={config.path} holds no weights to adapt")
     try:
@@ -165,46 +170,6 @@ def _with_adapter(parts: ModelParts, config: HuggingFaceModel) -> ModelParts:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ConfigError(f"{what}: {kind}{error}") from error
     return dataclasses.replace(parts, module=module, tensor_plan=None)
-
-
-def _hugging_face_module(config: HuggingFaceModel, what: str) -> Any:
-    try:
-        with build_on_meta():
-            return huggingface.build(
-                config.path, config.architecture, config.arguments, config.head
-            )
-    except ImportError as error:
-        raise ConfigError(str(error)) from None
-    except Exception as error:
-        # `huggingface.build` raises plain ValueErrors, whose messages are for users.
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise ConfigError(f"{what}: {kind}{error}") from error
-
-
-def _check_input(module: nn.Module, what: str, reads: str, is_pair: bool) -> None:
-    """Raises `ConfigError` for a model that reads neither token ids alone nor images alone."""
-    reads_images = reads == "pixel_values" and not is_pair
-    if reads == "input_ids" or reads_images:
-        return
-    also = " and token ids" if is_pair else ""
-    raise ConfigError(
-        f"{what}: {type(module).__name__} reads {reads}{also}, and the train command feeds token "
-        "ids or images alone; train it with parallel2d.parallelize in a loop of your own: "
-        "docs/models.md, 'Models that read something else', has the lines"
-    )
-
-
-def _hugging_face_plan(config: HuggingFaceModel, module: nn.Module) -> TensorPlan | None:
-    given = _given_plan(config.tensor_plan)
-    if given is None and huggingface.has_tensor_plan(module):
-        return _own_plan
-    return given
-
-
-def _saved_weights(config: HuggingFaceModel) -> Callable[[nn.Module], Container[str]] | None:
-    if config.load_weights and config.path is not None and has_weights(config.path):
-        return functools.partial(load_pretrained, path=config.path)
-    return None
 
 
 def _reading_images(parts: ModelParts, config: HuggingFaceModel, what: str) -> ModelParts:
@@ -254,13 +219,13 @@ def _given_plan(plan: Any) -> TensorPlan | None:
 
 
 def plan_tensor_axis(
-    config: TrainConfig, parts: ModelParts, shape: MeshShape
+    config: TrainConfig, parts: ModelParts, tensor: int
 ) -> Mapping[str, object] | None:
-    """The tensor-parallel plan, or None without a tensor axis. Raises `ConfigError` when the model
-    cannot be split so."""
-    tensor, seq_len = shape.tensor, config.train.seq_len
+    """The tensor-parallel plan for an axis of ``tensor`` ranks; None for one. Raises `ConfigError`
+    without a plan, and where the model cannot be split so."""
     if tensor == 1:
         return None
+    seq_len = config.train.seq_len
     if isinstance(config.model, LlamaModel) and seq_len % tensor:
         raise ConfigError(
             f"train.seq_len={seq_len} must be a multiple of mesh.tensor={tensor}: norms run on "
@@ -270,13 +235,28 @@ def plan_tensor_axis(
     try:
         if parts.tensor_plan is not None:
             plan = parts.tensor_plan(parts.module, tensor)
-        if plan:
-            resolve_plan(parts.module, plan, tensor)
-            return plan
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    raise ConfigError(
-        f"mesh.tensor={tensor}: {type(parts.module).__name__} has no tensor-parallel plan; give "
-        "one with model.tensor_plan={pattern: word} or package.module:function, or set "
-        "mesh.tensor=1"
-    )
+    if not plan:
+        raise ConfigError(
+            f"mesh.tensor={tensor}: {type(parts.module).__name__} has no tensor-parallel plan; "
+            "give one with model.tensor_plan={pattern: word} or package.module:function, or set "
+            "mesh.tensor=1"
+        )
+    return plan
+
+
+def name_of_head(config: TrainConfig, parts: ModelParts) -> str | None:
+    """Of the Linear with which the loss is computed in chunks; None without ``train.loss_chunk``.
+
+    Raises `ConfigError` for a model whose loss cannot be computed so.
+    """
+    chunk = config.train.loss_chunk
+    if chunk is None:
+        return None
+    if parts.loss is not cross_entropy_sum:
+        raise ConfigError(
+            f"train.loss_chunk={chunk}: the loss of {type(parts.module).__name__} reads a part of "
+            "the targets, which its head does not know; omit train.loss_chunk"
+        )
+    return find_head(parts.module)

@@ -24,34 +24,27 @@ def open_training_data(config: TrainConfig, parts: ModelParts) -> OpenData:
     """The configured data, with targets where the model has outputs; prepared where it has not
     been. Raises `ConfigError` for data that the model does not read, and for fewer images than a
     global batch takes."""
-    _check_kind(config, parts)
-    wanted, seed = config.training_data(), config.train.seed
-    if wanted.name == "images":
-        data = open_data(fit_images(wanted, parts), seed=seed)
-        _check_number_of_images(config, data)
-        return data
-    seq_len = config.train.seq_len
-    return open_data(wanted, seq_len=seq_len, seed=seed, context=parts.context(seq_len))
-
-
-def _check_kind(config: TrainConfig, parts: ModelParts) -> None:
     name = config.data.name
-    given = "images" if name == "images" else "tokens"
-    if parts.reads in (None, given):
-        return
-    model = f"{words_of(config.model)}: {type(parts.module).__name__} reads {parts.reads}"
-    if given == "images":
-        raise ConfigError(
-            f"{model}, and data={name} gives images: set data=stdlib, text, tokens or hf, or a "
-            "model of images, such as model.architecture=vit"
-        )
-    raise ConfigError(
-        f"{model}, and data={name} gives token ids: set data=images data.path=FOLDER, with a "
-        "subfolder of images per class"
+    given, wanted = (
+        "tokens",
+        "set data=images data.path=FOLDER, with a subfolder of images per class",
     )
-
-
-def _check_number_of_images(config: TrainConfig, data: OpenData) -> None:
+    if name == "images":
+        given = "images"
+        wanted = (
+            "set data=stdlib, text, tokens or hf, or a model of images, such as "
+            "model.architecture=vit"
+        )
+    if parts.reads not in (None, given):
+        gives = "images" if name == "images" else "token ids"
+        raise ConfigError(
+            f"{words_of(config.model)}: {type(parts.module).__name__} reads {parts.reads}, and "
+            f"data={name} gives {gives}: {wanted}"
+        )
+    read, seed, seq_len = config.training_data(), config.train.seed, config.train.seq_len
+    if read.name != "images":
+        return open_data(read, seq_len=seq_len, seed=seed, context=parts.context(seq_len))
+    data = open_data(fit_images(read, parts), seed=seed)
     batch = config.train.global_batch_size
     too_few = data.train.end is None and len(data.train) < batch
     if too_few or data.train.ends_before(0, batch):
@@ -59,6 +52,7 @@ def _check_number_of_images(config: TrainConfig, data: OpenData) -> None:
             f"train.global_batch_size={batch} is more than the {len(data.train)} training images "
             f"of {config.data.path}"
         )
+    return data
 
 
 def fit_images(data: DataConfig, parts: ModelParts) -> DataConfig:

@@ -59,21 +59,23 @@ class Bench:
             updated_parameters,
         )
         from parallel2d.base.config import SyncConfig
-        from parallel2d.parallel.cost.traffic import exact_bytes, predict_communication
+        from parallel2d.parallel.cost.traffic import exact_bytes, predicted_bytes
+        from parallel2d.parallel.parallelize.layout import resolve
         from parallel2d.training.metrics.communication import CommunicationMeter
 
         words = {"every": EVERY, **words} if words.get("name") == "diloco" else words
         mesh = build_mesh(MeshSpec(), strategy, allow_cross_node=True)
         settings = ParallelConfig(strategy, sync=SyncConfig(**words), allow_cross_node=True)
-        self.model = parallelize(build(), mesh, settings)
+        plain = build()
+        layout = resolve(settings, mesh, plain)
+        self.model = parallelize(plain, mesh, settings)
         self.optimizer = torch.optim.SGD(updated_parameters(self.model), lr=0.01)
         attach_optimizer(self.model, self.optimizer)
         self.is_periodic = words.get("name") == "diloco"
-        predicted = predict_communication(self.model, mesh, accumulation=1)
         ranks = dist.get_world_size() // mesh.size(0) if mesh.size(0) > 1 else 1
         # Of a node: its ranks together.
-        self.predicted = predicted["comm/replicate/bytes"] * ranks
-        self.exact = exact_bytes(self.model, mesh) * ranks
+        self.predicted = predicted_bytes(layout)["comm/replicate/bytes"] * ranks
+        self.exact = exact_bytes(layout) * ranks
         self.meter = CommunicationMeter(mesh)
         # The axis that crosses nodes
         self.crossing = 0 if mesh.size(0) > 1 else 1

@@ -16,12 +16,13 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.instruments.certification.certificate import Certificate
 from parallel2d.instruments.certification.expected_run import Subject
 from parallel2d.instruments.certification.session import certify_steps, choose_steps
-from parallel2d.parallel.cost.traffic import predict_communication
+from parallel2d.parallel.cost.traffic import predicted_bytes
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.parallelize import parallelize
+from parallel2d.parallel.parallelize.layout import Workload, resolve
 from parallel2d.parallel.weights.initial_values import Initializer
 from parallel2d.training.metrics.communication import CommunicationMeter
-from parallel2d.training.optimizer import build_optimizer, update_bytes
+from parallel2d.training.optimizer import build_optimizer, muon_names
 
 
 def certify(
@@ -65,13 +66,8 @@ def certify(
         copy.deepcopy(model), mesh, config, seed=seed, init=init, tensor_plan=tensor_plan
     )
     trained_by = build_optimizer(parallel, optimizer)
-    predicted = predict_communication(
-        parallel, mesh, accumulation=1, during_accumulation=config.sync.during_accumulation
-    )
-    for axis, sent in update_bytes(trained_by).items():
-        predicted[f"comm/{axis}/bytes"] = predicted.get(f"comm/{axis}/bytes", 0.0) + sent
-    # Bytes of the tensor axis depend on what the model computes.
-    predicted.pop("comm/tensor/bytes", None)
+    workload = Workload(optimizer=optimizer, muon=frozenset(muon_names(model, optimizer)))
+    layout = resolve(config, mesh, model, workload, tensor_plan=tensor_plan)
     subject = Subject(
         model=parallel,
         mesh=mesh,
@@ -82,7 +78,8 @@ def certify(
         loss_of=loss,
         read=lambda step, data_rank: _micro_batches(batch, step, data_rank, shape.data_ranks),
         count=_samples,
-        predicted=predicted,
+        # Bytes of the tensor axis depend on what the model computes.
+        predicted=predicted_bytes(layout),
         plain=model,
         seed=seed,
         init=init,

@@ -18,12 +18,7 @@ from typing import Any
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.config.composition import from_yaml, to_yaml
 from parallel2d.base.errors import ConfigError
-from parallel2d.instruments.planner.layout_search import (
-    RankedLayout,
-    SearchResult,
-    fixed_keys,
-    search,
-)
+from parallel2d.instruments.planner.layout_search import SearchResult, fixed_keys, search
 
 _ADVICE = (
     "measure these machines with python -m parallel2d.preflight --write FILE and name it as "
@@ -48,17 +43,11 @@ def with_chosen_layout(
         )
     cluster = dataclasses.replace(config.cluster, nodes=nodes, ranks_per_node=ranks // nodes)
     planned = dataclasses.replace(config, cluster=cluster)
-    answer = _ask({"config": to_yaml(planned), "fixed": sorted(fixed_keys(words))})
-    chosen = from_yaml(answer["config"])
-    return dataclasses.replace(chosen, cluster=config.cluster), answer["lines"]
-
-
-def _ask(request: dict[str, Any]) -> dict[str, Any]:
-    """What `main` answers, in another process. Raises `ConfigError` for its error."""
+    request = {"config": to_yaml(planned), "fixed": sorted(fixed_keys(words))}
     # A user's model is found there as it is here.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-m", "parallel2d.planner.automatic"],
+        [sys.executable, "-m", "parallel2d.instruments.planner.automatic"],
         input=json.dumps(request),
         env=environment,
         capture_output=True,
@@ -71,7 +60,8 @@ def _ask(request: dict[str, Any]) -> dict[str, Any]:
         raise RuntimeError(f"auto: the search failed: {done.stderr}") from None
     if "error" in answer:
         raise ConfigError(f"auto: {answer['error']}")
-    return answer
+    chosen = from_yaml(answer["config"])
+    return dataclasses.replace(chosen, cluster=config.cluster), answer["lines"]
 
 
 def _lines(result: SearchResult) -> list[str]:
@@ -83,15 +73,11 @@ def _lines(result: SearchResult) -> list[str]:
         f"{len(result.ranked)} that can run",
     ]
     # The fastest one that does not fit, and the best one of another strategy or mesh.
-    lines += [f"            {_described(layout)}" for layout in result.ranked[:place][:1]]
     others = [layout for layout in result.ranked[place:] if layout.words[:4] != chosen.words[:4]]
     slower = [layout for layout in others if not layout.reason.startswith("does not fit")]
-    lines += [f"runner-up   {_described(layout)}" for layout in slower[:1]]
+    for head, found in (("", result.ranked[:place]), ("runner-up", slower)):
+        lines += [f"{head:<12}{' '.join(each.words)}: {each.reason}" for each in found[:1]]
     return lines
-
-
-def _described(layout: RankedLayout) -> str:
-    return f"{' '.join(layout.words)}: {layout.reason}"
 
 
 def main() -> None:

@@ -1,8 +1,13 @@
 """What one job costs per rank and step, on the machines of ``cluster``: `cost_of`, and `JobCosts`
 for many layouts of it.
 
-Mesh, micro-batches, tensor-parallel plan and shapes come from the functions that training uses.
-Data are not opened.
+The `Layout` that is priced is the one that training would apply. Data are not opened.
+
+[Note: a traced peak] With ``plan.verify=true`` the layout is applied on a process group without
+processes, and forward and backward run on fake tensors under torch's memory tracker. So what is
+counted is what this code allocates, but on the device type ``cpu``: blocks that a GPU's allocator
+rounds up to 512 bytes, its fragmentation, and buffers of NCCL and of matrix libraries are not in
+it, and attention is torch's for CPU, which keeps as much for backward as flash attention does.
 """
 
 from __future__ import annotations
@@ -11,17 +16,19 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.config import TrainConfig
+from parallel2d.base.config import CompileConfig, TrainConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import Topology
-from parallel2d.instruments.planner.traced_step import trace_step
 from parallel2d.launching import workers_per_node
 from parallel2d.parallel.chunked_head import ChunkedHead
 from parallel2d.parallel.cost.activation_profile import (
@@ -34,24 +41,24 @@ from parallel2d.parallel.cost.collectives import GroupPlacement, placements
 from parallel2d.parallel.cost.equal_blocks import by_blocks
 from parallel2d.parallel.cost.fake_group import fake_process_group
 from parallel2d.parallel.cost.flops import count_flops
-from parallel2d.parallel.cost.layout import Layout
-from parallel2d.parallel.cost.model_shapes import ModelShapes, collect_shapes
 from parallel2d.parallel.cost.predicted_peak import PredictedMemory, predict_peak
 from parallel2d.parallel.cost.state_memory import StateBytes, state_bytes
 from parallel2d.parallel.cost.step_time import StepEstimate, estimate_step
 from parallel2d.parallel.cost.tensor_twin import TensorTraffic
-from parallel2d.parallel.cost.update_traffic import predict_updates
+from parallel2d.parallel.cost.traffic import predicted_bytes
 from parallel2d.parallel.mesh import MeshShape, MeshSpec, build_mesh, check_placement
-from parallel2d.parallel.parallelize.compilation import check_compilation
-from parallel2d.parallel.parallelize.precision import input_dtype
+from parallel2d.parallel.parallelize import apply_on_fake_tensors
+from parallel2d.parallel.parallelize.layout import Layout
 from parallel2d.parallel.parallelize.preconditions import check_parameters
-from parallel2d.parallel.parallelize.sharding import check_offload
+from parallel2d.parallel.sync import accumulate
+from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.parallel.weights.initial_values import check_initializers
-from parallel2d.training.assemble import name_of_head, plan_batches, resolve_mesh
+from parallel2d.training.assemble import lay_out, plan_batches, resolve_mesh
 from parallel2d.training.data.batch import SampleShape, labelled_images, token_sequences
-from parallel2d.training.model_families import ModelParts, build_model, plan_tensor_axis
-from parallel2d.training.optimizer import muon_names, plan_groups
-from parallel2d.training.run_description import predict_activations
+from parallel2d.training.data.feed import BatchPlan
+from parallel2d.training.model_families import ModelParts, build_model, name_of_head
+from parallel2d.training.optimizer import build_optimizer, plan_groups
+from parallel2d.training.run_description import count_activations
 
 _GIB = 2**30
 _MOST_RANKS = 1_000_000
@@ -155,15 +162,15 @@ class JobCosts:
             check_initializers(module, self.parts.init)
         plan_groups(module, config.optimizer)
         self._sample = _planned_sample(config, self.parts)
-        self._muon = muon_names(module, config.optimizer)
         self._parameters = sum(value.numel() for value in module.parameters())
         example = functools.partial(self._sample.example, 1)
         self._flops = count_flops(module, example, self.parts.loss)
         self._places: dict[tuple[int, ...], Mapping[str, GroupPlacement]] = {}
-        self._shapes: dict[tuple[int, str], ModelShapes] = {}
-        self._plans: dict[int, Mapping[str, object] | None] = {}
-        # With the samples of the micro-batch that was counted.
+        # Of one rank on the other axes, by the size of the tensor axis and the bucketing
+        self._layouts: dict[tuple[int, str], Layout] = {}
+        # By the size and the recomputation, with the samples of the micro-batch that was counted
         self._over_tensor: dict[tuple[int, str], tuple[TensorTraffic | None, int]] = {}
+        # By these, the bucketing and the samples
         self._profiles: dict[tuple[int, str, str, int], list[MemoryEvent] | str] = {}
 
     def on(self, config: TrainConfig) -> JobCosts:
@@ -181,24 +188,8 @@ class JobCosts:
         # First, since most layouts of a search that cannot run are refused by it.
         batches = plan_batches(config, shape, data_rank=0, pad=False)
         places = self._place(config, shape)
-        check_compilation(config.compile, shape.tensor)
-        check_offload(config.cpu_offload, self._device_type, shape.replicate)
-        layout = Layout(
-            config.parallel(),
-            config.optimizer,
-            shape,
-            self._shapes_of(config, shape),
-            batches.micro_batch_size,
-            batches.accumulation,
-            self._device_type,
-        )
-        moved = layout.traffic.per_step(layout.groups, layout.accumulation)
+        layout = self._lay_out(config, shape, batches)
         over_tensor = self._count_tensor_axis(config, layout)
-        if over_tensor is not None:
-            moved["comm/tensor/bytes"] = over_tensor[0]
-        for axis, sent in predict_updates(layout).items():
-            if f"comm/{axis}/bytes" in moved:
-                moved[f"comm/{axis}/bytes"] += sent
         return LayoutCost(
             layout=layout,
             topology=self.topology,
@@ -207,7 +198,7 @@ class JobCosts:
             parameters=self._parameters,
             sample=self._sample,
             states=state_bytes(layout),
-            moved=moved,
+            moved=predicted_bytes(layout, over_tensor and over_tensor[0]),
             flops=self._flops,
             time=estimate_step(layout, config.cluster, places, over_tensor, self._flops),
         )
@@ -229,10 +220,7 @@ class JobCosts:
             raise ConfigError(f"plan.verify=true: {reason}; use plan.verify=false")
         # A model of its own, which is used up by it.
         parts = build_model(config.model)
-        plan = plan_tensor_axis(config, parts, cost.shape)
-        traced = trace_step(
-            config, parts, cost.layout, self.topology, plan, self._sample, _loss_of(config, parts)
-        )
+        traced = _trace_step(parts, cost.layout, self.topology, _loss_of(config, parts))
         return dataclasses.replace(cost, traced=traced)
 
     def _place(self, config: TrainConfig, shape: MeshShape) -> Mapping[str, GroupPlacement]:
@@ -245,72 +233,68 @@ class JobCosts:
             self._places[key] = placements(ranks, self.topology)
         return self._places[key]
 
-    def _plan(self, config: TrainConfig, shape: MeshShape) -> Mapping[str, object] | None:
-        if shape.tensor not in self._plans:
-            self._plans[shape.tensor] = plan_tensor_axis(config, self.parts, shape)
-        return self._plans[shape.tensor]
-
-    def _shapes_of(self, config: TrainConfig, shape: MeshShape) -> ModelShapes:
-        plan = self._plan(config, shape)
+    def _lay_out(self, config: TrainConfig, shape: MeshShape, batches: BatchPlan) -> Layout:
         key = (shape.tensor, f"{config.bucketing}")
-        if key not in self._shapes:
+        if key not in self._layouts:
             with _tensor_mesh(shape.tensor) as mesh:
-                self._shapes[key] = collect_shapes(
-                    self.parts.module, config.parallel(), mesh=mesh, plan=plan, by_muon=self._muon
-                )
-        return self._shapes[key]
+                self._layouts[key] = self._resolve(config, self.parts, mesh, batches)
+        alone = self._layouts[key]
+        workload = dataclasses.replace(
+            alone.workload,
+            micro_batch_size=batches.micro_batch_size,
+            accumulation=batches.accumulation,
+        )
+        # Groups do not depend on the sizes of the other axes.
+        return dataclasses.replace(alone, config=config.parallel(), shape=shape, workload=workload)
+
+    def _resolve(
+        self, config: TrainConfig, parts: ModelParts, mesh: DeviceMesh | None, batches: BatchPlan
+    ) -> Layout:
+        alone = MeshShape(1, 1) if mesh is None else mesh
+        return lay_out(config, parts, alone, batches, self._sample, self._device_type)
 
     def _count_tensor_axis(self, config: TrainConfig, layout: Layout) -> tuple[float, float] | None:
         """Bytes and ring passes of a step; None where they are not known. Counted once for each
         size and recomputation: bytes grow with the samples."""
-        if self._plan(config, layout.shape) is None:
+        if layout.tensor_plan is None:
             return None
+        work = layout.workload
         key = (layout.shape.tensor, f"{config.activation_checkpointing}")
         if key not in self._over_tensor:
-            samples = layout.micro_batch_size
+            batches = plan_batches(config, layout.shape, data_rank=0, pad=False)
             with _tensor_mesh(layout.shape.tensor) as mesh:
                 assert mesh is not None
 
                 def count(part: nn.Module) -> dict[str, float] | None:
                     parts = dataclasses.replace(self.parts, module=part)
-                    plan = plan_tensor_axis(config, parts, layout.shape)
-                    traffic = predict_activations(
-                        config, parts, mesh, samples, plan, self._sample, self._device_type
-                    )
+                    shorter = self._resolve(config, parts, mesh, batches)
+                    traffic = count_activations(config, parts, mesh, shorter)
                     return None if traffic is None else traffic._asdict()
 
                 found = by_blocks(self.parts.module, count)
             counted = TensorTraffic(**found) if found else None
-            self._over_tensor[key] = counted, samples
+            self._over_tensor[key] = counted, work.micro_batch_size
         counted, samples = self._over_tensor[key]
         if counted is None:
             return None
-        grown = counted.passes_bytes * layout.micro_batch_size / samples
+        grown = counted.passes_bytes * work.micro_batch_size / samples
         return counted._replace(passes_bytes=grown).of_step(
-            layout.accumulation, config.sync.during_accumulation
+            work.accumulation, config.sync.during_accumulation
         )
 
     def _profile(
         self, config: TrainConfig, layout: Layout, measures: bool
     ) -> list[MemoryEvent] | str:
-        """Measured once for each size of the tensor axis, recomputation, bucketing and
-        micro-batch."""
-        tensor, samples = layout.shape.tensor, layout.micro_batch_size
+        tensor, samples = layout.shape.tensor, layout.workload.micro_batch_size
         key = (tensor, f"{config.activation_checkpointing}", f"{config.bucketing}", samples)
         if reason := _unknown_peak(config):
             return reason
         if key not in self._profiles and not measures:
             return "it was not computed"
         if key not in self._profiles:
-            floating = input_dtype(config.precision) or torch.float32
             with _tensor_mesh(tensor) as mesh:
                 self._profiles[key] = profile_activations(
-                    self.parts.module,
-                    _loss_of(config, self.parts),
-                    functools.partial(self._sample.example, samples, floating=floating),
-                    layout.config,
-                    mesh=mesh,
-                    plan=self._plan(config, layout.shape),
+                    self.parts.module, _loss_of(config, self.parts), mesh, layout
                 )
         return self._profiles[key]
 
@@ -365,10 +349,63 @@ def _planned_sample(config: TrainConfig, parts: ModelParts) -> SampleShape:
     if config.data.name != "images" and parts.reads != "images":
         return token_sequences(config.train.seq_len)
     size = config.data.image_size or parts.images.size
-    channels = config.data.channels or parts.images.channels or 3
     if size is None:
         raise ConfigError(
             "data.image_size is needed to plan for images: the model does not say how large "
             "they are"
         )
-    return labelled_images(channels, size)
+    return labelled_images(config.data.channels or parts.images.channels or 3, size)
+
+
+def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: LossOf) -> int:
+    """Bytes at the fullest moment of one global batch of ``parts.module``, which is used up by it,
+    with what the fullest rank keeps of the optimizer's state: that is there in every step but the
+    first. See [Note: a traced peak].
+
+    Of more than two micro-batches two are run: the others are as the second. Raises `ConfigError`
+    for a model that tensors without storage cannot run.
+    """
+    config, workload = layout.config, layout.workload
+    # Blocks are traced as they stand: compilation happens for tensors with values.
+    plain = dataclasses.replace(layout, config=dataclasses.replace(config, compile=CompileConfig()))
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_process_group(layout.shape.world_size), warnings.catch_warnings():
+        # Some operators warn about tensors without storage, each once for all.
+        warnings.simplefilter("ignore")
+        mesh = build_mesh(
+            layout.shape.spec(),
+            config.strategy,
+            topology=topology,
+            allow_cross_node=config.allow_cross_node,
+            device_type="cpu",
+        )
+        model = apply_on_fake_tensors(plain, parts.module, mesh, fake, parts.init, topology)
+        with fake:
+            build_optimizer(model, workload.optimizer)
+            for engine in reducers_in(model):
+                engine.agreement.defer()
+            batches = [workload.example("cpu") for _ in range(min(workload.accumulation, 2))]
+            tracker = FSDPMemTracker(model)
+            for batch in batches:
+                tracker.track_inputs(batch)
+            try:
+                loss = loss_of(model, *batches[0])
+                with tracker:
+                    during = config.sync.during_accumulation
+                    for inputs, targets in accumulate(model, batches, during):
+                        loss(inputs, targets).backward()
+                        # Of the modules alone, which may run once only; the peak of all is kept.
+                        tracker.reset_mod_stats()
+            except ConfigError:
+                raise
+            # A model may look at values, which such tensors do not have.
+            except Exception as error:
+                reason = str(error).split("\n")[0]
+                raise ConfigError(
+                    f"plan.verify=true: {type(parts.module).__name__} does not run on tensors "
+                    f"without storage ({type(error).__name__}: {reason}); use plan.verify=false"
+                ) from error
+    # Of the one device that there is.
+    (snapshot,) = tracker.get_tracker_snapshot("peak").values()
+    states = state_bytes(layout)
+    return int(snapshot["Total"]) + states.optimizer + states.masters + states.outer

@@ -7,17 +7,14 @@ with ``plan.verify=true`` its peak is traced too.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from parallel2d.base.config import AXES, MeshConfig, TrainConfig
 from parallel2d.base.config.checks import validated
-from parallel2d.base.config.parallel import (
-    STRATEGIES,
-    ActivationCheckpointingConfig,
-    StrategyConfig,
-)
+from parallel2d.base.config.parallel import STRATEGIES, StrategyConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.instruments.planner.layout_cost import JobCosts, LayoutCost, excess
 from parallel2d.parallel.cost.step_time import StepEstimate
@@ -77,7 +74,10 @@ def search(
         ranked.append(RankedLayout(layout, words_of(layout), cost, cost.time))
     if not ranked:
         raise NoLayoutError(f"no layout can run; the first one: {refusals[0][1]}")
-    ranked.sort(key=_order)
+    # Of equally fast ones the one with fewer and larger micro-batches comes first, then the one
+    # that is listed first: the plainest.
+    ranked.sort(key=lambda each: each.cost.layout.workload.accumulation)
+    ranked.sort(key=lambda each: float(f"{each.time.seconds.total:.6g}"))
     too_large: list[RankedLayout] = []
     for number, candidate in enumerate(ranked):
         candidate = _with_peak(candidate, costs)
@@ -92,45 +92,37 @@ def search(
     )
 
 
-def _order(layout: RankedLayout) -> tuple[float, int]:
-    """Of equally fast ones the one with fewer and larger micro-batches comes first, then the one
-    that is listed first: the plainest."""
-    return float(f"{layout.time.seconds.total:.6g}"), layout.cost.layout.accumulation
-
-
-def _with_peak(layout: RankedLayout, costs: JobCosts) -> RankedLayout:
-    """``layout`` with its peak, and the reason if it does not fit."""
+def _with_peak(layout: RankedLayout, costs: JobCosts, *, measures: bool = True) -> RankedLayout:
+    """``layout`` with its peak, and the reason if it does not fit; empty where nothing is known
+    against it. ``measures``: as of `JobCosts.with_peak`; otherwise no peak is traced either."""
     config, cost = layout.config, layout.cost
     # What is too large without activations needs no peak.
-    if excess(config, cost) is None:
-        cost = costs.with_peak(config, cost)
-        if excess(config, cost) is None and config.plan.verify:
-            cost = costs.traced(config, cost)
-    return dataclasses.replace(layout, cost=cost, reason=_size_reason(config, cost))
-
-
-def _size_reason(config: TrainConfig, cost: LayoutCost) -> str:
-    """Empty where nothing is known against it."""
-    much = excess(config, cost)
-    if much is None:
-        return ""
-    return f"does not fit: {much}" if cost.has_peak else f"does not fit: {much} without activations"
+    if not measures or excess(config, cost) is None:
+        cost = costs.with_peak(config, cost, measures=measures)
+    if measures and config.plan.verify and excess(config, cost) is None:
+        cost = costs.traced(config, cost)
+    much, reason = excess(config, cost), ""
+    if much is not None:
+        reason = f"does not fit: {much}"
+        if not cost.has_peak:
+            reason += " without activations"
+    return dataclasses.replace(layout, cost=cost, reason=reason)
 
 
 def _as_slower(chosen: RankedLayout, other: RankedLayout, costs: JobCosts) -> RankedLayout:
-    cost = costs.with_peak(other.config, other.cost, measures=False)
-    reason = _size_reason(other.config, cost)
-    if not reason:
-        seconds = other.time.seconds
-        reason = f"{seconds.total / chosen.time.seconds.total:.2f} times as long"
-        axis = max(AXES, key=lambda name: getattr(seconds, name))
-        share = getattr(seconds, axis) / seconds.total
-        if share > 0.05:
-            where = "inside" if other.cost.places[axis].is_inside else "between"
-            reason += f": {where}-node bound, {share:.0%} exposed on the {axis} axis"
-        elif other.config.activation_checkpointing.name == "full":
-            reason += ": computes forward again"
-    return dataclasses.replace(other, cost=cost, reason=reason)
+    other = _with_peak(other, costs, measures=False)
+    if other.reason:
+        return other
+    seconds = other.time.seconds
+    reason = f"{seconds.total / chosen.time.seconds.total:.2f} times as long"
+    axis = max(AXES, key=lambda name: getattr(seconds, name))
+    share = getattr(seconds, axis) / seconds.total
+    if share > 0.05:
+        where = "inside" if other.cost.places[axis].is_inside else "between"
+        reason += f": {where}-node bound, {share:.0%} exposed on the {axis} axis"
+    elif other.config.activation_checkpointing.name == "full":
+        reason += ": computes forward again"
+    return dataclasses.replace(other, reason=reason)
 
 
 # What is tried
@@ -140,75 +132,55 @@ def _layouts_of(
     config: TrainConfig, costs: JobCosts, fixed: Collection[str]
 ) -> Iterator[TrainConfig]:
     """All that may be tried; some of them cannot run."""
-    world = costs.topology.world_size
-    for tensor in _tensor_sizes(config, costs, fixed):
-        if world % tensor:
-            continue
-        for strategy, replicate, shard in _data_axes(config, fixed, world // tensor):
-            mesh = MeshConfig(replicate, shard, tensor, config.mesh.allow_cross_node)
-            for checkpointing in _recomputations(config, fixed):
-                for micro in _micro_batches(config, fixed, replicate * shard):
-                    yield dataclasses.replace(
-                        config,
-                        strategy=strategy,
-                        mesh=mesh,
-                        activation_checkpointing=checkpointing,
-                        train=dataclasses.replace(config.train, micro_batch_size=micro),
-                    )
+    recomputed = [config.activation_checkpointing]
+    if "activation_checkpointing" not in fixed:
+        # Other keys of the section, such as its blocks, stay as they are given.
+        recomputed = [dataclasses.replace(recomputed[0], name=name) for name in _RECOMPUTED]
+    for strategy, mesh in _meshes(config, costs, fixed):
+        sizes = _micro_batches(config, fixed, int(mesh.replicate) * int(mesh.shard))
+        for checkpointing, micro in itertools.product(recomputed, sizes):
+            yield dataclasses.replace(
+                config,
+                strategy=strategy,
+                mesh=mesh,
+                activation_checkpointing=checkpointing,
+                train=dataclasses.replace(config.train, micro_batch_size=micro),
+            )
 
 
-def _tensor_sizes(config: TrainConfig, costs: JobCosts, fixed: Collection[str]) -> list[int]:
-    """Those that fit into a host."""
-    if "mesh.tensor" in fixed:
-        return [1 if config.mesh.tensor == "auto" else int(config.mesh.tensor)]
-    if costs.parts.tensor_plan is None:
-        return [1]
-    return _divisors(max(map(len, costs.topology.ranks_by_host.values())))
-
-
-def _data_axes(
-    config: TrainConfig, fixed: Collection[str], ranks: int
-) -> Iterator[tuple[StrategyConfig, int, int]]:
-    """(strategy, replicate, shard) that fill ``ranks``; a strategy with one axis has no second."""
-    strategies = [config.strategy] if "strategy" in fixed else STRATEGIES.values()
-    for strategy in strategies:
+def _meshes(
+    config: TrainConfig, costs: JobCosts, fixed: Collection[str]
+) -> Iterator[tuple[StrategyConfig, MeshConfig]]:
+    """Strategies with meshes that fill the ranks. Tensor groups fit into a host."""
+    given, world = config.mesh, costs.topology.world_size
+    tensors = [1]
+    if "mesh.tensor" in fixed and given.tensor != "auto":
+        tensors = [int(given.tensor)]
+    elif "mesh.tensor" not in fixed and costs.parts.tensor_plan is not None:
+        tensors = _divisors(max(map(len, costs.topology.ranks_by_host.values())))
+    # Sizes that are given, where they are.
+    asked = {}
+    for axis in ("replicate", "shard"):
+        if f"mesh.{axis}" in fixed and getattr(given, axis) != "auto":
+            asked[axis] = getattr(given, axis)
+    chosen = "strategy" in fixed
+    strategies = [config.strategy] if chosen else list(STRATEGIES.values())
+    fitting = [tensor for tensor in tensors if world % tensor == 0]
+    for tensor, strategy in itertools.product(fitting, strategies):
+        ranks = world // tensor
         for shard in _divisors(ranks):
-            replicate = ranks // shard
-            # With one rank on an axis a hybrid that nobody asked for is one of the others.
-            is_hybrid = strategy.shards and strategy.replicates
-            if is_hybrid and "strategy" not in fixed and 1 in (shard, replicate):
-                continue
-            if not _has_axes(strategy, replicate, shard):
-                continue
-            if _is_asked(config.mesh, fixed, replicate, shard):
-                yield strategy, replicate, shard
+            mesh = MeshConfig(ranks // shard, shard, tensor, given.allow_cross_node)
+            if asked.items() <= vars(mesh).items() and _suits(strategy, mesh, chosen):
+                yield strategy, mesh
 
 
-def _has_axes(strategy: StrategyConfig, replicate: int, shard: int) -> bool:
-    """Whether ``strategy`` uses each axis that has more than one rank."""
-    if shard > 1 and not strategy.shards:
-        return False
-    return replicate == 1 or strategy.replicates
-
-
-def _is_asked(mesh: MeshConfig, fixed: Collection[str], replicate: int, shard: int) -> bool:
-    """Whether both sizes are those that are given, where they are."""
-    for axis, size in (("replicate", replicate), ("shard", shard)):
-        if f"mesh.{axis}" in fixed and getattr(mesh, axis) not in ("auto", size):
-            return False
-    return True
-
-
-def _recomputations(
-    config: TrainConfig, fixed: Collection[str]
-) -> Iterator[ActivationCheckpointingConfig]:
-    given = config.activation_checkpointing
-    if "activation_checkpointing" in fixed:
-        yield given
-        return
-    # Other keys of the section, such as its blocks, stay as they are given.
-    for name in _RECOMPUTED:
-        yield dataclasses.replace(given, name=name)
+def _suits(strategy: StrategyConfig, mesh: MeshConfig, is_chosen: bool) -> bool:
+    """Whether ``strategy`` uses each axis that has more than one rank. With one rank on an axis a
+    hybrid that nobody has chosen is one of the others."""
+    uses = ((mesh.shard, strategy.shards), (mesh.replicate, strategy.replicates))
+    if strategy.shards and strategy.replicates and not is_chosen:
+        return all(size != 1 for size, _ in uses)
+    return all(is_used for size, is_used in uses if size != 1)
 
 
 def _micro_batches(config: TrainConfig, fixed: Collection[str], data_ranks: int) -> list[int]:
@@ -218,7 +190,8 @@ def _micro_batches(config: TrainConfig, fixed: Collection[str], data_ranks: int)
     if "train.micro_batch_size" in fixed and given != "auto":
         return [int(given)]
     share = max(1, config.train.global_batch_size // data_ranks)
-    return [size for size in _divisors(share) if size & (size - 1) == 0 or size == share]
+    # A power of two has one bit.
+    return [size for size in _divisors(share) if size.bit_count() == 1 or size == share]
 
 
 def _divisors(number: int) -> list[int]:
@@ -241,11 +214,8 @@ def words_of(config: TrainConfig) -> tuple[str, ...]:
 def command_line(given: Sequence[str], chosen: RankedLayout) -> str:
     """The train command with the words that were given and the chosen layout."""
     replaced = set(map(_key_of, chosen.words))
-    kept = []
-    for word in given:
-        key = _key_of(word)
-        if key not in replaced and not key.startswith("plan."):
-            kept.append(word)
+    kept = [word for word in given if _key_of(word) not in replaced]
+    kept = [word for word in kept if not _key_of(word).startswith("plan.")]
     return shlex.join(["python", "-m", "parallel2d.train", *kept, *chosen.words])
 
 
@@ -256,4 +226,4 @@ def _key_of(word: str) -> str:
 
 def fixed_keys(given: Sequence[str]) -> set[str]:
     """The keys that the search leaves as they are: those that are given, and not as ``auto``."""
-    return {_key_of(word) for word in given if word.partition("=")[2] != "auto"}
+    return {_key_of(word) for word in given if not word.endswith("=auto")}

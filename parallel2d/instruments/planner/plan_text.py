@@ -38,8 +38,8 @@ def summary(config: TrainConfig, cost: LayoutCost) -> list[str]:
         f"activation checkpointing {config.activation_checkpointing.name}",
         f"sync        {layout.method.description}",
         f"batch       {cost.sample.describe(config.train.global_batch_size)} = "
-        f"{shape.data_ranks} data ranks x {layout.accumulation} micro-batches x "
-        f"{layout.micro_batch_size}",
+        f"{shape.data_ranks} data ranks x {layout.workload.accumulation} micro-batches x "
+        f"{layout.workload.micro_batch_size}",
         *_memory_lines(config, cost),
         *_traffic_lines(cost),
         *_compute_lines(cost),

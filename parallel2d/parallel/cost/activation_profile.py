@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -23,13 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel2d.base.config import ParallelConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.cost.tensor_twin import on_fake_tensors, tensor_twin
 from parallel2d.parallel.loss import loss_chunks
-from parallel2d.parallel.model_structure import find_blocks
-from parallel2d.parallel.parallelize.bucketing import bucket_modules
-from parallel2d.parallel.parallelize.precision import Precision
+from parallel2d.parallel.parallelize.layout import Layout
 
 
 class MemoryEvent(NamedTuple):
@@ -37,7 +34,7 @@ class MemoryEvent(NamedTuple):
 
     ``kind``: ``gather`` or ``free`` (before and after the forward of a group), ``gather_again``
     (its output has its gradient), ``reduce`` (its parameters have theirs), ``end``. ``group``: its
-    number in `ModelShapes.in_order`. Bytes, of activations and whole gradients: ``most`` since
+    number in `Layout.groups`. Bytes, of activations and whole gradients: ``most`` since
     the event before, ``now`` at this one.
     """
 
@@ -47,38 +44,28 @@ class MemoryEvent(NamedTuple):
     now: int
 
 
-Example = Callable[[str], tuple[Tensor, Tensor]]
 StepLoss = Callable[[Tensor, Tensor], Tensor]  # of inputs and targets
 # (copy of the model, inputs, targets) -> its loss
 LossOf = Callable[[nn.Module, Tensor, Tensor], StepLoss]
 
 
 def profile_activations(
-    model: nn.Module,
-    loss_of: LossOf,
-    example: Example,
-    config: ParallelConfig,
-    *,
-    mesh: DeviceMesh | None = None,
-    plan: Mapping[str, object] | None = None,
+    model: nn.Module, loss_of: LossOf, mesh: DeviceMesh | None, layout: Layout
 ) -> list[MemoryEvent] | str:
     """``model``: before `parallelize`, on meta; it stays as it is. ``loss_of``: gets a copy of it,
-    which it may run on the given micro-batch. ``example(device)``: inputs and targets of one
-    micro-batch. ``mesh``, ``plan``: with a tensor axis; a mesh of a fake process group will do.
+    which it may run on the given micro-batch. ``mesh``: with a tensor axis; one of a fake process
+    group will do.
 
     The last event is the end of the step. In words why there is none, for a model that tensors
     without storage cannot run.
     """
-    twin = tensor_twin(model, mesh, config, plan)
-    precision = Precision.of(config.precision, twin)
-    blocks = find_blocks(twin, config.bucketing.blocks, config.bucketing.policy)
-    groups = bucket_modules(twin, blocks, config.bucketing, precision.fp32_modules)
+    twin = tensor_twin(model, mesh, layout)
     # Attention has a kernel that keeps no scores on this device, and none on meta.
     try:
         with on_fake_tensors(twin, "cpu"):
-            inputs, targets = example("cpu")
+            inputs, targets = layout.workload.example("cpu")
             loss = loss_of(twin, inputs, targets)
-            log = _EventLog(twin, [*groups, [twin]])
+            log = _EventLog(twin, [modules for modules, _ in layout.groups_of(twin)])
             with log, loss_chunks(first_alone=True):
                 value = loss(inputs, targets)
                 log.is_backward = True

@@ -38,12 +38,25 @@ def find_equal_blocks(model: nn.Module) -> list[EqualBlocks]:
     matter; none is inside another. Blocks are equal in the classes and tensors of all modules in
     them; settings that differ are seen in the blocks that are measured."""
     if isinstance(model, nn.ModuleList | nn.Sequential):
-        run = _longest_run(model)
-        if run.count >= _LEAST_BLOCKS:
-            return [run]
+        runs: list[EqualBlocks] = []
+        first = 0
+        for _, run in groupby(model, key=_description):
+            runs.append(EqualBlocks(model, first, len(list(run))))
+            first += runs[-1].count
+        longest = max(runs, key=lambda run: run.count, default=None)
+        if longest is not None and longest.count >= _LEAST_BLOCKS:
+            return [longest]
     found: list[EqualBlocks] = []
     for child in model.children():
         found += find_equal_blocks(child)
+    return found
+
+
+def _description(block: nn.Module) -> list[Any]:
+    """What makes blocks differ."""
+    found: list[Any] = [(name, type(module)) for name, module in block.named_modules()]
+    for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
+        found.append((name, tensor.shape, tensor.dtype, tensor.requires_grad))
     return found
 
 
@@ -93,40 +106,17 @@ def _without_blocks(
     # The other blocks are taken out of the lists meanwhile, so that they are not copied.
     try:
         for stack, numbers in zip(stacks, kept, strict=True):
-            _keep(stack, numbers)
+            modules = stack.container._modules
+            items = list(modules.items())
+            run = items[stack.first : stack.first + stack.count]
+            chosen = [run[number] for number in numbers]
+            items[stack.first : stack.first + stack.count] = chosen
+            modules.clear()
+            for place, (name, module) in enumerate(items):
+                # Lists find their elements by these names; those of a Sequential may be words.
+                modules[str(place) if name.isdecimal() else name] = module
         return copy.deepcopy(model)
     finally:
-        for stack, modules in zip(stacks, before, strict=True):
+        for stack, kept_before in zip(stacks, before, strict=True):
             stack.container._modules.clear()
-            stack.container._modules.update(modules)
-
-
-def _keep(stack: EqualBlocks, numbers: Sequence[int]) -> None:
-    modules = stack.container._modules
-    items = list(modules.items())
-    end = stack.first + stack.count
-    run = items[stack.first : end]
-    left = [*items[: stack.first], *(run[number] for number in numbers), *items[end:]]
-    modules.clear()
-    for place, (name, module) in enumerate(left):
-        # Lists find their elements by these names; those of a Sequential may be words.
-        modules[str(place) if name.isdecimal() else name] = module
-
-
-def _longest_run(container: nn.ModuleList | nn.Sequential) -> EqualBlocks:
-    best = EqualBlocks(container, 0, 0)
-    first = 0
-    for _, run in groupby(container, key=_description):
-        count = len(list(run))
-        if count > best.count:
-            best = EqualBlocks(container, first, count)
-        first += count
-    return best
-
-
-def _description(block: nn.Module) -> list[Any]:
-    """What makes blocks differ."""
-    found: list[Any] = [(name, type(module)) for name, module in block.named_modules()]
-    for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
-        found.append((name, tensor.shape, tensor.dtype, tensor.requires_grad))
-    return found
+            stack.container._modules.update(kept_before)

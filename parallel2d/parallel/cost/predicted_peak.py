@@ -19,9 +19,9 @@ from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
 from parallel2d.parallel.cost.activation_profile import MemoryEvent
-from parallel2d.parallel.cost.layout import Layout
-from parallel2d.parallel.cost.model_shapes import ParameterShape, group_traffic
 from parallel2d.parallel.cost.state_memory import state_bytes
+from parallel2d.parallel.cost.traffic import group_traffic
+from parallel2d.parallel.parallelize.layout import Layout, ParameterShape
 from parallel2d.parallel.parallelize.precision import DTYPES
 
 
@@ -41,6 +41,16 @@ class _Group(NamedTuple):
     made: int
     reduced: int
     sums: int
+
+    @classmethod
+    def of(cls, group: Sequence[ParameterShape], shard: int) -> _Group:
+        traffic = group_traffic(group, shard)
+        trained = [parameter for parameter in group if parameter.is_trained]
+        made = sums = 0
+        for parameter, part in zip(trained, traffic.reduced_shapes, strict=True):
+            sums += part.numel() * parameter.sum_itemsize
+            made += part.numel() * shard * parameter.gathered
+        return cls(traffic.gathered_bytes * shard, made, traffic.reduced_bytes * shard, sums)
 
 
 @dataclass
@@ -63,7 +73,7 @@ def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemo
     """``events``: from `profile_activations`, of the config, the size of the tensor axis and the
     micro-batch of ``layout``. See [Note: what sharding holds]."""
     states = state_bytes(layout)
-    accumulation = layout.accumulation
+    accumulation = layout.workload.accumulation
     step = _Step(events, layout)
     step.run(adds_sums=True, is_last=accumulation == 1)
     # All micro-batches after the first are alike, but for the exchange of replicas in the last.
@@ -96,7 +106,7 @@ class _Step:
         self._is_sharded = shape.shard > 1
         self._ahead = config.prefetch.backward
         self._reduces_each = config.sync.during_accumulation != "none"
-        self._groups = [_bytes_of(group, shape.shard) for group in layout.shapes.in_order]
+        self._groups = [_Group.of(group.parameters, shape.shard) for group in layout.groups]
         self._root = len(self._groups) - 1
         self._bucket = _bucket_bytes(self._groups, layout)
         self._held = _Held()
@@ -111,12 +121,24 @@ class _Step:
         held = self._held
         held.gathered = held.returned = 0
         self._gathered_order = []
-        self._adds_sums = adds_sums
+        # Without a reduction in each micro-batch the last one makes the sums.
+        self._adds_sums = adds_sums or not self._reduces_each
         self._reduces = is_last or self._reduces_each
         self._is_last = is_last
         for event in self._events:
             self._see(event.most)
-            self._apply(event)
+            group = self._groups[event.group]
+            if event.kind == "gather":
+                held.gathered += group.gathered
+                self._gathered_order.append(event.group)
+                if self._is_sharded and group.gathered:
+                    held.returned = group.gathered
+            elif event.kind == "free" and self._frees:
+                held.gathered -= group.gathered
+            elif event.kind == "gather_again":
+                self._gather_again(event.group, group, event.now)
+            elif event.kind == "reduce":
+                self._reduce(event.group, group, event.now)
 
     def _see(self, activations: int) -> None:
         total = activations + self._held.total
@@ -124,23 +146,6 @@ class _Step:
             self._most = total
             self.activations = activations
             self.fullest = replace(self._held)
-
-    def _apply(self, event: MemoryEvent) -> None:
-        number, group = event.group, self._groups[event.group]
-        if event.kind == "gather":
-            self._gather(number, group)
-        elif event.kind == "free" and self._frees:
-            self._held.gathered -= group.gathered
-        elif event.kind == "gather_again":
-            self._gather_again(number, group, event.now)
-        elif event.kind == "reduce":
-            self._reduce(number, group, event.now)
-
-    def _gather(self, number: int, group: _Group) -> None:
-        self._held.gathered += group.gathered
-        self._gathered_order.append(number)
-        if self._is_sharded and group.gathered:
-            self._held.returned = group.gathered
 
     def _gather_again(self, number: int, group: _Group, activations: int) -> None:
         if not self._frees:
@@ -156,14 +161,12 @@ class _Step:
         if number == self._root:
             self._held.returned = group.gathered
         self._see(activations)
-        # The groups that ran before this one come next.
-        place = self._gathered_order.index(number)
-        following = range(place - 1, -1, -1)
-        if number == self._root:
-            following = range(len(self._gathered_order) - 1, -1, -1)
-        ahead = [self._gathered_order[each] for each in following[: self._ahead]]
+        # The groups that ran before this one come next; before the root, which begins first, all.
+        before = self._gathered_order
+        if number != self._root:
+            before = before[: before.index(number)]
         self._held.returned = 0
-        for each in ahead:
+        for each in before[::-1][: self._ahead]:
             if each != self._root and each not in self._whole:
                 self._held.returned += self._groups[each].gathered
 
@@ -176,22 +179,11 @@ class _Step:
             return
         # The copy of the group before is gone, and the new one is there beside the gradients.
         self._held.sent = group.reduced
-        # Without a reduction in each micro-batch the last one makes the sums.
-        if self._adds_sums or not self._reduces_each:
+        if self._adds_sums:
             self._held.sums += group.sums
         if self._is_last:
             self._held.bucket = self._bucket
         self._see(activations)
-
-
-def _bytes_of(group: Sequence[ParameterShape], shard: int) -> _Group:
-    traffic = group_traffic(group, shard, frees_after_forward=True)
-    trained = [parameter for parameter in group if parameter.is_trained]
-    made = sums = 0
-    for parameter, part in zip(trained, traffic.reduced_shapes, strict=True):
-        sums += part.numel() * parameter.sum_itemsize
-        made += part.numel() * shard * parameter.gathered
-    return _Group(traffic.gathered_bytes * shard, made, traffic.reduced_bytes * shard, sums)
 
 
 def _bucket_bytes(groups: Sequence[_Group], layout: Layout) -> int:

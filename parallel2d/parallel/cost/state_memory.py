@@ -1,6 +1,6 @@
 """Bytes of what a rank keeps from step to step: parameters, gradients, optimizer state, buffers.
 
-`state_bytes` computes those of the fullest rank ([Note: the fullest rank] in `model_shapes.py`)
+`state_bytes` computes those of the fullest rank ([Note: the fullest rank] in `layout.py`)
 from shapes alone. Activations, gathered parameters and memory of collectives are not in them.
 """
 
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parallel2d.base.config import OptimizerConfig
-from parallel2d.parallel.cost.layout import Layout
-from parallel2d.parallel.cost.model_shapes import ModelShapes, ParameterShape, first_part
+from parallel2d.parallel.parallelize.layout import Layout, ParameterShape, first_part
 
 _STEP_BYTES = 4  # torch's optimizers count the steps of each parameter in an fp32 tensor
 
@@ -48,30 +46,23 @@ def state_bytes(layout: Layout) -> StateBytes:
     """
     shape, method = layout.shape, layout.method
     parameters = masters = gradients = state = outer = 0
-    for parameter, count, is_split in _parameters(layout.shapes):
-        held = updated = parameter.shape
-        if is_split:
-            held = updated = first_part(parameter.shape, shape.shard)
-            if layout.splits_updates:
-                updated = first_part(held, shape.replicate)
-        parameters += count * math.prod(held) * parameter.stored
-        if not parameter.is_trained:
-            continue
-        if method.keeps_masters and is_split:
-            masters += count * math.prod(updated) * parameter.stored
-        gradients += count * math.prod(updated) * parameter.gradient
-        state += count * _optimizer_bytes(updated, parameter, layout.optimizer)
-        outer += count * method.shared_copies * math.prod(held) * parameter.sum_itemsize
-    return StateBytes(parameters, masters, gradients, state, outer, layout.shapes.buffer_bytes)
-
-
-def _parameters(shapes: ModelShapes) -> Iterator[tuple[ParameterShape, int, bool]]:
-    """(parameter, how many are equal to it, whether axes split it)."""
-    for group, count in shapes.groups:
+    for group, count in [*layout.equal_groups, (layout.whole, 1)]:
+        is_split = group is not layout.whole
         for parameter in group:
-            yield parameter, count, True
-    for scalar in shapes.scalars:
-        yield scalar, 1, False
+            held = updated = parameter.shape
+            if is_split:
+                held = updated = first_part(parameter.shape, shape.shard)
+            if is_split and layout.splits_updates:
+                updated = first_part(held, shape.replicate)
+            parameters += count * math.prod(held) * parameter.stored
+            if not parameter.is_trained:
+                continue
+            if method.keeps_masters and is_split:
+                masters += count * math.prod(updated) * parameter.stored
+            gradients += count * math.prod(updated) * parameter.gradient
+            state += count * _optimizer_bytes(updated, parameter, layout.workload.optimizer)
+            outer += count * method.shared_copies * math.prod(held) * parameter.sum_itemsize
+    return StateBytes(parameters, masters, gradients, state, outer, layout.buffer_bytes)
 
 
 def _optimizer_bytes(
@@ -82,20 +73,15 @@ def _optimizer_bytes(
     if optimizer.name == "sgd":
         # The first gradient is copied, in its own dtype.
         return numel * parameter.gradient if optimizer.momentum else 0
-    if optimizer.name == "adafactor":
-        return _STEP_BYTES + _adafactor_numel(updated) * parameter.stored
     if optimizer.name == "muon" and parameter.by_muon:
         return numel * parameter.gradient
+    if optimizer.name == "adafactor":
+        statistics = numel
+        # Of a matrix those of its rows and columns
+        if len(updated) > 1:
+            *batch, rows, columns = updated
+            statistics = math.prod(batch) * (rows + columns)
+        return _STEP_BYTES + statistics * parameter.stored
     # Adam, AdamW, and what Muon leaves to AdamW: two moments, or three.
-    moments = 2
-    if optimizer.amsgrad and optimizer.name != "muon":
-        moments = 3
+    moments = 3 if optimizer.amsgrad and optimizer.name != "muon" else 2
     return _STEP_BYTES + moments * numel * parameter.stored
-
-
-def _adafactor_numel(updated: tuple[int, ...]) -> int:
-    """Elements of the row and the column statistics, or of the variance of a vector."""
-    if len(updated) < 2:
-        return math.prod(updated)
-    *batch, rows, columns = updated
-    return math.prod(batch) * (rows + columns)

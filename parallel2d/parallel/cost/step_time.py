@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 from parallel2d.base.config import ClusterConfig
 from parallel2d.parallel.cost.collectives import GroupPlacement, collective_seconds
-from parallel2d.parallel.cost.layout import Layout
 from parallel2d.parallel.cost.state_memory import state_bytes
-from parallel2d.parallel.fsdp_internals import GroupTraffic
+from parallel2d.parallel.cost.traffic import AxisTraffic
+from parallel2d.parallel.parallelize.layout import Layout
 from parallel2d.parallel.sync.engine.buckets import fill_buckets
+from parallel2d.parallel.sync.methods.method import GroupTraffic
 
 # The share of the peak that training reaches while nothing waits for a link, by a part of the
 # device's name and whether blocks are compiled: fitted on published throughput in bf16 by
@@ -111,6 +112,7 @@ class _Estimate:
         self, layout: Layout, cluster: ClusterConfig, places: Mapping[str, GroupPlacement]
     ) -> None:
         self._layout = layout
+        self._traffic = AxisTraffic(layout)
         self._sync = layout.config.sync
         self._cluster = cluster
         self._places = places
@@ -120,12 +122,12 @@ class _Estimate:
         forward, recomputed = self._compute(flops)
         groups, after_update = self._groups(forward, recomputed)
         schedule = StepSchedule(
-            accumulation=layout.accumulation,
+            accumulation=layout.workload.accumulation,
             during_accumulation=self._sync.during_accumulation,
             shares_link=self._places["shard"].is_inside == self._places["replicate"].is_inside,
             # On a GPU the host runs ahead of the device.
-            overlaps=layout.device_type != "cpu",
-            tensor=self._tensor(over_tensor) / layout.accumulation,
+            overlaps=layout.workload.device_type != "cpu",
+            tensor=self._tensor(over_tensor) / layout.workload.accumulation,
         )
         update = self._update()
         seconds = step_seconds(groups, schedule, update=update, between_steps=after_update)
@@ -150,7 +152,7 @@ class _Estimate:
             raise _NotKnownError("compute in 8-bit floats (precision.float8) has no model")
         per_sample = flops / (self._peak() * self._efficiency())
         # A third of the FLOPs of a step is forward's, two thirds are backward's.
-        forward = per_sample * layout.micro_batch_size / layout.shape.tensor / 3
+        forward = per_sample * layout.workload.micro_batch_size / layout.shape.tensor / 3
         checkpointing = layout.config.activation_checkpointing
         if checkpointing.name == "full":
             return forward, forward / checkpointing.every
@@ -182,7 +184,9 @@ class _Estimate:
         place = self._places[axis]
         if sent == 0 or place.ranks == 1:
             return 0.0
-        found = collective_seconds(collective, sent, place, self._cluster, self._layout.device_type)
+        found = collective_seconds(
+            collective, sent, place, self._cluster, self._layout.workload.device_type
+        )
         if found is None:
             key = "inside_node" if place.is_inside else "between_nodes"
             raise _NotKnownError(f"cluster.{key} is not known")
@@ -206,13 +210,14 @@ class _Estimate:
     def _groups(self, forward: float, recomputed: float) -> tuple[list[GroupSeconds], float]:
         """The groups in the order of forward, the root first, and the seconds of what replicas
         gather after the update."""
-        layout, traffic = self._layout, self._layout.traffic
-        whole = sum(count * group.gathered_bytes for group, count in layout.groups)
+        layout, traffic = self._layout, self._traffic
+        whole = sum(count * group.gathered_bytes for group, count in traffic.groups)
+        frees = layout.config.strategy.reshard_after_forward
         found: list[GroupSeconds] = []
         in_order: list[GroupTraffic] = []
         after_update = 0.0
         # The root's group comes last, and runs first.
-        for group, count in [*layout.groups[-1:], *layout.groups[:-1]]:
+        for group, count in [*traffic.groups[-1:], *traffic.groups[:-1]]:
             share = group.gathered_bytes / whole
             collective, scattered = traffic.scattered(group)
             seconds = GroupSeconds(
@@ -221,14 +226,14 @@ class _Estimate:
                 gather=self._collective("all_gather", traffic.gathered(group), "shard"),
                 scatter=self._collective(collective, scattered, "shard"),
                 reduce=0.0,
-                frees=group.frees_after_forward,
+                frees=frees,
             )
             found += [seconds] * count
             in_order += [group] * count
             if layout.splits_updates:
                 updated = self._collective("all_gather", traffic.updated(group), "replicate")
                 after_update += count * updated
-        if layout.method.reductions(layout.accumulation):
+        if layout.method.reductions(layout.workload.accumulation):
             self._reduce_buckets(found, in_order)
         return found, after_update
 
@@ -242,7 +247,7 @@ class _Estimate:
         # Torch's engine reduces each group on its own.
         most = int(self._sync.bucket_mib * 2**20) if self._sync.engine == "parallel2d" else 0
         for bucket in fill_buckets(sizes, kinds, most):
-            reductions = [self._layout.traffic.reduced(groups[order[each]]) for each in bucket]
+            reductions = [self._traffic.reduced(groups[order[each]]) for each in bucket]
             collective = reductions[0][0]
             sent = sum(size for _, size in reductions)
             last = order[bucket[-1]]
@@ -262,8 +267,8 @@ class _Estimate:
     def _exchanges(self, step: float) -> float:
         """Seconds per step that the exchanges of ``sync=diloco`` add to one of ``step``."""
         sent = 0.0
-        for group, count in self._layout.groups:
-            sent += count * self._layout.traffic.updated(group)
+        for group, count in self._traffic.groups:
+            sent += count * self._traffic.updated(group)
         fragments = self._sync.fragments
         # Each fragment is one collective.
         exchange = fragments * self._collective("all_reduce", sent / fragments, "replicate")

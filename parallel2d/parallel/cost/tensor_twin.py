@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -15,16 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from parallel2d.base.config import ParallelConfig
-from parallel2d.parallel.cost.model_shapes import without_storage
 from parallel2d.parallel.loss import loss_chunks
-from parallel2d.parallel.model_structure import find_blocks
 from parallel2d.parallel.parallelize.activation_checkpointing import checkpoint_activations
-from parallel2d.parallel.parallelize.bucketing import bucket_modules
-from parallel2d.parallel.parallelize.precision import Precision, cast_storage
+from parallel2d.parallel.parallelize.layout import Layout, without_storage
+from parallel2d.parallel.parallelize.precision import cast_storage
 from parallel2d.parallel.parallelize.tensor_parallel import split_layers
 
 ALL_AT_ONCE = 2**62  # logits
@@ -32,32 +30,19 @@ ALL_AT_ONCE = 2**62  # logits
 log = logging.getLogger(__name__)
 
 
-def tensor_twin(
-    model: nn.Module,
-    mesh: DeviceMesh | None,
-    config: ParallelConfig,
-    plan: Mapping[str, object] | None,
-) -> nn.Module:
-    """``model``: before `parallelize`, on meta. The copy stays whole without ``plan``. It computes
-    in the dtypes that sharding would cast to: those of ``precision.param`` but for
-    ``precision.fp32_modules``; its blocks are recomputed as ``activation_checkpointing`` says.
-
-    Raises `ConfigError` for what `parallelize` would refuse.
-    """
+def tensor_twin(model: nn.Module, mesh: DeviceMesh | None, layout: Layout) -> nn.Module:
+    """A copy of ``model``, which is plain and on meta. It stays whole without a mesh. It computes
+    in the dtypes that sharding would cast to, and its blocks are recomputed as
+    ``activation_checkpointing`` says."""
     twin = without_storage(model)
-    precision = Precision.of(config.precision, twin)
+    precision = layout.precision_of(twin)
     cast_storage(twin, dataclasses.replace(precision, storage=precision.param))
-    blocks = find_blocks(twin, config.bucketing.blocks, config.bucketing.policy)
-    groups = bucket_modules(twin, blocks, config.bucketing, precision.fp32_modules)
-    if mesh is not None and plan is not None:
-        split_layers(twin, mesh, plan)
-    checkpoint_activations(twin, blocks, config.activation_checkpointing)
-    if precision.param == precision.storage:
-        return twin
-    # Sharding makes one group of what is left, at the root.
-    for group in [*groups, [twin]]:
-        for module in group:
-            _cast_at_its_border(module, precision)
+    if mesh is not None and layout.tensor_plan is not None:
+        split_layers(twin, mesh, layout.tensor_plan)
+    checkpoint_activations(twin, layout.blocks_of(twin), layout.config.activation_checkpointing)
+    for modules, policy in layout.groups_of(twin):
+        for module in modules:
+            _cast_at_its_border(module, policy)
     return twin
 
 
@@ -74,7 +59,6 @@ def on_fake_tensors(twin: nn.Module, device_type: str) -> Iterator[None]:
 def _replace_by_fake_tensors(twin: nn.Module, device_type: str) -> None:
     made: dict[int, Any] = {}
     for module in twin.modules():
-        owned: dict[str, Any]
         for owned in (module._parameters, module._buffers):
             for name, value in owned.items():
                 if value is None:
@@ -87,9 +71,11 @@ def _replace_by_fake_tensors(twin: nn.Module, device_type: str) -> None:
 
 def _fake(value: Tensor, device_type: str) -> Tensor:
     """A parameter for a parameter, a `DTensor` for a `DTensor`."""
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    fake: Tensor = torch.empty(local.shape, dtype=local.dtype, device=device_type)
     if isinstance(value, DTensor):
-        fake: Tensor = DTensor.from_local(
-            _empty_like(value._local_tensor, device_type),
+        fake = DTensor.from_local(
+            fake,
             value.device_mesh,
             value.placements,
             run_check=False,
@@ -97,38 +83,27 @@ def _fake(value: Tensor, device_type: str) -> Tensor:
             shape=value.shape,
             stride=value.stride(),
         )
-    else:
-        fake = _empty_like(value, device_type)
     if isinstance(value, nn.Parameter):
         return nn.Parameter(fake, value.requires_grad)
     return fake
 
 
-def _empty_like(value: Tensor, device_type: str) -> Tensor:
-    return torch.empty(value.shape, dtype=value.dtype, device=device_type)
-
-
-def _cast_at_its_border(module: nn.Module, precision: Precision) -> None:
-    """Casts what goes in and out as sharding does for a group. A module of
-    ``precision.fp32_modules`` computes in fp32 and returns values in ``precision.param``."""
-    in_fp32 = id(module) in precision.fp32_modules
-    inside = precision.param
-    if in_fp32:
-        inside = torch.float32
+def _cast_at_its_border(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Casts what goes in and out as sharding does for a group."""
 
     def enter(_module: nn.Module, given: Any, named: Any) -> tuple[Any, Any]:
-        return _cast(given, inside), _cast(named, inside)
+        return _cast(given, policy.param_dtype), _cast(named, policy.param_dtype)
 
     def leave(_module: nn.Module, _given: Any, output: Any) -> Any:
-        return _cast(output, precision.param)
+        return _cast(output, policy.output_dtype)
 
-    if in_fp32 or precision.cast_inputs:
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-    if in_fp32:
+    if policy.output_dtype is not None:
         module.register_forward_hook(leave)
 
 
-def _cast(values: Any, dtype: torch.dtype) -> Any:
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     def cast(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():
             return tensor.to(dtype)
@@ -160,25 +135,31 @@ class TensorTraffic(NamedTuple):
 def count_tensor_axis(
     twin: nn.Module,
     mesh: DeviceMesh,
+    layout: Layout,
     loss: Callable[[Any, Tensor], Tensor],
-    example: Callable[[str], tuple[Tensor, Tensor]],
     counter: Any,
-    *,
-    reduce_dtype: torch.dtype | None = None,
 ) -> TensorTraffic | None:
-    """``twin``: from `tensor_twin`; ``example(device)``: inputs and targets of one micro-batch.
-
-    It runs forward and backward on tensors without storage, on every rank alike; ``counter``, a dry
-    `CommunicationMeter`, counts its collectives instead of running them. ``reduce_dtype``: of the
-    sums of gradients; default: their own. None, and the reason logged, for a model that such
+    """``twin``: from `tensor_twin`. It runs forward and backward of one micro-batch of ``layout``
+    on tensors without storage, on every rank alike; ``counter``, a dry `CommunicationMeter`, counts
+    its collectives instead of running them. None, and the reason logged, for a model that such
     tensors cannot run.
     """
     problem: Exception | None = None
     # Meta tensors are twice as fast, and some models only run on tensors with a real device.
     for device_type in ("meta", mesh.device_type):
+        pretend = nullcontext() if device_type == "meta" else on_fake_tensors(twin, device_type)
+        devices = range(torch.cuda.device_count())
         counter.install()
         try:
-            return _count(twin, loss, example, device_type, counter, reduce_dtype)
+            with pretend, loss_chunks(ALL_AT_ONCE), torch.random.fork_rng(devices):
+                inputs, targets = layout.workload.example(device_type)
+                counter.start()
+                loss(twin(inputs), targets).backward()
+                passes = counter.sent_over("tensor"), counter.ring_passes_over("tensor")
+                counter.start()
+                _make_gradients_whole(twin, layout)
+                sums = counter.sent_over("tensor"), counter.ring_passes_over("tensor")
+            return TensorTraffic(*passes, *sums)
         # A model may look at values, which neither kind of tensor has.
         except Exception as error:
             problem = error
@@ -190,35 +171,17 @@ def count_tensor_axis(
     return None
 
 
-def _count(
-    twin: nn.Module,
-    loss: Callable[[Any, Tensor], Tensor],
-    example: Callable[[str], tuple[Tensor, Tensor]],
-    device_type: str,
-    counter: Any,
-    reduce_dtype: torch.dtype | None,
-) -> TensorTraffic:
-    devices = range(torch.cuda.device_count())
-    pretend = nullcontext() if device_type == "meta" else on_fake_tensors(twin, device_type)
-    with pretend, loss_chunks(ALL_AT_ONCE), torch.random.fork_rng(devices):
-        inputs, targets = example(device_type)
-        counter.start()
-        loss(twin(inputs), targets).backward()
-        passes = counter.sent_over("tensor"), counter.ring_passes_over("tensor")
-        counter.start()
-        _make_gradients_whole(twin, reduce_dtype)
-        sums = counter.sent_over("tensor"), counter.ring_passes_over("tensor")
-    return TensorTraffic(*passes, *sums)
-
-
-def _make_gradients_whole(model: nn.Module, dtype: torch.dtype | None) -> None:
+def _make_gradients_whole(model: nn.Module, layout: Layout) -> None:
+    # Our engine adds the parts of a gradient in fp32 at least, torch's in the gradient's own dtype.
+    is_wide = layout.config.sync.engine == "parallel2d"
     for parameter in model.parameters():
         gradient = parameter.grad
         if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
             continue
         if gradient.placements == parameter.placements:
             continue
-        sent = torch.promote_types(gradient.dtype, dtype or gradient.dtype)
-        wide: Any = gradient.to(sent)
+        sent: Any = gradient
+        if is_wide:
+            sent = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         # The counter sees the collective that this takes; its result is not needed.
-        wide.redistribute(placements=parameter.placements)
+        sent.redistribute(placements=parameter.placements)

@@ -1,62 +1,74 @@
-"""Bytes that the shard and the replicate axis must move per step, known before the first one:
-`AxisTraffic`, from what each group of parameters moves. Those of the tensor axis:
-`cost.tensor_twin.count_tensor_axis`.
+"""Bytes that each axis moves per step, known before the first one: `predicted_bytes` of a `Layout`.
+`AxisTraffic` has those of one group of parameters; those of the tensor axis are counted
+(`cost.tensor_twin.count_tensor_axis`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+import torch
 
-from parallel2d.parallel import fsdp_internals
 from parallel2d.parallel.cost.collectives import sent_bytes
-from parallel2d.parallel.fsdp_internals import GroupTraffic
-from parallel2d.parallel.mesh import MeshShape, mesh_shape
-from parallel2d.parallel.sync.engine.replica_reducer import engine_of
-from parallel2d.parallel.sync.methods.method import SyncMethod
+from parallel2d.parallel.cost.update_traffic import predict_updates
+from parallel2d.parallel.parallelize.layout import Layout, ParameterShape, first_part
+from parallel2d.parallel.sync.methods.method import GroupTraffic
 
 
-@dataclass(frozen=True)
+def group_traffic(group: Sequence[ParameterShape], shard: int) -> GroupTraffic:
+    """What a group moves where ``shard`` ranks share it."""
+    # No padding: the first part is as large as any.
+    parts = [torch.Size(first_part(parameter.shape, shard)) for parameter in group]
+    gathered = reduced = 0
+    items: list[int] = []
+    trained: list[torch.Size] = []
+    stored = 4
+    for parameter, part in zip(group, parts, strict=True):
+        gathered += part.numel() * parameter.gathered
+        if parameter.is_trained:
+            reduced += part.numel() * parameter.reduced
+            items.append(parameter.reduced)
+            trained.append(part)
+            stored = parameter.stored
+    return GroupTraffic(gathered, reduced, min(items, default=4), tuple(trained), stored)
+
+
 class AxisTraffic:
-    """How a group crosses both axes. Bytes are those that one rank sends in one collective, mean
-    over the ranks of its group."""
+    """How the groups of a layout cross the axes. Bytes are those that one rank sends in one
+    collective, mean over the ranks of its group."""
 
-    shape: MeshShape
-    device_type: str
-    method: SyncMethod
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        shard = layout.shape.shard
+        # What each group moves, and the number of equal groups
+        self.groups: list[tuple[GroupTraffic, int]] = []
+        for parameters, count in layout.equal_groups:
+            self.groups.append((group_traffic(parameters, shard), count))
 
     def gathered(self, group: GroupTraffic) -> float:
         """By one all-gather of the parameters over the shard axis."""
-        whole = group.gathered_bytes * self.shape.shard
-        return sent_bytes("all_gather", whole, self.shape.shard, self.device_type)
+        return self._over_shard("all_gather", group.gathered_bytes)
 
     def scattered(self, group: GroupTraffic) -> tuple[str, float]:
         """By one reduction of the gradients over the shard axis, and its collective. Torch's own
         engine adds narrow gradients in a reduce-scatter, ours exchanges them."""
-        is_exchanged = self.method.config.engine == "parallel2d" and group.reduced_itemsize < 4
+        is_ours = self.layout.config.sync.engine == "parallel2d"
+        is_exchanged = is_ours and group.reduced_itemsize < 4
         collective = "all_to_all" if is_exchanged else "reduce_scatter"
-        whole = group.reduced_bytes * self.shape.shard
-        return collective, sent_bytes(collective, whole, self.shape.shard, self.device_type)
+        return collective, self._over_shard(collective, group.reduced_bytes)
 
     def reduced(self, group: GroupTraffic) -> tuple[str, float]:
         """By one reduction of the gradients between replicas, and its collective."""
-        collective, whole = self.method.gradients(group)
+        collective, whole = self.layout.method.gradients(group)
         return collective, self._between(collective, whole)
 
     def updated(self, group: GroupTraffic) -> float:
         """By what crosses of its parameters between replicas, once in `method.update_period`
         updates."""
-        return self._between(*self.method.parameters(group))
+        return self._between(*self.layout.method.parameters(group))
 
-    def per_step(
-        self, groups: Iterable[tuple[GroupTraffic, int]], accumulation: int
-    ) -> dict[str, float]:
-        """``{"comm/AXIS/bytes": bytes}`` of a step of ``accumulation`` micro-batches. ``groups``:
-        each with the number of groups that are equal to it.
+    def per_step(self, group: GroupTraffic) -> tuple[float, float]:
+        """Over the replicate and over the shard axis in a step.
 
         Per group (Rajbhandari et al. 2020, ZeRO; Zhao et al. 2023, FSDP): an all-gather per
         micro-batch for forward, another one for backward where parameters are freed in between; a
@@ -64,45 +76,45 @@ class AxisTraffic:
         the replicas what the sync method sends, once or per micro-batch with ``full``. Parameters
         count as they travel: padded to the shard axis, in the dtype they are gathered in.
         """
-        scatters = 1 if self.method.config.during_accumulation == "none" else accumulation
-        replicate = shard = 0.0
-        for group, count in groups:
-            gathers = accumulation * (2 if group.frees_after_forward else 1)
-            _, scattered = self.scattered(group)
-            shard += count * (gathers * self.gathered(group) + scatters * scattered)
-            replicate += count * self._between_replicas(group, accumulation)
-        predicted = {"comm/replicate/bytes": replicate, "comm/shard/bytes": shard}
-        if self.shape.tensor == 1:
-            predicted["comm/tensor/bytes"] = 0.0
-        return predicted
+        layout = self.layout
+        accumulation, method = layout.workload.accumulation, layout.method
+        gathers = 2 if layout.config.strategy.reshard_after_forward else 1
+        scatters = 1 if layout.config.sync.during_accumulation == "none" else accumulation
+        _, scattered = self.scattered(group)
+        shard = accumulation * gathers * self.gathered(group) + scatters * scattered
+        _, sent = self.reduced(group)
+        replicate = method.reductions(accumulation) * sent
+        return replicate + self.updated(group) / method.update_period, shard
 
-    def _between_replicas(self, group: GroupTraffic, accumulation: int) -> float:
-        _, reduced = self.reduced(group)
-        reductions = self.method.reductions(accumulation)
-        return reductions * reduced + self.updated(group) / self.method.update_period
+    def _over_shard(self, collective: str, part: float) -> float:
+        ranks = self.layout.shape.shard
+        return sent_bytes(collective, part * ranks, ranks, self.layout.workload.device_type)
 
     def _between(self, collective: str, whole: float) -> float:
-        return sent_bytes(collective, whole, self.shape.replicate, self.device_type)
+        ranks = self.layout.shape.replicate
+        return sent_bytes(collective, whole, ranks, self.layout.workload.device_type)
 
 
-def predict_communication(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    accumulation: int,
-    during_accumulation: str = "reduce_scatter_only",
-) -> dict[str, float]:
-    """Bytes that a rank sends per step over the ``replicate`` and ``shard`` axes, as
-    ``{"comm/AXIS/bytes": bytes}``. ``model``: after `parallelize`."""
-    method = engine_of(model).method
-    config = dataclasses.replace(method.config, during_accumulation=during_accumulation)
-    crossing = AxisTraffic(mesh_shape(mesh), mesh.device_type, type(method)(config))
-    groups = [(group, 1) for group in fsdp_internals.traffic_by_group(model)]
-    return crossing.per_step(groups, accumulation)
+def predicted_bytes(layout: Layout, over_tensor: float | None = None) -> dict[str, float]:
+    """Bytes that a rank sends per step, as ``{"comm/AXIS/bytes": bytes}``, what the optimizer sends
+    included. ``over_tensor``: those of forward and backward over the tensor axis; None: not known,
+    and then that axis is omitted if it has ranks."""
+    traffic = AxisTraffic(layout)
+    predicted = {"comm/replicate/bytes": 0.0, "comm/shard/bytes": 0.0}
+    if layout.shape.tensor == 1 or over_tensor is not None:
+        predicted["comm/tensor/bytes"] = over_tensor or 0.0
+    for group, count in traffic.groups:
+        replicate, shard = traffic.per_step(group)
+        predicted["comm/replicate/bytes"] += count * replicate
+        predicted["comm/shard/bytes"] += count * shard
+    for axis, sent in predict_updates(layout).items():
+        if f"comm/{axis}/bytes" in predicted:
+            predicted[f"comm/{axis}/bytes"] += sent
+    return predicted
 
 
-def exact_bytes(model: nn.Module, mesh: DeviceMesh) -> float:
+def exact_bytes(layout: Layout) -> float:
     """Bytes that a rank would send per step over the ``replicate`` axis if gradients were reduced
-    there in fp32, once per step. ``model``: after `parallelize`."""
-    numel = sum(group.reduced_numel for group in fsdp_internals.traffic_by_group(model))
-    return sent_bytes("all_reduce", 4 * numel, mesh_shape(mesh).replicate, mesh.device_type)
+    there in fp32, once per step."""
+    numel = sum(count * group.reduced_numel for group, count in AxisTraffic(layout).groups)
+    return sent_bytes("all_reduce", 4 * numel, layout.shape.replicate, layout.workload.device_type)

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, FSDPParameter, fsdp_groups
 from parallel2d.parallel.fsdp_internals.sharded_model import (
     ForwardOrder,
-    GroupTraffic,
     RunningForward,
     after_backward,
     groups,
@@ -38,7 +37,6 @@ from parallel2d.parallel.fsdp_internals.sharded_model import (
     reset_iteration,
     set_asynchronous_gathers,
     states,
-    traffic_by_group,
 )
 
 __all__ = [
@@ -48,7 +46,6 @@ __all__ = [
     "FSDPGroup",
     "FSDPParameter",
     "ForwardOrder",
-    "GroupTraffic",
     "ReduceScatter",
     "RunningForward",
     "after_backward",
@@ -62,7 +59,6 @@ __all__ = [
     "reset_iteration",
     "set_asynchronous_gathers",
     "states",
-    "traffic_by_group",
 ]
 
 # What the package reaches on classes and modules.

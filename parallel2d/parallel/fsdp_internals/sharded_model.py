@@ -4,7 +4,7 @@ which it has no public names."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -93,63 +93,6 @@ def set_asynchronous_gathers(model: nn.Module, enabled: bool) -> None:
     """
     assert isinstance(model, FSDPModule)
     model._set_unshard_async_op(enabled)
-
-
-class GroupTraffic(NamedTuple):
-    """Counts what a group of parameters moves on one rank."""
-
-    gathered_bytes: int  # of this rank's padded parts, in the dtype in which they are gathered
-    reduced_bytes: int  # of their gradients, in the dtype in which they are reduced
-    reduced_itemsize: int  # bytes of one element of these; 4 for a group without gradients
-    reduced_shapes: tuple[torch.Size, ...]  # of this rank's part of each of these gradients
-    stored_itemsize: int  # bytes of one element of the sharded parameters
-    frees_after_forward: bool  # they are gathered once more for backward
-
-    @property
-    def reduced_numel(self) -> int:
-        """Elements of all gradients."""
-        return sum(shape.numel() for shape in self.reduced_shapes)
-
-    @property
-    def sum_itemsize(self) -> int:
-        """Bytes of one element in the dtype in which gradients are added: fp32 at least."""
-        return max(4, self.stored_itemsize)
-
-
-def traffic_by_group(model: nn.Module) -> list[GroupTraffic]:
-    """What each group of parameters moves. Padding and the choice of dtypes have no public
-    accessors."""
-    return [_traffic_of(group) for group in groups(model)]
-
-
-def _traffic_of(group: FSDPParamGroup) -> GroupTraffic:
-    policy = group.mp_policy
-    gathered = 0
-    reduced = 0
-    items: list[int] = []
-    shapes: list[torch.Size] = []
-    stored = 4
-    for parameter in group.fsdp_params:
-        # Padded, so that each rank of the shard axis has a part of the same size.
-        size = parameter._sharded_param_data.numel()
-        # Without a dtype in the policy, parameters are gathered as they are stored, and gradients
-        # reduced as autograd made them.
-        gathered_dtype = policy.param_dtype or parameter.sharded_param.dtype
-        reduced_dtype = policy.reduce_dtype or gathered_dtype
-        gathered += size * gathered_dtype.itemsize
-        if parameter.sharded_param.requires_grad:
-            reduced += size * reduced_dtype.itemsize
-            shapes.append(parameter.sharded_size)
-            stored = parameter.sharded_param.dtype.itemsize
-            items.append(reduced_dtype.itemsize)
-    return GroupTraffic(
-        gathered_bytes=gathered,
-        reduced_bytes=reduced,
-        reduced_itemsize=min(items, default=4),
-        reduced_shapes=tuple(shapes),
-        stored_itemsize=stored,
-        frees_after_forward=group.post_forward_mesh_info is not None,
-    )
 
 
 def reduce_over_shard_alone(model: nn.Module, mesh: DeviceMesh) -> None:

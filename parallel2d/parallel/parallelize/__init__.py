@@ -11,7 +11,6 @@ compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -20,18 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.config import ParallelConfig
 from parallel2d.base.config.options import refuse_unknown
 from parallel2d.base.topology import Topology
-from parallel2d.parallel.mesh import mesh_shape
-from parallel2d.parallel.model_structure import find_blocks, fqn_of
+from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.parallelize.activation_checkpointing import (
     checkpoint_activations,
     select_without_hooks,
 )
-from parallel2d.parallel.parallelize.bucketing import bucket_modules
 from parallel2d.parallel.parallelize.compilation import compile_blocks
 from parallel2d.parallel.parallelize.float8 import convert_to_float8
 from parallel2d.parallel.parallelize.guards import guard
-from parallel2d.parallel.parallelize.ignored import cast_ignored, ignored_names, ignored_parameters
-from parallel2d.parallel.parallelize.precision import Precision, cast_storage
+from parallel2d.parallel.parallelize.ignored import cast_ignored, ignored_parameters
+from parallel2d.parallel.parallelize.layout import Layout, resolve
+from parallel2d.parallel.parallelize.precision import cast_storage
 from parallel2d.parallel.parallelize.preconditions import check, check_arguments
 from parallel2d.parallel.parallelize.prefetch import prefetch_parameters
 from parallel2d.parallel.parallelize.scalars import keep_whole, scalar_places
@@ -90,110 +88,89 @@ def parallelize(
     Raises:
         ConfigError: a setting that cannot work on this model or mesh, with what can.
     """
-    # Refuse what cannot work, before anything changes.
     refuse_unknown(unknown, "parallelize", _OPTIONS)
     check_arguments(model, mesh, config)
     config = config or ParallelConfig()
     topology = topology or Topology.gather()
     check(model, mesh, config, topology)
-
     source = WeightSource(model, seed=seed, init=init, broadcast_from=broadcast_from, given=weights)
-    # The page of transforms, and then errors for calls that would go wrong.
-    _lay_out(
-        model,
-        mesh,
-        config,
-        topology,
-        source,
-        nullcontext(),
-        tensor_plan=tensor_plan,
-        ignored=ignored,
-        seed=seed or 0,
-    )
+    # After the weights were handed over, which ties on all ranks what is tied on one.
+    layout = resolve(config, mesh, model, tensor_plan=tensor_plan, ignored=ignored)
+    return apply_layout(layout, model, mesh, source, topology, seed or 0)
+
+
+_OPTIONS = ("seed", "init", "tensor_plan", "broadcast_from", "weights", "topology", "ignored")
+
+
+def apply_layout(
+    layout: Layout,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    source: WeightSource,
+    topology: Topology,
+    seed: int,
+) -> nn.Module:
+    """Makes of ``model`` what ``layout`` says, which `resolve` has found for it on this mesh; the
+    rest of `parallelize`, after `check`. ``seed``: of what ``sync.wire`` rounds at random."""
+    _transform(layout, model, mesh, source, topology, seed)
+    _fill(layout, model, mesh, source)
+    # Errors for calls that would go wrong.
     guard(model, mesh)
     clear_with_gradients(model)
     return model
 
 
-def parallelize_on_fake_tensors(
+def apply_on_fake_tensors(
+    layout: Layout,
     model: nn.Module,
     mesh: DeviceMesh,
-    config: ParallelConfig,
     fake: FakeTensorMode,
-    *,
-    topology: Topology,
     init: Initializer | None,
-    tensor_plan: Mapping[str, object] | None,
+    topology: Topology,
 ) -> nn.Module:
-    """As `parallelize`, for a ``model`` on meta whose parameters become tensors of ``fake``,
-    without storage: to ask what a layout allocates. Calls that would go wrong are not refused.
-
-    Raises `ConfigError` for what `parallelize` refuses.
-    """
-    check_arguments(model, mesh, config)
-    check(model, mesh, config, topology)
-    source = WeightSource(model, seed=0, init=init, broadcast_from=None, given=_all_names)
-    _lay_out(
-        model,
-        mesh,
-        config,
-        topology,
-        source,
-        fake,
-        tensor_plan=tensor_plan,
-        ignored=(),
-        seed=0,
-    )
+    """As `apply_layout`, for a ``model`` on meta whose parameters become tensors of ``fake``,
+    without storage: to ask what a layout allocates. Calls that would go wrong are not refused."""
+    # Nothing is left to be drawn.
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    given = set(map(fqn_of, names))
+    source = WeightSource(model, seed=0, init=init, broadcast_from=None, given=lambda _: given)
+    _transform(layout, model, mesh, source, topology, seed=0)
+    with fake:
+        _fill(layout, model, mesh, source)
     return model
 
 
-def _all_names(model: nn.Module) -> set[str]:
-    """FQNs of all parameters and buffers: nothing is left to be drawn."""
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    return set(map(fqn_of, names))
-
-
-def _lay_out(
+def _transform(
+    layout: Layout,
     model: nn.Module,
     mesh: DeviceMesh,
-    config: ParallelConfig,
-    topology: Topology,
     source: WeightSource,
-    while_filling: AbstractContextManager[object],
-    *,
-    tensor_plan: Mapping[str, object] | None,
-    ignored: Sequence[str | nn.Module | nn.Parameter],
+    topology: Topology,
     seed: int,
 ) -> None:
-    """The transforms, and what comes after them inside ``while_filling``."""
-    # What the model is, while it is still plain: its dtypes, its blocks.
-    precision = Precision.of(config.precision, model)
-    ignored_here = ignored_names(model, ignored)
+    """The transforms, in their order."""
+    config = layout.config
+    precision = layout.precision_of(model)
     cast_storage(model, precision)
-    cast_ignored(model, ignored_here, precision.param, precision.fp32_modules)
-    blocks = find_blocks(model, config.bucketing.blocks, config.bucketing.policy)
+    cast_ignored(model, layout.ignored, precision.param, precision.fp32_modules)
+    blocks = layout.blocks_of(model)
     source.remember(model, blocks)
 
-    # The transforms, in this order.
     convert_to_float8(blocks, config.precision, precision.fp32_modules)
-    apply_tensor_parallel(model, mesh, tensor_plan)
+    apply_tensor_parallel(model, mesh, layout.tensor_plan)
     checkpoint_activations(model, blocks, config.activation_checkpointing)
-    budget = config.activation_checkpointing.compiler_budget
-    compile_blocks(model, blocks, config.compile, mesh_shape(mesh).tensor, budget)
-    groups = bucket_modules(model, blocks, config.bucketing, precision.fp32_modules)
-    plain = ignored_parameters(model, ignored_here, mesh.device_type)
+    compile_blocks(blocks, config.compile, config.activation_checkpointing.compiler_budget)
+    plain = ignored_parameters(model, layout.ignored, mesh.device_type)
     without_dims = scalar_places(model, plain)
-    shard(model, mesh, groups, config, precision, plain | set(without_dims))
+    shard(model, mesh, layout, plain | set(without_dims))
     scalars = keep_whole(model, mesh, without_dims.values())
-    synchronize(model, mesh, config, precision, topology, scalars, seed)
+    synchronize(model, mesh, layout, precision, topology, scalars, seed)
     select_without_hooks(model, config.activation_checkpointing)
     prefetch_parameters(model, mesh, config.prefetch)
 
-    # Weights on this rank.
-    with while_filling:
-        source.fill(model, mesh.device_type, offload=config.cpu_offload)
-        engine_of(model).updates.make(model)
 
-
-_OPTIONS = ("seed", "init", "tensor_plan", "broadcast_from", "weights", "topology", "ignored")
+def _fill(layout: Layout, model: nn.Module, mesh: DeviceMesh, source: WeightSource) -> None:
+    """Weights on this rank."""
+    source.fill(model, mesh.device_type, offload=layout.config.cpu_offload)
+    engine_of(model).updates.make(model)

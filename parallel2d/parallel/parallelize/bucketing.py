@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from parallel2d.base.config import BucketingConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.model_structure import own_parameters, owning_modules, parameter_bytes
+from parallel2d.parallel.model_structure import own_parameters, owning_modules
 
 log = logging.getLogger(__name__)
 
@@ -26,89 +27,99 @@ def bucket_modules(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     config: BucketingConfig,
+    stored: Mapping[nn.Parameter, torch.dtype],
     apart: Collection[int] = (),
 ) -> list[list[nn.Module]]:
     """Groups of modules below the root, children before parents; modules with tied parameters
     always share a group.
 
-    ``apart``: ids of modules that are a group each whatever the policy; so are those with complex
-    parameters in a model that has real ones. Raises `ConfigError` when one of them is tied to
-    another.
+    ``stored``: in which dtype a parameter will be stored, where that is not its own. ``apart``: ids
+    of modules that are a group each whatever the policy; so are those with complex parameters in a
+    model that has real ones. Raises `ConfigError` when one of them is tied to another.
     """
     separate = {*apart, *_complex_modules(model)}
-    groups = _groups_by_policy(model, blocks, config)
-    groups = _set_apart(model, groups, separate)
+    groups: list[list[nn.Module]] = []
+    for group in _groups_by_policy(model, blocks, config, stored):
+        rest = [module for module in group if id(module) not in separate]
+        # A group may have held nothing else.
+        if rest:
+            groups.append(rest)
+    groups += [[module] for module in model.modules() if id(module) in separate]
     groups = _merge_tied(model, groups)
     # Only now it is certain which modules are alone: merging may have joined one to another.
     _check_separate(model, groups, separate, fp32=apart)
-    return _innermost_first(model, groups)
+    depth = {id(module): name.count(".") for name, module in model.named_modules()}
+    # The sort is stable, in reverse too: groups of equal depth stay in the model's order.
+    deepest = [max(depth[id(module)] for module in group) for group in groups]
+    order = sorted(range(len(groups)), key=deepest.__getitem__, reverse=True)
+    return [groups[number] for number in order]
 
 
 def _complex_modules(model: nn.Module) -> set[int]:
     """Ids of modules whose trained parameters are all complex; empty when nothing in the model is
     real. What is gathered together has one dtype."""
-    if False not in _are_complex(model.parameters()):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if all(parameter.is_complex() for parameter in trained):
         return set()
     found = set()
     for _, module in owning_modules(model):
+        kinds = {own.is_complex() for own in own_parameters(module) if own.requires_grad}
         # The root has a group of its own anyway.
-        if module is not model and _are_complex(own_parameters(module)) == {True}:
+        if module is not model and kinds == {True}:
             found.add(id(module))
     return found
 
 
-def _are_complex(parameters: Iterable[nn.Parameter]) -> set[bool]:
-    """True when a trained one is complex, False when one is real: none, one or both of the two."""
-    return {parameter.is_complex() for parameter in parameters if parameter.requires_grad}
-
-
 def _groups_by_policy(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: BucketingConfig
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    config: BucketingConfig,
+    stored: Mapping[nn.Parameter, torch.dtype],
 ) -> list[list[nn.Module]]:
     """The groups that ``config`` names; parameters shared between them are not considered yet."""
-    policy = _usable_policy(model, blocks, config)
-    if policy == "block":
+    if config.name == "block" and blocks:
         return [[block] for _, block in blocks]
     # The root, whose name is empty, is in none of these groups: `fully_shard` gets it last.
     owners = [(name, module) for name, module in owning_modules(model) if name]
-    if policy == "layer":
-        return [[module] for _, module in owners]
-    return _by_size(owners, config.size_mib)
-
-
-def _usable_policy(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: BucketingConfig
-) -> str:
-    """The policy that ``config`` names, or ``layer`` where ``model`` does not allow it."""
+    if config.name == "size":
+        return _by_size(owners, config.size_mib, stored)
     if config.name == "none":
         # `fully_shard` takes modules: it cannot separate two parameters of one module.
         log.info(
             "bucketing=none: a group per single parameter is not possible; the finest, a group per "
             "layer, is used"
         )
-        return "layer"
-    if config.name == "block" and not blocks:
+    if config.name == "block":
         log.warning(
             "bucketing=block: %s has no repeated blocks; a group per layer is used",
             type(model).__name__,
         )
-        return "layer"
-    return config.name
+    return [[module] for _, module in owners]
 
 
-def _by_size(owners: list[tuple[str, nn.Module]], size_mib: float) -> list[list[nn.Module]]:
+def _by_size(
+    owners: Sequence[tuple[str, nn.Module]],
+    size_mib: float,
+    stored: Mapping[nn.Parameter, torch.dtype],
+) -> list[list[nn.Module]]:
     """Consecutive modules up to the limit. A group's members must not contain each other, so only
     owners without an owner inside are members; what a module around them owns itself goes to the
     root's group."""
     limit = size_mib * 2**20
-    containers = _names_around([name for name, _ in owners])
+    containers = set()
+    for name, _ in owners:
+        # a.b.c is inside of a.b and a.
+        while name := name.rpartition(".")[0]:
+            containers.add(name)
     groups: list[list[nn.Module]] = []
     filled = 0
     for name, module in owners:
         if name in containers:
             continue
+        size = 0
+        for parameter in module.parameters():
+            size += parameter.numel() * stored.get(parameter, parameter.dtype).itemsize
         # A module that is larger than the limit by itself has a group of its own.
-        size = parameter_bytes(module)
         if not groups or filled + size > limit:
             groups.append([])
             filled = 0
@@ -118,34 +129,6 @@ def _by_size(owners: list[tuple[str, nn.Module]], size_mib: float) -> list[list[
     if len(groups) == 1:
         return []
     return groups
-
-
-def _names_around(names: Sequence[str]) -> set[str]:
-    """Names of all modules that contain one of ``names``: ``a.b.c`` is inside ``a`` and ``a.b``."""
-    found = set()
-    for name in names:
-        around = name.rpartition(".")[0]
-        while around:
-            found.add(around)
-            around = around.rpartition(".")[0]
-    return found
-
-
-def _set_apart(
-    model: nn.Module, groups: list[list[nn.Module]], separate: Collection[int]
-) -> list[list[nn.Module]]:
-    """``groups`` without the modules whose ids are in ``separate``, then one group for each of
-    those."""
-    result: list[list[nn.Module]] = []
-    for group in groups:
-        rest = [module for module in group if id(module) not in separate]
-        # A group may have held nothing else.
-        if rest:
-            result.append(rest)
-    for module in model.modules():
-        if id(module) in separate:
-            result.append([module])
-    return result
 
 
 def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn.Module]]:
@@ -211,13 +194,3 @@ def _check_separate(
         raise ConfigError(
             f"{why}: {name} is tied to, or is, a module outside of them; choose both or none"
         )
-
-
-def _innermost_first(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn.Module]]:
-    depth = {id(module): name.count(".") for name, module in model.named_modules()}
-
-    def deepest(group: list[nn.Module]) -> int:
-        return max(depth[id(module)] for module in group)
-
-    # The sort is stable, in reverse too: groups of equal depth stay in the model's order.
-    return sorted(groups, key=deepest, reverse=True)

@@ -18,33 +18,21 @@ from parallel2d.base.errors import ConfigError
 
 
 def compile_blocks(
-    model: nn.Module,
-    blocks: Sequence[tuple[str, nn.Module]],
-    config: CompileConfig,
-    tensor: int,
-    memory_budget: float | None,
-) -> nn.Module:
+    blocks: Sequence[tuple[str, nn.Module]], config: CompileConfig, memory_budget: float | None
+) -> None:
     """Compiles the ``forward`` of ``blocks``; the sharding hooks stay outside.
 
-    ``tensor``: size of the tensor axis. ``memory_budget``: share of a block's activations that may
-    be kept for backward; None: all but what costs no time to recompute. Raises `ConfigError`
-    without blocks and for what `check_compilation` refuses.
+    ``memory_budget``: share of a block's activations that may be kept for backward; None: all but
+    what costs no time to recompute.
     """
     if config.name == "none":
-        return model
-    if not blocks:
-        raise ConfigError(
-            f"compile={config.name}: {type(model).__name__} has no repeated blocks; name their "
-            "classes in bucketing.blocks"
-        )
-    check_compilation(config, tensor)
+        return
     backend: Any = config.backend
     if memory_budget is not None:
         backend = _within_budget(config.backend, memory_budget)
     for _, block in blocks:
         # On the instance: hooks run in the module's call, around what is compiled.
         block.forward = torch.compile(block.forward, backend=backend)
-    return model
 
 
 # One function per budget: compiled code is shared between blocks and models with the same backend,

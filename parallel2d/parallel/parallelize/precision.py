@@ -114,39 +114,50 @@ def cast_storage(model: nn.Module, precision: Precision) -> nn.Module:
     The parameters of ``precision.fp32_modules`` are stored in fp32 at least. Raises `ConfigError`
     for complex parameters in fewer than 32 bits, which no such dtype can hold.
     """
-    in_fp32: set[nn.Parameter] = set()
-    for module in model.modules():
-        if id(module) in precision.fp32_modules:
-            in_fp32.update(own_parameters(module))
+    storage = storage_dtypes(model, precision)
     cast: dict[nn.Parameter, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
+    for parameter, dtype in storage.items():
         value = parameter.detach()
-        dtype = precision.sums if parameter in in_fp32 else precision.storage
-        if value.is_complex():
-            _check_complex(name, precision)
-            dtype = dtype.to_complex()
-        elif not value.is_floating_point():
-            continue
         # `to` and `contiguous` return the tensor itself where they have nothing to do.
         stored = value.to(dtype).contiguous()
         if stored is not value:
             cast[parameter] = nn.Parameter(stored, parameter.requires_grad)
     for module in model.modules():
-        # A tied parameter is replaced by the same new one in each of its modules.
         for name, held in list(held_parameters(module)):
+            # A tied parameter is replaced by the same new one in each of its modules.
             if held in cast:
                 setattr(module, name, cast[held])
-        _cast_buffers(module, precision.buffers)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            module._buffers[name] = buffer.to(buffer_dtype(buffer, precision))
     return model
 
 
-def _cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """Complex ones only to a dtype of 32 bits or more."""
-    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-        if dtype is not None and buffer.is_floating_point():
-            module._buffers[name] = buffer.to(dtype)
-        elif dtype is not None and buffer.is_complex() and dtype.itemsize >= 4:
-            module._buffers[name] = buffer.to(dtype.to_complex())
+def storage_dtypes(model: nn.Module, precision: Precision) -> dict[nn.Parameter, torch.dtype]:
+    """Returns the dtype in which each floating-point or complex parameter is stored."""
+    in_fp32: set[nn.Parameter] = set()
+    for module in model.modules():
+        if id(module) in precision.fp32_modules:
+            in_fp32.update(own_parameters(module))
+    storage: dict[nn.Parameter, torch.dtype] = {}
+    for name, parameter in model.named_parameters():
+        dtype = precision.sums if parameter in in_fp32 else precision.storage
+        if parameter.is_complex():
+            _check_complex(name, precision)
+            storage[parameter] = dtype.to_complex()
+        elif parameter.is_floating_point():
+            storage[parameter] = dtype
+    return storage
+
+
+def buffer_dtype(buffer: torch.Tensor, precision: Precision) -> torch.dtype:
+    """Returns the dtype in which a buffer is stored; a complex one changes only to one of 32 bits
+    or more."""
+    dtype = precision.buffers
+    if dtype is not None and buffer.is_floating_point():
+        return dtype
+    if dtype is not None and buffer.is_complex() and dtype.itemsize >= 4:
+        return dtype.to_complex()
+    return buffer.dtype
 
 
 def _check_complex(name: str, precision: Precision) -> None:

@@ -19,7 +19,6 @@ that shares the view's memory and version, and is a node of its own in the autog
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -31,17 +30,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.utils._pytree import tree_map
 
-from parallel2d.base.config import ParallelConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import Topology
 from parallel2d.parallel import fsdp_internals
 from parallel2d.parallel.fsdp_internals import FSDPGroup, collect_grad_tensors
-from parallel2d.parallel.mesh import has_cpu_backend, mesh_shape
+from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.parallelize.collective_order import (
     CollectiveOrder,
     OrderedAllGather,
     OrderedReduceScatter,
 )
+from parallel2d.parallel.parallelize.layout import Layout
 from parallel2d.parallel.parallelize.precision import Precision
 from parallel2d.parallel.parallelize.scalars import Scalar
 from parallel2d.parallel.sync.engine.replica_reducer import (
@@ -49,7 +48,6 @@ from parallel2d.parallel.sync.engine.replica_reducer import (
     TorchReducer,
     register_engine,
 )
-from parallel2d.parallel.sync.methods import method_of
 
 log = logging.getLogger(__name__)
 
@@ -57,49 +55,42 @@ log = logging.getLogger(__name__)
 def shard(
     model: nn.Module,
     mesh: DeviceMesh,
-    groups: Sequence[Sequence[nn.Module]],
-    config: ParallelConfig,
-    precision: Precision,
+    layout: Layout,
     ignored: set[nn.Parameter] | None = None,
 ) -> nn.Module:
-    """Applies `fully_shard` to each group, innermost first, and to the root for all that is left.
+    """Applies `fully_shard` to each group of ``layout``, innermost first, and to the root for all
+    that is left.
 
     ``ignored``: parameters that stay as they are.
     """
+    config = layout.config
     offload = OffloadPolicy()
     if config.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     # See [Note: one engine for every strategy].
     axes = mesh["shard"]
-    if mesh_shape(mesh).replicate > 1:
+    if layout.shape.replicate > 1:
         axes = mesh["replicate", "shard"]
-    common: dict[str, Any] = {
-        "mesh": axes,
-        "reshard_after_forward": config.strategy.reshard_after_forward,
-        "offload_policy": offload,
-        "ignored_params": ignored or None,
-    }
-    for group in groups:
-        for module in group:
+    for modules, policy in layout.groups_of(model):
+        for module in modules:
+            # Before `fully_shard`, whose hook must come later; see [Note: views and hooks].
             module.register_forward_hook(_without_views)
-        policy = precision.policy
-        # Such a module has a group of its own.
-        if id(group[0]) in precision.fp32_modules:
-            policy = precision.fp32_policy
-        fully_shard(list(group), mp_policy=policy, **common)
-    # Before `fully_shard`, whose hook must come later; see [Note: views and hooks].
-    model.register_forward_hook(_without_views)
-    root = precision.policy
-    if precision.output is not None:
-        root = dataclasses.replace(root, output_dtype=precision.output)
-    fully_shard(model, mp_policy=root, **common)
+        fully_shard(
+            # A list would make torch hold a module of one group otherwise.
+            modules if len(modules) > 1 else modules[0],
+            mesh=axes,
+            mp_policy=policy,
+            reshard_after_forward=config.strategy.reshard_after_forward,
+            offload_policy=offload,
+            ignored_params=ignored or None,
+        )
     return model
 
 
 def synchronize(
     model: nn.Module,
     mesh: DeviceMesh,
-    config: ParallelConfig,
+    layout: Layout,
     precision: Precision,
     topology: Topology,
     scalars: Sequence[Scalar] = (),
@@ -111,8 +102,8 @@ def synchronize(
     torch's own engine cannot do.
     """
     groups = fsdp_internals.fsdp_groups(model)
-    method = method_of(config.strategy, config.sync, mesh_shape(mesh).replicate)
-    if config.sync.engine == "torch":
+    method = layout.method
+    if layout.config.sync.engine == "torch":
         for what, wanted in (
             ("parameters without dimensions are", scalars),
             ("precision.keep_low_precision_gradients is", precision.keep_reduced),
@@ -165,30 +156,6 @@ def _keep_order(
         assert isinstance(module, FSDPModule)
         module.set_custom_all_gather(OrderedAllGather(order, number, index, abandon))
         module.set_custom_reduce_scatter(OrderedReduceScatter(order, number, index, abandon))
-
-
-def check_offload(cpu_offload: bool, device_type: str, replicate: int = 1) -> None:
-    """Raises `ConfigError` for ``cpu_offload`` where parameters are on CPU anyway, with replicas,
-    and where ranks cannot communicate from CPU: the norm of offloaded gradients, whole parameters
-    and checkpoints are collectives of CPU tensors."""
-    if not cpu_offload:
-        return
-    if device_type == "cpu":
-        raise ConfigError(
-            "cpu_offload=true moves parameters from GPUs to CPU memory, and this runs on CPU: use "
-            "cpu_offload=false"
-        )
-    if replicate > 1:
-        raise ConfigError(
-            f"cpu_offload=true with {replicate} replicas corrupts gradients in torch 2.13 "
-            "(repaired by pytorch pull request 180665, which it does not have): use strategy=zero3 "
-            "or zero2, or cpu_offload=false"
-        )
-    if dist.is_initialized() and not has_cpu_backend():
-        raise ConfigError(
-            "cpu_offload=true needs a process group with a CPU backend, got "
-            f"{dist.get_backend_config()}: initialize it with backend='cpu:gloo,{device_type}:nccl'"
-        )
 
 
 class _OwnTensor(torch.autograd.Function):

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError, first_five
-from parallel2d.parallel.fsdp_internals import GroupTraffic
 from parallel2d.parallel.gradients import squared_norm_share
 from parallel2d.parallel.sync.methods.method import (
+    GroupTraffic,
     Message,
     ReplicatedModel,
     Started,

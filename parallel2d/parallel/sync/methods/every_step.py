@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel2d.base.config import SyncConfig
-from parallel2d.parallel.fsdp_internals import GroupTraffic
 from parallel2d.parallel.sync.engine.buckets import Bucket, Wait
 from parallel2d.parallel.sync.methods.method import (
+    GroupTraffic,
     Message,
     ReplicatedModel,
     Started,

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.fsdp_internals import FSDPGroup, GroupTraffic
+from parallel2d.parallel.fsdp_internals import FSDPGroup
 from parallel2d.parallel.sync.engine.buckets import Reduction
 from parallel2d.parallel.sync.wires import WIRES, Wire, wire_of
 from parallel2d.parallel.sync.wires.blocks import RoundingKeys
@@ -66,6 +66,26 @@ class UpdateFollower:
                 "parallel2d.build_optimizer, or pass it to parallel2d.attach_optimizer(model, "
                 "optimizer)"
             )
+
+
+class GroupTraffic(NamedTuple):
+    """What a group of parameters moves, on the first rank of the shard axis."""
+
+    gathered_bytes: int  # of this rank's padded parts, in the dtype in which they are gathered
+    reduced_bytes: int  # of their gradients, in the dtype in which they are reduced
+    reduced_itemsize: int  # bytes of one element of these; 4 for a group without gradients
+    reduced_shapes: tuple[torch.Size, ...]  # of this rank's part of each of these gradients
+    stored_itemsize: int  # bytes of one element of the sharded parameters
+
+    @property
+    def reduced_numel(self) -> int:
+        """Elements of all gradients."""
+        return sum(shape.numel() for shape in self.reduced_shapes)
+
+    @property
+    def sum_itemsize(self) -> int:
+        """Bytes of one element in the dtype in which gradients are added: fp32 at least."""
+        return max(4, self.stored_itemsize)
 
 
 class Message(NamedTuple):

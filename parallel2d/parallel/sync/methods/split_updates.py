@@ -24,13 +24,14 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError, first_five
-from parallel2d.parallel.fsdp_internals import FSDPParameter, GroupTraffic
+from parallel2d.parallel.fsdp_internals import FSDPParameter
 from parallel2d.parallel.mesh import axis_names, mesh_shape
 from parallel2d.parallel.model_structure import update_as
 from parallel2d.parallel.sync.engine.buckets import Bucket, Wait, fill_buckets
 from parallel2d.parallel.sync.engine.group_state import clear_gradients, keep_until_done
 from parallel2d.parallel.sync.methods.every_step import EveryStep
 from parallel2d.parallel.sync.methods.method import (
+    GroupTraffic,
     Message,
     ReplicatedModel,
     Started,

@@ -1,0 +1,383 @@
+"""How a model is laid over the ranks, decided before anything changes: `resolve` makes a `Layout`.
+
+`parallelize` applies it, `cost` computes bytes, memory and seconds from it, and a run describes
+itself by it. So what is planned is what is trained.
+
+[Note: the fullest rank] Every axis splits a dim into parts of ceil(size / ranks) rows, of which the
+last ones are smaller or empty. So the rank that is first on every axis holds at least as much of
+each parameter as any other one, and what it holds is what the fullest rank holds.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from parallel2d.base.config import OptimizerConfig, ParallelConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.mesh import MeshShape, mesh_shape
+from parallel2d.parallel.model_structure import find_blocks, fqn_of
+from parallel2d.parallel.parallelize.bucketing import bucket_modules
+from parallel2d.parallel.parallelize.compilation import check_compilation
+from parallel2d.parallel.parallelize.ignored import ignored_names
+from parallel2d.parallel.parallelize.precision import Precision, buffer_dtype, storage_dtypes
+from parallel2d.parallel.parallelize.preconditions import check_offload
+from parallel2d.parallel.parallelize.tensor_parallel import resolve_plan
+from parallel2d.parallel.sync.methods import method_of
+from parallel2d.parallel.sync.methods.method import SyncMethod
+
+# Styles that leave parameters whole
+_WHOLE = (PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, SequenceParallel)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a rank does with the model in a step, and on which device.
+
+    ``inputs``: shape of one sample, ``targets``: of its targets; ``input_dtype``: in which inputs
+    reach the model. ``muon``: FQNs of the parameters that Muon updates. ``device_type`` decides
+    which collectives there are; empty: that of the mesh.
+    """
+
+    micro_batch_size: int = 1
+    accumulation: int = 1
+    inputs: tuple[int, ...] = ()
+    targets: tuple[int, ...] = ()
+    input_dtype: torch.dtype = torch.int64
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    muon: frozenset[str] = frozenset()
+    device_type: str = ""
+
+    def example(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Zeros as inputs [n, *inputs] and targets [n, *targets] of one micro-batch."""
+        samples = self.micro_batch_size
+        targets = torch.zeros(samples, *self.targets, dtype=torch.int64, device=device)
+        inputs = torch.zeros(samples, *self.inputs, dtype=self.input_dtype, device=device)
+        return inputs, targets
+
+
+class ParameterShape(NamedTuple):
+    """One parameter as the first rank of the tensor axis has it, before other axes split it.
+    Itemsizes are bytes of one element."""
+
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]  # over all tensor ranks
+    tensor_dim: int | None  # the dim that the tensor axis splits
+    stored: int  # itemsize of the sharded parameter
+    gathered: int  # the itemsize in which it is gathered
+    reduced: int  # the itemsize in which its gradient is reduced
+    gradient: int  # the itemsize of the gradient that the optimizer gets
+    is_trained: bool
+    by_muon: bool  # updated by Muon, with ``optimizer=muon``
+
+    @property
+    def sum_itemsize(self) -> int:
+        """That of sums and of outer parameters: fp32 at least."""
+        return max(4, self.stored)
+
+
+def first_part(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """The shape of the first of ``ranks`` parts by rows; see [Note: the fullest rank]."""
+    return (-(-shape[0] // ranks), *shape[1:])
+
+
+class LayoutGroup(NamedTuple):
+    """Modules that are gathered and reduced together. ``parameters``: those that no group before
+    has; empty where all are in others."""
+
+    modules: tuple[str, ...]  # names; the root's is empty
+    policy: MixedPrecisionPolicy
+    parameters: tuple[ParameterShape, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What each rank will have and do. Raises `ConfigError` for settings that this mesh or device
+    excludes, also when `dataclasses.replace` makes another one of it."""
+
+    config: ParallelConfig
+    shape: MeshShape
+    workload: Workload
+    tensor_plan: Mapping[str, object] | None
+    blocks: tuple[str, ...]  # names of the modules that repeat
+    ignored: tuple[str, ...]  # FQNs of the parameters that are left out of sharding
+    groups: tuple[LayoutGroup, ...]  # innermost first, the root last
+    # The parameters of a group, and how many are equal to it: a Llama of 126 blocks has two
+    equal_groups: tuple[tuple[tuple[ParameterShape, ...], int], ...]
+    whole: tuple[ParameterShape, ...]  # what every rank has whole: without dimensions, or ignored
+    buffer_bytes: int  # of all buffers, which every rank has whole too
+
+    def __post_init__(self) -> None:
+        self.shape.spec().refuse_contradiction(self.config.strategy)
+        check_compilation(self.config.compile, self.shape.tensor)
+        check_offload(self.config.cpu_offload, self.workload.device_type, self.shape.replicate)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a step."""
+        work = self.workload
+        return work.micro_batch_size * work.accumulation * self.shape.data_ranks
+
+    @property
+    def local_parameters(self) -> int:
+        """Elements on the fullest rank."""
+        numel = sum(math.prod(parameter.shape) for parameter in self.whole)
+        for group, count in self.equal_groups:
+            parts = [first_part(parameter.shape, self.shape.shard) for parameter in group]
+            numel += count * sum(map(math.prod, parts))
+        return numel
+
+    @property
+    def splits_updates(self) -> bool:
+        """Whether each replica updates its own rows of the parameters."""
+        return self.method.splits_updates
+
+    @cached_property
+    def method(self) -> SyncMethod:
+        """What crosses the replicate axis."""
+        return method_of(self.config.strategy, self.config.sync, self.shape.replicate)
+
+    def blocks_of(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """(name, module) of the blocks."""
+        return [(name, model.get_submodule(name)) for name in self.blocks]
+
+    def groups_of(self, model: nn.Module) -> list[tuple[list[nn.Module], MixedPrecisionPolicy]]:
+        """The modules of each group, and the dtypes that they compute and communicate in."""
+        found = []
+        for group in self.groups:
+            modules = [model.get_submodule(name) for name in group.modules]
+            found.append((modules, group.policy))
+        return found
+
+    def precision_of(self, model: nn.Module) -> Precision:
+        """The dtypes, with the modules that compute in fp32 by their ids."""
+        precision = Precision.of(replace(self.config.precision, fp32_modules=[]), model)
+        in_fp32 = set()
+        for modules, policy in self.groups_of(model):
+            # Each of them is a group of its own, and no other group has this policy.
+            if policy == precision.fp32_policy:
+                in_fp32.add(id(modules[0]))
+        return replace(precision, fp32_modules=frozenset(in_fp32))
+
+
+def resolve(
+    config: ParallelConfig,
+    mesh: DeviceMesh | MeshShape,
+    model: nn.Module,
+    workload: Workload | None = None,
+    *,
+    tensor_plan: Mapping[str, object] | None = None,
+    ignored: Sequence[str | nn.Module | nn.Parameter] = (),
+) -> Layout:
+    """The layout of ``model``, plain and as `preconditions.check_parameters` accepts it; it stays
+    as it is.
+
+    ``mesh``: sizes will do; without a mesh, a style in ``tensor_plan`` that is not one of torch's
+    is taken to leave parameters whole. ``ignored``: as of `parallelize`. Raises `ConfigError` for
+    what cannot work.
+    """
+    shape = mesh if isinstance(mesh, MeshShape) else mesh_shape(mesh)
+    workload = workload or Workload()
+    if isinstance(mesh, DeviceMesh) and not workload.device_type:
+        workload = replace(workload, device_type=mesh.device_type)
+
+    precision = Precision.of(config.precision, model)
+    stored = storage_dtypes(model, precision)
+    left_out = ignored_names(model, ignored)
+    kept_whole = set()
+    for name, parameter in model.named_parameters():
+        if fqn_of(name) in left_out:
+            kept_whole.add(parameter)
+            # Nothing updates it. Quantized weights keep their integers.
+            if parameter.is_floating_point():
+                stored[parameter] = precision.param
+    blocks = find_blocks(model, config.bucketing.blocks, config.bucketing.policy)
+    if config.compile.name != "none" and not blocks:
+        raise ConfigError(
+            f"compile={config.compile.name}: {type(model).__name__} has no repeated blocks; name "
+            "their classes in bucketing.blocks"
+        )
+    buckets = bucket_modules(model, blocks, config.bucketing, stored, precision.fp32_modules)
+
+    collector = _Collector(config, precision, stored, kept_whole)
+    for name, parameter in model.named_parameters():
+        collector.is_muon[parameter] = fqn_of(name) in workload.muon
+    if tensor_plan and shape.tensor > 1:
+        collector.tensor = shape.tensor
+        collector.tensor_dims = dict(_split_dims(model, mesh, tensor_plan, shape.tensor))
+    names = {id(module): name for name, module in model.named_modules()}
+    groups = []
+    for modules in buckets:
+        policy = precision.policy
+        if len(modules) == 1 and id(modules[0]) in precision.fp32_modules:
+            policy = precision.fp32_policy
+        named = tuple(names[id(module)] for module in modules)
+        groups.append(LayoutGroup(named, policy, collector.take(modules, policy)))
+    # Sharding makes one group of what is left, at the root.
+    policy = precision.policy
+    if precision.output is not None:
+        policy = replace(policy, output_dtype=precision.output)
+    groups.append(LayoutGroup(("",), policy, collector.take([model], policy)))
+    parameters = [group.parameters for group in groups]
+    buffers = [
+        buffer.numel() * buffer_dtype(buffer, precision).itemsize for buffer in model.buffers()
+    ]
+    return Layout(
+        config=config,
+        shape=shape,
+        workload=workload,
+        tensor_plan=tensor_plan,
+        blocks=tuple(name for name, _ in blocks),
+        ignored=tuple(left_out),
+        groups=tuple(groups),
+        equal_groups=tuple(Counter(filter(None, parameters)).items()),
+        whole=tuple(collector.whole),
+        buffer_bytes=sum(buffers),
+    )
+
+
+class _Collector:
+    """Takes parameters from the innermost group to the root; each belongs to the first that has
+    it."""
+
+    def __init__(
+        self,
+        config: ParallelConfig,
+        precision: Precision,
+        stored: Mapping[nn.Parameter, torch.dtype],
+        kept_whole: Container[nn.Parameter],
+    ) -> None:
+        self.whole: list[ParameterShape] = []
+        self.is_muon: dict[nn.Parameter, bool] = {}
+        self.tensor = 1
+        self.tensor_dims: Mapping[nn.Parameter, int] = {}
+        self._taken: set[nn.Parameter] = set()
+        self._config = config
+        self._precision = precision
+        self._stored = stored
+        self._kept_whole = kept_whole
+
+    def take(
+        self, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy
+    ) -> tuple[ParameterShape, ...]:
+        """Those of ``modules`` that axes split; the others go to `whole`."""
+        found: list[ParameterShape] = []
+        for module in modules:
+            for parameter in module.parameters():
+                if parameter in self._taken:
+                    continue
+                self._taken.add(parameter)
+                shape = self._shape_of(parameter, policy)
+                if parameter.ndim == 0 or parameter in self._kept_whole:
+                    self.whole.append(shape)
+                else:
+                    found.append(shape)
+        return tuple(found)
+
+    def _shape_of(self, parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> ParameterShape:
+        dim = self.tensor_dims.get(parameter)
+        local = list(parameter.shape)
+        if dim is not None:
+            local[dim] = -(-local[dim] // self.tensor)
+        # Without a dtype in the policy, parameters are gathered as they are stored, and gradients
+        # reduced as autograd made them.
+        stored = self._stored.get(parameter, parameter.dtype)
+        gathered = policy.param_dtype or stored
+        reduced = policy.reduce_dtype or gathered
+        return ParameterShape(
+            shape=tuple(local),
+            whole=tuple(parameter.shape),
+            tensor_dim=dim,
+            stored=stored.itemsize,
+            gathered=gathered.itemsize,
+            reduced=reduced.itemsize,
+            gradient=self._gradient_dtype(parameter, stored).itemsize,
+            is_trained=parameter.requires_grad,
+            by_muon=self.is_muon[parameter],
+        )
+
+    def _gradient_dtype(self, parameter: nn.Parameter, stored: torch.dtype) -> torch.dtype:
+        """The dtype of the gradient that the optimizer gets; see `ReplicaReducer`."""
+        # Torch's own engine casts gradients to the dtype of the parameter, and so does `Scalar`.
+        if self._config.sync.engine == "torch" or parameter.ndim == 0:
+            return stored
+        precision = self._precision
+        kept = precision.reduce if precision.keep_reduced else precision.storage
+        if kept != precision.sums:
+            return kept
+        return torch.promote_types(precision.sums, stored)
+
+
+def _split_dims(
+    model: nn.Module, mesh: DeviceMesh | MeshShape, plan: Mapping[str, object], tensor: int
+) -> Iterator[tuple[nn.Parameter, int]]:
+    """(parameter, dim) of what the tensor axis splits."""
+    for pattern, style in resolve_plan(model, plan, tensor).items():
+        for module in _modules_named(model, pattern):
+            yield from _split_by(style, module, mesh)
+
+
+def _modules_named(model: nn.Module, pattern: str) -> list[nn.Module]:
+    """As `parallelize_module` finds them: each part of a name is matched on its own."""
+    found = [model]
+    for part in filter(None, pattern.split(".")):
+        around, found = found, []
+        for module in around:
+            children = module.named_children()
+            found += [child for name, child in children if fnmatchcase(name, part)]
+    return found
+
+
+def _split_by(
+    style: ParallelStyle, module: nn.Module, mesh: DeviceMesh | MeshShape
+) -> Iterator[tuple[nn.Parameter, int]]:
+    rows, columns = (0, 1) if isinstance(module, nn.Linear) else (1, 0)
+    if type(style) is ColwiseParallel:
+        for parameter in module.parameters():
+            yield parameter, rows
+    elif type(style) is RowwiseParallel:
+        # A bias is added once, by all ranks.
+        assert isinstance(module.weight, nn.Parameter)
+        yield module.weight, columns
+    elif isinstance(mesh, DeviceMesh) and not isinstance(style, _WHOLE):
+        # A style of somebody's own is tried.
+        twin = parallelize_module(without_storage(module), mesh["tensor"], style)
+        for parameter, split in zip(module.parameters(), twin.parameters(), strict=True):
+            for placement in getattr(split, "placements", ()):
+                if isinstance(placement, Shard):
+                    yield parameter, placement.dim % parameter.ndim
+
+
+def without_storage(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` on meta. Tied parameters stay tied, which ``to("meta")`` would undo, and
+    no values are copied."""
+    made: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    for buffer in model.buffers():
+        made[id(buffer)] = torch.empty_like(buffer, device="meta")
+    # What is in this mapping is taken instead of copied.
+    return copy.deepcopy(model, made)
