@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 # torch has no public names for these; its own distributed checkpoints rely on them too.
 from torch.distributed.tensor._utils import (
@@ -134,8 +134,12 @@ def split_dims(tensor: Tensor) -> dict[str, int]:
     rank count too; empty for a tensor without a mesh."""
     if not isinstance(tensor, DTensor):
         return {}
-    placements = dict(zip(axis_names(tensor.device_mesh), tensor.placements, strict=True))
-    return {name: each.dim for name, each in placements.items() if isinstance(each, Shard)}
+    found = {}
+    for name, placement in zip(axis_names(tensor.device_mesh), tensor.placements, strict=True):
+        # Parameters are never partial, so this is a Shard or a strided one, which have a dim.
+        if not placement.is_replicate():
+            found[name] = placement.dim  # type: ignore[attr-defined]
+    return found
 
 
 def first_position(tensor: Tensor) -> int:
