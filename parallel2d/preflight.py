@@ -18,7 +18,7 @@ from parallel2d.base.config.words import quoted
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
 from parallel2d.base.store.secret import write_secret
-from parallel2d.launching.failures import failures_told_once
+from parallel2d.launching.failures import failures_reported_once
 from parallel2d.launching.processes import end_with_parent
 
 # Option -> key of train, type, meaning.
@@ -145,9 +145,9 @@ def _take_part(
     settings = config.launch
     if identity.launcher == "torchrun":
         end_with_parent()
-    with failures_told_once(identity, None):
+    with failures_reported_once(identity, None):
         store = connect(identity, settings)
-    with failures_told_once(identity, store):
+    with failures_reported_once(identity, store):
         try:
             with process_group(
                 identity,

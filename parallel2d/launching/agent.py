@@ -305,7 +305,7 @@ def _explain_failure(
     """The exception for the end of a job. One node's has the error of the rank that failed first;
     that of the others refers to it."""
     alone = workers.settings.node_range == (1, 1)
-    if not alone and not _is_first_to_tell(rendezvous, failure.lost_a_peer):
+    if not alone and not _claims_the_report(rendezvous, failure.lost_a_peer):
         return WorkersFailed(
             f"the ranks of {socket.gethostname()} ended because a rank on another node failed; see "
             "the error there"
@@ -323,7 +323,7 @@ def _explain_failure(
     return WorkersFailed(text)
 
 
-def _is_first_to_tell(rendezvous: Rendezvous, lost_a_peer: bool) -> bool:
+def _claims_the_report(rendezvous: Rendezvous, lost_a_peer: bool) -> bool:
     """Whether this node is the one to report the error. A node whose ranks only lost a peer waits a
     moment before it claims the report."""
     try:
