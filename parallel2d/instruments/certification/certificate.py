@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from operator import attrgetter
 
 import torch
 
@@ -71,14 +72,12 @@ class Certificate:
 
     def add(self, found: Discrepancy) -> None:
         """Notes ``found``, unless there is one of the same kind from an earlier step."""
-        kind = (found.check, found.parameter, found.axis)
-        for each in self.discrepancies:
-            if (each.check, each.parameter, each.axis) != kind:
-                continue
-            # Copies of a weight differ because those of its gradient did, in the same step.
-            if each.step < found.step or found.check == "copies":
-                return
-        self.discrepancies.append(found)
+        kind = attrgetter("check", "parameter", "axis")
+        # Copies of a weight differ because those of its gradient did, in the same step.
+        last = found.step + (found.check == "copies")
+        earlier = filter(lambda each: each.step < last, self.discrepancies)
+        if kind(found) not in map(kind, earlier):
+            self.discrepancies.append(found)
 
     @property
     def passed(self) -> bool:
@@ -97,21 +96,22 @@ class Certificate:
 
     def problems(self) -> str:
         """What differs from one process, the first of each check; empty when nothing does."""
-        shown: Counter[str] = Counter()
-        lines = []
+        if self.passed:
+            return ""
+        lines, shown = [f"not certified: {self.layout}"], Counter[str]()
         for each in self.discrepancies:
             shown[each.check] += 1
             if shown[each.check] <= _SHOWN:
                 lines.append(each.line())
-        more = len(self.discrepancies) - len(lines)
+        more = shown.total() + 1 - len(lines)
         if more:
             lines.append(f"and {more} more in {FILE}")
-        return "\n  ".join([f"not certified: {self.layout}", *lines]) if lines else ""
+        return "\n  ".join(lines)
 
     def table(self, rows: int = 12) -> str:
         """For a terminal: the parameters with the largest errors, and what was audited."""
         bounds = self.bounds
-        width = max([len(name) for name in self.parameters] + [9])
+        width = max(map(len, [*self.parameters, "parameter"]))
         lines = [
             f"{self.model}: {self.layout}",
             f"{self.steps} steps in {self.seconds:.1f} s",
@@ -124,8 +124,8 @@ class Certificate:
             lines.append(f"{name:{width}}  {errors}  {', '.join(row.notes)}".rstrip())
         if len(worst) > rows:
             lines.append(f"... and {len(worst) - rows} parameters with smaller errors")
-        lines += [f"{calls} x {kind}" for kind, calls in self.collectives.items()]
-        lines += [f"note: {note}" for note in self.notes]
+        lines += map("{0[1]} x {0[0]}".format, self.collectives.items())
+        lines += map("note: {}".format, self.notes)
         lines.append("certified" if self.passed else "NOT CERTIFIED")
         return "\n".join(lines)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 from parallel2d.base.exchange import sendable
 from parallel2d.instruments.certification.certificate import Discrepancy
@@ -29,29 +29,47 @@ class CollectiveAudit:
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
+        precision, sync = subject.config.precision, subject.config.sync
+        param, reduce = DTYPES[precision.param].itemsize, DTYPES[precision.reduce].itemsize
         # Muon sends matrices and results in bf16.
-        self._update_bytes = 2 if isinstance(subject.optimizer, Muon) else 8
+        update = 2 if isinstance(subject.optimizer, Muon) else 8
+        if sync.name == "diloco":
+            between = exchanged = _WIRE_BYTES.get(sync.wire, 4)
+        else:
+            between = min(_WIRE_BYTES.get(sync.wire, 8), reduce)
+            exchanged = min(between, update)
+        # How wide what is sent must be, in bytes of a value: of a collective on an axis, of any
+        # other on that axis, of any other
+        self._least = {
+            ("replicate", "all_to_all"): exchanged,
+            ("replicate", ""): between,
+            ("shard", "reduce_scatter"): reduce,
+            ("", ""): 1 if precision.float8 != "none" else min(param, reduce, update),
+        }
 
     def check(self, step: int, ranks: Sequence[Log], predictable: bool) -> list[Discrepancy]:
         """What is wrong with the collectives of a step. ``predictable``: its bytes were
         predicted."""
         found = self._too_narrow(step, ranks)
-        mesh = self._subject.mesh
+        mesh, predicted = self._subject.mesh, self._subject.predicted
+        if not predictable or self._subject.config.sync.name != "every_step":
+            predicted = {}
         for dim, axis in enumerate(axis_names(mesh)):
             # A rank that began nothing has its place too.
             logs = [[each for each in log if each.axis == axis] for log in ranks]
-            if predictable and self._subject.config.sync.name == "every_step":
-                found += self._other_bytes(step, axis, logs)
-            for group in mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist():
-                for rank in group[1:]:
-                    found += _other_order(step, axis, (group[0], rank), logs)
+            found += _other_bytes(step, axis, logs, predicted.get(f"comm/{axis}/bytes", 0.0))
+            groups = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
+            for first, *others in groups:
+                for rank in others:
+                    found += _other_order(step, axis, (first, rank), logs)
         return found
 
     def _too_narrow(self, step: int, ranks: Sequence[Log]) -> list[Discrepancy]:
         senders: dict[tuple[str, str], set[int]] = defaultdict(set)
         for rank, log in enumerate(ranks):
             for each in log:
-                least = self._least_bytes(each)
+                places = ((each.axis, each.collective), (each.axis, ""), ("", ""))
+                least = next(filter(None, map(self._least.get, places)), 0)
                 # Codes are bytes, not floating-point numbers.
                 if each.dtype.is_floating_point and each.dtype.itemsize < least:
                     what = f"{describe(each)}; the configuration asks for {8 * least} bits"
@@ -61,33 +79,20 @@ class CollectiveAudit:
             for (axis, what), numbers in senders.items()
         ]
 
-    def _least_bytes(self, each: LoggedCollective) -> int:
-        """How wide what is sent must be, in bytes of a value."""
-        precision, sync = self._subject.config.precision, self._subject.config.sync
-        param, reduce = DTYPES[precision.param].itemsize, DTYPES[precision.reduce].itemsize
-        if each.axis == "replicate":
-            if sync.name == "diloco":
-                return _WIRE_BYTES.get(sync.wire, 4)
-            least = min(_WIRE_BYTES.get(sync.wire, 8), reduce)
-            return min(least, self._update_bytes) if each.collective == "all_to_all" else least
-        if each.axis == "shard" and each.collective == "reduce_scatter":
-            return reduce
-        return 1 if precision.float8 != "none" else min(param, reduce, self._update_bytes)
 
-    def _other_bytes(self, step: int, axis: str, logs: Sequence[Log]) -> list[Discrepancy]:
-        predicted = self._subject.predicted.get(f"comm/{axis}/bytes")
-        # The mean, because ranks send different updates of Muon.
-        sent = sum(sum(each.sent for each in log) for log in logs) / len(logs)
-        if not predicted or abs(sent / predicted - 1) <= _SHARE_OF_BYTES:
-            return []
-        what = f"{sent:.0f} bytes were sent over the {axis} axis, {predicted:.0f} were predicted"
-        return [Discrepancy("bytes", step, what, axis=axis)]
+def _other_bytes(step: int, axis: str, logs: Sequence[Log], predicted: float) -> list[Discrepancy]:
+    # The mean, because ranks send different updates of Muon.
+    sent = sum(each.sent for each in chain(*logs)) / len(logs)
+    if not predicted or abs(sent / predicted - 1) <= _SHARE_OF_BYTES:
+        return []
+    what = f"{sent:.0f} bytes were sent over the {axis} axis, {predicted:.0f} were predicted"
+    return [Discrepancy("bytes", step, what, axis=axis)]
 
 
 def _other_order(
     step: int, axis: str, pair: tuple[int, int], logs: Sequence[Log]
 ) -> list[Discrepancy]:
-    """Ranks of one group must begin the same collectives in the same order."""
+    """Compares two ranks of one group, which must begin the same collectives in the same order."""
     sequences = [map(describe, logs[rank]) for rank in pair]
     for number, (one, other) in enumerate(zip_longest(*sequences, fillvalue="nothing more"), 1):
         if one != other:

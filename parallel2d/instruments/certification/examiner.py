@@ -8,6 +8,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from parallel2d.base.config import AXES
 from parallel2d.base.exchange import sendable
-from parallel2d.instruments.certification.bounds import Bounds
 from parallel2d.instruments.certification.certificate import (
     Certificate,
     Discrepancy,
@@ -31,13 +31,20 @@ from parallel2d.instruments.certification.expected_run import (
     size_of,
 )
 from parallel2d.parallel.mesh import MeshShape, axis_names
+from parallel2d.parallel.parallelize.precision import DTYPES
 from parallel2d.parallel.sync.outer_settings import describe_sync
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.parallel.weights.named_tensors import tied_names
 from parallel2d.training.metrics.communication import LoggedCollective
+from parallel2d.training.optimizer import Muon
 
 # What explains a difference leaves less than this share of it.
 _LEFT = 0.02
+# What one more rounding costs in the 2-norm of a tensor, in units of the dtype's eps
+_ROUNDINGS = 64
+# Of the blocks of a code: how often another rounding of a sum changes a whole unit. The first
+# number where ranks run the kernels of one process
+_CODES = {"bf16": (2e-4, 1e-3), "int8": (8e-4, 4e-3), "int4": (5e-3, 3e-2)}
 
 # Whole tensors by FQN: with diloco of each replica, otherwise of the first
 ByTrack = Sequence[Mapping[str, Tensor]]
@@ -59,6 +66,54 @@ class RankRecord:
     collectives: list[LoggedCollective] = field(default_factory=list)
 
 
+class Bounds:
+    """How far a parallel run of ``subject`` may be from one process, as relative errors.
+
+    They follow from the dtypes alone. Where ranks run the same kernels as one process (no tensor
+    axis, no compiler, no 8-bit floats), their contributions are equal but for the order of sums
+    inside kernels, and what is left is the rounding of the sums over ranks. Elsewhere partial sums
+    are rounded to the dtype that computes.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        config, precision = subject.config, subject.config.precision
+        param, reduce = DTYPES[precision.param], DTYPES[precision.reduce]
+        storage = DTYPES[precision.storage]
+        in_8_bits = precision.float8 != "none"
+        same_kernels = config.compile.name == "none" and subject.shape.tensor == 1 and not in_8_bits
+        computed = 0.2
+        if not in_8_bits:
+            computed = _computed(param, same_kernels, subject.mesh.device_type)
+        rounding = _ROUNDINGS * torch.finfo(torch.promote_types(storage, torch.float32)).eps
+        sent = torch.finfo(reduce).eps * (2 + subject.shape.shard) if reduce.itemsize < 4 else 0.0
+        coded = _CODES.get(config.sync.wire, (0.0, 0.0))[0 if same_kernels else 1]
+        self.loss = (computed + rounding) / 8
+        self.gradient = computed + sent + rounding  # of the mean norm of the contributions
+        self.norm = rounding / 4
+        # Of the update, and 4 units in the last place of the parameter. Muon multiplies in bf16, in
+        # another order where a matrix is split.
+        self.update = 0.05 if isinstance(subject.optimizer, Muon) else 200 * rounding
+        if config.sync.name == "diloco":
+            self.update += coded
+        else:
+            self.gradient += coded
+        # An error is measured by this share of what a parameter of its size has on average, at
+        # least: some gradients are zero but for rounding.
+        self.least_share = 1e-4 if same_kernels else 1e-2
+
+
+def _computed(param: torch.dtype, same_kernels: bool, device_type: str) -> float:
+    """What computing in ``param`` may cost."""
+    eps = torch.finfo(param).eps
+    if not same_kernels:
+        return 1000 * eps if param.itemsize >= 4 else 24 * eps
+    if device_type == "cpu":
+        # Equal to the bit, but for the order of sums over micro-batches
+        return 32 * min(eps, torch.finfo(torch.float32).eps)
+    # Some kernels of GPUs add in an order that changes from call to call.
+    return 32 * eps if param.itemsize >= 4 else eps / 4
+
+
 class Examiner:
     """The comparison of ``subject``."""
 
@@ -76,8 +131,9 @@ class Examiner:
         crosses = describe_sync(config.strategy, config.sync, shape.replicate)
         rows: dict[str, ParameterRow] = {}
         for name, parameter in module.named_parameters():
-            notes = [] if parameter.requires_grad else ["frozen"]
-            rows[name] = ParameterRow(list(parameter.shape), parameter.requires_grad, notes=notes)
+            rows[name] = ParameterRow(list(parameter.shape), parameter.requires_grad)
+            if not parameter.requires_grad:
+                rows[name].notes.append("frozen")
         for name, first in tied_names(module).items():
             rows[first].notes.append(f"tied to {name}")
         self.certificate = Certificate(
@@ -95,12 +151,12 @@ class Examiner:
         for track, found in zip(self._run.tracks, weights, strict=True):
             self._equal("initial weight", found, track.parameters)
             track.take(found, found)
-        self._run.sync.take(weights[0])
+        self._run.take_shared(weights[0])
         for name in weights[0]:
             regions = {each.held["weights"][name][1] for each in records}
-            in_order = sorted(regions, key=lambda region: region.offsets)
             # Empty ones are nobody's.
-            self._run.sync.cuts[name] = [each for each in in_order if each.numel]
+            cuts = filter(attrgetter("numel"), regions)
+            self._run.cuts[name] = sorted(cuts, key=attrgetter("offsets"))
 
     def examine(
         self, step: int, records: Sequence[RankRecord], whole: Mapping[str, ByTrack]
@@ -182,17 +238,17 @@ class Examiner:
             self._differs("norm", what, cause=cause, ranks=(rank,))
 
     def _weights(self, weights: ByTrack, updated: ByTrack, shared: ByTrack) -> None:
-        sync = self._run.sync
+        run = self._run
         if shared:
-            sync.after_update(self._step)
-            self._updates("shared weight", shared[0], sync.shared, sync.before)
-            sync.take(shared[0])
-        for track, used, owned in zip(self._run.tracks, weights, updated, strict=True):
+            run.outer.after_update(self._step)
+            self._updates("shared weight", shared[0], run.outer.shared, run.shared_before)
+            run.take_shared(shared[0])
+        for track, used, owned in zip(run.tracks, weights, updated, strict=True):
             self._updates("update", owned, track.parameters, track.before)
             for name, row in self.certificate.parameters.items():
                 cause, wanted = "a frozen parameter has moved", track.weights[name]
                 if row.trained:
-                    cause, wanted = "replicas do not have it", sync.arrived(owned[name])
+                    cause, wanted = "replicas do not have it", run.arrived(owned[name])
                 self._equal("update", used, {name: wanted}, cause=cause)
             track.take(used, owned)
 
@@ -231,15 +287,11 @@ class Examiner:
                 if parts:
                     ours, theirs = parts[0][:2]
                     text = f"the {what} of {ranks_text(ours)} and {ranks_text(theirs)} differ"
-                    axis = self._axis_between(ours[0], theirs[0])
+                    # The first axis along which the places of two of them differ
+                    one, other = ((self._ranks == each[0]).nonzero()[0] for each in (ours, theirs))
+                    axis = self._axes[int((one != other).nonzero()[0])]
                     holders = tuple(sorted(itertools.chain(*itertools.chain(*parts))))
                     self._differs("copies", text, parameter=name, axis=axis, ranks=holders)
-
-    def _axis_between(self, one: int, other: int) -> str:
-        """The first axis along which two ranks differ."""
-        places = [(self._ranks == rank).nonzero()[0].tolist() for rank in (one, other)]
-        pairs = zip(self._axes, *places, strict=True)
-        return next(axis for axis, ours, theirs in pairs if ours != theirs)
 
     def _differs(self, check: str, what: str, **where: Any) -> None:
         self.certificate.add(Discrepancy(check, self._step, what, **where))
@@ -277,6 +329,7 @@ def _cause(
 
 
 def _factor(found: Tensor, wanted: Tensor, shape: MeshShape) -> tuple[str, str | None]:
+    """Explains a gradient that is some multiple of what it should be."""
     off = _is_off(found, wanted)
     product = (found[off] * wanted[off].conj()).sum().real
     factor = float(product / wanted[off].abs().square().sum().clamp(min=1e-30))

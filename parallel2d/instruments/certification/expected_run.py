@@ -10,9 +10,13 @@ at the place, at which it happens, and rounding is not amplified from step to st
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -41,6 +45,8 @@ from parallel2d.parallel.weights.initial_values import (
 from parallel2d.training.optimizer import build_optimizer
 
 Tensors = Mapping[str, Tensor]  # by FQN
+# Class and attribute of a probability: any that says so by its name, and that of torch's modules
+_DROPOUT = re.compile(r"\..*dropout|Dropout.*\.p$")
 
 
 @dataclass
@@ -76,17 +82,16 @@ def switch_dropout_off(model: nn.Module) -> bool:
     own parts."""
     found = False
     for module in model.modules():
-        for name, value in list(vars(module).items()):
-            is_dropout = "dropout" in name or (name == "p" and "Dropout" in type(module).__name__)
-            if is_dropout and isinstance(value, float) and value > 0:
+        rates = {name: value for name, value in vars(module).items() if isinstance(value, float)}
+        for name, rate in rates.items():
+            if rate > 0 and _DROPOUT.search(f"{type(module).__name__}.{name}"):
                 setattr(module, name, 0.0)
                 found = True
     return found
 
 
 def plain_copy(subject: Subject) -> nn.Module:
-    """The user's module with the weights from which one process starts: those that it has, or what
-    `parallelize` draws."""
+    """The user's module with the weights from which one process starts."""
     module = copy.deepcopy(subject.plain)
     cast_storage(module, Precision.of(subject.config.precision, module))
     if has_meta_parameters(module, subject.seed):
@@ -165,21 +170,18 @@ class PlainModel:
 
 
 def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
-    module.register_forward_pre_hook(lambda _, *given: _cast(given, dtype), with_kwargs=True)
+    cast = partial(_cast, dtype=dtype)
+    module.register_forward_pre_hook(lambda _, *given: tree_map(cast, given), with_kwargs=True)
 
 
 def _cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
-    module.register_forward_hook(lambda _module, _args, given: _cast(given, dtype))
+    cast = partial(_cast, dtype=dtype)
+    module.register_forward_hook(lambda _module, _args, given: tree_map(cast, given))
 
 
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    """Casts the floating-point tensors in ``values``."""
-
-    def cast(value: Any) -> Any:
-        is_cast = isinstance(value, Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_cast else value
-
-    return tree_map(cast, values)
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    is_cast = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_cast else value
 
 
 @dataclass
@@ -230,32 +232,43 @@ class Track:
 
 
 class ExpectedRun:
-    """The run of ``subject`` in one process."""
+    """The run of ``subject`` in one process; see docs/sync.md for the mathematics.
+
+    ``cuts``: by FQN, what each rank of a replica holds. With ``sync=diloco``, ``outer`` has what
+    replicas share, and ``shared_before`` is that before the step.
+    """
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
-        shape, sync = subject.shape, subject.config.sync
+        shape, self._sync = subject.shape, subject.config.sync
+        is_diloco = self._sync.name == "diloco"
+        self._splits = subject.config.strategy.splits_updates
         # One for each optimizer: with diloco every replica has its own.
         self.tracks: list[Track] = []
-        for _ in range(shape.replicate if sync.name == "diloco" else 1):
+        for _ in range(shape.replicate if is_diloco else 1):
             self.tracks.append(Track(plain_copy(subject), subject.optimizer_config))
-        self.sync = ExpectedSync(subject, self.tracks)
         self.plain = PlainModel(subject)
         self.ranks_per_track = shape.data_ranks // len(self.tracks)
         # Sums that cross the replicate axis unrounded need not be kept apart.
-        is_exact = sync.name != "diloco" and sync.wire in ("auto", "fp32")
-        self._ranks_per_part = shape.data_ranks // (1 if is_exact else shape.replicate)
+        is_rounded = is_diloco or self._sync.wire not in ("auto", "fp32")
+        self._ranks_per_part = shape.data_ranks // (shape.replicate if is_rounded else 1)
         # Of the last step, by data rank: the summed losses, and how many micro-batches there are
         self.losses: list[float] = []
         self.forwards: list[int] = []
+        self.cuts: dict[str, list[Region]] = {}
+        self.shared_before: Tensors = {}
+        outer, begins = outer_sync(subject.model), {}
+        for fragment in outer.fragments if outer else ():
+            begins |= dict.fromkeys(map(attrgetter("name"), fragment.parameters), fragment.begins)
+        parameters = [track.parameters for track in self.tracks]
+        self.outer = ExpectedOuter(self._sync, subject.seed, parameters, begins, self.cuts)
 
     def gradients(self, step: int) -> list[dict[str, ExpectedGradient]]:
         """By track and FQN, of ``step``, from 1, at the weights that the parallel model has."""
         data_ranks = self._subject.shape.data_ranks
-        batches = [self._subject.read(step, data_rank) for data_rank in range(data_ranks)]
-        self.forwards = [len(each) for each in batches]
-        count = sum(sum(map(self._subject.count, each)) for each in batches)
-        scale = data_ranks / max(count, 1)
+        batches = list(map(partial(self._subject.read, step), range(data_ranks)))
+        self.forwards = list(map(len, batches))
+        scale = data_ranks / max(sum(map(self._subject.count, chain(*batches))), 1)
         self.losses = [0.0] * data_ranks
         self.plain.calls.clear()
         parts = [self._zeros() for _ in range(data_ranks // self._ranks_per_part)]
@@ -270,7 +283,7 @@ class ExpectedRun:
                     part[name].add(gradient, number)
         if len(parts) == len(self.tracks):
             return parts
-        return [self.sync.mean_gradients(step, parts)]
+        return [self._mean_gradients(step, parts)]
 
     def _zeros(self) -> dict[str, ExpectedGradient]:
         found: dict[str, ExpectedGradient] = {}
@@ -281,56 +294,29 @@ class ExpectedRun:
                 found[name] = ExpectedGradient(self._ranks_per_part, zeros)
         return found
 
-
-class ExpectedSync:
-    """What crosses the replicate axis, and with ``sync=diloco`` the parameters that replicas share;
-    see docs/sync.md for the mathematics. ``cuts``: by FQN, what each rank of a replica holds."""
-
-    def __init__(self, subject: Subject, tracks: Sequence[Track]) -> None:
-        self.cuts: dict[str, list[Region]] = {}
-        self.before: Tensors = {}  # the step, what the replicas shared
-        self._seed = subject.seed
-        self._config = subject.config.sync
-        self._splits = subject.config.strategy.splits_updates
-        outer = outer_sync(subject.model)
-        begins: dict[str, int] = {}
-        for fragment in outer.fragments if outer else ():
-            begins |= {parameter.name: fragment.begins for parameter in fragment.parameters}
-        parameters = [track.parameters for track in tracks]
-        self._outer = ExpectedOuter(self._config, self._seed, parameters, begins, self.cuts)
-
-    @property
-    def shared(self) -> Tensors:
-        """With diloco what the replicas share."""
-        return self._outer.shared
-
-    def mean_gradients(
+    def _mean_gradients(
         self, step: int, replicas: Sequence[Mapping[str, ExpectedGradient]]
     ) -> dict[str, ExpectedGradient]:
-        """What arrives of the mean over the replicas."""
+        """The mean over replicas, rounded as what they send."""
         means: dict[str, ExpectedGradient] = {}
-        keys = RoundingKeys(self._seed, step)
+        keys = RoundingKeys(self._subject.seed, step)
         for name in replicas[0]:
-            found = [each[name] for each in replicas]
-            values, cut = [each.value for each in found], self.cuts[name]
-            value = expected_gradient(values, self._config.wire, cut, keys, name, self._splits)
-            size = sum(each.size for each in found) / len(found)
-            used = any(each.used for each in found)
+            found = list(map(itemgetter(name), replicas))
+            values, cut = list(map(attrgetter("value"), found)), self.cuts[name]
+            value = expected_gradient(values, self._sync.wire, cut, keys, name, self._splits)
+            size = sum(map(attrgetter("size"), found)) / len(found)
+            used = any(map(attrgetter("used"), found))
             means[name] = ExpectedGradient(len(found), value, None, size, used)
         return means
 
     def arrived(self, updated: Tensor) -> Tensor:
         """What the replicas get of an updated parameter."""
-        return expected_copy(updated, self._config.wire) if self._splits else updated
+        return expected_copy(updated, self._sync.wire) if self._splits else updated
 
-    def after_update(self, step: int) -> None:
-        """With diloco: exchanges what is due after ``step`` updates, and applies what arrives."""
-        self._outer.after_update(step)
-
-    def take(self, shared: Tensors) -> None:
+    def take_shared(self, shared: Tensors) -> None:
         """Goes on from what the ranks share."""
-        self._outer.shared = {name: value.clone() for name, value in shared.items()}
-        self.before = shared
+        self.outer.shared = {name: value.clone() for name, value in shared.items()}
+        self.shared_before = shared
 
 
 def size_of(tensor: Tensor) -> float:
