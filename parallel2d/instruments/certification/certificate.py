@@ -34,9 +34,9 @@ class Discrepancy:
 
     def line(self) -> str:
         place = f"step {self.step}" if self.step else "before the first step"
-        where = f"{self.check} of {self.parameter}" if self.parameter else self.check
-        cause = f"; {self.cause}" if self.cause else ""
-        return f"{place}: {where}: {self.what}{cause}"
+        where = " of ".join(filter(None, [self.check, self.parameter]))
+        what = "; ".join(filter(None, [self.what, self.cause]))
+        return f"{place}: {where}: {what}"
 
 
 @sendable

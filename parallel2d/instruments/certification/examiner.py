@@ -81,9 +81,17 @@ class Bounds:
         storage = DTYPES[precision.storage]
         in_8_bits = precision.float8 != "none"
         same_kernels = config.compile.name == "none" and subject.shape.tensor == 1 and not in_8_bits
-        computed = 0.2
-        if not in_8_bits:
-            computed = _computed(param, same_kernels, subject.mesh.device_type)
+        eps, is_wide = torch.finfo(param).eps, param.itemsize >= 4
+        if in_8_bits:
+            computed = 0.2
+        elif not same_kernels:
+            computed = 1000 * eps if is_wide else 24 * eps
+        elif subject.mesh.device_type == "cpu":
+            # Equal to the bit, but for the order of sums over micro-batches
+            computed = 32 * min(eps, torch.finfo(torch.float32).eps)
+        else:
+            # Some kernels of GPUs add in an order that changes from call to call.
+            computed = 32 * eps if is_wide else eps / 4
         rounding = _ROUNDINGS * torch.finfo(torch.promote_types(storage, torch.float32)).eps
         sent = torch.finfo(reduce).eps * (2 + subject.shape.shard) if reduce.itemsize < 4 else 0.0
         coded = _CODES.get(config.sync.wire, (0.0, 0.0))[0 if same_kernels else 1]
@@ -100,18 +108,6 @@ class Bounds:
         # An error is measured by this share of what a parameter of its size has on average, at
         # least: some gradients are zero but for rounding.
         self.least_share = 1e-4 if same_kernels else 1e-2
-
-
-def _computed(param: torch.dtype, same_kernels: bool, device_type: str) -> float:
-    """What computing in ``param`` may cost."""
-    eps = torch.finfo(param).eps
-    if not same_kernels:
-        return 1000 * eps if param.itemsize >= 4 else 24 * eps
-    if device_type == "cpu":
-        # Equal to the bit, but for the order of sums over micro-batches
-        return 32 * min(eps, torch.finfo(torch.float32).eps)
-    # Some kernels of GPUs add in an order that changes from call to call.
-    return 32 * eps if param.itemsize >= 4 else eps / 4
 
 
 class Examiner:
@@ -180,8 +176,9 @@ class Examiner:
         self._weights(whole["weights"], whole["updated"], whole["shared"])
         for rank, record in enumerate(records):
             buffers = {**self._run.plain.initial_buffers, **record.buffers}
-            wanted_buffers = self._run.plain.buffers_of(record.data_rank)
-            self._equal("buffer", buffers, wanted_buffers, self._bounds.loss + 1e-5, ranks=(rank,))
+            expected_buffers = self._run.plain.buffers_of(record.data_rank)
+            bound = self._bounds.loss + 1e-5
+            self._equal("buffer", buffers, expected_buffers, bound, ranks=(rank,))
 
     def _losses(self, records: Sequence[RankRecord]) -> None:
         for rank, record in enumerate(records):

@@ -72,8 +72,7 @@ class Subject:
 
 
 def seed_forward(step: int, data_rank: int, number: int) -> None:
-    """Seeds what a forward may draw from, by step, data rank and micro-batch: the ranks and the one
-    process then drop the same activations."""
+    """Seeds what a forward may draw from: the ranks and the one process drop the same values."""
     seed_everything((step << 40) + (data_rank << 20) + number, deterministic=False)
 
 
@@ -136,8 +135,8 @@ class PlainModel:
         """Counts the calls of a module; casts its inputs and outputs as the parallel model does."""
         module, precision = self.module.get_submodule(name), self._precision
         module.register_forward_pre_hook(lambda *_: self.calls.update([name]))
-        owners = dict(owning_modules(self.module))
-        if name in owners and id(owners[name]) in precision.fp32_modules:
+        owner = dict(owning_modules(self.module)).get(name)
+        if id(owner) in precision.fp32_modules:
             _cast_inputs(module, torch.float32)
             _cast_outputs(module, precision.param)
         elif precision.cast_inputs and precision.param != precision.storage:
@@ -149,11 +148,10 @@ class PlainModel:
         """The summed loss of a micro-batch, and the gradients of ``scale`` times it by FQN, of
         parameters that were used."""
         named = dict(self.module.named_parameters())
+        values = {**weights, **self.buffers_of(data_rank)}
         with torch.no_grad():
-            for name, parameter in named.items():
-                parameter.copy_(weights[name])
-            for name, buffer in self.module.named_buffers():
-                buffer.copy_(self.buffers_of(data_rank)[name])
+            for name, target in chain(named.items(), self.module.named_buffers()):
+                target.copy_(values[name])
         loss = self._loss_of(self.module, batch)
         (loss * scale).backward()
         self._buffers_of[data_rank] = self._copied_buffers()
@@ -257,7 +255,7 @@ class ExpectedRun:
         self.forwards: list[int] = []
         self.cuts: dict[str, list[Region]] = {}
         self.shared_before: Tensors = {}
-        outer, begins = outer_sync(subject.model), {}
+        outer, begins = outer_sync(subject.model), dict[str, int]()
         for fragment in outer.fragments if outer else ():
             begins |= dict.fromkeys(map(attrgetter("name"), fragment.parameters), fragment.begins)
         parameters = [track.parameters for track in self.tracks]

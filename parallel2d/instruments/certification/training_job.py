@@ -99,7 +99,7 @@ def _subject(trainer: Trainer, notes: list[str]) -> Subject:
 
 
 def _arguments(trainer: Trainer, batch: Batch) -> tuple[Tensor, ...]:
-    """What the model is called with."""
+    """Returns what the model is called with."""
     inputs, floating = batch.inputs, input_dtype(trainer.config.precision)
     if floating is not None and inputs.is_floating_point():
         inputs = inputs.to(floating)
@@ -134,7 +134,7 @@ def fitting_model(model: Any, device: torch.device, notes: list[str]) -> Any:
     room = broadcast(free_bytes(device) * _SHARE)
     model = copy.deepcopy(model)
     settings = vars(model) if isinstance(model, LlamaModel) else model.arguments
-    key = next((key for key in _LAYERS if key in settings), "")
+    key = next(filter(settings.__contains__, _LAYERS), "")
     layers = settings.get(key, 1)
     while (needed := _bytes_needed(model)) > room:
         if settings.get(key, 1) <= 1:
