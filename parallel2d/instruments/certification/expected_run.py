@@ -313,7 +313,7 @@ class ExpectedRun:
 
     def take_shared(self, shared: Tensors) -> None:
         """Goes on from what the ranks share."""
-        self.outer.shared = {name: value.clone() for name, value in shared.items()}
+        self.outer.shared = copy.deepcopy(dict(shared))
         self.shared_before = shared
 
 

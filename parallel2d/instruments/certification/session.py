@@ -3,6 +3,7 @@ each step: `certify_steps`."""
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping
 
@@ -82,7 +83,7 @@ class _Session:
         self._replica = 0 if self._outer is None else place
         self._parameters = parameters_by_name(subject.model)
         self._updated = updated_by_name(subject.model)
-        self._buffers_before = {name: value.clone() for name, value in self._buffers().items()}
+        self._buffers_before = copy.deepcopy(self._buffers())
         record = RankRecord(data_coordinate(subject.mesh))
         if subject.shape.tensor > 1 and switch_dropout_off(subject.model):
             subject.notes.append("dropout is off, since tensor ranks draw for their own parts")

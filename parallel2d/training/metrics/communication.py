@@ -385,6 +385,6 @@ _WRAPPED: tuple[tuple[Any, str, str, int, tuple[str, ...], int], ...] = (
 
 def _argument(call: _Call, place: int, *names: str) -> Any:
     """An argument that was given by place or by one of ``names``; None for one that was not."""
-    if len(call.args) > place:
-        return call.args[place]
-    return next((call.keywords[name] for name in names if name in call.keywords), None)
+    by_name = filter(call.keywords.__contains__, names)
+    given = [*call.args[place : place + 1], *map(call.keywords.get, by_name), None]
+    return given[0]
