@@ -54,22 +54,22 @@ def main(
     )
     options = parser.parse_args(arguments)
     try:
-        return _serve(options) if options.command == "store" else _make_secret(options.file)
+        if options.command == "store":
+            _serve(options)
+        elif options.file is None:
+            print(new_secret())
+        else:
+            path = options.file
+            write_secret(path)
+            give = "give every node a copy with mode 600"
+            print(f"wrote {path}; {give}, and launch.secret_file={path}")
     except ConfigError as error:
         print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
         return 2
-
-
-def _make_secret(path: str | None) -> int:
-    if path is None:
-        print(new_secret())
-        return 0
-    write_secret(path)
-    print(f"wrote {path}; give every node a copy with mode 600, and launch.secret_file={path}")
     return 0
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _serve(options: argparse.Namespace) -> None:
     from parallel2d.base.store.address import join_endpoint
     from parallel2d.base.store.client import StoreClient
     from parallel2d.base.store.server import StoreServer, say_who_came
@@ -84,7 +84,6 @@ def _serve(options: argparse.Namespace) -> int:
     endpoint = join_endpoint(options.host, server.port)
     print(f"store listens on {endpoint}: launch.rdzv_endpoint={endpoint}", flush=True)
     ended.wait()
-    return 0
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ torchrun or srun, as every rank."""
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from parallel2d import launching
@@ -18,7 +19,7 @@ from parallel2d.base.config.words import quoted
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
 from parallel2d.base.store.secret import write_secret
-from parallel2d.launching.failures import failures_told_once
+from parallel2d.launching.failures import failures_reported_once
 from parallel2d.launching.processes import end_with_parent
 
 # Option -> key of train, type, meaning.
@@ -95,9 +96,21 @@ def understand(words: Sequence[str], program: str) -> tuple[argparse.Namespace, 
         value = getattr(given, key)
         if value is not None:
             keys.append(f"{key}={quoted(value)}")
-    problems = list(_problems(given))
-    if problems:
-        raise ConfigError("\n".join(problems))
+    path = given.write or "cluster.yaml"
+    is_fine = {
+        f"--write={path} must end with .yaml, as cluster=FILE.yaml does": (
+            path.endswith((".yaml", ".yml"))
+        ),
+        f"--write={path} cannot be written": (
+            not given.write or os.access(os.path.dirname(path) or ".", os.W_OK)
+        ),
+        f"--seconds={given.seconds:g} must be above 0 and at most 10": 0 < given.seconds <= 10,
+        f"--largest-mib={given.largest_mib:g} must be from 0.0625 to 1024": (
+            0.0625 <= given.largest_mib <= 1024
+        ),
+    }
+    if not all(is_fine.values()):
+        raise ConfigError("\n".join(itertools.filterfalse(is_fine.get, is_fine)))
     composition = compose(keys)
     if composition is None:
         raise ConfigError("the check is for one job: give each key one value")
@@ -105,17 +118,6 @@ def understand(words: Sequence[str], program: str) -> tuple[argparse.Namespace, 
     # All nodes are checked, and a rank that failed would fail again.
     settings.nnodes, settings.max_restarts = settings.node_range[1], 0
     return given, composition.config
-
-
-def _problems(given: argparse.Namespace) -> Iterator[str]:
-    if given.write and not given.write.endswith((".yaml", ".yml")):
-        yield f"--write={given.write} must end with .yaml, as cluster=FILE.yaml does"
-    if given.write and not os.access(os.path.dirname(given.write) or ".", os.W_OK):
-        yield f"--write={given.write} cannot be written"
-    if not 0 < given.seconds <= 10:
-        yield f"--seconds={given.seconds:g} must be above 0 and at most 10"
-    if not 0.0625 <= given.largest_mib <= 1024:
-        yield f"--largest-mib={given.largest_mib:g} must be from 0.0625 to 1024"
 
 
 def _start_ranks(words: Sequence[str], config: TrainConfig) -> int:
@@ -145,9 +147,9 @@ def _take_part(
     settings = config.launch
     if identity.launcher == "torchrun":
         end_with_parent()
-    with failures_told_once(identity, None):
+    with failures_reported_once(identity, None):
         store = connect(identity, settings)
-    with failures_told_once(identity, store):
+    with failures_reported_once(identity, store):
         try:
             with process_group(
                 identity,

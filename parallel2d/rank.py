@@ -18,8 +18,8 @@ from parallel2d.base.config.composition import compose
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
 from parallel2d.base.topology import RankIdentity, find_rank
-from parallel2d.launching.agreement import agree_on_job, forget_run, telling_progress
-from parallel2d.launching.failures import failures_told_once
+from parallel2d.launching.agreement import agree_on_job, forget_run, recording_steps
+from parallel2d.launching.failures import failures_reported_once
 from parallel2d.launching.processes import end_with_parent
 from parallel2d.training.run_directory import discard_pending, read_segments, summarize
 
@@ -39,13 +39,13 @@ def rank_main(words: Sequence[str]) -> int:
     composition = None
     if identity.launcher == "torchrun":
         end_with_parent()
-    with failures_told_once(identity, None):
+    with failures_reported_once(identity, None):
         from parallel2d.base.runtime import connect
 
         if identity.launcher == "srun":  # the configuration says where the secret is
             composition = compose(words)
         store = connect(identity, composition.config.launch if composition else None)
-    with failures_told_once(identity, store):
+    with failures_reported_once(identity, store):
         job = agree_on_job(identity, store, words, composition, choose_layout)
         if job is None:
             return 0
@@ -92,7 +92,7 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
         first_timeout_s=settings.longest_wait,
     ) as runtime:
         # inside, so that nothing waits for peers on the way out
-        with failures_told_once(identity, store, job.run_dir):
+        with failures_reported_once(identity, store, job.run_dir):
             try:
                 check_shared_run_dir(job.run_dir)
                 certificate = _certify(job, runtime)
@@ -148,7 +148,7 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
         trainer = build_trainer(job, runtime)
         if certificate is not None and runtime.is_first:
             certificate.write(run_dir)
-        position = telling_progress(identity, trainer.recorder.position)
+        position = recording_steps(identity, trainer.recorder.position)
         first = settings.longest_wait
         with Watch(store, identity.rank, hosts, run_dir, first, position) as watch:
 

@@ -31,7 +31,7 @@ from parallel2d.instruments.report.page import markdown, page
 from parallel2d.instruments.report.runs import read_run
 from parallel2d.training.data.opening import OpenData, open_data
 from parallel2d.training.data.token_shards import verify
-from parallel2d.training.metrics.goodput import Goodput
+from parallel2d.training.metrics.recorder import Goodput
 from parallel2d.training.metrics.writer import MetricsWriter
 
 MUTATIONS = 40  # of each kind

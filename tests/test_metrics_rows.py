@@ -21,11 +21,10 @@ from parallel2d import build_on_meta, cross_entropy_sum, dashboard
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.cost.flops import count_flops
 from parallel2d.training.data.batch import token_sequences
-from parallel2d.training.metrics import goodput
+from parallel2d.training.metrics import keys, recorder
 from parallel2d.training.metrics.console import describe
-from parallel2d.training.metrics.goodput import Goodput
 from parallel2d.training.metrics.keys import COMMUNICATION_KEYS
-from parallel2d.training.metrics.recorder import WINDOW, Recorder, Stragglers
+from parallel2d.training.metrics.recorder import WINDOW, Goodput, Recorder, Stragglers
 from parallel2d.training.metrics.watch import describe_late
 from parallel2d.training.metrics.writer import LAYOUT, OF_AN_AXIS, MetricsWriter
 from parallel2d.training.progress import Progress, RankReport, StepOutcome
@@ -42,7 +41,7 @@ def clock(monkeypatch):
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr(goodput, "time", clock)
+    monkeypatch.setattr(recorder, "time", clock)
     return clock
 
 
@@ -55,7 +54,7 @@ def test_goodput_names_where_the_wall_time_went(clock):
     clock.now += 10.0
     row = ledger.row()
     assert row["goodput/fraction"] == pytest.approx(0.15)
-    lost = {name: row[f"goodput/lost_{name}_s"] for name in goodput.LOSSES}
+    lost = {name: row[f"goodput/lost_{name}_s"] for name in keys.LOSSES}
     expected = {"first_step": 5.0, "data": 0.5, "checkpoint": 1.0, "validation": 1.5}
     assert lost == {**expected, "restart": 0.0, "repeated": 0.0}
 

@@ -15,7 +15,7 @@ from parallel2d.base.config import Job, LlamaModel, TrainConfig
 from parallel2d.base.config.sweep import Outcome, outcomes, table
 from parallel2d.instruments.report.page import markdown
 from parallel2d.instruments.report.runs import parts_of, read_run
-from parallel2d.training.metrics.goodput import Goodput
+from parallel2d.training.metrics.recorder import Goodput
 from parallel2d.training.run_directory import (
     RunClaim,
     Segment,

@@ -27,6 +27,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -81,6 +82,7 @@ class Restarts:
         return min(2.0 ** (self.in_a_row - 2), LONGEST_PAUSE_S)
 
 
+@dataclass
 class NodeWorkers:
     """The ranks of this node, as long as the job lasts.
 
@@ -89,20 +91,17 @@ class NodeWorkers:
     calls with ``words`` ("package.module:function").
     """
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        size: int,
-        settings: LaunchConfig,
-        folder: str,
-        logs: str | None = None,
-        main: str = "parallel2d.rank:rank_main",
-    ) -> None:
-        self.words, self.size, self.settings = tuple(words), size, settings
-        self.folder, self.logs, self.main = folder, logs, main
-        limit = settings.max_restarts
+    words: Sequence[str]
+    size: int
+    settings: LaunchConfig
+    folder: str
+    logs: str | None = None
+    main: str = "parallel2d.rank:rank_main"
+
+    def __post_init__(self) -> None:
+        limit = self.settings.max_restarts
         if limit == "auto":  # on one node a person is near
-            limit = 0 if settings.node_range == (1, 1) else 5
+            limit = 0 if self.settings.node_range == (1, 1) else 5
         self.restarts = Restarts(int(limit), self.last_step)
 
     def last_step(self) -> int:
@@ -126,9 +125,7 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
     if os.path.isdir(SHARED_MEMORY) and VARIABLE not in os.environ:
         places[VARIABLE] = SHARED_MEMORY
     with folder_errors_explained():
-        paths = {
-            variable: folders.open_folder(os.getpid(), place) for variable, place in places.items()
-        }
+        paths = {name: folders.open_folder(os.getpid(), place) for name, place in places.items()}
     before = dict(os.environ)
     # torch 2.13 reuses the agent's store across restarts, so that workers would read the addresses
     # of dead peers
@@ -159,17 +156,15 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
         role="worker",
         local_world_size=workers.size,
         entrypoint=workers.main,
-        args=workers.words,
+        args=tuple(workers.words),
         rdzv_handler=handler,
         max_restarts=workers.restarts.limit,
         monitor_interval=0.1,
         local_addr=rendezvous.interface.address,
     )
     redirects = dict.fromkeys(range(1, workers.size), Std.ALL) if workers.logs else Std.NONE
-    logs = DefaultLogsSpecs(
-        log_dir=workers.logs or os.path.join(workers.folder, "logs"), redirects=redirects
-    )
-    agent = _Agent(workers, rendezvous, spec, logs)
+    folder = workers.logs or os.path.join(workers.folder, "logs")
+    agent = _Agent(workers, rendezvous, spec, DefaultLogsSpecs(folder, redirects=redirects))
     over = True
     try:
         result = agent.run()
@@ -208,12 +203,8 @@ class _Agent(ElasticAgent):
 
     def new_processes(self, group: Any) -> StartedProcesses:
         os.environ[PREFIX] = self.rendezvous.ranks_prefix(group)
-        start = functools.partial(start_rank, group.spec.entrypoint, group.spec.args)
-        return StartedProcesses(start, self._environments(group), self.logs_specs)
-
-    def _environments(self, group: Any) -> dict[int, dict[str, str]]:
-        """By local rank: the variables that torchrun gives a worker."""
         spec = group.spec
+        # The variables that torchrun gives a worker
         of_all = {
             "GROUP_RANK": group.group_rank,
             "GROUP_WORLD_SIZE": group.group_world_size,
@@ -234,7 +225,8 @@ class _Agent(ElasticAgent):
             }
             given = {name: str(value) for name, value in {**of_all, **of_one}.items()}
             environments[worker.local_rank] = {**os.environ, **given}
-        return environments
+        start = functools.partial(start_rank, spec.entrypoint, spec.args)
+        return StartedProcesses(start, environments, self.logs_specs)
 
     def monitor_workers(self, group: Any) -> RunResult:
         result = super().monitor_workers(group)
@@ -304,8 +296,8 @@ def _explain_failure(
 ) -> Exception:
     """The exception for the end of a job. One node's has the error of the rank that failed first;
     that of the others refers to it."""
-    alone = workers.settings.node_range == (1, 1)
-    if not alone and not _is_first_to_tell(rendezvous, failure.lost_a_peer):
+    is_alone = workers.settings.node_range == (1, 1)
+    if not (is_alone or _claims_the_report(rendezvous, failure.lost_a_peer)):
         return WorkersFailed(
             f"the ranks of {socket.gethostname()} ended because a rank on another node failed; see "
             "the error there"
@@ -323,12 +315,11 @@ def _explain_failure(
     return WorkersFailed(text)
 
 
-def _is_first_to_tell(rendezvous: Rendezvous, lost_a_peer: bool) -> bool:
-    """Whether this node is the one to report the error. A node whose ranks only lost a peer waits a
-    moment before it claims the report."""
+def _claims_the_report(rendezvous: Rendezvous, lost_a_peer: bool) -> bool:
+    """Whether this node is the one to report the error."""
+    if lost_a_peer:  # another node may have more to report, and comes first then
+        time.sleep(1.5)
     try:
-        if lost_a_peer:
-            time.sleep(1.5)
         return rendezvous.store.add(f"{_FAILURE}/{rendezvous.name}", 1) == 1
     except Exception:  # the store ended with its node
         return True

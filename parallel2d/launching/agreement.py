@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from parallel2d.base import files
 from parallel2d.base.config import Job, TrainConfig
@@ -26,7 +26,9 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders as folders
 from parallel2d.base.topology import AGENT, JOB, RankIdentity
 
-_Position = TypeVar("_Position")
+if TYPE_CHECKING:
+    from parallel2d.training.metrics.watch import Position
+
 # Chooses what is left to the planner, from the words, the number of nodes and of ranks.
 ChooseLayout = Callable[[TrainConfig, Sequence[str], int, int], TrainConfig]
 _RECORDED = {"run_dir", "config", "words", "records", "label"}
@@ -59,9 +61,9 @@ def agree_on_job(
     if identity.local_rank == 0:
         _record_job({key: received[key] for key in _RECORDED})
     config = from_yaml(received["chosen"])
-    own = [word.partition("=")[2] for word in arguments if word.startswith("launch.host_id=")]
-    if own:  # the one key that differs between nodes
-        config.launch.host_id = own[-1]
+    for word in arguments:
+        if word.startswith("launch.host_id="):  # the one key that differs between nodes
+            config.launch.host_id = word.partition("=")[2]
     return Job(
         config,
         received["run_dir"],
@@ -92,10 +94,9 @@ def _publish_job(
 ) -> None:
     """Puts the job of the workers that these replace, or a new one, with the layout for these ranks
     into ``store``; what went wrong there too, and raises it."""
-    records = [
-        json.loads(store.get(f"parallel2d/recorded/{node}")) for node in range(identity.nodes)
-    ]
-    earlier = next((record for record in records if record), None)
+    keys = [f"parallel2d/recorded/{node}" for node in range(identity.nodes)]
+    records = list(map(json.loads, map(store.get, keys)))
+    earlier = next(filter(None, records), None)
     message: dict[str, Any] | None = None
     try:
         job = earlier or _first_job(identity, arguments, composition)
@@ -113,7 +114,7 @@ def _publish_job(
 def _first_job(
     identity: RankIdentity, arguments: Sequence[str], composition: Composition | None
 ) -> dict[str, Any] | None:
-    """Composed here or by the launcher; None for no job."""
+    """Returns what the launcher or this process has composed; None for no job."""
     if identity.launcher == "self":
         record: dict[str, Any] = json.loads(os.environ[JOB])
         return record
@@ -129,18 +130,14 @@ def _first_job(
 
 
 def launcher_folder() -> str:
-    """The folder that belongs to the process which starts this node's workers. It may not exist
-    yet.
-
-    Our own launchers announce theirs; that of another (torchrun) is named after it.
-    """
+    """The folder, which may not exist yet, of the process that starts this node's workers: the one
+    that our launchers announce; that of another (torchrun) is named after its process id."""
     return os.environ.get(AGENT) or folders.folder_of(os.getppid(), folders.temporary_place())
 
 
 def recorded_run_dir(folder: str) -> str | None:
     """The run directory that workers of the launcher with this folder trained in, or None."""
-    record = _recorded_job(folder)
-    return record["run_dir"] if record else None
+    return (_recorded_job(folder) or {}).get("run_dir")
 
 
 @contextlib.contextmanager
@@ -162,13 +159,12 @@ def _is_started_again() -> bool:
 
 
 def _recorded_job(folder: str) -> dict[str, Any] | None:
-    if not folders.is_private(folder) or not folders.is_private(os.path.dirname(folder)):
-        return None  # somebody else may have written it
-    try:
-        record = files.read_json(os.path.join(folder, "job.json"))
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) and set(record) == _RECORDED else None
+    record: Any = None
+    # Otherwise somebody else may have written it.
+    if all(map(folders.is_private, (folder, os.path.dirname(folder)))):
+        with contextlib.suppress(OSError, ValueError):
+            record = files.read_json(os.path.join(folder, "job.json"))
+    return record if isinstance(record, dict) and record.keys() == _RECORDED else None
 
 
 def _record_job(record: dict[str, Any]) -> None:
@@ -180,28 +176,27 @@ def _record_job(record: dict[str, Any]) -> None:
 
 
 def forget_run(identity: RankIdentity) -> None:
-    """A run that ended well leaves no record behind. Our own launchers remove theirs themselves."""
+    """Removes the record of a run that ended well. Our own launchers remove theirs themselves."""
     if identity.local_rank == 0 and AGENT not in os.environ:
         folders.remove(launcher_folder())
 
 
-def telling_progress(
-    identity: RankIdentity, position: Callable[[], _Position]
-) -> Callable[[], _Position]:
-    """Wraps ``position``, which returns an object with the step of a rank, so that each new step is
-    also written for the launcher; see `Restarts`."""
+def recording_steps(
+    identity: RankIdentity, position: Callable[[], Position]
+) -> Callable[[], Position]:
+    """Wraps ``position`` of a rank so that each new step is also written for the launcher; see
+    `Restarts`."""
     if identity.local_rank != 0 or AGENT not in os.environ:
         return position
-    path, told = os.path.join(launcher_folder(), "step"), -1
+    path, written = os.path.join(launcher_folder(), "step"), -1
 
-    def tell() -> _Position:
-        nonlocal told
+    def record() -> Position:
+        nonlocal written
         now = position()
-        step = getattr(now, "step", 0)
-        if step != told:
-            told = step
+        if now.step != written:
+            written = now.step
             with contextlib.suppress(OSError):
-                files.replace(path, str(step))
+                files.replace(path, str(now.step))
         return now
 
-    return tell
+    return record

@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 # torch's loop calls the first four, and they decide how workers are started, how a failure is
-# judged, and how long workers have to save. The fifth meets the other nodes again at a restart; the
-# last ends workers within a time of ours, where the public loop has one time for all cases.
+# judged, and how long workers have to save. The fifth waits for the other nodes again at a restart;
+# the last ends workers within a time of ours, where the public loop has one time for all cases.
 _OF_AGENT = (
     "_start_workers",
     "_monitor_workers",
@@ -69,11 +69,11 @@ class ElasticAgent(LocalElasticAgent):
     restart_workers: Callable[[WorkerGroup], None]
 
     def monitor_workers(self, group: WorkerGroup) -> RunResult:
-        """How the ranks of this node are now."""
+        """Looks how the ranks of this node are now."""
         return super()._monitor_workers(group)
 
     def initialize_workers(self, group: WorkerGroup) -> None:
-        """Meets the other nodes and starts the ranks."""
+        """Waits for the other nodes and starts the ranks."""
         self._initialize_workers(group)
 
     def shut_down(self, death_signal: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
@@ -139,7 +139,7 @@ class StartedProcesses(SubprocessContext):
 
 
 def stop_heartbeats(handler: DynamicRendezvousHandler) -> None:
-    """Ends the thread that tells the rendezvous that this node is alive."""
+    """Ends the thread that writes into the rendezvous that this node is alive."""
     handler._stop_heartbeats()
 
 

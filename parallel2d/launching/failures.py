@@ -1,18 +1,20 @@
-"""How ranks fail, and who says it: exceptions that end a launcher, the error file that a rank
-leaves for its launcher, and `failures_told_once` around all that a rank does."""
+"""How ranks fail, and who reports it: exceptions that end a launcher, the error file that a rank
+leaves for its launcher, and `failures_reported_once` around all that a rank does."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import math
 import os
+import re
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from parallel2d.base import files
@@ -22,13 +24,15 @@ from parallel2d.base.topology import RankIdentity
 from parallel2d.launching.rank_processes import LOST
 from parallel2d.training.run_directory import note_failure
 
-_BROKEN_CONNECTION = (
-    "Connection closed by peer",
-    "Connection reset",
-    "Broken pipe",
-    "Connection refused",
-    "connection was closed",
+_BROKEN_CONNECTION = re.compile(
+    "Connection closed by peer|Connection reset|Broken pipe|Connection refused|"
+    "connection was closed"
 )
+# Why a rank may have ended with a code, where it left no error file
+_LIKELY_REASON = {
+    -signal.SIGKILL: ", by a user or by the kernel when memory ran out",
+    LOST: ", as ranks do when the process that forks them is ended",
+}
 
 
 class WorkersFailed(Exception):  # noqa: N818 (named after what happened)
@@ -66,24 +70,20 @@ class RankError:
 
     @classmethod
     def of(cls, error: BaseException) -> RankError:
-        config_error = isinstance(error, ConfigError)
-        complete = config_error or isinstance(error, HookError)
-        if complete:
-            text = str(error)
-        elif isinstance(error, KeyboardInterrupt):
+        complete = isinstance(error, ConfigError | HookError)
+        text = str(error) if complete else "".join(traceback.format_exception(error)).rstrip()
+        if isinstance(error, KeyboardInterrupt):
             text = "interrupted"
-        else:
-            text = "".join(traceback.format_exception(error)).rstrip()
-        return cls(text, time.time(), config_error, complete)
+        return cls(text, time.time(), isinstance(error, ConfigError), complete)
 
     @property
     def last_line(self) -> str:
-        return self.text.splitlines()[-1] if self.text else ""
+        return ["", *self.text.splitlines()][-1]
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The end of a rank that failed. ``error``: None where it was killed before it could tell."""
+    """The end of a rank that failed. ``error``: None where it was killed before it wrote one."""
 
     rank: int
     exit_code: int
@@ -92,14 +92,7 @@ class RankFailure:
     @property
     def lost_a_peer(self) -> bool:
         """Whether it failed only because another rank had ended: its connection broke."""
-        if self.error is None:
-            return False
-        return any(words in self.error.text for words in _BROKEN_CONNECTION)
-
-    @property
-    def time(self) -> float:
-        """When, in seconds; infinite where it is not known."""
-        return self.error.time if self.error else math.inf
+        return bool(self.error and _BROKEN_CONNECTION.search(self.error.text))
 
     def __str__(self) -> str:
         """Says in one line what happened."""
@@ -107,27 +100,27 @@ class RankFailure:
             return "lost the connection to another rank"
         if self.error:
             return self.error.last_line
-        if self.exit_code == -signal.SIGKILL:
-            return "killed by SIGKILL, by a user or by the kernel when memory ran out"
+        text = f"exited with code {self.exit_code}"
         if self.exit_code < 0:
-            return f"killed by {signal.Signals(-self.exit_code).name}"
-        if self.exit_code == LOST:
-            return f"exited with code {LOST}, as ranks do when the process that forks them is ended"
-        return f"exited with code {self.exit_code}"
+            text = f"killed by {signal.Signals(-self.exit_code).name}"
+        return text + _LIKELY_REASON.get(self.exit_code, "")
 
 
 def first_failure(failures: dict[int, Any]) -> RankFailure:
     """The failure that came first. ``failures``: torch's records, by rank."""
-    found = [
-        RankFailure(rank, failure.exitcode, read_error_file(failure.error_file))
-        for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp)
-    ]
-    told = [failure for failure in found if failure.error]
-    killed = [failure for failure in found if not failure.error and failure.exit_code < 0]
-    if killed and all(failure.lost_a_peer for failure in told):
+    found, reported, killed = [], [], []
+    for rank, record in sorted(failures.items(), key=lambda item: item[1].timestamp):
+        failure = RankFailure(rank, record.exitcode, read_error_file(record.error_file))
+        found.append(failure)
+        if failure.error:
+            reported.append(failure)
+        elif failure.exit_code < 0:
+            killed.append(failure)
+    # A rank that was killed leaves no error file, and its peers have only lost a connection.
+    if killed and all(map(attrgetter("lost_a_peer"), reported)):
         return killed[0]
     # torch's times are whole seconds, within which one failure makes others.
-    return min(told, key=lambda failure: failure.time) if told else found[0]
+    return min(reported, key=attrgetter("error.time")) if reported else found[0]
 
 
 def write_error_file(error: RankError) -> None:
@@ -153,7 +146,7 @@ def read_error_file(path: str) -> RankError | None:
 
 
 @contextlib.contextmanager
-def failures_told_once(
+def failures_reported_once(
     identity: RankIdentity, store: Any, run_dir: str | None = None
 ) -> Iterator[None]:
     """Turns an exception on a rank into a non-zero exit and, over all ranks, one message.
@@ -165,28 +158,29 @@ def failures_told_once(
     try:
         yield
     except (Exception, KeyboardInterrupt) as exception:
-        error = RankError.of(exception)
-        first = identity.launcher != "self" and _first_to_claim(store)
-        if first and run_dir is not None:
+        error, launcher = RankError.of(exception), identity.launcher
+        is_first = launcher != "self" and _first_to_claim(store)
+        if is_first and run_dir is not None:
             note_failure(run_dir, error.text)
-        # torchrun would print what it finds there beside what is printed here
-        if identity.launcher in ("self", "nodes"):
+        # The standard error of ranks beside the first is a log, where one launcher runs all.
+        shows = {"self": identity.rank > 0, "nodes": False}.get(launcher, is_first)
+        # torchrun would print what it finds in the file beside what is printed here.
+        if launcher in ("self", "nodes"):
             write_error_file(error)
-            if identity.rank and identity.launcher == "self":  # its stderr is its log
-                print(files.for_terminal(error.text), file=sys.stderr, flush=True)
-        elif first:
-            prefix = "" if error.complete else f"rank {identity.rank} failed first:\n"
-            print(f"{prefix}{files.for_terminal(error.text)}", file=sys.stderr, flush=True)
+        elif not error.complete:
+            error = replace(error, text=f"rank {identity.rank} failed first:\n{error.text}")
+        if shows:
+            print(files.for_terminal(error.text), file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)  # peers may be inside a collective: no destructor may wait for them
 
 
 def _first_to_claim(store: Any) -> bool:
-    def claim() -> bool:
-        try:
-            return store is None or store.add("parallel2d/failure", 1) == 1
-        except Exception:  # the store ended with rank 0, which has printed its error
-            return False
-
-    # rank 0 is stopped: better printed by every rank than by none
-    return answered_within(5.0, claim, True)
+    if store is None:
+        return True
+    claim = functools.partial(store.add, "parallel2d/failure", 1)
+    try:
+        # Where rank 0 is stopped: better printed by every rank than by none.
+        return answered_within(5.0, claim, 1) == 1
+    except Exception:  # the store ended with rank 0, which has printed its error
+        return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import json
 import logging
 import os
@@ -122,23 +123,19 @@ def _stop_explained(
 
 
 def _newest_checkpoint(folder: str | None, run_dir: str | None) -> str | None:
-    if folder is None and run_dir is None:
-        return None
-    try:
-        names = os.listdir(folder or os.path.join(str(run_dir), "checkpoints"))
-    except OSError:
-        return None
-    return max((name for name in names if name.startswith("step-")), default=None)
+    if run_dir is not None:
+        folder = folder or os.path.join(run_dir, "checkpoints")
+    # A folder that does not exist yet has none.
+    names = glob.glob("step-*", root_dir=folder) if folder else []
+    return max(names, default=None)
 
 
 def _defaults(nproc: int, interface: str) -> dict[str, str]:
     """Variables that workers get unless they are set: threads, the interface that gloo and NCCL
     use, and no C++ stack of every connection that breaks, since a message reports it."""
-    threads = str(max(1, (os.cpu_count() or 1) // nproc))
     wanted = {
-        "OMP_NUM_THREADS": threads,
-        GLOO: interface,
-        NCCL: interface,
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **dict.fromkeys((GLOO, NCCL), interface),
     }
     return {name: value for name, value in wanted.items() if not os.environ.get(name)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import psutil
@@ -19,6 +19,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.store.address import resolve
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 class Interface(NamedTuple):
@@ -32,8 +33,8 @@ class Interface(NamedTuple):
         return socket.AF_INET6 if ":" in self.address else socket.AF_INET
 
 
-def choose_interface(endpoint_host: str, environment: Mapping[str, str] | None = None) -> Interface:
-    """The interface that gloo and NCCL should use to meet the other nodes, and this machine's
+def choose_interface(endpoint_host: str, environment: Mapping[str, str] = os.environ) -> Interface:
+    """The interface over which gloo and NCCL should reach the other nodes, and this machine's
     address on it.
 
     ``endpoint_host``: the host of the rendezvous endpoint, a name or an address; on that node
@@ -42,59 +43,31 @@ def choose_interface(endpoint_host: str, environment: Mapping[str, str] | None =
     one. Raises `ConfigError` for an interface that does not exist or has no address, and when no
     interface leads to the endpoint. See [Note: which interface].
     """
-    env = os.environ if environment is None else environment
-    present = list_interfaces()
-    targets = resolve(endpoint_host)
+    present, targets = list_interfaces(), resolve(endpoint_host)
+    listing = ", ".join(map("{0.name} ({0.address})".format, present)) or "none that is up"
     routed = _routed(targets, present)
-    variable = _variable_set(env)
-    if variable is None:
-        if routed is None:
-            addresses = ", ".join(sorted({address for _, address, _ in targets}))
-            raise ConfigError(
-                f"no interface of {socket.gethostname()} leads to the endpoint {endpoint_host} "
-                f"({addresses}); it has {_listing(present)}; set {GLOO} and {NCCL}"
-            )
+    values = {name: environment.get(name, "").strip(" ,") for name in (GLOO, NCCL)}
+    variable = next(filter(values.get, values), "")
+    matches, value = _MATCHES[variable], values.get(variable, "")
+    allowed = [each for each in present if matches(value, each.name)]
+    # NCCL's pattern may match several; the one that leads to the endpoint is preferred.
+    if routed in allowed and variable != GLOO:
         return routed
-    allowed = _allowed(present, variable, env[variable])
-    # NCCL's pattern may match several interfaces; the one that leads to the endpoint is preferred.
-    if variable == NCCL and routed in allowed:
-        return routed
-    # Without a route from here, the family that the endpoint itself prefers.
-    family = routed.family if routed else targets[0][0]
-    of_family = [each for each in allowed if each.family == family]
-    return (of_family or allowed)[0]
-
-
-def _allowed(present: list[Interface], variable: str, value: str) -> list[Interface]:
-    """Finds what of ``present`` a variable names. Raises `ConfigError` for nothing."""
-    if variable == GLOO:
-        # Gloo takes a list of names too, but one address is needed here: that of the first.
-        name = value.strip(" ,").split(",")[0].strip()
-        found = [each for each in present if each.name == name]
-    else:
-        found = [each for each in present if matches_nccl(value, each.name)]
-    if not found:
+    if not variable:
+        addresses = ", ".join(sorted({address for _, address, _ in targets}))
         raise ConfigError(
-            f"{variable}={value}: {socket.gethostname()} has no such interface that is up and has "
-            f"an address; it has {_listing(present)}"
+            f"no interface of {socket.gethostname()} leads to the endpoint {endpoint_host} "
+            f"({addresses}); it has {listing}; set {GLOO} and {NCCL}"
         )
-    return found
-
-
-def _listing(present: list[Interface]) -> str:
-    """For a message: ``eth0 (10.0.0.1), lo (127.0.0.1)``."""
-    return ", ".join(f"{each.name} ({each.address})" for each in present) or "none that is up"
-
-
-def _variable_set(env: Mapping[str, str]) -> str | None:
-    return next((name for name in (GLOO, NCCL) if env.get(name, "").strip(" ,")), None)
-
-
-def choice_reason(endpoint_host: str, environment: Mapping[str, str] | None = None) -> str:
-    """Why `choose_interface` takes what it takes, for a message: ``set in GLOO_SOCKET_IFNAME``,
-    ``the route to node0``."""
-    variable = _variable_set(os.environ if environment is None else environment)
-    return f"set in {variable}" if variable else f"the route to {endpoint_host}"
+    if not allowed:
+        raise ConfigError(
+            f"{variable}={environment[variable]}: {socket.gethostname()} has no such interface "
+            f"that is up and has an address; it has {listing}"
+        )
+    # Without a route from here, the family that the endpoint itself prefers; where the interface
+    # has no address of it, its first address.
+    family = routed.family if routed else targets[0][0]
+    return min(allowed, key=lambda each: each.family != family)
 
 
 def matches_nccl(pattern: str, name: str) -> bool:
@@ -105,20 +78,28 @@ def matches_nccl(pattern: str, name: str) -> bool:
     words = pattern.strip().removeprefix("^")
     # NCCL takes what follows a colon for a port number, which interfaces do not have.
     listed = [word.partition(":")[0].strip() for word in words.removeprefix("=").split(",")]
-    listed = [word for word in listed if word]
-    found = name in listed if words.startswith("=") else name.startswith(tuple(listed))
+    alternatives = tuple(filter(None, listed))
+    found = name in listed if words.startswith("=") else name.startswith(alternatives)
     return found != exclude
+
+
+# Whether an interface is one that the value of a variable names; without a variable any is.
+_MATCHES: dict[str, Callable[[str, str], bool]] = {
+    # Gloo takes a list of names too, but one address is needed here: that of the first.
+    GLOO: lambda value, name: value.split(",")[0].strip() == name,
+    NCCL: matches_nccl,
+    "": lambda value, name: True,
+}
 
 
 def list_interfaces() -> list[Interface]:
     """Every address of every interface that is up, IPv4 before IPv6, as the system lists them;
     loopback last."""
-    is_up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found = []
+    states, found = psutil.net_if_stats(), []
     for name, addresses in psutil.net_if_addrs().items():
-        for each in addresses:
-            if name in is_up and each.family in (socket.AF_INET, socket.AF_INET6):
-                found.append(Interface(name, each.address))
+        if name in states and states[name].isup:
+            of_internet = filter(lambda each: each.family in _INTERNET, addresses)
+            found += [Interface(name, each.address) for each in of_internet]
     return sorted(found, key=lambda each: (is_loopback(each.address), ":" in each.address))
 
 
@@ -131,8 +112,7 @@ def is_loopback(address: str) -> bool:
 def _routed(
     targets: list[tuple[socket.AddressFamily, str, tuple[Any, ...]]], present: list[Interface]
 ) -> Interface | None:
-    """The one of ``present`` that leads to the first of ``targets``, as `resolve` returns them,
-    with a route; or None.
+    """Finds the one of ``present`` that leads to the first of ``targets`` with a route; or None.
 
     Connecting a datagram socket sends nothing: the kernel looks up the route and sets the socket's
     own address.

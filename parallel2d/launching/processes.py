@@ -62,8 +62,8 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def open_standard_streams() -> None:
-    """Opens the null device in the place of standard streams that this process was started without,
-    as a service may be. Otherwise the next file takes the number of one, and ranks inherit it."""
+    """Opens the null device in the place of standard streams that this process lacks, as a service
+    may. Otherwise the next file takes the number of one, and ranks inherit it."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

@@ -24,8 +24,15 @@ from datetime import datetime
 from typing import Any
 
 from torch.distributed import Store
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousStateError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousBackend,
+    create_handler,
+)
 
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
@@ -38,6 +45,7 @@ from parallel2d.launching.elastic_internals import NodeDescription, RendezvousSt
 from parallel2d.launching.network_interface import Interface, choose_interface, is_loopback
 
 _HOSTS = "parallel2d/hosts"  # names of those that have come, each followed by a blank
+_CLOSED = "parallel2d/closed"  # jobs that have ended
 OUTSIDE = "parallel2d/outside"  # a key of stores that no job has opened
 _READ_TIMEOUT_S = 60.0  # of one operation on the store
 _FIRST_CALL_S = 20.0  # at the start of a job, for the largest number of nodes
@@ -63,9 +71,6 @@ class Rendezvous:
 
     def handler(self, config: LaunchConfig) -> Any:
         """A rendezvous handler for torch's elastic agent."""
-        from torch.distributed.elastic.rendezvous import RendezvousParameters
-        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
-
         smallest, largest = config.node_range
         parameters = RendezvousParameters(
             backend="parallel2d",
@@ -82,9 +87,9 @@ class Rendezvous:
         return create_handler(self.store, JsonBackend(self.store, self.name), parameters)
 
     def wait_for_all(self, config: LaunchConfig) -> None:
-        """At the start of a job, until all its launchers are here or a while has passed; otherwise
-        returns at once. Without it the first would start with the smallest number of nodes and have
-        to start again for each that comes."""
+        """Waits, at the start of a job, until all its launchers are here or a while has passed.
+        Otherwise the first would start with the smallest number of nodes and start again for each
+        that comes."""
         largest, key = config.node_range[1], f"parallel2d/arrived/{self.name}"
         deadline = time.monotonic() + _FIRST_CALL_S
         arrived = self.store.add(key, 1)
@@ -93,12 +98,12 @@ class Rendezvous:
             arrived = self.store.add(key, 0)
 
     def announce_host(self) -> None:
-        """Tells the other nodes that this one has come."""
+        """Adds this host to those that have come."""
         self.store.append(f"{_HOSTS}/{self.name}", f"{socket.gethostname()} ")
 
     def hosts_there(self) -> list[str]:
-        """Names of the hosts that have come. torch's own list is no use to a node that gives up: it
-        takes itself from it first."""
+        """Names of the hosts that have come. torch's own list is of no use to a node that gives up,
+        which removes itself from it first."""
         try:
             names = self.store.get(f"{_HOSTS}/{self.name}").decode()
         except Exception:  # the node that holds the store may have ended
@@ -119,7 +124,7 @@ class Rendezvous:
 
     def end(self) -> None:
         """Marks the job as ended: the next one of its name takes another number."""
-        self.store.set(_closed_key(self.name), "closed")
+        self.store.set(f"{_CLOSED}/{self.name}", "closed")
         self.store.delete_all(f"parallel2d/ranks/{self.name}/")
 
     def close(self) -> None:
@@ -152,7 +157,12 @@ def find_rendezvous(config: LaunchConfig) -> Rendezvous:
         interface = choose_interface(host)
         server = None
         if owns_address(host):
-            _check_reachable(host, config)
+            addresses = [address for _, address, _ in resolve(host)]
+            if config.node_range[1] > 1 and all(map(is_loopback, addresses)):
+                raise ConfigError(
+                    f"{host} is {addresses[0]} on this machine, which no other node reaches; give "
+                    "the address or name that other nodes use"
+                )
             # The port is taken by the store of somebody else, or of an earlier launcher here.
             with contextlib.suppress(PortTaken):
                 server = StoreServer.at(host, port, secret, say_who_came)
@@ -170,22 +180,9 @@ def find_rendezvous(config: LaunchConfig) -> Rendezvous:
             "launch.job_id, the same on all its nodes"
         )
     job, number = config.job_id or "parallel2d", 0
-    while store.check([_closed_key(f"{job}-{number}")]):
+    while store.check([f"{_CLOSED}/{job}-{number}"]):
         number += 1
     return Rendezvous(store, secret, endpoint, server, interface, f"{job}-{number}")
-
-
-def _check_reachable(host: str, config: LaunchConfig) -> None:
-    addresses = [address for _, address, _ in resolve(host)]
-    if config.node_range[1] > 1 and all(map(is_loopback, addresses)):
-        raise ConfigError(
-            f"{host} is {addresses[0]} on this machine, which no other node reaches; give the "
-            "address or name that other nodes use"
-        )
-
-
-def _closed_key(name: str) -> str:
-    return f"parallel2d/closed/{name}"
 
 
 class JsonBackend(RendezvousBackend):
@@ -205,26 +202,27 @@ class JsonBackend(RendezvousBackend):
 
     def get_state(self) -> tuple[bytes, bytes] | None:
         """The state as torch wants it, and its token; None before the first."""
-        text = self._replace("", "")
-        return (_pickled(text), text) if text else None
+        found = self._replace("", "")
+        return found[:2] if found else None
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, bytes, bool] | None:
         """Replaces the state that ``token`` stands for. Returns what there is now, and whether it
         is this."""
         new = to_json(pickle.loads(state))  # made by this process
-        text = self._replace(token if isinstance(token, bytes) else "", new)
-        return (_pickled(text), text, text == new.encode()) if text else None
+        # Before the first state, torch gives a token that stands for none.
+        return self._replace(token if isinstance(token, bytes) else "", new)
 
-    def _replace(self, expected: str | bytes, desired: str) -> bytes:
+    def _replace(self, expected: str | bytes, desired: str) -> tuple[bytes, bytes, bool] | None:
         try:
-            return self._store.compare_set(self._key, expected, desired)  # type: ignore[arg-type]
+            text = self._store.compare_set(self._key, expected, desired)  # type: ignore[arg-type]
         except (ValueError, RuntimeError) as error:
             raise RendezvousConnectionError(str(error)) from error
+        return (pickle.dumps(from_json(text)), text, text == desired.encode()) if text else None
 
 
 def to_json(state: RendezvousState) -> str:
     """The state as text."""
-    told = {
+    named = {
         "round": state.round,
         "complete": state.complete,
         "deadline": state.deadline.isoformat() if state.deadline else None,
@@ -236,7 +234,7 @@ def to_json(state: RendezvousState) -> str:
             [*_node(node), beat.isoformat()] for node, beat in state.last_heartbeats.items()
         ],
     }
-    return json.dumps(told)
+    return json.dumps(named)
 
 
 def from_json(text: bytes) -> RendezvousState:
@@ -244,25 +242,20 @@ def from_json(text: bytes) -> RendezvousState:
     make."""
     state, to_time = RendezvousState(), datetime.fromisoformat
     try:
-        told = json.loads(text)
-        state.round = _of(int, told["round"])
-        state.complete, state.closed = _of(bool, told["complete"]), _of(bool, told["closed"])
-        state.deadline = None if told["deadline"] is None else to_time(told["deadline"])
-        state.participants = {
-            _to_node(node): _of(int, rank) for *node, rank in told["participants"]
-        }
-        state.wait_list = {_to_node(node) for node in told["wait_list"]}
-        state.redundancy_list = {_to_node(node) for node in told["redundancy_list"]}
-        state.last_heartbeats = {
-            _to_node(node): to_time(beat) for *node, beat in told["last_heartbeats"]
-        }
+        given = json.loads(text)
+        state.round = _of(int, given["round"])
+        state.complete, state.closed = _of(bool, given["complete"]), _of(bool, given["closed"])
+        if given["deadline"] is not None:
+            state.deadline = to_time(given["deadline"])
+        for *node, rank in given["participants"]:
+            state.participants[_to_node(node)] = _of(int, rank)
+        state.wait_list = set(map(_to_node, given["wait_list"]))
+        state.redundancy_list = set(map(_to_node, given["redundancy_list"]))
+        for *node, beat in given["last_heartbeats"]:
+            state.last_heartbeats[_to_node(node)] = to_time(beat)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RendezvousStateError(f"the state of the rendezvous is damaged: {error}") from None
     return state
-
-
-def _pickled(text: bytes) -> bytes:
-    return pickle.dumps(from_json(text))
 
 
 def _node(node: NodeDescription) -> list[str | int]:

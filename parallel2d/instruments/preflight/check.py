@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from parallel2d.base.runtime import Runtime
 from parallel2d.instruments.preflight.rank_measurement import RankMeasurement
 from parallel2d.instruments.preflight.verdict import Finding, NodeFacts, judge_nodes, judge_speeds
 from parallel2d.parallel.mesh import MeshSpec, build_mesh
+
+_MARKS = {"red": "FAIL", "yellow": "warn"}
 
 
 class ClusterCheck:
@@ -57,33 +60,41 @@ class ClusterCheck:
             speed = f"{link.bytes_per_s / 1e6:.4g} MB/s, {link.latency_s * 1e6:.4g} us a step"
             self._say(f"  ok {axis}: {speed}")
         if given.write:
-            self._write(measured.cluster_keys(nodes))
+            keys = measured.cluster_keys(nodes)
+            if self._runtime.is_first:
+                self._write(keys)
         details = {"nodes": nodes, "flops": measured.flops, "links": measured.links}
         return self._conclude({**details, "axes": measured.samples}, hosts[0])
 
     def _conclude(self, details: dict[str, Any], first_host: str) -> int:
-        failed = sum(finding.level == "red" for finding in self._findings)
+        failed = [finding.level for finding in self._findings].count("red")
         warnings = len(self._findings) - failed
-        verdict = f"not fit to train: {failed} failed" if failed else "fit to train"
-        verdict = f"{verdict}, {counted(warnings, 'warning')}"
+        fit = "fit to train"
+        if failed:
+            fit = f"not fit to train: {failed} failed"
+        verdict = f"{fit}, {counted(warnings, 'warning')}"
         self._say(verdict)
-        if self._runtime.is_first and self._given.json:
+        if not self._runtime.is_first:
+            if self._speaks:
+                print(
+                    f"{socket.gethostname()}: {verdict} (report on {first_host})", file=sys.stderr
+                )
+        elif self._given.json:
             findings = [finding._asdict() for finding in self._findings]
-            told = {"fit": not failed, "findings": findings, **details}
-            print(json.dumps(told, default=asdict), flush=True)
-        elif self._speaks and not self._runtime.is_first:
-            print(f"{socket.gethostname()}: {verdict} (report on {first_host})", file=sys.stderr)
-        return 1 if failed or (self._given.strict and warnings) else 0
+            report = {"fit": not failed, "findings": findings, **details}
+            print(json.dumps(report, default=asdict), flush=True)
+        return int(failed > 0 or (self._given.strict and warnings > 0))
 
     def _compare_nodes(self) -> list[NodeFacts]:
         facts = None
         if self._speaks:
             facts = NodeFacts.collect(self._given.run_dir, len(self._own_ranks))
-        nodes = [node for node in all_gather(facts) if node is not None]
+        nodes = list(filter(None, all_gather(facts)))
         all_times = all_gather(time.time())  # all ranks are here within milliseconds
         times = [all_times[ranks[0]] for ranks in self._runtime.topology.ranks_by_host.values()]
         self._add(judge_nodes(nodes, [each - times[0] for each in times]))
-        if not any(check == "run dir" for _, check, _ in nodes[0].faults):
+        # Where the first node cannot write to it, there is nothing to compare.
+        if "run dir" not in map(attrgetter("check"), nodes[0].faults):
             try:
                 check_shared_run_dir(self._given.run_dir)
             except ConfigError as error:
@@ -93,22 +104,19 @@ class ClusterCheck:
     def _add(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
             self._findings.append(finding)
-            mark = {"red": "FAIL", "yellow": "warn"}[finding.level]
-            self._say(f"{mark} {finding.check}: {finding.text}")
+            self._say(f"{_MARKS[finding.level]} {finding.check}: {finding.text}")
 
     def _say(self, text: str) -> None:
         if self._runtime.is_first and not self._given.json:
             print(files.for_terminal(text), flush=True)
 
     def _write(self, keys: dict[str, Any]) -> None:
-        """The cluster file, in one rename; on rank 0."""
-        given = self._given
-        if not self._runtime.is_first:
-            return
+        """Writes the cluster file, in one rename."""
+        path = self._given.write
         # Four digits.
         short = json.loads(json.dumps(keys), parse_float=lambda text: float(f"{float(text):.4g}"))
-        described = {"name": Path(given.write).stem, **short}
+        described = {"name": Path(path).stem, **short}
         text = f"# Measured on {time.strftime('%Y-%m-%d')} by python -m parallel2d.preflight\n"
         text += "defaults: [/schema/cluster@_here_, _self_]\n"
-        files.replace(given.write, text + yaml.safe_dump(described, sort_keys=False))
-        print(f"written: {given.write}; plan with cluster={given.write}", file=sys.stderr)
+        files.replace(path, text + yaml.safe_dump(described, sort_keys=False))
+        print(f"written: {path}; plan with cluster={path}", file=sys.stderr)

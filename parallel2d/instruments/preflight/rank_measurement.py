@@ -10,13 +10,13 @@ import functools
 import math
 import statistics
 import time
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,7 +25,12 @@ from parallel2d.base.exchange import all_gather, reduce
 from parallel2d.base.runtime import Runtime
 from parallel2d.instruments.preflight.verdict import NodeFacts, RankLink
 from parallel2d.models.llama import Llama
-from parallel2d.parallel.cost.collectives import collective_steps, placements, sent_bytes
+from parallel2d.parallel.cost.collectives import (
+    GroupPlacement,
+    collective_steps,
+    placements,
+    sent_bytes,
+)
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.parallelize.precision import DTYPES
 
@@ -70,18 +75,23 @@ class RankMeasurement:
     def __init__(
         self, runtime: Runtime, mesh: DeviceMesh, seconds: float, largest_bytes: float
     ) -> None:
-        self._device, self._mesh = runtime.device, mesh
-        self._seconds = seconds
+        self._device, self._mesh, self._seconds = runtime.device, mesh, seconds
         sizes = [_SMALLEST * _GROWTH**power for power in range(7)]
-        self._sizes = [size for size in sizes if size <= largest_bytes]
-        found = placements(mesh_shape(mesh).place(runtime.topology), runtime.topology)
-        self._places = {axis: place for axis, place in found.items() if place.ranks > 1}
+        self._sizes = sizes[: bisect_right(sizes, largest_bytes)]
         self._on_gpu = self._device.type == "cuda"
         self._usual = "bf16" if self._on_gpu else "fp32"
+        self._places: dict[str, GroupPlacement] = {}
         # By axis; the axes are those that have several ranks.
-        self.samples = {axis: self._collectives(axis) for axis in self._places}
-        self.fits = {axis: fit_link(samples) for axis, samples in self.samples.items()}
-        self.links = {axis: self._neighbours(axis) for axis in self.samples}
+        self.samples: dict[str, list[CollectiveSample]] = {}
+        self.fits: dict[str, FittedLink] = {}
+        self.links: dict[str, list[RankLink]] = {}
+        found = placements(mesh_shape(mesh).place(runtime.topology), runtime.topology)
+        for axis, place in found.items():
+            if place.ranks > 1:
+                self._places[axis] = place
+                self.samples[axis] = self._collectives(axis)
+                self.fits[axis] = fit_link(self.samples[axis])
+                self.links[axis] = self._neighbours(axis)
         self.flops = self._flops(self._usual)
 
     def cluster_keys(self, nodes: Sequence[NodeFacts]) -> dict[str, Any]:
@@ -204,16 +214,12 @@ class RankMeasurement:
         tokens = torch.randint(0, 4 * width, (1, length), device=self._device)
         with FlopCounterMode(display=False) as counter:
             model(tokens).float().sum().backward()
-        return counter.get_total_flops() / self._step_of(model, tokens)
-
-    def _step_of(self, model: nn.Module, inputs: torch.Tensor) -> float:
-        """Seconds of forward and backward."""
 
         def step() -> None:
-            model(inputs).float().sum().backward()
+            model(tokens).float().sum().backward()
             model.zero_grad()
 
-        return self._slowest(step)
+        return counter.get_total_flops() / self._slowest(step)
 
     def _slowest(self, run: Callable[[], object]) -> float:
         return self._largest(self._seconds_of(run))

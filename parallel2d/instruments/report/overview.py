@@ -81,10 +81,9 @@ def tables(runs: Sequence[Run]) -> dict[str, list[TextRow]]:
     for run in runs:
         for kind, step, text in events_of(run):
             row = {"run": run.name, "step": text_of(keys.STEP, step), "event": kind}
-            row["what"] = files.printable(text, 2000)
-            # The curves show these, of which there are many.
+            # The curves show checkpoints, of which there are many.
             if kind != "checkpoint":
-                found["Events"].append(row)
+                found["Events"].append(row | {"what": files.printable(text, 2000)})
     return dict(filter(itemgetter(1), found.items()))
 
 
@@ -118,10 +117,10 @@ def _comparison(run: Run) -> TextRow:
 
 def _differing_settings(runs: Sequence[Run]) -> list[TextRow]:
     """A row for each key of which not all runs have the same value; none where one has no keys."""
-    if not all(map(attrgetter("segments"), runs)):
-        return []
-    settings = {run.name: dict(_flat(run.segments[-1].config)) for run in runs}
     rows: list[TextRow] = []
+    if not all(map(attrgetter("segments"), runs)):
+        return rows
+    settings = {run.name: dict(_flat(run.segments[-1].config)) for run in runs}
     for name in dict.fromkeys(chain(*settings.values())):
         row = {run: files.printable(each.get(name, "-"), 80) for run, each in settings.items()}
         if len(set(row.values())) > 1:

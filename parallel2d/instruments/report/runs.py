@@ -110,13 +110,13 @@ def _number(value: Any) -> float:
 
 def find_runs(paths: Sequence[str]) -> list[str]:
     """The run directories at ``paths``, or below them, by name; a path without any as it is."""
-    found: list[str] = []
+    found: dict[str, None] = {}  # a set in order
     for path in paths:
         below: list[str] = []
         if not os.path.lexists(os.path.join(path, "metrics.jsonl")):
             below = sorted(map(os.path.dirname, map(str, Path(path).rglob("metrics.jsonl"))))
-        found += below or [path]
-    return list(dict.fromkeys(found))
+        found |= dict.fromkeys(below or [path])
+    return list(found)
 
 
 def read_run(path: str) -> Run:

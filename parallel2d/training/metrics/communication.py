@@ -19,6 +19,7 @@ that is the latter.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections import defaultdict
@@ -31,13 +32,12 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from parallel2d.base.config import AXES
 from parallel2d.base.runtime import on_teardown
 from parallel2d.parallel.cost.collectives import sent_bytes
 from parallel2d.parallel.mesh import axis_names
-from parallel2d.training.metrics.keys import QUANTITIES
 from parallel2d.training.metrics.phases import named
 
 # One of torch's functions with the arguments it was called with
@@ -52,9 +52,7 @@ class StreamWaits:
     def __init__(
         self, stream_class: Any, current: Callable[[], Any], timed_event: Callable[[], Any]
     ) -> None:
-        self._class = stream_class
-        self._current = current
-        self._timed_event = timed_event
+        self._class, self._current, self._timed_event = stream_class, current, timed_event
         self._originals: tuple[Any, Any] | None = None
         self._compute: int | None = None
         self._axis_of: dict[int, str] = {}  # stream -> axis of its last collective
@@ -127,15 +125,6 @@ def seconds_between(before: Any, after: Any) -> float:
     return float(before.elapsed_time(after)) / 1e3
 
 
-def cuda_stream_waits(device: torch.device) -> StreamWaits:
-    """For the streams of ``device``."""
-    return StreamWaits(
-        torch.cuda.Stream,
-        functools.partial(torch.cuda.current_stream, device),
-        functools.partial(torch.cuda.Event, enable_timing=True),
-    )
-
-
 @dataclass(slots=True)
 class _Tally:
     axis: str
@@ -177,15 +166,6 @@ class _Done:
         return True
 
 
-_installed: list[CommunicationMeter] = []
-
-
-def remove_installed() -> None:
-    """Removes the meter that is installed, if any."""
-    while _installed:
-        _installed[-1].remove()
-
-
 class CommunicationMeter:
     """Counts what this rank sends over each axis of ``mesh``; see [Note: what is counted].
 
@@ -201,7 +181,10 @@ class CommunicationMeter:
         self._device_type = device_type or mesh.device_type
         self._streams: StreamWaits | None = None
         if mesh.device_type == "cuda" and not dry:
-            self._streams = cuda_stream_waits(torch.device("cuda", torch.cuda.current_device()))
+            device = torch.device("cuda", torch.cuda.current_device())
+            current = functools.partial(torch.cuda.current_stream, device)
+            timed_event = functools.partial(torch.cuda.Event, enable_timing=True)
+            self._streams = StreamWaits(torch.cuda.Stream, current, timed_event)
         self._axes: dict[str, _Tally] = {}
         self._by_group: dict[str, _Tally | None] = {}
         self._by_ranks: dict[tuple[int, ...], _Tally] = {}
@@ -225,8 +208,7 @@ class CommunicationMeter:
     def install(self) -> CommunicationMeter:
         """Wraps torch's collective functions until `remove`."""
         assert not self._originals, "already installed"
-        _installed.append(self)
-        on_teardown(remove_installed)
+        on_teardown(self.remove)
         for module, name, collective, place, names, group_place in _WRAPPED:
             how = functools.partial(self._collective, collective, place, names, group_place)
             self._wrap(module, name, how)
@@ -241,8 +223,6 @@ class CommunicationMeter:
         while self._originals:
             module, name, original = self._originals.pop()
             setattr(module, name, original)
-        if self in _installed:
-            _installed.remove(self)
         if self._streams:
             self._streams.remove()
 
@@ -264,10 +244,7 @@ class CommunicationMeter:
             stalled_s[axis] += seconds_between(before, after)
         values: list[float] = []
         for axis in AXES:
-            tally = self._axes.get(axis)
-            if tally is None:
-                values += [0.0] * len(QUANTITIES)
-                continue
+            tally = self._axes.get(axis, _Tally(axis, 1))
             # On CPU there are no events, and the thread was held up for all of the seconds.
             seconds = tally.seconds + sum(seconds_between(*pair) for pair in tally.events)
             exposed = tally.seconds + stalled_s[axis]
@@ -290,8 +267,7 @@ class CommunicationMeter:
         last = self._last
         if not begun or last is None:
             return begun, "the first collective"
-        collective, axis = last
-        return begun, f"{collective} over the {axis} axis, or the agreement after it,"
+        return begun, "{} over the {} axis, or the agreement after it,".format(*last)
 
     def _wrap(self, module: Any, name: str, count: Callable[[_Call], Any]) -> None:
         original = getattr(module, name, None)
@@ -383,8 +359,11 @@ class CommunicationMeter:
         name = functional._resolve_group_name(group)
         if name not in self._by_group:
             # DTensor remembers meshes that are equal to one it saw before, whose groups are others
-            # over the same ranks.
-            self._by_group[name] = self._by_ranks.get(_ranks_of(name))
+            # over the same ranks. torch may have no group of that name any more.
+            ranks: list[int] = []
+            with contextlib.suppress(RuntimeError, ValueError, KeyError):
+                ranks = dist.get_process_group_ranks(_resolve_process_group(name))
+            self._by_group[name] = self._by_ranks.get(tuple(ranks))
         return self._by_group[name]
 
 
@@ -406,15 +385,6 @@ _WRAPPED: tuple[tuple[Any, str, str, int, tuple[str, ...], int], ...] = (
 
 def _argument(call: _Call, place: int, *names: str) -> Any:
     """An argument that was given by place or by one of ``names``; None for one that was not."""
-    if len(call.args) > place:
-        return call.args[place]
-    return next((call.keywords[name] for name in names if name in call.keywords), None)
-
-
-def _ranks_of(group_name: GroupName) -> tuple[int, ...]:
-    """Empty for a name that torch has no group for."""
-    try:
-        group = _resolve_process_group(group_name)
-        return tuple(dist.get_process_group_ranks(group))
-    except (RuntimeError, ValueError, KeyError):
-        return ()
+    by_name = filter(call.keywords.__contains__, names)
+    given = [*call.args[place : place + 1], *map(call.keywords.get, by_name), None]
+    return given[0]

@@ -7,12 +7,13 @@ import contextlib
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from parallel2d.base.files import for_terminal
@@ -30,10 +31,9 @@ class ConsoleDisplay:
     no bar."""
 
     def __init__(self, mode: str, steps: int, unit: str = "tok", label: str = "") -> None:
-        self._steps = steps
-        self._unit = unit
-        self._silent = mode == "silent"
+        self._steps, self._unit = steps, unit
         self._label = f"{label} " if label else ""
+        self._is_silent = mode == "silent"
         self._is_live = mode == "rich" and sys.stderr.isatty() and not label
         self._live: Live | None = None
         self._last_shown = 0.0
@@ -53,41 +53,36 @@ class ConsoleDisplay:
     ) -> None:
         """Shows one logged row. ``eta_s``: seconds that the rest will take; ``checkpoint_age_s``:
         since the last save."""
-        now = time.monotonic()
-        if self._silent or not self._is_due(row, now - self._last_shown):
+        now, step = time.monotonic(), row[keys.STEP]
+        since_last_s = now - self._last_shown
+        is_due = step in (1, self._steps) or since_last_s > _LINE_EVERY_S
+        if self._is_live:
+            is_due |= since_last_s > _REDRAWN_EVERY_S
+        else:  # Plain lines stay, so every validation gets one.
+            is_due |= keys.VALIDATION_LOSS in row or bool(keys.set_losses(row))
+        if self._is_silent or not is_due:
             return
         self._last_shown = now
-        step = row[keys.STEP]
-        parts = describe(row, checkpoint_age_s, self._unit)
-        eta = f"ETA {_duration(eta_s)}" if eta_s is not None and step < self._steps else ""
+        parts, eta = describe(row, checkpoint_age_s, self._unit), ""
+        if eta_s is not None and step < self._steps:
+            eta = f"ETA {_duration(eta_s)}"
         if self._live is not None:
             self._live.update(self._view(step, parts, eta), refresh=True)
             return
         shown = [f"step {step}/{self._steps}", *parts, eta]
-        for line in wrap([part for part in shown if part]):
+        for line in wrap(list(filter(None, shown))):
             self.say(line)
 
-    def _is_due(self, row: dict[str, Any], since_last_s: float) -> bool:
-        if row[keys.STEP] in (1, self._steps):
-            return True
-        # Plain lines stay, so every validation gets one.
-        if self._live is None and (keys.VALIDATION_LOSS in row or keys.set_losses(row)):
-            return True
-        return since_last_s > (_LINE_EVERY_S if self._live is None else _REDRAWN_EVERY_S)
-
     def _view(self, step: int, parts: list[str], eta: str) -> Group:
-        bar = Table.grid(padding=(0, 1), expand=True)
-        bar.add_column(no_wrap=True)
-        bar.add_column(ratio=1)
-        bar.add_column(no_wrap=True)
+        left, right = Column(no_wrap=True), Column(no_wrap=True)
+        bar = Table.grid(left, Column(ratio=1), right, padding=(0, 1), expand=True)
         progress = ProgressBar(total=self._steps, completed=step)
         bar.add_row(f"step {step}/{self._steps}", progress, eta)
-        lines = [Text(line, no_wrap=True) for line in wrap(parts)]
-        return Group(bar, *lines)
+        return Group(bar, *(Text(line, no_wrap=True) for line in wrap(parts)))
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        if self._silent:
+        if self._is_silent:
             return
         if self._live is not None:
             self._live.console.print(for_terminal(text), markup=False, highlight=False)
@@ -109,23 +104,23 @@ def describe(row: dict[str, Any], checkpoint_age_s: float | None, unit: str = "t
         parts.append(f"validation {row[keys.VALIDATION_LOSS]:.4f}")
     parts += [f"{name} {loss:.4f}" for name, loss in keys.set_losses(row).items()]
     if keys.TOKENS_PER_S in row:
-        speed = _count(row[keys.TOKENS_PER_S])
-        parts.append(f"{speed} {unit}/s")
-    # Where the peak of the device is known, the fraction of it says more.
-    if keys.MFU in row:
-        parts.append(f"MFU {row[keys.MFU]:.0%}")
-    elif keys.MODEL_TFLOPS_PER_RANK in row:
-        parts.append(f"{row[keys.MODEL_TFLOPS_PER_RANK]:.3g} TFLOP/s")
-    between_hosts = row.get(keys.BYTES_BETWEEN_HOSTS)
-    if between_hosts:
-        parts.append(f"net {_count(between_hosts)}B/step")
-    # Of the device, where there is one
-    memory = row.get(keys.PEAK_GIB) or row.get(keys.PEAK_RSS_GIB)
-    if memory:
-        parts.append(f"{memory:.3g} GiB")
+        parts.append(f"{_count(row[keys.TOKENS_PER_S])} {unit}/s")
+    for forms in _ALTERNATIVES:
+        key = next(filter(row.get, forms), None)
+        if key is not None:
+            parts.append(forms[key](row[key]))
     if checkpoint_age_s is not None:
         parts.append(f"saved {_duration(checkpoint_age_s)} ago")
     return parts
+
+
+# Of each, the first key that has a value other than 0, and how it is shown. Where the peak of the
+# device is known, the fraction of it says more than FLOP/s.
+_ALTERNATIVES: tuple[dict[str, Callable[[float], str]], ...] = (
+    {keys.MFU: "MFU {:.0%}".format, keys.MODEL_TFLOPS_PER_RANK: "{:.3g} TFLOP/s".format},
+    {keys.BYTES_BETWEEN_HOSTS: lambda value: f"net {_count(value)}B/step"},
+    {keys.PEAK_GIB: "{:.3g} GiB".format, keys.PEAK_RSS_GIB: "{:.3g} GiB".format},
+)
 
 
 def wrap(parts: list[str]) -> list[str]:
@@ -144,8 +139,7 @@ def _count(value: float) -> str:
 
 
 def _duration(seconds: float) -> str:
+    """``1:01:40``, or ``1:40`` below an hour."""
     minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}:{minutes:02}:{rest:02}"
-    return f"{minutes}:{rest:02}"
+    hours = f"{minutes // 60}:{minutes % 60:02}" if minutes >= 60 else f"{minutes}"
+    return f"{hours}:{rest:02}"

@@ -24,18 +24,14 @@ TOKENS = "tokens"
 SAMPLES = "samples"
 BATCH_HASH = "data/batch_hash"
 SKIPPED_STEPS = "skipped_steps"
-_SET_LOSS = re.compile("validation/(.+)/loss")
-
-
-def set_loss_key(name: str) -> str:
-    """Of the set of ``data.validation`` that is called ``name``."""
-    return f"validation/{name}/loss"
+set_loss_key = "validation/{}/loss".format  # of a set of ``data.validation`` by its name
+_SET_LOSS = re.compile(set_loss_key("(.+)"))
 
 
 def set_losses(row: Mapping[str, float]) -> dict[str, float]:
     """By name, the losses of sets of ``data.validation`` that ``row`` holds."""
-    found = [_SET_LOSS.fullmatch(key) for key in row]
-    return {match[1]: row[match[0]] for match in found if match}
+    found = filter(None, map(_SET_LOSS.fullmatch, row))
+    return {match[1]: row[match[0]] for match in found}
 
 
 # Seconds of a step: the mean over the steps since the row before. The first step of a process has
@@ -43,23 +39,12 @@ def set_losses(row: Mapping[str, float]) -> dict[str, float]:
 PHASES = ("forward_backward", "data", "sync", "optimizer")  # as `Trainer.step` marks them
 STEP_S = "time/step_s"
 FIRST_STEP_S = "time/first_step_s"
-
-
-def time_key(name: str) -> str:
-    """Of the seconds called ``name``, such as ``data_s``."""
-    return f"time/{name}"
-
+time_key = "time/{}".format  # of seconds by their name, such as ``data_s``
 
 # What a rank sends over each axis of the mesh in a step: the mean over ranks and steps
 QUANTITIES = ("bytes", "calls", "seconds", "exposed_seconds")
 BYTES_BETWEEN_HOSTS = "comm/between_hosts/bytes"
-
-
-def communication_key(axis: str, quantity: str) -> str:
-    """Of one of ``QUANTITIES``."""
-    return f"comm/{axis}/{quantity}"
-
-
+communication_key = "comm/{}/{}".format  # of an axis and one of ``QUANTITIES``
 COMMUNICATION_KEYS = tuple(
     communication_key(axis, quantity) for axis in AXES for quantity in QUANTITIES
 )
@@ -91,8 +76,4 @@ USEFUL_S = "goodput/useful_s"
 WALL_S = "goodput/wall_s"
 UNIX_S = "goodput/unix_s"
 LOSSES = ("first_step", "data", "checkpoint", "validation", "restart", "repeated")
-
-
-def lost_key(cause: str) -> str:
-    """Of the seconds lost to one of ``LOSSES``."""
-    return f"goodput/lost_{cause}_s"
+lost_key = "goodput/lost_{}_s".format  # of the seconds lost to one of ``LOSSES``

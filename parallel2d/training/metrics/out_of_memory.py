@@ -37,13 +37,15 @@ def out_of_memory_named(
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if is_out_of_memory(error):
+        # Of CPU memory torch raises a plain RuntimeError.
+        of_cpu = "DefaultCPUAllocator: can't allocate memory" in str(error)
+        if of_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError):
             error.add_note(_describe(error, rank, host.split("/")[0], snapshots))
         raise
 
 
 def save_snapshot(path: str) -> list[str]:
-    """Returns what was written: a failure of that must not hide the one that it is about."""
+    """Returns the files written: a failure to write must not hide the one that it is about."""
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         torch.cuda.memory._dump_snapshot(path)
@@ -65,10 +67,3 @@ def _describe(error: BaseException, rank: int, host: str, snapshots: list[str]) 
         "a smaller train.micro_batch_size, activation_checkpointing=full or more sharding need less"
     )
     return "; ".join(parts)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that a host or a device has no memory left."""
-    # Of CPU memory torch raises a plain RuntimeError.
-    of_torch = "DefaultCPUAllocator: can't allocate memory" in str(error)
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or of_torch

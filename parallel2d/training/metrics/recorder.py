@@ -1,5 +1,5 @@
 """Measures every step on every rank and, on rank 0, writes a row of averages every few steps:
-`Recorder`."""
+`Recorder`, with totals of the run (`Goodput`) and warnings (`Deviation`, `Stragglers`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from parallel2d.base.files import for_terminal
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.communication import CommunicationMeter
 from parallel2d.training.metrics.console import ConsoleDisplay
-from parallel2d.training.metrics.goodput import Goodput
 from parallel2d.training.metrics.phases import StepProfiler
 from parallel2d.training.metrics.watch import Position
 from parallel2d.training.metrics.writer import MetricsWriter
@@ -63,20 +62,16 @@ class Recorder:
         self._stragglers = Stragglers(self.hosts)
         self._deviation = Deviation(self.predicted)
         # Over the replicate axis, and the steps that took them
-        self._crossed_bytes = 0.0
-        self._crossed_steps = 0
+        self._crossed_bytes, self._crossed_steps = 0.0, 0
         self._outer_norm: float | None = None
-        self._segment = 1
-        self._step = 0
-        self._first = True
+        self._segment, self._step, self._first = 1, 0, True
         self._saved_at: float | None = None  # when the last checkpoint was written
         self._given: dict[str, float] = {}  # metrics of hooks since the last row
         # Over the steps since the last row
         self._sums: dict[str, float] = defaultdict(float)
         self._counted = 0
         # Over all steps but the first, for the time that the rest will take
-        self._steady_s = 0.0
-        self._steady_steps = 0
+        self._steady_s, self._steady_steps = 0.0, 0
 
     def begin(
         self, step: int, segment: int = 1, *, restarted: bool = False, not_before: float = 0.0
@@ -103,10 +98,10 @@ class Recorder:
 
     def position(self) -> Position:
         """How far this rank is; safe to call from another thread."""
-        begun, doing = 0, "a collective (which one is known with metrics.communication=true)"
         if self.meter is not None:
-            begun, doing = self.meter.position()
-        return Position(self._step, begun, doing)
+            return Position(self._step, *self.meter.position())
+        doing = "a collective (which one is known with metrics.communication=true)"
+        return Position(self._step, 0, doing)
 
     def measure(self, seconds: Mapping[str, float], busy_cpu_s: float) -> RankReport:
         """Ends the measurement of a step that took ``seconds``, empty before the first. The other
@@ -121,9 +116,10 @@ class Recorder:
         if self.meter is None:
             return RankReport(busy_cpu_s, _memory(self.device), {})
         moved = dict(zip(keys.COMMUNICATION_KEYS, self.meter.read(), strict=True))
-        busy_s = busy_cpu_s
-        if self.device.type == "cpu" and "step_s" in seconds and _has_own_core(self.hosts):
-            held_up_s = sum(moved[key] for key in keys.COMMUNICATION_SECONDS)
+        busy_s, rank = busy_cpu_s, dist.get_rank() if dist.is_initialized() else 0
+        ranks_here, cores = self.hosts.count(self.hosts[rank]), len(os.sched_getaffinity(0))
+        if self.device.type == "cpu" and "step_s" in seconds and ranks_here <= cores:
+            held_up_s = sum(map(moved.__getitem__, keys.COMMUNICATION_SECONDS))
             # Not zero, which would mean that this rank was not measured.
             busy_s = max(1e-9, seconds["step_s"] - seconds.get("sync_s", 0.0) - held_up_s)
         return RankReport(busy_s, _memory(self.device), moved)
@@ -167,12 +163,15 @@ class Recorder:
             if self.display:
                 self.display.say(f"first step {step_s:.2f} s (not counted in the averages)")
         else:
-            self._emit(row | _slowest(busy_s) | self._averages(), busy_s)
+            longest, mean = max(busy_s), sum(busy_s) / len(busy_s)
+            if mean:  # otherwise no rank has measured a step yet
+                row |= {keys.SLOWEST_RANK: busy_s.index(longest), keys.SKEW: longest / mean}
+            self._emit(row | self._averages(), busy_s)
 
     def _totals(
         self, progress: Progress, outcome: StepOutcome, learning_rate: float
     ) -> dict[str, Any]:
-        """What a row holds of its step, and the totals of the run."""
+        """Everything in a row that is no average."""
         row: dict[str, Any] = {
             keys.STEP: progress.step,
             keys.SEGMENT: self._segment,
@@ -183,9 +182,12 @@ class Recorder:
             keys.SAMPLES: progress.samples,
             keys.BATCH_HASH: outcome.batch_hash,
             keys.SKIPPED_STEPS: progress.skipped,
-            **_largest_memory(outcome.ranks),
-            **self._goodput.row(),
         }
+        for key in outcome.ranks[0].memory:
+            row[key] = max(report.memory[key] for report in outcome.ranks)
+        if row.get(keys.RESERVED_GIB):
+            row[keys.FRAGMENTATION] = 1 - row[keys.ALLOCATED_GIB] / row[keys.RESERVED_GIB]
+        row |= self._goodput.row()
         if self._outer_norm is not None:
             row[keys.OUTER_NORM] = self._outer_norm
         return row
@@ -208,8 +210,9 @@ class Recorder:
         self._sums.clear()
         self._counted = 0
         if self.meter:
-            crossing = [keys.communication_key(axis, "bytes") for axis in self.slow_axes]
-            row[keys.BYTES_BETWEEN_HOSTS] = sum(row[key] for key in crossing)
+            row[keys.BYTES_BETWEEN_HOSTS] = sum(
+                row[keys.communication_key(axis, "bytes")] for axis in self.slow_axes
+            )
             self._warn(self._deviation.check(row))
         if self.exact_bytes and self._crossed_bytes:
             exact = self.exact_bytes * self._crossed_steps
@@ -238,11 +241,11 @@ class Recorder:
         self.display.step(row, eta_s, age_s)
 
     def _warn(self, sentences: Sequence[str]) -> None:
-        if self.display is None:  # every rank comes to the same sentences, and one shows them
-            return
         for sentence in sentences:
-            log.warning("%s", sentence)
-            self.display.say(f"warning: {sentence}")
+            # Every rank comes to the same sentences, and one shows them.
+            if self.display is not None:
+                log.warning("%s", sentence)
+                self.display.say(f"warning: {sentence}")
 
     def say(self, text: str) -> None:
         """A line for people, in ``train.log`` and on the console; rank 0 alone says it."""
@@ -265,11 +268,6 @@ class Recorder:
                 part.close()
 
 
-def _has_own_core(hosts: Sequence[str]) -> bool:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return hosts.count(hosts[rank]) <= len(os.sched_getaffinity(0))
-
-
 def _memory(device: torch.device) -> dict[str, float]:
     memory = {
         keys.PEAK_RSS_GIB: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB,
@@ -285,22 +283,6 @@ def _memory(device: torch.device) -> dict[str, float]:
     return memory
 
 
-def _largest_memory(reports: Sequence[RankReport]) -> dict[str, float]:
-    row = {key: max(report.memory[key] for report in reports) for key in reports[0].memory}
-    if row.get(keys.RESERVED_GIB):
-        row[keys.FRAGMENTATION] = 1 - row[keys.ALLOCATED_GIB] / row[keys.RESERVED_GIB]
-    return row
-
-
-def _slowest(busy_s: Sequence[float]) -> dict[str, float]:
-    """The rank that was busy longest and its part of the mean; empty where nothing was measured."""
-    mean = sum(busy_s) / len(busy_s)
-    if not mean:
-        return {}
-    longest = max(busy_s)
-    return {keys.SLOWEST_RANK: busy_s.index(longest), keys.SKEW: longest / mean}
-
-
 class Deviation:
     """Warns once per axis that moves more or less than predicted. ``predicted``: bytes by key."""
 
@@ -310,7 +292,7 @@ class Deviation:
     def check(self, row: Mapping[str, float]) -> list[str]:
         """The warnings for one row of measurements; each axis is named once in a run."""
         warnings = []
-        for key, predicted in list(self._predicted.items()):
+        for key, predicted in tuple(self._predicted.items()):
             measured, expected = row.get(key, predicted), max(predicted, 1.0)
             if abs(measured - predicted) > TOLERANCE * expected:
                 del self._predicted[key]
@@ -332,8 +314,7 @@ class Stragglers:
         self._named: set[int] = set()
 
     def check(self, busy_s: Sequence[float]) -> list[str]:
-        """``busy_s[rank]``: seconds of the last step in which the rank worked, without its waits
-        for others."""
+        """``busy_s[rank]``: seconds of the last step without the rank's waits for others."""
         # Zero stands for a rank that has measured nothing yet.
         if len(busy_s) < 2 or not all(busy_s):
             return []
@@ -355,3 +336,86 @@ class Stragglers:
                     f"ranks over the last {WINDOW} steps; all others wait for it"
                 )
         return warnings
+
+
+class Goodput:
+    """Which part of the wall time trained the model, and what took the rest: totals on rank 0, in
+    seconds. Useful is the time of steps without the wait for data.
+
+    The totals count from when the run first began, restarts included: a run that goes on takes the
+    totals of its last row. Where workers replaced others, the time between that row and their first
+    new step is lost to the restart. Where somebody started the run again, it is not: nobody waited
+    for it. Steps that are repeated were of no use before: their time moves from useful to
+    ``repeated``.
+    """
+
+    def __init__(self) -> None:
+        self._lost = dict.fromkeys(keys.LOSSES, 0.0)
+        self._useful = 0.0
+        # When a process that had run through without pauses would have begun
+        self._begun = time.time()
+
+    def resume(
+        self,
+        step: int,
+        last_row: dict[str, Any] | None,
+        kept_row: dict[str, Any] | None,
+        *,
+        restarted: bool = True,
+        not_before: float = 0.0,
+    ) -> None:
+        """Goes on after ``step`` from what earlier incarnations wrote.
+
+        ``last_row``: the last one, also one whose steps are done again now; ``kept_row``: the last
+        one up to ``step``. ``restarted``: workers replaced others, instead of a new start;
+        ``not_before``: when the start that they belong to began, as of `time.time`.
+        """
+        if not last_row or keys.WALL_S not in last_row:
+            return
+        for cause in keys.LOSSES:
+            self._lost[cause] = _seconds(last_row, keys.lost_key(cause))
+        self._useful = _seconds(last_row, keys.USEFUL_S)
+        if last_row[keys.STEP] > step:
+            kept = kept_row or {keys.STEP: 0}
+            # Rows may be some steps apart: the time between two is divided evenly over them.
+            share = (last_row[keys.STEP] - step) / (last_row[keys.STEP] - kept[keys.STEP])
+            again = share * max(0.0, self._useful - _seconds(kept, keys.USEFUL_S))
+            self._useful -= again
+            self._lost["repeated"] += again
+        pause = 0.0
+        if restarted:
+            pause = max(0.0, time.time() - max(not_before, _seconds(last_row, keys.UNIX_S)))
+        self._lost["restart"] += pause
+        self._begun = time.time() - _seconds(last_row, keys.WALL_S) - pause
+
+    def add(self, seconds: dict[str, float], *, first: bool) -> None:
+        """One step. The whole first step of a process (compilation, first touch of memory) counts
+        as lost."""
+        if first:
+            self._lost["first_step"] += seconds["step_s"]
+        else:
+            data = min(seconds.get("data_s", 0.0), seconds["step_s"])
+            self._lost["data"] += data
+            self._useful += seconds["step_s"] - data
+        self._lost["checkpoint"] += seconds.get("checkpoint_s", 0.0)
+        self._lost["validation"] += seconds.get("validation_s", 0.0)
+
+    def row(self) -> dict[str, float]:
+        """Totals, by key; ``goodput/fraction`` is useful over wall time."""
+        now = time.time()
+        wall = now - self._begun
+        return {
+            keys.GOODPUT: self._useful / wall if wall > 0 else 0.0,
+            keys.USEFUL_S: self._useful,
+            keys.WALL_S: wall,
+            keys.UNIX_S: now,
+            **{keys.lost_key(cause): seconds for cause, seconds in self._lost.items()},
+        }
+
+
+def _seconds(row: dict[str, Any], key: str) -> float:
+    """0 for a value that no run writes: the file may have been changed."""
+    value: Any = row.get(key)
+    if type(value) not in (int, float) or not 0 <= value < 1e12:
+        return 0.0
+    return float(value)

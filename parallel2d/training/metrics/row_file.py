@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
+from itertools import count, filterfalse
 from typing import Any
 
 from parallel2d.training.metrics.keys import STEP
@@ -14,16 +16,12 @@ Row = dict[str, Any]
 
 
 def parse_row(line: bytes) -> Row | None:
-    """None for a line of which a kill left only a part, and for one that is no row."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict) or type(row.get(STEP)) is not int:
-        return None
-    return row
+    """Reads a row; None for a line of which a kill left only a part, and for one that is no row."""
+    row: Any = None
+    if line.endswith(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+    return row if isinstance(row, dict) and type(row.get(STEP)) is int else None
 
 
 def set_aside_after(path: str, from_step: int) -> tuple[Row | None, Row | None]:
@@ -50,16 +48,9 @@ def set_aside_after(path: str, from_step: int) -> tuple[Row | None, Row | None]:
                 cut = begin
             undone = data[cut:]
         if undone:
-            with open(_unused_path(path), "wb") as aside:
+            base = path.removesuffix(".jsonl")
+            unused = (f"{base}.before-restart-{number}.jsonl" for number in count(1))
+            with open(next(filterfalse(os.path.exists, unused)), "wb") as aside:
                 aside.write(undone)
             file.truncate(cut)
     return last, standing
-
-
-def _unused_path(path: str) -> str:
-    number = 1
-    while True:
-        aside = path.replace(".jsonl", f".before-restart-{number}.jsonl")
-        if not os.path.exists(aside):
-            return aside
-        number += 1

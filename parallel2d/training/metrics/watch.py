@@ -25,6 +25,7 @@ import torch
 from parallel2d.base.store.address import answered_within
 
 INTERVAL = 1.0  # seconds between beats
+_KEY = "parallel2d/beat/{}"  # of a rank, in the store
 _PATIENCE_WITH_STORE_S = 10.0  # of which the comparison of two beats takes a quarter
 # torch's flight recorder as JSON, by the end of a file's name. A build without CUDA has no NCCL.
 _RECORDERS = {"collectives": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
@@ -88,11 +89,11 @@ class Watch:
 
     def _read(self) -> list[Any]:
         """The newest beat of every rank, None for one that never beat."""
-        beats: list[Any] = []
+        beats: list[Any] = [None] * len(self.hosts)
         for rank in range(len(self.hosts)):
-            key = _key(rank)
             # Getting a key that is not there would wait for it.
-            beats.append(json.loads(self.store.get(key)) if self.store.check([key]) else None)
+            if self.store.check([_KEY.format(rank)]):
+                beats[rank] = json.loads(self.store.get(_KEY.format(rank)))
         return beats
 
     def _beat(self) -> None:
@@ -114,7 +115,7 @@ class Watch:
             number += 1
             beat = [number, now.step, now.collectives, now.doing]
             try:
-                self.store.set(_key(self.rank), json.dumps(beat))
+                self.store.set(_KEY.format(self.rank), json.dumps(beat))
             except Exception:  # the store is gone, which the loop notices by itself
                 return
             self._end.wait(INTERVAL)
@@ -136,22 +137,23 @@ class Watch:
                     file.write(record)
 
 
-def _key(rank: int) -> str:
-    return f"parallel2d/beat/{rank}"
-
-
 def describe_late(
     before: Sequence[Any], after: Sequence[Any], hosts: Sequence[str], me: int
 ) -> str:
     """The sentence of `Watch.explain`. ``before``, ``after``: beats [number, step, collectives,
     doing] by rank, some seconds apart; None for a rank that never beat. See [Note: late ranks]."""
-    late = [rank for rank in range(len(hosts)) if _is_silent(before[rank], after[rank])]
+    late = {}
+    for rank, (earlier, later) in enumerate(zip(before, after, strict=True)):
+        # A rank that began to beat in between is not silent.
+        if later is None or (earlier and earlier[0] == later[0]):
+            late[rank] = hosts[rank]
     how = "which gave no sign of life any more (stopped, or the machine is gone)"
     if not late:
-        step, collectives = min(beat[1:3] for beat in after)
-        late = [rank for rank, beat in enumerate(after) if beat[1:3] == [step, collectives]]
+        positions = [beat[1:3] for beat in after]
+        step, collectives = min(positions)
+        late = {rank: hosts[rank] for rank, at in enumerate(positions) if at == min(positions)}
         how = f"alive but behind, at step {step} after {collectives} collectives of it"
-    named = ", ".join(f"rank {rank} on {hosts[rank].split('/')[0]}" for rank in late)
+    named = ", ".join(f"rank {rank} on {host.split('/')[0]}" for rank, host in late.items())
     sentence = f"late: {named}, {how}"
     if len(late) == len(hosts):
         sentence = "no rank is behind: the network between them is the suspect"
@@ -159,7 +161,3 @@ def describe_late(
         return sentence
     _, step, _, doing = after[me]
     return f"rank {me} waited in {doing} of step {step}; {sentence}"
-
-
-def _is_silent(before: Any, after: Any) -> bool:
-    return after is None or (before is not None and before[0] == after[0])

@@ -72,8 +72,8 @@ _RESULTS = (keys.VALIDATION_LOSS, keys.LOSS, keys.TOKENS_PER_S, keys.GOODPUT)
 class MetricsWriter:
     """Appends one flat row per logged step to both places. Lines are flushed as they are written.
 
-    What cannot be written (the disk is full, the run directory was deleted) ends no run: it is told
-    once, and rows that are lost are counted.
+    What cannot be written (the disk is full, the run directory was deleted) ends no run: it is
+    reported once, and rows that are lost are counted.
 
     ``texts``: shown in TensorBoard beside the curves (``config``, ``mesh``), as Markdown.
     ``hparams``: settings by which the runs of a sweep are told apart, so that TensorBoard shows
@@ -119,7 +119,11 @@ class MetricsWriter:
         """``row`` must hold ``step``; numbers become scalars, non-finite ones are written as null.
         ``busy_s``: of each rank."""
         assert self._file is not None, "begin() comes first"
-        clean = {key: _finite(value) for key, value in row.items()}
+        clean = dict(row)
+        for key, value in row.items():
+            # JSON has no NaN and no infinity.
+            if isinstance(value, float) and not math.isfinite(value):
+                clean[key] = None
         try:
             self._append(self._file, json.dumps(clean).encode() + b"\n")
         except OSError as error:
@@ -128,7 +132,7 @@ class MetricsWriter:
                 log.error("%s (%s): training goes on", first, error.strerror)
             self._lost_rows += 1
         self._rows += 1
-        with self._told_once():
+        with self._reported_once():
             self._write_events(row, busy_s)
 
     def _append(self, file: FileIO, line: bytes) -> None:
@@ -140,30 +144,32 @@ class MetricsWriter:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
 
     def _write_events(self, row: Row, busy_s: Sequence[float]) -> None:
-        scalars = {
-            key: float(value) for key, value in row.items() if isinstance(value, int | float)
-        }
+        if not self._events:
+            return
+        scalars = {key: value for key, value in row.items() if isinstance(value, int | float)}
         step = int(scalars.pop(keys.STEP))
         scalars.pop(keys.SEGMENT, None)
-        for name, events in self._events.items():
-            events.add_scalars(_of_axis(name, scalars) if name else scalars, step)
-        if self._events and len(busy_s) > 1 and self._rows % HISTOGRAM_EVERY == 1:
+        (_, own), *of_axes = self._events.items()
+        own.add_scalars(scalars, step)
+        for axis, events in of_axes:
+            events.add_scalars(_of_axis(axis, scalars), step)
+        if len(busy_s) > 1 and self._rows % HISTOGRAM_EVERY == 1:
             import numpy
             from torch.utils.tensorboard import summary
 
             spread = summary.histogram(keys.BUSY_S, numpy.asarray(busy_s), "auto")
-            self._events[""].add(spread, step)
+            own.add(spread, step)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Shows ``text``, as it stands, under ``tag`` in TensorBoard, where that is written."""
         if self._events:
             from torch.utils.tensorboard import summary
 
-            with self._told_once():
+            with self._reported_once():
                 self._events[""].add(summary.text(tag, f"```\n{text}\n```"), step)
 
     @contextlib.contextmanager
-    def _told_once(self) -> Iterator[None]:
+    def _reported_once(self) -> Iterator[None]:
         """Around what is written for TensorBoard. It reads no further than a record that was cut,
         so nothing follows one that could not be written."""
         try:
@@ -265,10 +271,3 @@ def _of_axis(axis: str, scalars: Mapping[str, float]) -> dict[str, float]:
         if key in scalars:
             moved[tag] = scale * scalars[key]
     return moved
-
-
-def _finite(value: Any) -> Any:
-    # JSON has no NaN and no infinity.
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
