@@ -111,11 +111,10 @@ def _build_custom(config: CustomModel, loss: Loss) -> ModelParts:
     )
 
 
-def _build_hugging_face(config: HuggingFaceModel, loss: Loss) -> ModelParts:
-    what = words_of(config)
+def _library_module(config: HuggingFaceModel, what: str) -> nn.Module:
     try:
         with build_on_meta():
-            module = huggingface.build(
+            return huggingface.build(
                 config.path, config.architecture, config.arguments, config.head
             )
     except ImportError as error:
@@ -124,12 +123,17 @@ def _build_hugging_face(config: HuggingFaceModel, loss: Loss) -> ModelParts:
         # `huggingface.build` raises plain ValueErrors, whose messages are for users.
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ConfigError(f"{what}: {kind}{error}") from error
+
+
+def _build_hugging_face(config: HuggingFaceModel, loss: Loss) -> ModelParts:
+    what = words_of(config)
+    module = _library_module(config, what)
     # The library's name for what a model takes first: input_ids, pixel_values, input_features, ...
     reads = getattr(module, "main_input_name", "input_ids")
     is_pair = getattr(module.config, "is_encoder_decoder", False)
     reads_images = reads == "pixel_values" and not is_pair
     if reads != "input_ids" and not reads_images:
-        also = " and token ids" if is_pair else ""
+        also = " and token ids" * is_pair
         raise ConfigError(
             f"{what}: {type(module).__name__} reads {reads}{also}, and the train command feeds "
             "token ids or images alone; train it with parallel2d.parallelize in a loop of your "

@@ -151,13 +151,8 @@ def _layouts_of(
 def _meshes(
     config: TrainConfig, costs: JobCosts, fixed: Collection[str]
 ) -> Iterator[tuple[StrategyConfig, MeshConfig]]:
-    """Strategies with meshes that fill the ranks. Tensor groups fit into a host."""
+    """Strategies with meshes that fill the ranks."""
     given, world = config.mesh, costs.topology.world_size
-    tensors = [1]
-    if "mesh.tensor" in fixed and given.tensor != "auto":
-        tensors = [int(given.tensor)]
-    elif "mesh.tensor" not in fixed and costs.parts.tensor_plan is not None:
-        tensors = _divisors(max(map(len, costs.topology.ranks_by_host.values())))
     # Sizes that are given, where they are.
     asked = {}
     for axis in ("replicate", "shard"):
@@ -165,13 +160,22 @@ def _meshes(
             asked[axis] = getattr(given, axis)
     chosen = "strategy" in fixed
     strategies = [config.strategy] if chosen else list(STRATEGIES.values())
-    fitting = [tensor for tensor in tensors if world % tensor == 0]
+    fitting = [size for size in _tensor_sizes(given, costs, fixed) if world % size == 0]
     for tensor, strategy in itertools.product(fitting, strategies):
         ranks = world // tensor
         for shard in _divisors(ranks):
             mesh = MeshConfig(ranks // shard, shard, tensor, given.allow_cross_node)
             if asked.items() <= vars(mesh).items() and _suits(strategy, mesh, chosen):
                 yield strategy, mesh
+
+
+def _tensor_sizes(given: MeshConfig, costs: JobCosts, fixed: Collection[str]) -> list[int]:
+    """Sizes of the tensor axis: the given one, or those that fit into a host."""
+    if "mesh.tensor" in fixed:
+        return [1 if given.tensor == "auto" else int(given.tensor)]
+    if costs.parts.tensor_plan is None:
+        return [1]
+    return _divisors(max(map(len, costs.topology.ranks_by_host.values())))
 
 
 def _suits(strategy: StrategyConfig, mesh: MeshConfig, is_chosen: bool) -> bool:

@@ -206,13 +206,9 @@ def resolve(
     precision = Precision.of(config.precision, model)
     stored = storage_dtypes(model, precision)
     left_out = ignored_names(model, ignored)
-    kept_whole = set()
-    for name, parameter in model.named_parameters():
-        if fqn_of(name) in left_out:
-            kept_whole.add(parameter)
-            # Nothing updates it. Quantized weights keep their integers.
-            if parameter.is_floating_point():
-                stored[parameter] = precision.param
+    collector = _Collector(config, precision, stored, shape.tensor)
+    collector.mark(model, left_out, workload.muon)
+    collector.tensor_dims = dict(_split_dims(model, mesh, tensor_plan or {}, shape.tensor))
     blocks = find_blocks(model, config.bucketing.blocks, config.bucketing.policy)
     if config.compile.name != "none" and not blocks:
         raise ConfigError(
@@ -221,25 +217,7 @@ def resolve(
         )
     buckets = bucket_modules(model, blocks, config.bucketing, stored, precision.fp32_modules)
 
-    collector = _Collector(config, precision, stored, kept_whole)
-    for name, parameter in model.named_parameters():
-        collector.is_muon[parameter] = fqn_of(name) in workload.muon
-    if tensor_plan and shape.tensor > 1:
-        collector.tensor = shape.tensor
-        collector.tensor_dims = dict(_split_dims(model, mesh, tensor_plan, shape.tensor))
-    names = {id(module): name for name, module in model.named_modules()}
-    groups = []
-    for modules in buckets:
-        policy = precision.policy
-        if len(modules) == 1 and id(modules[0]) in precision.fp32_modules:
-            policy = precision.fp32_policy
-        named = tuple(names[id(module)] for module in modules)
-        groups.append(LayoutGroup(named, policy, collector.take(modules, policy)))
-    # Sharding makes one group of what is left, at the root.
-    policy = precision.policy
-    if precision.output is not None:
-        policy = replace(policy, output_dtype=precision.output)
-    groups.append(LayoutGroup(("",), policy, collector.take([model], policy)))
+    groups = list(collector.groups(model, buckets))
     parameters = [group.parameters for group in groups]
     buffers = [
         buffer.numel() * buffer_dtype(buffer, precision).itemsize for buffer in model.buffers()
@@ -266,20 +244,49 @@ class _Collector:
         self,
         config: ParallelConfig,
         precision: Precision,
-        stored: Mapping[nn.Parameter, torch.dtype],
-        kept_whole: Container[nn.Parameter],
+        stored: dict[nn.Parameter, torch.dtype],
+        tensor: int,
     ) -> None:
         self.whole: list[ParameterShape] = []
-        self.is_muon: dict[nn.Parameter, bool] = {}
-        self.tensor = 1
         self.tensor_dims: Mapping[nn.Parameter, int] = {}
+        self._is_muon: dict[nn.Parameter, bool] = {}
+        self._kept_whole: set[nn.Parameter] = set()
         self._taken: set[nn.Parameter] = set()
         self._config = config
         self._precision = precision
         self._stored = stored
-        self._kept_whole = kept_whole
+        self._tensor = tensor
 
-    def take(
+    def mark(self, model: nn.Module, ignored: Container[str], muon: Container[str]) -> None:
+        """Notes, by FQN, which parameters stay whole and which Muon updates."""
+        for name, parameter in model.named_parameters():
+            fqn = fqn_of(name)
+            self._is_muon[parameter] = fqn in muon
+            if fqn in ignored:
+                self._kept_whole.add(parameter)
+                # Nothing updates it. Quantized weights keep their integers.
+                if parameter.is_floating_point():
+                    self._stored[parameter] = self._precision.param
+
+    def groups(
+        self, model: nn.Module, buckets: Sequence[Sequence[nn.Module]]
+    ) -> Iterator[LayoutGroup]:
+        """The groups, innermost first, the root last."""
+        precision = self._precision
+        names = {id(module): name for name, module in model.named_modules()}
+        for modules in buckets:
+            policy = precision.policy
+            if len(modules) == 1 and id(modules[0]) in precision.fp32_modules:
+                policy = precision.fp32_policy
+            named = tuple(names[id(module)] for module in modules)
+            yield LayoutGroup(named, policy, self._take(modules, policy))
+        # Sharding makes one group of what is left, at the root.
+        policy = precision.policy
+        if precision.output is not None:
+            policy = replace(policy, output_dtype=precision.output)
+        yield LayoutGroup(("",), policy, self._take([model], policy))
+
+    def _take(
         self, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy
     ) -> tuple[ParameterShape, ...]:
         """Those of ``modules`` that axes split; the others go to `whole`."""
@@ -300,7 +307,7 @@ class _Collector:
         dim = self.tensor_dims.get(parameter)
         local = list(parameter.shape)
         if dim is not None:
-            local[dim] = -(-local[dim] // self.tensor)
+            local[dim] = -(-local[dim] // self._tensor)
         # Without a dtype in the policy, parameters are gathered as they are stored, and gradients
         # reduced as autograd made them.
         stored = self._stored.get(parameter, parameter.dtype)
@@ -315,7 +322,7 @@ class _Collector:
             reduced=reduced.itemsize,
             gradient=self._gradient_dtype(parameter, stored).itemsize,
             is_trained=parameter.requires_grad,
-            by_muon=self.is_muon[parameter],
+            by_muon=self._is_muon[parameter],
         )
 
     def _gradient_dtype(self, parameter: nn.Parameter, stored: torch.dtype) -> torch.dtype:
@@ -334,6 +341,8 @@ def _split_dims(
     model: nn.Module, mesh: DeviceMesh | MeshShape, plan: Mapping[str, object], tensor: int
 ) -> Iterator[tuple[nn.Parameter, int]]:
     """(parameter, dim) of what the tensor axis splits."""
+    if tensor == 1:
+        return
     for pattern, style in resolve_plan(model, plan, tensor).items():
         for module in _modules_named(model, pattern):
             yield from _split_by(style, module, mesh)

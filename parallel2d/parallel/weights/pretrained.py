@@ -145,15 +145,17 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
     if problems:
         raise ConfigError(f"{path} does not fit {type(model).__name__}: {first_five(problems)}")
     masters_were_loaded(model)
+    _log_rest(path, missing, sorted(headers.keys() - read))
+    return found
+
+
+def _log_rest(path: str, missing: Sequence[str], unread: Sequence[str]) -> None:
     # Left are a new head and adapters, which have initial values.
     if missing:
         log.warning("%s has no %s: drawn from the seed", path, ", ".join(missing))
-    unread = sorted(headers.keys() - read)
     if unread:
-        log.info(
-            "%s: %d tensors are not read, %s the first", path, len(unread), printable(unread[0])
-        )
-    return found
+        first = printable(unread[0])
+        log.info("%s: %d tensors are not read, %s the first", path, len(unread), first)
 
 
 def _targets(model: nn.Module, adapted: str, prefix: str, base: str) -> list[_Target]:

@@ -152,7 +152,8 @@ class Recorder:
         if not first:
             self._warn(self._stragglers.check(busy_s))
             self._add(seconds, outcome.ranks)
-        if not (first or last or progress.step % self.log_every == 0 or validation is not None):
+        is_due = progress.step % self.log_every == 0
+        if not any((first, last, is_due, validation is not None)):
             return
         row = {**self._totals(progress, outcome, learning_rate), **(validation or {})}
         if first:
