@@ -233,7 +233,7 @@ def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
     [
         (["nowhere:Hook"], "train.hooks=nowhere:Hook cannot be imported"),
         (["test_hooks:Nothing"], "module test_hooks has no Nothing"),
-        (["test_hooks:SAMPLE"], "is no class derived from parallel2d.training.hooks.Hook"),
+        (["test_hooks:SAMPLE"], "is no class derived from parallel2d.hooks.Hook"),
         ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),
         ([{"hook": "test_hooks:Noting", "x": 1}], "unexpected keyword argument 'x'|too many"),
         (
