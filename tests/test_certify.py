@@ -18,6 +18,7 @@ from parallel2d import ParallelConfig, certify, train
 from parallel2d.base.config import LlamaModel
 from parallel2d.instruments.certification import training_job
 from parallel2d.instruments.certification.collective_audit import CollectiveAudit
+from parallel2d.parallel.sync.methods import method_of
 from parallel2d.training.metrics.communication import LoggedCollective
 
 HYBRID = {"replicate": 2, "shard": 2}
@@ -128,9 +129,11 @@ def said_of_collectives(change):
     """Of a step in which two replicas reduced twice, of which rank 1 did something else."""
     mesh = SimpleNamespace(mesh=torch.arange(2).view(2, 1), mesh_dim_names=("replicate", "shard"))
     mesh.size = lambda dim: (2, 1)[dim]
+    config = ParallelConfig("ddp")
     subject = SimpleNamespace(
         mesh=mesh,
-        config=ParallelConfig("ddp"),
+        config=config,
+        method=method_of(config.strategy, config.sync, replicas=2),
         predicted={"comm/replicate/bytes": 800.0},
         optimizer=None,
     )
