@@ -1,5 +1,6 @@
-"""What a hook of one's own imports (docs/hooks.md): `Hook`, `HookResult`, `RunView`."""
+"""What a hook of one's own imports (docs/hooks.md): `Hook`, `HookResult`, `RunView`; and the hook
+`SampleText`."""
 
-from parallel2d.training.hooks import Hook, HookResult, RunView
+from parallel2d.training.hooks import Hook, HookResult, RunView, SampleText
 
-__all__ = ["Hook", "HookResult", "RunView"]
+__all__ = ["Hook", "HookResult", "RunView", "SampleText"]

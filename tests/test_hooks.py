@@ -233,11 +233,12 @@ def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
     [
         (["nowhere:Hook"], "train.hooks=nowhere:Hook cannot be imported"),
         (["test_hooks:Nothing"], "module test_hooks has no Nothing"),
-        (["test_hooks:SAMPLE"], "is no class derived from parallel2d.hooks.Hook"),
+        (["test_hooks:SAMPLE"], "is not callable"),
+        (["test_hooks:call_once"], "is no class derived from parallel2d.hooks.Hook"),
         ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),
         ([{"hook": "test_hooks:Noting", "x": 1}], "unexpected keyword argument 'x'|too many"),
         (
-            [{"hook": "parallel2d.training.hooks:SampleText", "every": 0}],
+            [{"hook": "parallel2d.hooks:SampleText", "every": 0}],
             r"SampleText: ConfigError: every=0 and tokens=64 must be at least 1",
         ),
     ],
@@ -417,7 +418,7 @@ def test_a_failure_of_one_rank_inside_a_collective_is_told_once(command):
 @pytest.mark.slow
 def test_samples_and_the_failure_of_a_hook_are_on_the_console_and_in_the_log(folder, command):
     hooks = (
-        "{hook: 'parallel2d.training.hooks:SampleText', every: 2, prompt: '12 times', tokens: 4}",
+        "{hook: 'parallel2d.hooks:SampleText', every: 2, prompt: '12 times', tokens: 4}",
         "{hook: 'test_hooks:Failing', method: end}",
     )
     done = command(f"train.hooks=[{','.join(hooks)}]", "train.steps=4")

@@ -99,6 +99,6 @@ KEPT: dict[type, tuple[str, ...]] = {
     ),
     FSDPParam: (
         "sharded_param", "sharded_size", "mesh_info", "post_forward_mesh_info", "reduce_dtype",
-        "unsharded_accumulated_grad", "_sharded_param_data", "_unsharded_param",
+        "unsharded_accumulated_grad", "_unsharded_param",
     ),
 }  # fmt: skip

@@ -114,13 +114,15 @@ class Checkpointer:
                 # All ranks reach it by the same address.
                 if is_remote(root):
                     return None
-                path = os.path.join(root, f".shared-{os.urandom(8).hex()}")
-                with open(path, "x"):
-                    return path
+                token = f".shared-{os.urandom(8).hex()}"
+                with open(os.path.join(root, token), "x"):
+                    return token
 
-        path: str | None = self.group.on_first(leave_token)
-        if path is None:
+        token: str | None = self.group.on_first(leave_token)
+        if token is None:
             return
+        # Each rank looks in its own folder.
+        path = os.path.join(root, token)
         hosts = self.group.all_gather("" if os.path.exists(path) else socket.gethostname())
         if self.group.rank == 0:
             os.unlink(path)
