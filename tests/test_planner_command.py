@@ -162,7 +162,7 @@ def test_a_run_has_the_mesh_and_the_bytes_of_its_plan(words, tmp_path, monkeypat
     layout = json.loads((tmp_path / "run" / "layout.json").read_text())
     sizes = {axis: getattr(planned.shape, axis) for axis in ("replicate", "shard", "tensor")}
     assert layout["mesh"] == sizes
-    assert layout["accumulation"] == planned.layout.accumulation
+    assert layout["accumulation"] == planned.layout.workload.accumulation
     assert layout["parameters"] == planned.parameters
     assert planned.moved == pytest.approx(layout["predicted"], rel=1e-12)
     # And the bytes of the plan are those that were sent.
