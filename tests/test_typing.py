@@ -18,7 +18,7 @@ from parallel2d.models.llama import Llama
 mesh = build_mesh(strategy="hybrid")
 model = parallelize(nn.Linear(2, 2), mesh, ParallelConfig("hybrid"))
 optimizer = build_optimizer(model, OptimizerConfig("adamw"))
-reveal_type(parallel2d.parallel.parallelize(nn.Linear(2, 2), mesh))
+reveal_type(parallel2d.parallelize(nn.Linear(2, 2), mesh))
 reveal_type(optimizer)
 reveal_type(parallel2d.__version__)
 Llama.no_such_name
