@@ -96,6 +96,7 @@ def test_a_hundred_setups_leave_nothing_behind():
     )
 
 
+@pytest.mark.slow
 def test_without_a_launcher_the_process_is_the_only_rank(one_process):
     answer = one_process[0]
     rank, world, reduced, backend, told = answer["answer"]
