@@ -118,6 +118,7 @@ def test_a_replica_of_diloco_that_is_lost_with_its_node_starts_from_the_shared_p
     assert said(lives, "the replicas [1] of the checkpoint are not continued")
 
 
+@pytest.mark.slow
 def test_a_shard_that_no_node_holds_falls_back_to_the_disk_and_says_which(cluster):
     cluster.run("ABCD", until=5, disk_every=3)
     cluster.lose("AC")
@@ -141,7 +142,9 @@ def test_the_number_of_ranks_may_change_both_ways(cluster, undisturbed):
     assert found == pytest.approx(expected, rel=1e-10, abs=0)
 
 
-@pytest.mark.parametrize("fault", ["die_in_the_third_copy", "die_before_the_third_record"])
+@pytest.mark.parametrize("fault", [
+    pytest.param("die_in_the_third_copy", marks=pytest.mark.slow), "die_before_the_third_record",
+])  # fmt: skip
 def test_a_kill_while_a_copy_is_made_leaves_the_one_before(cluster, fault):
     with pytest.raises(WorkerError):
         cluster.run("AA", SHARDED, until=6, fault=getattr(memory_runs, fault))
@@ -169,6 +172,7 @@ def test_damage_is_named_and_the_other_replica_or_an_older_copy_or_the_disk_is_u
     assert said(lives, "was damaged on its way to node 1")
 
 
+@pytest.mark.slow
 def test_the_newer_of_memory_and_disk_is_loaded_and_memory_when_they_are_equal(cluster):
     cluster.run("AABB", until=5, every=2, disk_every=5)
     lives = cluster.run("AABB", until=8, every=2, disk_every=8)
