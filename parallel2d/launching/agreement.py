@@ -21,7 +21,6 @@ from parallel2d.base import files
 from parallel2d.base.config import Job, TrainConfig
 from parallel2d.base.config.composition import Composition, compose, from_yaml, to_yaml
 from parallel2d.base.config.sweep import run_sweep
-from parallel2d.base.config.words import is_multirun
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders as folders
 from parallel2d.base.topology import AGENT, JOB, RankIdentity
@@ -118,7 +117,7 @@ def _first_job(
     if identity.launcher == "self":
         record: dict[str, Any] = json.loads(os.environ[JOB])
         return record
-    if is_multirun(arguments):
+    if not {"-m", "--multirun"}.isdisjoint(arguments):
         raise ConfigError("-m is refused here: torchrun, srun and launch.nnodes start one job")
     jobs: list[Job] = []
     composition = composition or compose(arguments)

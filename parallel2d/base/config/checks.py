@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from parallel2d.base.config.job import OptimizerConfig, TrainConfig
@@ -331,33 +331,31 @@ _SET_LOSS = re.compile(r"validation/(?P<name>[A-Za-z0-9_.-]+)/loss")
 
 
 def _best(config: TrainConfig) -> Iterator[str]:
+    """Yields a line for a metric, of validation or of a hook, that this job never measures."""
+    data, train = config.data, config.train
+    named = [f"validation/{name}/loss" for name in data.validation]
+    measured = ["loss", "grad_norm", "validation/loss", *named]
+    held_out = data.__dataclass_fields__["validation_fraction"]
+    holds_out = data.validation_fraction or not is_read(data, held_out)
     asked = {
-        "train.stop.metric": config.train.stop.metric,
+        "train.stop.metric": train.stop.metric,
         "checkpoint.keep_best": config.checkpoint.keep_best,
     }
     for key, metric in asked.items():
-        if metric not in (None, "loss", "grad_norm"):
-            yield from _validation_problems(key, str(metric), config)
-
-
-def _validation_problems(key: str, metric: str, config: TrainConfig) -> Iterator[str]:
-    """Yields a line for a metric, of validation or of a hook, that this job never measures."""
-    named = [f"validation/{name}/loss" for name in config.data.validation]
-    measured = ["loss", "grad_norm", "validation/loss", *named]
-    # A hook may measure anything but the loss of a set that is not there.
-    of_hook = bool(config.train.hooks) and _SET_LOSS.fullmatch(metric) is None
-    (held_out,) = [item for item in fields(DataConfig) if item.name == "validation_fraction"]
-    holds_out = config.data.validation_fraction or not is_read(config.data, held_out)
-    if metric not in measured:
-        if not of_hook:
-            yield (
-                f"{key}={metric} is never measured: it may be {', '.join(measured)}, or a metric "
-                f"of train.hooks{did_you_mean(metric, measured)}"
-            )
-    elif config.train.validate_every == 0:
-        yield f"{key}={metric} is never measured with train.validate_every=0"
-    elif metric == "validation/loss" and not holds_out:
-        yield f"{key}={metric} is never measured with data.validation_fraction=0"
+        if metric is None or metric in ("loss", "grad_norm"):
+            continue
+        never = f"{key}={metric} is never measured"
+        if metric not in measured:
+            # A hook may measure anything but the loss of a set that is not there.
+            if not train.hooks or _SET_LOSS.fullmatch(metric):
+                yield (
+                    f"{never}: it may be {', '.join(measured)}, or a metric of "
+                    f"train.hooks{did_you_mean(metric, measured)}"
+                )
+        elif train.validate_every == 0:
+            yield f"{never} with train.validate_every=0"
+        elif metric == "validation/loss" and not holds_out:
+            yield f"{never} with data.validation_fraction=0"
 
 
 # The launcher and the machines

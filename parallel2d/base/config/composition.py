@@ -18,7 +18,7 @@ from typing import Any
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import run_job
+from hydra.core.utils import JobStatus, run_job
 from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -53,20 +53,12 @@ class Composition:
         for a directory that cannot be made."""
         for word in self.words:
             check_run_dir(word)
-        failures: list[Exception] = []
-
-        def call(_composed: DictConfig) -> None:
-            try:
-                task(job_here(self.config, self._options))
-            except Exception as error:  # kept from Hydra, which would print it in its own way
-                failures.append(error)
-
         # What `hydra.main` does after it has composed.
         callbacks = Callbacks(self._composed)
         callbacks.on_run_start(config=self._composed, config_name=self._config_name)
         with initialized(), folder_errors_explained():
             result = run_job(
-                task_function=call,
+                task_function=lambda _: task(job_here(self.config, self._options)),
                 config=self._composed,
                 job_dir_key="hydra.run.dir",
                 job_subdir_key=None,
@@ -75,8 +67,9 @@ class Composition:
         callbacks.on_run_end(
             config=self._composed, config_name=self._config_name, job_return=result
         )
-        if failures:
-            raise failures[0]
+        # Its public property would print the error in Hydra's own way.
+        if result.status == JobStatus.FAILED:
+            raise result._return_value
 
 
 def compose(arguments: Sequence[str]) -> Composition | None:
@@ -90,7 +83,7 @@ def compose(arguments: Sequence[str]) -> Composition | None:
     if parsed is None:
         return None
     name = parsed.config_name or "train"
-    try:
+    with wrong_words_explained(words):
         with initialized(parsed.config_dir) as hydra_instance:
             composed = hydra_instance.compose_config(name, parsed.overrides, run_mode=RunMode.RUN)
         if composed.hydra.mode == RunMode.MULTIRUN:
@@ -101,11 +94,17 @@ def compose(arguments: Sequence[str]) -> Composition | None:
             del task["hydra"]
         options = place_options(parsed.config_dir, parsed.config_name)
         return Composition(to_config(task), tuple(words), composed, name, options)
+
+
+@contextlib.contextmanager
+def wrong_words_explained(words: Sequence[str]) -> Iterator[None]:
+    """Turns what Hydra raises for ``words`` into a `ConfigError`."""
+    try:
+        yield
     except ConfigError:
         raise
+    # ValueError: precision=32, compile=true
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        if may_sweep(parsed.overrides):
-            return None
         raise ConfigError(explain(words, error)) from None
 
 
@@ -140,10 +139,9 @@ def _to_dataclasses(composed: DictConfig) -> TrainConfig:
     if missing:
         raise ConfigError("\n".join(f"{key} is required and was not given" for key in missing))
     try:
-        config = OmegaConf.to_object(composed)
+        config: Any = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ConfigError(first_line(error)) from None
-    assert isinstance(config, TrainConfig)
     # Keys that ++key=value added: the conversion drops what the dataclasses do not have.
     keys = dotted_keys(composed)
     unknown = [key for key, is_known in keys.items() if not is_known]
@@ -162,13 +160,10 @@ def survey(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, tuple[st
     if parsed is None:
         raise ConfigError(f"{' '.join(words)} cannot be read; --help alone lists all options")
     chosen = [word for word in parsed.overrides if not may_sweep([word])]
-    try:
-        with initialized(parsed.config_dir) as hydra_instance:
-            name = parsed.config_name or "train"
-            composed = hydra_instance.compose_config(name, chosen, RunMode.RUN)
-            groups = choices_by_group(hydra_instance.config_loader)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(explain(words, error)) from None
+    with wrong_words_explained(words), initialized(parsed.config_dir) as hydra_instance:
+        name = parsed.config_name or "train"
+        composed = hydra_instance.compose_config(name, chosen, RunMode.RUN)
+        groups = choices_by_group(hydra_instance.config_loader)
     plain: Any = OmegaConf.to_container(composed, resolve=False)
     return plain, groups
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import os
 import re
@@ -149,13 +150,9 @@ def help_page(words: Sequence[str], program: str, purpose: str) -> str:
     )
 
 
-def sections() -> list[Documented]:
-    """Every section of `TrainConfig`, in its order; ``model`` is there once per family."""
-    return list(_sections(TrainConfig, "", ""))
-
-
-def _sections(kind: type, key: str, family: str) -> Iterator[Documented]:
-    """The section of the dataclass ``kind``, then those inside of it."""
+def sections(kind: type = TrainConfig, key: str = "", family: str = "") -> Iterator[Documented]:
+    """The section ``key`` of the dataclass ``kind``, then those inside of it, in its order;
+    ``model`` is there once per family."""
     types = typing.get_type_hints(kind)
     keys: list[Documented] = []
     inside: list[Documented] = []
@@ -163,9 +160,9 @@ def _sections(kind: type, key: str, family: str) -> Iterator[Documented]:
         name = f"{key}.{item.name}" if key else item.name
         if name == "model":
             for each, schema in FAMILIES.items():
-                inside += _sections(schema, name, each)
+                inside += sections(schema, name, each)
         elif dataclasses.is_dataclass(types[item.name]):
-            inside += _sections(types[item.name], name, family)
+            inside += sections(types[item.name], name, family)
         else:
             keys.append(_key(name, item))
     # In one line, and without the marks of reStructuredText.
@@ -225,11 +222,14 @@ def _row(documented: Documented, values: Mapping[str, Any]) -> tuple[str, str]:
     return setting, f"{documented.summary} ({documented.allowed})"
 
 
+_wrap = functools.partial(textwrap.wrap, width=WIDTH, break_on_hyphens=False)
+
+
 def _table(rows: Mapping[str, str]) -> Iterator[str]:
     """Lines of two columns; a first column that is too long has lines of its own."""
     indent = " " * _COLUMN
     for left, right in rows.items():
-        texts = _wrapped(right, indent, indent)
+        texts = _wrap(right, initial_indent=indent, subsequent_indent=indent)
         first = f"  {left}"
         if len(first) + 2 <= _COLUMN:
             yield first.ljust(_COLUMN) + texts[0].lstrip()
@@ -237,11 +237,5 @@ def _table(rows: Mapping[str, str]) -> Iterator[str]:
             continue
         # A list has no spaces at which it could be broken.
         spaced = left.replace(",", ", ") if len(first) > WIDTH else left
-        yield from _wrapped(spaced, "  ", "    ")
+        yield from _wrap(spaced, initial_indent="  ", subsequent_indent="    ")
         yield from texts
-
-
-def _wrapped(text: str, first: str, further: str) -> list[str]:
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=further, break_on_hyphens=False
-    )

@@ -395,8 +395,8 @@ def named_strategy(strategy: StrategyConfig | str) -> StrategyConfig:
 
 def presets(kind: type[_Section]) -> dict[str, _Section]:
     """One section of ``kind`` for each choice of its name, with every other key at its default."""
-    choosing = [item for item in fields(kind) if item.name == "name"]  # type: ignore[arg-type]
-    names = choosing[0].metadata.get("choices", ()) if choosing else ()
+    choosing = kind.__dataclass_fields__.get("name")  # type: ignore[attr-defined]
+    names = choosing.metadata.get("choices", ()) if choosing else ()
     return {name: kind(name) for name in names}  # type: ignore[call-arg]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -20,11 +21,9 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from parallel2d.base import files
 from parallel2d.base.config.composition import (
@@ -34,8 +33,8 @@ from parallel2d.base.config.composition import (
     job_here,
     place_options,
     to_config,
+    wrong_words_explained,
 )
-from parallel2d.base.config.explanation import explain
 from parallel2d.base.config.job import Job
 from parallel2d.base.config.schema import register
 from parallel2d.base.config.words import hydra_words
@@ -96,13 +95,8 @@ def run_sweep(arguments: Sequence[str], task: Task) -> None:
 
     main = hydra.main(config_path="pkg://parallel2d.conf", config_name="train", version_base="1.3")
     try:
-        with _command_line(words), folder_errors_explained():
+        with wrong_words_explained(words), _command_line(words), folder_errors_explained():
             main(call)()
-    # ValueError: precision=32, compile=true
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(explain(words, error)) from None
     except _SweepEnded as ended:
         raise ended.cause from None
     finally:
@@ -118,23 +112,21 @@ def _sweep_job(composed: DictConfig, task: Task, failures: list[Exception]) -> f
     settings = HydraConfig.get()
     words = tuple(settings.overrides.task)
     run_dir = os.path.abspath(settings.runtime.output_dir)
-    value: float | None = None
-    error: Exception | None = None
+    outcome = functools.partial(Outcome, int(settings.job.num or 0), words, run_dir=run_dir)
+    is_own_launcher = _is_own(settings.launcher)
     try:
         value = task(_job(composed, settings))
-    except Exception as failure:
-        error = failure
-    if isinstance(error, EndsSweep) and _is_own(settings.launcher):
-        raise _SweepEnded(error)
-    text = None if error is None else str(error)[:_LONGEST_ERROR]
-    Outcome(int(settings.job.num or 0), words, value, text, run_dir).write()
-    if error is None:
-        return value
-    if not (_is_own(settings.sweeper) and _is_own(settings.launcher)):
-        raise error
-    # Kept from Hydra, which would print it in its own way; the other jobs still run.
-    failures.append(error)
-    return None
+    except Exception as error:
+        if isinstance(error, EndsSweep) and is_own_launcher:
+            raise _SweepEnded(error) from None
+        outcome(value=None, error=str(error)[:_LONGEST_ERROR]).write()
+        if not (is_own_launcher and _is_own(settings.sweeper)):
+            raise
+        # Kept from Hydra, which would print it in its own way; the other jobs still run.
+        failures.append(error)
+        return None
+    outcome(value=value, error=None).write()
+    return value
 
 
 def _job(composed: DictConfig, settings: Any) -> Job:
@@ -189,9 +181,8 @@ def _command_line(words: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv = argv
-        if full_error is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
+        del os.environ["HYDRA_FULL_ERROR"]
+        if full_error is not None:
             os.environ["HYDRA_FULL_ERROR"] = full_error
 
 
@@ -199,12 +190,10 @@ def outcomes(folder: str, since: float) -> list[Outcome]:
     """Reads those of the jobs below ``folder`` that ended after ``since`` (seconds as of
     `time.time`), in the order of the sweep."""
     found: list[Outcome] = []
-    for run_dir, inside, names in os.walk(folder):
+    for run_dir, inside, _ in os.walk(folder):
         # Emptied in place, which keeps `os.walk` from going further down.
         if len(Path(run_dir).relative_to(folder).parts) == _DEEPEST:
             inside.clear()
-        if _OUTCOME not in names:
-            continue
         path = os.path.join(run_dir, _OUTCOME)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             if os.stat(path).st_mtime < since:
