@@ -179,8 +179,7 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
 
 
 def _log_to(run_dir: str, identity: RankIdentity) -> None:
-    """Rank 0 keeps what it logs in ``train.log``; every rank speaks of errors. Anything else for
-    people goes through the display."""
+    """Rank 0 logs to ``train.log``; every rank shows errors. All else goes through the display."""
     logging.getLogger().handlers.clear()  # Hydra's, where this process composed
     logging.raiseExceptions = False  # a line that a full disk refuses is no traceback
     errors = logging.StreamHandler(sys.stderr)

@@ -1,5 +1,4 @@
-"""Errors that are shown without a traceback, and parts of their messages: the nearest valid words,
-the first of many problems."""
+"""Errors that are shown without a traceback, and parts of their messages."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ class ConfigError(ValueError):
 
 
 class HookError(RuntimeError):
-    """A method of a hook raised. The message names the hook, the rank and the error; it is shown
-    without a traceback."""
+    """A method of a hook raised. The message, with hook and rank, is shown without a traceback."""
 
 
 class EndsSweep(Exception):  # noqa: N818 (named after what follows)

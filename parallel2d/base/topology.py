@@ -22,8 +22,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """Which rank this process is. ``launcher``: ``self`` (ours, one node), ``nodes`` (ours,
-    several), ``torchrun`` or ``srun``."""
+    """``launcher``: ``self`` (ours, one node), ``nodes`` (ours, several), ``torchrun``, ``srun``"""
 
     rank: int
     world_size: int
@@ -65,7 +64,11 @@ def find_rank(environment: MutableMapping[str, str] | None = None) -> RankIdenti
 def _find_launcher(env: MutableMapping[str, str]) -> str | None:
     """``launcher`` of the `RankIdentity`, or None when no launcher started this process."""
     if "RANK" not in env or "WORLD_SIZE" not in env:
-        return "srun" if _is_srun_task(env) else None
+        step = env.get("SLURM_STEP_ID", "")
+        if "SLURM_PROCID" not in env or not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP:
+            return None
+        # A single task, such as the shell of srun --pty, needs no other ranks.
+        return "srun" if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else None
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
         raise ConfigError(
@@ -79,8 +82,7 @@ def _find_launcher(env: MutableMapping[str, str]) -> str | None:
 
 
 def _whole_number(env: MutableMapping[str, str], name: str, default: str | None = None) -> int:
-    """The variable as a number of at least 0. Raises `ConfigError` when it is another text, or
-    absent without a ``default``."""
+    """The variable, or ``default``, as a number of at least 0. Raises `ConfigError` for others."""
     text = env.get(name, default)
     # str.isdigit is false for signs, points and the empty text.
     if text is None or not text.isdigit():
@@ -88,19 +90,8 @@ def _whole_number(env: MutableMapping[str, str], name: str, default: str | None 
     return int(text)
 
 
-def _is_srun_task(env: MutableMapping[str, str]) -> bool:
-    step = env.get("SLURM_STEP_ID", "")
-    if "SLURM_PROCID" not in env or not step.isdigit():
-        return False
-    if int(step) >= _FIRST_SPECIAL_STEP:
-        return False
-    # A single task, such as the shell of srun --pty, needs no other ranks.
-    return int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1
-
-
 def _set_from_slurm(env: MutableMapping[str, str]) -> None:
-    """Sets the variables of torchrun from those of srun. A MASTER_ADDR and a MASTER_PORT that the
-    user set are kept."""
+    """Sets torchrun's variables from those of srun; a given MASTER_ADDR or MASTER_PORT stays."""
     tasks = int(env["SLURM_STEP_NUM_TASKS"])
     nodes = int(env.get("SLURM_STEP_NUM_NODES", "1"))
     # One number for each node, such as 4(x2),3: the first is taken.

@@ -294,8 +294,7 @@ class _Agent(ElasticAgent):
 def _explain_failure(
     workers: NodeWorkers, rendezvous: Rendezvous, failure: RankFailure
 ) -> Exception:
-    """The exception for the end of a job. One node's has the error of the rank that failed first;
-    that of the others refers to it."""
+    """The end of a job: on one node the error of the rank that failed first, others refer to it."""
     is_alone = workers.settings.node_range == (1, 1)
     if not (is_alone or _claims_the_report(rendezvous, failure.lost_a_peer)):
         return WorkersFailed(

@@ -183,8 +183,7 @@ def forget_run(identity: RankIdentity) -> None:
 def recording_steps(
     identity: RankIdentity, position: Callable[[], Position]
 ) -> Callable[[], Position]:
-    """Wraps ``position`` of a rank so that each new step is also written for the launcher; see
-    `Restarts`."""
+    """Wraps ``position`` so that each new step is also written for the launcher's `Restarts`."""
     if identity.local_rank != 0 or AGENT not in os.environ:
         return position
     path, written = os.path.join(launcher_folder(), "step"), -1

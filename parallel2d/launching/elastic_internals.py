@@ -61,8 +61,7 @@ RendezvousState = _RendezvousState
 
 
 class ElasticAgent(LocalElasticAgent):
-    """torch's agent, with public names for what it calls from its loop, which a subclass has, and
-    for what it keeps."""
+    """torch's agent with public names for what its loop calls, in a subclass, and what it keeps."""
 
     new_processes: Callable[[WorkerGroup], StartedProcesses]
     stop_workers: Callable[[WorkerGroup], None]

@@ -93,8 +93,7 @@ _MATCHES: dict[str, Callable[[str, str], bool]] = {
 
 
 def list_interfaces() -> list[Interface]:
-    """Every address of every interface that is up, IPv4 before IPv6, as the system lists them;
-    loopback last."""
+    """Every address of every interface that is up, IPv4 before IPv6; loopback last."""
     states, found = psutil.net_if_stats(), []
     for name, addresses in psutil.net_if_addrs().items():
         if name in states and states[name].isup:

@@ -28,13 +28,10 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl(2), from <linux/prctl.h>
 
 
 def workers_per_node(config: LaunchConfig) -> int:
-    """``launch.nproc_per_node`` as a number. Raises `ConfigError` for more workers than
-    accelerators."""
+    """``launch.nproc_per_node``. Raises `ConfigError` for more workers than accelerators."""
     import torch
 
-    accelerators = 0
-    if torch.accelerator.is_available():
-        accelerators = torch.accelerator.device_count()
+    accelerators = torch.accelerator.device_count()
     if config.nproc_per_node == "auto":
         return accelerators or CPU_WORKERS
     wanted = int(config.nproc_per_node)
@@ -73,7 +70,6 @@ def open_standard_streams() -> None:
 
 
 def set_process_name(name: str) -> None:
-    """Sets what ``ps -o comm`` and ``top`` show for this process (Linux, 15 characters; elsewhere
-    nothing)."""
+    """Sets what ``ps -o comm`` and ``top`` show (Linux, 15 characters; elsewhere nothing)."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)

@@ -102,8 +102,7 @@ class Rendezvous:
         self.store.append(f"{_HOSTS}/{self.name}", f"{socket.gethostname()} ")
 
     def hosts_there(self) -> list[str]:
-        """Names of the hosts that have come. torch's own list is of no use to a node that gives up,
-        which removes itself from it first."""
+        """Names of the hosts that have come. A node that gives up has left torch's own list."""
         try:
             names = self.store.get(f"{_HOSTS}/{self.name}").decode()
         except Exception:  # the node that holds the store may have ended
@@ -206,8 +205,7 @@ class JsonBackend(RendezvousBackend):
         return found[:2] if found else None
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, bytes, bool] | None:
-        """Replaces the state that ``token`` stands for. Returns what there is now, and whether it
-        is this."""
+        """Replaces that of ``token``. Returns what there is now, and whether it is this."""
         new = to_json(pickle.loads(state))  # made by this process
         # Before the first state, torch gives a token that stands for none.
         return self._replace(token if isinstance(token, bytes) else "", new)
@@ -238,8 +236,7 @@ def to_json(state: RendezvousState) -> str:
 
 
 def from_json(text: bytes) -> RendezvousState:
-    """The state from text. Raises RendezvousStateError for anything that `to_json` does not
-    make."""
+    """The state. Raises RendezvousStateError for anything that `to_json` does not make."""
     state, to_time = RendezvousState(), datetime.fromisoformat
     try:
         given = json.loads(text)

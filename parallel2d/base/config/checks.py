@@ -109,14 +109,12 @@ def check_data(data: DataConfig) -> None:
 
 
 def check_optimizer(optimizer: OptimizerConfig) -> None:
-    """Raises `ConfigError` with one line per field of an `OptimizerConfig` that breaks its own
-    constraint."""
+    """Raises `ConfigError` with one line per field that breaks its own constraint."""
     _refuse(list(field_problems(optimizer, "optimizer.")))
 
 
 def check_steps(config: TrainConfig) -> None:
-    """Raises `ConfigError` with one line per key that does not fit ``train.steps``, for where
-    ``train.epochs`` has decided them."""
+    """Raises `ConfigError` for keys that do not fit the steps that ``train.epochs`` has decided."""
     _refuse(list(_step_problems(config)))
 
 

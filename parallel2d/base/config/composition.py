@@ -49,8 +49,7 @@ class Composition:
     _options: tuple[str, ...] = ()  # that the words need to mean the same again
 
     def start(self, task: Task) -> None:
-        """Makes the run directory, with Hydra's records, and calls ``task``. Raises `ConfigError`
-        for a directory that cannot be made."""
+        """Makes the run directory and calls ``task``. Raises `ConfigError` where it cannot."""
         for word in self.words:
             check_run_dir(word)
         # What `hydra.main` does after it has composed.
@@ -197,8 +196,7 @@ def folder_errors_explained() -> Iterator[None]:
 
 
 def check_run_dir(word: str) -> None:
-    """Raises `ConfigError` when ``word`` names a run directory that is empty, or in which another
-    user has placed links."""
+    """Raises `ConfigError` for an empty run directory, or one with links of another user."""
     named = _FOLDER.fullmatch(word)
     if named is None:
         return

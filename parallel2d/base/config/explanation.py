@@ -185,8 +185,7 @@ def _models_with(key: str, known: Collection[str]) -> list[str]:
 
 
 def dotted_keys(config: DictConfig, prefix: str = "") -> dict[str, bool]:
-    """All keys of a config, groups before what they hold (``train``, ``train.steps``), each with
-    whether the schema has it."""
+    """All keys, groups before what they hold, each with whether the schema has it."""
     keys: dict[str, bool] = {}
     # None: in a mapping without a schema, such as model.arguments, any key may stand.
     known = getattr(OmegaConf.get_type(config), "__dataclass_fields__", None)

@@ -151,8 +151,7 @@ def help_page(words: Sequence[str], program: str, purpose: str) -> str:
 
 
 def sections(kind: type = TrainConfig, key: str = "", family: str = "") -> Iterator[Documented]:
-    """The section ``key`` of the dataclass ``kind``, then those inside of it, in its order;
-    ``model`` is there once per family."""
+    """The section of the dataclass ``kind``, then those inside; ``model`` once per family."""
     types = typing.get_type_hints(kind)
     keys: list[Documented] = []
     inside: list[Documented] = []
@@ -190,17 +189,16 @@ def _allowed(item: dataclasses.Field[Any]) -> str:
     choices = list(map(str, item.metadata.get("choices", ())))
     if choices:
         return _either([*choices, "null"] if "None" in kinds else choices)
-    limits = bounds(item.metadata)
-    parts = [limits] if limits else []
+    parts = list(filter(None, [bounds(item.metadata)]))
     if item.metadata.get("infinite"):
         parts.append("or inf")
-    if limits and "str" in kinds:
+    if parts and "str" in kinds:
         kinds.remove("str")
         parts.append("or auto")
     # A number may be written as a whole one.
     if "float" in kinds and "int" in kinds:
         kinds.remove("int")
-    return ", ".join([_either([_KINDS[kind] for kind in kinds]), *parts])
+    return ", ".join([_either(list(map(_KINDS.__getitem__, kinds))), *parts])
 
 
 def _either(words: list[str]) -> str:
@@ -209,8 +207,7 @@ def _either(words: list[str]) -> str:
 
 
 def _row(documented: Documented, values: Mapping[str, Any]) -> tuple[str, str]:
-    """A key with its value, and what it means; with the values that are allowed where the table of
-    groups does not list them."""
+    """A key with its value and meaning, and what is allowed where no group lists it."""
     value: Any = values
     for name in documented.key.split("."):
         value = value[name]

@@ -60,8 +60,7 @@ def default_of(item: Field[Any]) -> Any:
 
 
 def field_problems(config: Any, prefix: str = "") -> Iterator[str]:
-    """Yields one line per field of a tree of dataclasses that breaks its own constraint, or that is
-    set and not read."""
+    """Yields one line per field that breaks its own constraint, or is set and not read."""
     for item in fields(config):
         value = getattr(config, item.name)
         key = f"{prefix}{item.name}"
@@ -173,8 +172,7 @@ def gone(key: str, value: str, constraint: Mapping[str, Any]) -> str:
 def choice_problem(
     key: str, value: object, choices: Collection[Any], null: bool = False
 ) -> str | None:
-    """What is said of a ``value`` that is none of ``choices``; None for one of them. ``null``: it
-    may also be None, which is said."""
+    """Says that a ``value`` is none of ``choices``; None for one. ``null``: None is allowed too."""
     if value in choices:
         return None
     allowed = ", ".join(map(str, choices)) + (", or null" if null else "")
@@ -197,8 +195,7 @@ def as_word(value: Any) -> str:
 
 
 def refuse_unknown(given: Collection[str], where: str, known: Collection[str]) -> None:
-    """Raises `ConfigError` with one line per name that is ``given`` and that ``where``, which takes
-    the ``known`` ones, does not have."""
+    """Raises `ConfigError` with one line per ``given`` name that is not ``known`` to ``where``."""
     problems = []
     for name in given:
         hint = did_you_mean(name, known) or f"; it has {', '.join(known)}"

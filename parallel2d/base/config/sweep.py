@@ -48,8 +48,7 @@ _LONGEST_ERROR = 4000
 
 @dataclass(frozen=True)
 class Outcome:
-    """``words``: of the command line, of this job; ``value``: of its objective, None where it
-    failed."""
+    """``words``: this job's of the command line; ``value``: of its objective, None if it failed."""
 
     number: int
     words: tuple[str, ...]
@@ -160,8 +159,7 @@ def _is_own(part: DictConfig) -> bool:
 
 
 def _tell_sweep(begun: float) -> list[str]:
-    """Prints the table of a sweep's jobs; returns the errors of those that failed, with their
-    words."""
+    """Prints the table of the jobs; returns the errors of those that failed, with their words."""
     if SweepFolder.folder is None:
         return []
     jobs = outcomes(SweepFolder.folder, begun)
@@ -187,8 +185,7 @@ def _command_line(words: Sequence[str]) -> Iterator[None]:
 
 
 def outcomes(folder: str, since: float) -> list[Outcome]:
-    """Reads those of the jobs below ``folder`` that ended after ``since`` (seconds as of
-    `time.time`), in the order of the sweep."""
+    """Reads the jobs below ``folder`` that ended after ``since`` (of `time.time`), in order."""
     found: list[Outcome] = []
     for run_dir, inside, _ in os.walk(folder):
         # Emptied in place, which keeps `os.walk` from going further down.
@@ -206,23 +203,21 @@ def outcomes(folder: str, since: float) -> list[Outcome]:
 
 
 def table(jobs: Sequence[Outcome], objective: str, *, descending: bool = False) -> list[str]:
-    """Lines for people, the best job first, those without a value last. Words that all jobs share
-    are omitted."""
+    """Lines for people, the best job first, without the words that all jobs share."""
+
+    def place(job: Outcome) -> tuple[bool, float]:
+        value = math.nan if job.value is None else job.value
+        return math.isnan(value), -value if descending else value
+
     shared = set(jobs[0].words).intersection(*(job.words for job in jobs))
-    measured = [job for job in jobs if job.value is not None and not math.isnan(job.value)]
-    measured.sort(key=lambda job: job.value or 0.0, reverse=descending)
-    others = [job for job in jobs if job not in measured]
     rows = [("job", objective, "settings", "run directory")]
-    rows += [_row(job, shared) for job in measured + others]
+    for job in sorted(jobs, key=place):
+        value = "failed"
+        if job.error is None:
+            value = "-" if job.value is None else f"{job.value:.6g}"
+        own = " ".join(word for word in job.words if word not in shared)
+        rows.append((f"#{job.number}", value, own or "-", os.path.relpath(job.run_dir)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     # The last column is not filled up: lines have no spaces at their end.
     widths[-1] = 0
     return ["  ".join(map(str.ljust, row, widths)) for row in rows]
-
-
-def _row(job: Outcome, shared: set[str]) -> tuple[str, str, str, str]:
-    value = "failed"
-    if job.error is None:
-        value = "-" if job.value is None else f"{job.value:.6g}"
-    own = " ".join(word for word in job.words if word not in shared)
-    return f"#{job.number}", value, own or "-", os.path.relpath(job.run_dir)

@@ -1,5 +1,4 @@
-"""The words of a command line as Hydra must see them (`hydra_words`), and the options among
-them."""
+"""The words of a command line as Hydra must see them (`hydra_words`), and its options."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ def hydra_words(arguments: Sequence[str]) -> list[str]:
 
 
 def _overrides_first(words: list[str]) -> list[str]:
-    """``strategy=zero3 --cfg job train.steps=2`` with the option last: Hydra takes overrides in one
-    piece alone."""
+    """``a=1 --cfg job b=2`` with the option last: Hydra takes overrides in one piece alone."""
     try:
         with contextlib.redirect_stdout(None), contextlib.redirect_stderr(None):
             parsed, _ = get_args_parser().parse_known_intermixed_args(words)

@@ -24,8 +24,7 @@ Progress = Callable[[int], object]
 
 
 class Folder(Protocol):
-    """A folder of files. Every method raises `DamagedCheckpointError` when the file is missing or
-    is no ordinary file."""
+    """Every method raises `DamagedCheckpointError` for a file that is missing or not ordinary."""
 
     label: str  # for messages
 
@@ -40,8 +39,7 @@ class Folder(Protocol):
 
 
 def is_remote(path: str) -> bool:
-    """Whether ``path`` is an fsspec address (``scheme://...``) rather than a path of this
-    machine."""
+    """Whether ``path`` is an fsspec address (``scheme://...``), no path of this machine."""
     return "://" in path
 
 
@@ -84,8 +82,7 @@ class _LocalFile:
 
 
 class LocalFolder:
-    """A folder on a file system of this machine. ``mapped=False`` reads by range instead of mapping
-    files to memory."""
+    """A folder on this machine. ``mapped=False``: files are read by range, not memory-mapped."""
 
     def __init__(self, path: str, mapped: bool = True) -> None:
         self.path, self.mapped = path, mapped
@@ -140,8 +137,7 @@ class _RemoteFile:
 
 
 class RemoteFolder:
-    """A folder behind any fsspec file system: object stores, and whatever else has a
-    ``scheme://``."""
+    """A folder behind any fsspec file system, such as an object store."""
 
     def __init__(self, url: str) -> None:
         import fsspec

@@ -49,8 +49,7 @@ MAX_NAME = 1024
 
 @sendable
 class DamagedCheckpointError(ConfigError):
-    """A checkpoint that is incomplete, altered, or not as its manifest describes it. The message
-    names the file and the fault."""
+    """A checkpoint that is incomplete or altered. The message names the file and the fault."""
 
 
 class ByteSource(Protocol):
@@ -102,8 +101,7 @@ def encode_header(
 def encode(
     tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yields the blocks of a file that holds ``tensors`` (contiguous, on CPU), widest dtypes first
-    so that each is aligned."""
+    """Yields the blocks of a file with ``tensors`` (contiguous, on CPU), aligned: widest first."""
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())
     entries = [(name, DTYPE_NAMES[tensor.dtype], tensor.shape) for name, tensor in ordered]
     yield encode_header(entries, metadata)

@@ -56,8 +56,7 @@ class Channel:
         return b"".join((length, code, content))
 
     def open(self, header: bytes, content: bytes) -> list[bytes]:
-        """The fields of the next frame. Raises `Untrusted` unless the other end sent it, and sent
-        it next."""
+        """Its fields. Raises `Untrusted` unless the other end sent this frame, and sent it next."""
         code = _code(self._receives, self._received, header[:4] + content)
         if not hmac.compare_digest(header[4:], code):
             raise Untrusted("it sent a frame that is not sealed with the job's secret, or not next")

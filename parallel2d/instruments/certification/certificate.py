@@ -84,16 +84,13 @@ class Certificate:
     def passed(self) -> bool:
         return not self.discrepancies
 
-    def as_json(self) -> str:
-        """Numbers that are not finite, which JSON does not have, are strings."""
+    def write(self, folder: str) -> None:
+        """Writes `FILE`; numbers that are not finite, which JSON lacks, are strings in it."""
         versions = {"parallel2d": metadata.version("parallel2d"), "torch": str(torch.__version__)}
         text = json.dumps({"passed": self.passed, "versions": versions, **asdict(self)})
-        return json.dumps(json.loads(text, parse_constant=str), indent=1)
-
-    def write(self, folder: str) -> None:
-        """Writes `FILE` to ``folder``."""
+        text = json.dumps(json.loads(text, parse_constant=str), indent=1)
         os.makedirs(folder, exist_ok=True)
-        files.replace(os.path.join(folder, FILE), self.as_json())
+        files.replace(os.path.join(folder, FILE), text)
 
     def problems(self) -> str:
         """What differs from one process, the first of each check; empty when nothing does."""

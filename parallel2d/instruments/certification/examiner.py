@@ -1,5 +1,4 @@
-"""Compares what the ranks have with what is expected, on rank 0: `Examiner`. It writes what it
-finds in a `Certificate`."""
+"""Compares, on rank 0, what ranks have with what is expected: `Examiner`."""
 
 from __future__ import annotations
 
@@ -181,7 +180,7 @@ class Examiner:
             self._differs("norm", what, cause=cause, ranks=(rank,))
 
     def _weights(self, weights: ByTrack, updated: ByTrack, shared: ByTrack) -> None:
-        sync = self._run.sync
+        sync, method = self._run.sync, self._subject.method
         if shared:
             sync.after_update(self._step)
             self._updates("shared weight", shared[0], sync.shared, sync.before)
@@ -191,7 +190,7 @@ class Examiner:
             for name, row in self.certificate.parameters.items():
                 cause, wanted = "a frozen parameter has moved", track.weights[name]
                 if row.trained:
-                    cause, wanted = "replicas do not have it", sync.arrived(owned[name])
+                    cause, wanted = "replicas do not have it", method.expected_copy(owned[name])
                 self._equal("update", used, {name: wanted}, cause=cause)
             track.take(used, owned)
 
@@ -230,15 +229,11 @@ class Examiner:
                 if parts:
                     ours, theirs = parts[0][:2]
                     text = f"the {what} of {ranks_text(ours)} and {ranks_text(theirs)} differ"
-                    axis = self._axis_between(ours[0], theirs[0])
+                    # The first axis along which they differ
+                    places = [(self._ranks == part[0]).nonzero()[0] for part in (ours, theirs)]
+                    axis = self._axes[int((places[0] != places[1]).nonzero()[0])]
                     holders = tuple(sorted(itertools.chain(*itertools.chain(*parts))))
                     self._differs("copies", text, parameter=name, axis=axis, ranks=holders)
-
-    def _axis_between(self, one: int, other: int) -> str:
-        """The first axis along which two ranks differ."""
-        places = [(self._ranks == rank).nonzero()[0].tolist() for rank in (one, other)]
-        pairs = zip(self._axes, *places, strict=True)
-        return next(axis for axis, ours, theirs in pairs if ours != theirs)
 
     def _differs(self, check: str, what: str, **where: Any) -> None:
         self.certificate.add(Discrepancy(check, self._step, what, **where))

@@ -120,8 +120,7 @@ def find_runs(paths: Sequence[str]) -> list[str]:
 
 
 def read_run(path: str) -> Run:
-    """Reads the run in a folder. Raises `ConfigError` for one that is not a run directory, cannot
-    be read, or has no finished step."""
+    """Reads a run. Raises `ConfigError` for no run directory, no finished step, or no access."""
     shown = files.printable(path, 300)
     if not os.path.lexists(os.path.join(path, "metrics.jsonl")):
         raise ConfigError(f"{shown}: no metrics.jsonl here, so this is not a run directory")
@@ -170,8 +169,7 @@ def _read_rows(path: str) -> Numbers:
 
 
 def _rows(lines: Iterable[bytes]) -> Iterator[list[float]]:
-    """The numbers of each row. A line that is no row, incomplete after a kill or too long, is
-    passed over."""
+    """The numbers of each row; a line that is none, cut by a kill or too long, is passed over."""
     for row in filter(None, map(parse_row, lines)):
         if row.get(keys.LOSS, 0.0) is None:
             row[NOT_FINITE] = row[keys.STEP]
@@ -194,8 +192,7 @@ def _joined(rows: Numbers) -> Numbers:
 
 
 def parts_of(*runs: Run) -> list[Run]:
-    """Each run; one that went on with another layout as several parts, each with the layout that
-    its rows were measured on."""
+    """Each run; one that changed its layout as several parts, each with its own."""
     parts: list[Run] = []
     for run in runs:
         starts = {segment.number: segment for segment in run.segments}
