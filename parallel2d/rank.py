@@ -29,11 +29,9 @@ if TYPE_CHECKING:
 
 
 def rank_main(words: Sequence[str]) -> int:
-    """Runs this rank of the job that ``words`` describe, or that our launcher has composed.
-
-    Returns the exit code: 0 done, ``launch.requeue_exit_code`` stopped and saved. After an
-    exception the process exits with 1, and one rank or the launcher has said why.
-    """
+    """Runs this rank of the job that ``words`` describe, or that our launcher has composed. Returns
+    the exit code: 0 done, ``launch.requeue_exit_code`` stopped and saved. After an exception the
+    process exits with 1, and one rank or the launcher has said why."""
     identity = find_rank()
     assert identity is not None, "launchers set the variables of a rank"
     composition = None
@@ -57,11 +55,7 @@ def rank_main(words: Sequence[str]) -> int:
 
 
 def choose_layout(
-    config: TrainConfig,
-    words: Sequence[str],
-    nodes: int,
-    ranks: int,
-    stream: TextIO | None = None,
+    config: TrainConfig, words: Sequence[str], nodes: int, ranks: int, stream: TextIO | None = None
 ) -> TrainConfig:
     """``config`` with the layout that the planner chooses for these ranks, where it is to. Says
     why, on ``stream`` (default: standard error, as a run does)."""

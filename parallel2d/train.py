@@ -39,10 +39,8 @@ def main(
     purpose: str = _PURPOSE,
 ) -> int:
     """Runs the job that the words describe. ``program`` and ``purpose``: how the command was called
-    and what it does, for ``--help``.
-
-    Returns the exit code: 0 done, 1 failed or planned and too large, 2 a configuration
-    that cannot run, 130 interrupted."""
+    and what it does, for ``--help``. Returns the exit code: 0 done, 1 failed or planned and too
+    large, 2 a configuration that cannot run, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     launching.open_standard_streams()
     text: object

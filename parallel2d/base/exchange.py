@@ -218,8 +218,7 @@ def check_shared_run_dir(run_dir: str) -> None:
     name = broadcast(uuid.uuid4().hex)
     path = os.path.join(run_dir, f".shared-{name}")
     if dist.get_rank() == 0:
-        with open(path, "w"):
-            pass
+        open(path, "w").close()
     dist.barrier()
     try:
         _refuse_where(

@@ -169,10 +169,8 @@ def teardown(wait_s: float = 30.0) -> None:
 
 
 def on_teardown(undo: Callable[[], object]) -> None:
-    """Has `teardown` call ``undo``, once however often it was given.
-
-    For whatever is put into the process (wrapped functions, signal handlers).
-    """
+    """Has `teardown` call ``undo``, once however often it was given. For whatever is put into the
+    process (wrapped functions, signal handlers)."""
     _undo[undo] = None
 
 
@@ -275,12 +273,9 @@ def _count_in(store: Any, key: str) -> None:
 
 
 def release_groups() -> None:
-    """Frees what torch holds for process groups that were destroyed: their threads and, with
-    GPUs, memory.
-
-    Sharded models and their mesh hold each other in cycles, and torch caches decisions about
-    `DTensor`s under keys that hold meshes.
-    """
+    """Frees what torch holds for process groups that were destroyed: their threads and, with GPUs,
+    memory. Sharded models and their mesh hold each other in cycles, and torch caches decisions
+    about `DTensor`s under keys that hold meshes."""
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     debug._clear_sharding_prop_cache()
@@ -292,11 +287,8 @@ def release_groups() -> None:
 
 def limit_waiting(seconds: float) -> None:
     """From now on a collective on any process group that exists waits at most ``seconds`` for a
-    late rank.
-
-    Call it after the first step; see [Note: two timeouts]. Groups made later have torch's own
-    default again, those of a mesh from `parallel2d.build_mesh` the one of the world.
-    """
+    late rank. Call it after the first step; see [Note: two timeouts]. Groups made later have
+    torch's own default again, those of a mesh from `parallel2d.build_mesh` the one of the world."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 

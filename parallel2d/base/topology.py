@@ -22,7 +22,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """``launcher``: ``self`` (ours, one node), ``nodes`` (ours, several), ``torchrun``, ``srun``"""
+    """``launcher``: ``self`` and ``nodes`` (ours, of one or several), ``torchrun`` or ``srun``."""
 
     rank: int
     world_size: int
@@ -127,12 +127,10 @@ class Topology:
     @classmethod
     def gather(cls, host_id: str | None = None) -> Topology:
         """The topology of the default process group, gathered from its ranks. Collective: all ranks
-        must call it.
-
-        ``host_id``: what ranks share exactly when traffic between them stays inside one machine.
-        Default: host name plus network namespace. Containers and namespaces on one kernel count as
-        different hosts, as their traffic does; the boot id would not do, since they share it.
-        """
+        must call it. ``host_id``: what ranks share exactly when traffic between them stays inside
+        one machine. Default: host name plus network namespace. Containers and namespaces on one
+        kernel count as different hosts, as their traffic does; the boot id would not do, since they
+        share it."""
         # Imported here because torch comes with it, which a launcher does not need.
         from parallel2d.base.exchange import all_gather
 

@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -59,11 +60,9 @@ _FAILURE = "parallel2d/failure-of-job"  # the node that is first to claim it sho
 
 
 class Restarts:
-    """Whether workers that failed may try again, and after which pause.
-
-    ``limit``: failures in a row without progress after which workers still start again. ``step``:
-    called after each failure, returns the last step begun. See [Note: a storm of restarts].
-    """
+    """Whether workers that failed may try again, and after which pause. ``limit``: failures in a
+    row without progress after which workers still start again. ``step``: called after each failure,
+    returns the last step begun. See [Note: a storm of restarts]."""
 
     def __init__(self, limit: int, step: Callable[[], int]) -> None:
         self.limit, self._step = limit, step
@@ -84,12 +83,10 @@ class Restarts:
 
 @dataclass
 class NodeWorkers:
-    """The ranks of this node, as long as the job lasts.
-
-    ``words``: of each, on its command line. ``folder``: exists as long as this launcher. ``logs``:
-    where ranks beside the first write what they print; None: to the console. ``main``: what each
-    calls with ``words`` ("package.module:function").
-    """
+    """The ranks of this node, as long as the job lasts. ``words``: of each, on its command line.
+    ``folder``: exists as long as this launcher. ``logs``: where ranks beside the first write what
+    they print; None: to the console. ``main``: what each calls with ``words``
+    ("package.module:function")."""
 
     words: Sequence[str]
     size: int
@@ -107,8 +104,7 @@ class NodeWorkers:
     def last_step(self) -> int:
         """The last step that workers of this launcher have begun; -1 before the first."""
         try:
-            with open(os.path.join(self.folder, "step")) as file:
-                return int(file.read())
+            return int(Path(self.folder, "step").read_text())
         except (OSError, ValueError):
             return -1
 
@@ -140,12 +136,9 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
 
 
 def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
-    """Runs this node's ranks until the job ends. See [Note: three reasons to start again].
-
-    Raises `ConfigError` or `WorkersFailed` with the error of the rank that failed first,
-    `StoreLost`, and torch's SignalException when this process got a signal to end and has ended its
-    workers.
-    """
+    """Runs this node's ranks until the job ends. See [Note: three reasons to start again]. Raises
+    `ConfigError` or `WorkersFailed` with the error of the rank that failed first, `StoreLost`, and
+    torch's SignalException when this process got a signal to end and has ended its workers."""
     os.environ.update(
         rendezvous.environment,
         TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
@@ -190,11 +183,7 @@ class _Agent(ElasticAgent):
     """torch's agent with our reasons to start again; it calls the methods below from its loop."""
 
     def __init__(
-        self,
-        workers: NodeWorkers,
-        rendezvous: Rendezvous,
-        spec: WorkerSpec,
-        logs: DefaultLogsSpecs,
+        self, workers: NodeWorkers, rendezvous: Rendezvous, spec: WorkerSpec, logs: DefaultLogsSpecs
     ) -> None:
         grace_s = workers.settings.grace_s
         super().__init__(spec, logs, exit_barrier_timeout=60, shutdown_timeout=grace_s)

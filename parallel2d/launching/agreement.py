@@ -41,12 +41,9 @@ def agree_on_job(
     choose_layout: ChooseLayout,
 ) -> Job | None:
     """The same job on every rank: from the launcher of a single node, otherwise composed by rank 0
-    and published in ``store``.
-
-    ``composition``: of ``arguments``, if there is one already. ``choose_layout``: rank 0 calls it,
-    at each start, since after a restart there may be other nodes. None when rank 0 had nothing to
-    run (``--help``, ``--cfg``). See [Note: one run directory].
-    """
+    and published in ``store``. ``composition``: of ``arguments``, if there is one already.
+    ``choose_layout``: rank 0 calls it, at each start, since after a restart there may be other
+    nodes. None when rank 0 had nothing to run (``--help``). See [Note: one run directory]."""
     if identity.local_rank == 0:
         record = _recorded_job(launcher_folder()) if _is_started_again() else None
         store.set(f"parallel2d/recorded/{identity.node}", json.dumps(record))

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from parallel2d.base import files
@@ -57,11 +58,9 @@ class Preempted(EndsSweep):
 
 @dataclass(frozen=True)
 class RankError:
-    """The exception that ended a rank, as its error file holds it.
-
-    ``time``: in seconds, with fractions, since peers fail within the same second because this one
-    did. ``complete``: the text is for the user and says which rank failed.
-    """
+    """The exception that ended a rank, as its error file holds it. ``time``: in seconds, with
+    fractions, since peers fail within the same second because this one did. ``complete``: the text
+    is for the user and says which rank failed."""
 
     text: str
     time: float
@@ -139,8 +138,7 @@ def write_error_file(error: RankError) -> None:
 def read_error_file(path: str) -> RankError | None:
     """Returns what `write_error_file` wrote, or None."""
     try:
-        with open(path) as file:
-            return RankError(**json.load(file)["message"]["extraInfo"]["parallel2d"])
+        return RankError(**json.loads(Path(path).read_text())["message"]["extraInfo"]["parallel2d"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -149,12 +147,10 @@ def read_error_file(path: str) -> RankError | None:
 def failures_reported_once(
     identity: RankIdentity, store: Any, run_dir: str | None = None
 ) -> Iterator[None]:
-    """Turns an exception on a rank into a non-zero exit and, over all ranks, one message.
-
-    Workers of our own launchers leave the message to them. Otherwise the rank that is first to
-    claim it in ``store`` prints it. ``run_dir``: where the message is kept in ``train.log``, unless
-    the launcher of a single node does so.
-    """
+    """Turns an exception on a rank into a non-zero exit and, over all ranks, one message. Workers
+    of our own launchers leave the message to them. Otherwise the rank that is first to claim it in
+    ``store`` prints it. ``run_dir``: where the message is kept in ``train.log``, unless the
+    launcher of a single node does so."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as exception:

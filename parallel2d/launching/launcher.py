@@ -27,12 +27,9 @@ from parallel2d.launching.network_interface import GLOO, NCCL
 
 def start_workers(job: Job, nproc: int) -> None:
     """Runs ``job`` on ``nproc`` fresh workers of this machine, which communicate over loopback
-    alone, and waits for them.
-
-    Raises `ConfigError` or `WorkersFailed` with the error of the rank that failed first,
-    `Preempted` when asked to stop and saved, and KeyboardInterrupt after Ctrl-C; all workers have
-    ended then.
-    """
+    alone, and waits for them. Raises `ConfigError` or `WorkersFailed` with the error of the rank
+    that failed first, `Preempted` when asked to stop and saved, and KeyboardInterrupt after Ctrl-C;
+    all workers have ended then."""
     from parallel2d.launching.agent import NodeWorkers, launcher_environment, run_node
     from parallel2d.launching.rendezvous import own_rendezvous
 

@@ -112,10 +112,8 @@ def _routed(
     targets: list[tuple[socket.AddressFamily, str, tuple[Any, ...]]], present: list[Interface]
 ) -> Interface | None:
     """Finds the one of ``present`` that leads to the first of ``targets`` with a route; or None.
-
     Connecting a datagram socket sends nothing: the kernel looks up the route and sets the socket's
-    own address.
-    """
+    own address."""
     by_address = {each.address: each for each in present}
     for family, _, target in targets:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

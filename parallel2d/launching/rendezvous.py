@@ -143,12 +143,9 @@ def own_rendezvous(folder: str) -> Rendezvous:
 
 def find_rendezvous(config: LaunchConfig) -> Rendezvous:
     """The store at ``launch.rdzv_endpoint``, opened here if it is this machine's to open. See
-    [Note: where the store lives].
-
-    Waits ``launch.rendezvous_timeout`` seconds for a store elsewhere. Raises `ConfigError` for an
-    address that cannot work, without a secret, and for a store outside of the nodes without
-    ``launch.job_id``.
-    """
+    [Note: where the store lives]. Waits ``launch.rendezvous_timeout`` seconds for a store
+    elsewhere. Raises `ConfigError` for an address that cannot work, without a secret, and for a
+    store outside of the nodes without ``launch.job_id``."""
     endpoint = str(config.rdzv_endpoint)
     secret = find_secret(config.secret_file, config.insecure)
     try:
@@ -186,11 +183,9 @@ def find_rendezvous(config: LaunchConfig) -> Rendezvous:
 
 class JsonBackend(RendezvousBackend):
     """Keeps the state of the rendezvous ``name`` as JSON under one key of ``store``, because a
-    pickle can run code. Its tokens are the stored text.
-
-    torch's handler hands its backend a pickle and takes one back: this reads the pickle that this
-    process has made, and makes one from JSON that it has checked.
-    """
+    pickle can run code. Its tokens are the stored text. torch's handler hands its backend a pickle
+    and takes one back: this reads the pickle that this process has made, and makes one from JSON
+    that it has checked."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store, self._key = store, f"parallel2d/rendezvous/{name}"

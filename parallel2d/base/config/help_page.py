@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import operator
 import os
 import re
 import sys
@@ -78,10 +79,8 @@ class Documented:
 
 def information(words: Sequence[str], program: str, purpose: str) -> str | None:
     """The text that ``words`` ask for by ``--help`` or ``--version``; None for words of a job.
-
     ``program``: how the command was called. ``purpose``: what it does, for ``--help``. Raises
-    `ConfigError` for words that do not compose.
-    """
+    `ConfigError` for words that do not compose."""
     if "--version" in words:
         return version()
     if "--help" in words or "-h" in words:
@@ -110,10 +109,8 @@ def version() -> str:
 
 def help_page(words: Sequence[str], program: str, purpose: str) -> str:
     """The page, at most `WIDTH` columns wide. Its values are those that ``words`` compose to.
-
     ``program``: how the command was called. ``purpose``: what it does, in a sentence. Raises
-    `ConfigError` for words that do not compose.
-    """
+    `ConfigError` for words that do not compose."""
     values, groups = survey(words)
     chosen = values["hydra"]["runtime"]["choices"]
     choices = {
@@ -208,9 +205,7 @@ def _either(words: list[str]) -> str:
 
 def _row(documented: Documented, values: Mapping[str, Any]) -> tuple[str, str]:
     """A key with its value and meaning, and what is allowed where no group lists it."""
-    value: Any = values
-    for name in documented.key.split("."):
-        value = value[name]
+    value: Any = functools.reduce(operator.getitem, documented.key.split("."), values)
     setting = f"{documented.key}={as_word(value)}"
     if value == REQUIRED:
         setting = f"{documented.key} (required)"

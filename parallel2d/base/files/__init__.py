@@ -96,11 +96,8 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 def replace(path: str, text: str, *, durable: bool = False) -> None:
     """Gives ``path`` this content in one rename: a reader sees the old file or the whole new one,
-    and a link is not followed.
-
-    ``durable``: it survives a loss of power once the folder does. Raises OSError, and leaves
-    nothing behind then.
-    """
+    and a link is not followed. ``durable``: it survives a loss of power once the folder does.
+    Raises OSError, and leaves nothing behind then."""
     # In the same folder, because a rename does not cross file systems.
     draft = f"{path}.{os.urandom(8).hex()}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -13,7 +13,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Callable
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from parallel2d.base.files import open_regular, printable
 from parallel2d.base.files.tensor_file import ByteSource, DamagedCheckpointError
@@ -21,21 +21,6 @@ from parallel2d.base.files.tensor_file import ByteSource, DamagedCheckpointError
 _BLOCK = 8 * 2**20  # bytes read at a time when hashing
 
 Progress = Callable[[int], object]
-
-
-class Folder(Protocol):
-    """Every method raises `DamagedCheckpointError` for a file that is missing or not ordinary."""
-
-    label: str  # for messages
-
-    def read(self, name: str, limit: int) -> bytes:
-        """The whole content; a file of more than ``limit`` bytes is an error."""
-
-    def digest(self, name: str, progress: Progress | None = None) -> str:
-        """SHA-256 of the content, in hex; ``progress(bytes)`` is called after each block."""
-
-    def source(self, name: str) -> ByteSource:
-        """The file, for reading ranges of bytes."""
 
 
 def is_remote(path: str) -> bool:
@@ -86,7 +71,7 @@ class LocalFolder:
 
     def __init__(self, path: str, mapped: bool = True) -> None:
         self.path, self.mapped = path, mapped
-        self.label = os.path.basename(os.path.abspath(path))
+        self.label = os.path.basename(os.path.abspath(path))  # for messages
 
     def _open(self, name: str) -> BinaryIO:
         _check_name(name, self.label)
@@ -100,11 +85,13 @@ class LocalFolder:
             ) from None
 
     def read(self, name: str, limit: int) -> bytes:
+        """The whole content; a file of more than ``limit`` bytes is an error."""
         with self._open(name) as file:
             _check_limit(self.label, name, _size(file), limit)
             return file.read(limit)
 
     def digest(self, name: str, progress: Progress | None = None) -> str:
+        """SHA-256 of the content, in hex; ``progress(bytes)`` is called after each block."""
         with self._open(name) as file:
             try:
                 return _sha256(file, progress)
@@ -171,6 +158,10 @@ class RemoteFolder:
 
     def source(self, name: str) -> ByteSource:
         return _RemoteFile(self._filesystem, *self._file(name))
+
+
+# Every method raises `DamagedCheckpointError` for a file that is missing or not ordinary.
+Folder = LocalFolder | RemoteFolder
 
 
 def _size(file: BinaryIO) -> int:

@@ -15,6 +15,7 @@ import re
 import shutil
 import stat
 import tempfile
+from pathlib import Path
 
 
 def temporary_place() -> str:
@@ -102,8 +103,7 @@ def remove(path: str) -> None:
 def _started(process: int) -> str:
     """When a process started, in clock ticks since boot; ``unknown`` without it, or off Linux."""
     try:
-        with open(f"/proc/{process}/stat") as file:
-            text = file.read()
+        text = Path(f"/proc/{process}/stat").read_text()
         # proc(5): field 22 of the line, the 20th after the command's name. The name is in
         # parentheses and may itself hold spaces and parentheses, so they are counted from its end.
         _, _, fields = text.rpartition(")")

@@ -152,9 +152,8 @@ def check_description(name: str, dtype: Any, shape: Any, what: str) -> None:
 
 def _are_sizes(value: Any, at_most: int) -> bool:
     """Whether it is a list of ``at_most`` numbers, all of which can be sizes or offsets."""
-    if not isinstance(value, list) or len(value) > at_most:
-        return False  # a hostile list may be long: it is not looked through
-    return all(map(is_count, value))
+    # A hostile list may be long: it is not looked through.
+    return isinstance(value, list) and len(value) <= at_most and all(map(is_count, value))
 
 
 def _packed_bytes(dtype: str, shape: Sequence[int]) -> int:
@@ -162,12 +161,10 @@ def _packed_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def read_header(source: ByteSource, what: str) -> dict[str, Entry]:
-    """The tensors of a safetensors file by name.
-
-    Raises `DamagedCheckpointError`, naming ``what``, unless the header is one that a correct writer
-    makes: known dtypes, sizes that follow from shapes, ranges that fill the file from the header's
-    end to its own end without holes or overlap.
-    """
+    """The tensors of a safetensors file by name. Raises `DamagedCheckpointError`, naming ``what``,
+    unless the header is one that a correct writer makes: known dtypes, sizes that follow from
+    shapes, ranges that fill the file from the header's end to its own end without holes or
+    overlap."""
     return read_file(source, what)[0]
 
 
@@ -189,7 +186,18 @@ def read_file(source: ByteSource, what: str) -> tuple[dict[str, Entry], dict[str
     # The header counts offsets from its own end, where the values begin.
     base = 8 + length
     found = {name: _read_entry(name, item, base, what) for name, item in header.items()}
-    _check_packed(found, base, source.size, what)
+    position = base
+    # By end too: an empty tensor at the place where another begins comes before it.
+    for entry in sorted(found.values(), key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != position:
+            raise DamagedCheckpointError(
+                f"{what}: tensors overlap or leave a hole at byte {min(position, entry.begin)}"
+            )
+        position = entry.end
+    if position != source.size:
+        raise DamagedCheckpointError(
+            f"{what}: its tensors end at byte {position}, the file at byte {source.size}"
+        )
     return found, metadata if isinstance(metadata, dict) else {}
 
 
@@ -212,21 +220,6 @@ def _read_entry(name: str, item: Any, base: int, what: str) -> Entry:
             f"{what}: {printable(name)} needs {size} bytes, its offsets are {printable(offsets)}"
         )
     return Entry(dtype, tuple(shape), base + begin, base + end)
-
-
-def _check_packed(entries: dict[str, Entry], base: int, size: int, what: str) -> None:
-    position = base
-    # By end too: an empty tensor at the place where another begins comes before it.
-    for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
-        if entry.begin != position:
-            raise DamagedCheckpointError(
-                f"{what}: tensors overlap or leave a hole at byte {min(position, entry.begin)}"
-            )
-        position = entry.end
-    if position != size:
-        raise DamagedCheckpointError(
-            f"{what}: its tensors end at byte {position}, the file at byte {size}"
-        )
 
 
 def read_rows(source: ByteSource, entry: Entry, begin: int, end: int) -> Tensor:

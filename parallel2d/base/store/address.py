@@ -79,13 +79,10 @@ def owns_address(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> tuple[socket.socket, str]:
-    """A socket that listens on ``host``'s address only, and that address in numbers.
-
-    ``host``: a name or an address (IPv4, IPv6, ``fe80::1%eth0``) of this machine; with several
-    addresses, the first that belongs to it. ``port``: 0 for a free one. Raises `ConfigError` when
-    the name does not resolve, the address is not one of this machine, or the port is taken or
-    reserved.
-    """
+    """A socket that listens on ``host``'s address only, and that address in numbers. ``host``: a
+    name or an address (IPv4, IPv6, ``fe80::1%eth0``) of this machine; with several addresses, the
+    first that belongs to it. ``port``: 0 for a free one. Raises `ConfigError` when the name does
+    not resolve, the address is not one of this machine, or the port is taken or reserved."""
     failure: OSError | None = None
     for family, numeric, address in resolve(host):
         place: Any = (address[0], port, *address[2:])
@@ -115,11 +112,8 @@ class PortTaken(ConfigError):  # noqa: N818 (named after what happened)
 
 def connect(address: str, patience_s: float) -> socket.socket:
     """A connection to ``HOST:PORT`` or ``unix:PATH``, which may come up later: connecting is tried
-    again for ``patience_s`` seconds.
-
-    Raises `ConfigError` with the last outcome: refused, timed out, unreachable, or name not
-    resolved.
-    """
+    again for ``patience_s`` seconds. Raises `ConfigError` with the last outcome: refused, timed
+    out, unreachable, or name not resolved."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -183,13 +177,10 @@ def unix_path(path: str) -> Iterator[str]:
 
 def answered_within(seconds: float, ask: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
     """The result of ``ask``, which sends requests to a store; ``otherwise`` when the store has not
-    answered after so many seconds.
-
-    A process that accepts connections and does not answer, such as a store that is stopped, blocks
-    torch's client for ever, its constructor included. The thread of ``ask`` is left behind then,
-    and so is the connection: whoever gets ``otherwise`` must not use the store again. What ``ask``
-    raises in time is raised.
-    """
+    answered after so many seconds. A process that accepts connections and does not answer, such as
+    a store that is stopped, blocks torch's client for ever, its constructor included. The thread of
+    ``ask`` is left behind then, and so is the connection: whoever gets ``otherwise`` must not use
+    the store again. What ``ask`` raises in time is raised."""
     answer: futures.Future[_Answer] = futures.Future()
 
     def put() -> None:

@@ -59,10 +59,7 @@ def read_secret(path: str) -> str:
 
 def find_secret(secret_file: str | None, insecure: bool = False) -> str:
     """Finds the secret of a job on several nodes: in ``secret_file``, otherwise in the environment,
-    otherwise `NOBODYS` if ``insecure``.
-
-    Raises `ConfigError` where there is none.
-    """
+    otherwise `NOBODYS` if ``insecure``. Raises `ConfigError` where there is none."""
     if secret_file is not None:
         return read_secret(secret_file)
     given = os.environ.get(VARIABLE)

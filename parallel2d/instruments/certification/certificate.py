@@ -53,11 +53,8 @@ class ParameterRow:
 @sendable
 @dataclass
 class Certificate:
-    """Whether a layout computes what one process computes, with all that was compared.
-
-    ``bounds``: of relative errors; ``collectives``: how often rank 0 began each kind in the last
-    step.
-    """
+    """Whether a layout computes what one process computes, with all that was compared. ``bounds``:
+    of relative errors; ``collectives``: how often rank 0 began each kind in the last step."""
 
     layout: str
     model: str

@@ -101,11 +101,9 @@ class LayoutCost:
 
 
 def cost_of(config: TrainConfig) -> LayoutCost:
-    """What the job costs; with ``plan.verify=true`` its peak is traced too.
-
-    Raises `ConfigError` for a job that cannot run on this cluster, as far as that can be told
-    without data and devices.
-    """
+    """What the job costs; with ``plan.verify=true`` its peak is traced too. Raises `ConfigError`
+    for a job that cannot run on this cluster, as far as that can be told without data and
+    devices."""
     costs = JobCosts(config)
     cost = costs.with_peak(config, costs.cost(config))
     return costs.traced(config, cost) if config.plan.verify else cost
@@ -348,11 +346,8 @@ def _planned_sample(config: TrainConfig, parts: ModelParts) -> SampleShape:
 def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: LossOf) -> int:
     """Bytes at the fullest moment of one global batch of ``parts.module``, which is used up by it,
     with what the fullest rank keeps of the optimizer's state: that is there in every step but the
-    first. See [Note: a traced peak].
-
-    Of more than two micro-batches two are run: the others are as the second. Raises `ConfigError`
-    for a model that tensors without storage cannot run.
-    """
+    first. See [Note: a traced peak]. Of more than two micro-batches two are run: the others are as
+    the second. Raises `ConfigError` for a model that tensors without storage cannot run."""
     config, workload = layout.config, layout.workload
     # Blocks are traced as they stand: compilation happens for tensors with values.
     plain = dataclasses.replace(layout, config=dataclasses.replace(config, compile=CompileConfig()))

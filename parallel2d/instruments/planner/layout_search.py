@@ -51,11 +51,9 @@ def search(
 ) -> SearchResult:
     """The layouts of ``config`` that differ in strategy, mesh, recomputation and micro-batch, but
     for keys that are ``fixed``: ``strategy``, ``mesh.AXIS``, ``activation_checkpointing``,
-    ``train.micro_batch_size``. ``costs``: of the same job, with what was computed already.
-
-    Raises `ConfigError` where none can run or fit, where step times are not known, and with a cost
-    that cannot be traced.
-    """
+    ``train.micro_batch_size``. ``costs``: of the same job, with what was computed already. Raises
+    `ConfigError` where none can run or fit, where step times are not known, and with a cost that
+    cannot be traced."""
     costs = costs or JobCosts(config)
     ranked: list[RankedLayout] = []
     refusals: list[tuple[tuple[str, ...], str]] = []

@@ -56,11 +56,8 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of one run directory, or a part of it.
-
-    ``table`` [rows, `COLUMNS`]: the numbers of ``metrics.jsonl``, NaN where a row has none;
-    ``before``: that of the row before the first.
-    """
+    """The contents of one run directory, or a part of it. ``table`` [rows, `COLUMNS`]: the numbers
+    of ``metrics.jsonl``, NaN where a row has none; ``before``: that of the row before the first."""
 
     name: str
     table: Numbers
