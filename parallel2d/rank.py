@@ -102,26 +102,24 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
 
 
 def _certify(job: Job, runtime: Runtime) -> Certificate | None:
-    """The certificate of the job's layout, or None where none is asked for. Raises `ConfigError` on
-    every rank if the layout does not compute what one process computes. Collective. Writes the
-    certificate where no training follows."""
+    """The certificate of the job's layout, written where no training follows; None where none is
+    asked for. Raises `ConfigError` for a layout that computes something else. Collective."""
     loop = job.config.train
     if not loop.certify_only and (not loop.certify or job.restarted):
         return None
     from parallel2d.instruments.certification import certify_job
 
     certificate = certify_job(job, runtime)
+    passed = certificate.passed
     if runtime.is_first:
         print(certificate.table(), flush=True)
-    if certificate.passed:
-        if runtime.is_first and loop.certify_only:
-            certificate.write(job.run_dir)
-        return certificate
-    if runtime.is_first:
         # Not in the place of the certificate of a start that has trained.
-        folder = "refused" if read_segments(job.run_dir) else ""
-        certificate.write(os.path.join(job.run_dir, folder))
-    raise ConfigError(certificate.problems())
+        is_kept = not passed and read_segments(job.run_dir)
+        if loop.certify_only or not passed:
+            certificate.write(os.path.join(job.run_dir, "refused" if is_kept else ""))
+    if not passed:
+        raise ConfigError(certificate.problems())
+    return certificate
 
 
 def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | None) -> bool:

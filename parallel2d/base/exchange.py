@@ -142,9 +142,7 @@ def _plain(value: Any) -> Any:
 
 def _restored(entry: dict[str, Any]) -> Any:
     ((kind, parts),) = entry.items()  # of `_plain`; restored already
-    if kind in _sendable:
-        return _sendable[kind](*parts)
-    return _KINDS[kind].from_json(parts)
+    return _sendable[kind](*parts) if kind in _sendable else _KINDS[kind].from_json(parts)
 
 
 def _arguments(value: Any) -> Iterable[Any]:

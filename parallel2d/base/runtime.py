@@ -78,8 +78,7 @@ def _store_of_torchrun(host: str, port: int) -> Any:
         ) from None
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return store  # the counters of several nodes may differ
-    # Torch 2.13 keeps the store when it starts the ranks of a node again, and with it the addresses
-    # of those that have ended.
+    # Torch 2.13 keeps the store when it starts ranks again, and in it addresses of ended ones.
     return dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 

@@ -63,13 +63,13 @@ def find_rank(environment: MutableMapping[str, str] | None = None) -> RankIdenti
 
 def _find_launcher(env: MutableMapping[str, str]) -> str | None:
     """``launcher`` of the `RankIdentity`, or None when no launcher started this process."""
-    if "RANK" not in env or "WORLD_SIZE" not in env:
+    if not {"RANK", "WORLD_SIZE"} <= env.keys():
         step = env.get("SLURM_STEP_ID", "")
         if "SLURM_PROCID" not in env or not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP:
             return None
         # A single task, such as the shell of srun --pty, needs no other ranks.
         return "srun" if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else None
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    missing = sorted({"MASTER_ADDR", "MASTER_PORT"} - env.keys())
     if missing:
         raise ConfigError(
             f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not: start with torchrun, or "

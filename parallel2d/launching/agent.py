@@ -1,5 +1,4 @@
-"""One node's launcher: `run_node` starts the node's ranks, watches them, and starts them again with
-the nodes that remain.
+"""One node's launcher: `run_node` starts its ranks, watches them, and starts them again.
 
 torch's elastic agent does the work. This module decides whether, when and how a group of workers
 starts again, and turns a failure into one exception with the error of the rank that failed first.
@@ -76,9 +75,7 @@ class Restarts:
         self.in_a_row += 1
         if self.in_a_row > self.limit:
             return None
-        if self.in_a_row == 1:
-            return 0.0
-        return min(2.0 ** (self.in_a_row - 2), LONGEST_PAUSE_S)
+        return 0.0 if self.in_a_row == 1 else min(2.0 ** (self.in_a_row - 2), LONGEST_PAUSE_S)
 
 
 @dataclass
@@ -123,8 +120,7 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
     with folder_errors_explained():
         paths = {name: folders.open_folder(os.getpid(), place) for name, place in places.items()}
     before = dict(os.environ)
-    # torch 2.13 reuses the agent's store across restarts, so that workers would read the addresses
-    # of dead peers
+    # torch 2.13 reuses the agent's store across restarts: workers would read dead peers' addresses.
     os.environ.update(environment, **paths, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     try:
         yield paths[AGENT]
@@ -170,8 +166,7 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
         over = False
         raise _explain_rendezvous(workers, rendezvous, error) from None
     finally:
-        # Otherwise the heartbeats' thread may hold the last reference to the handler, and a thread
-        # cannot wait for its own end.
+        # Else the heartbeats' thread may hold the handler's last reference, and wait for itself.
         stop_heartbeats(handler)
         if over:
             with contextlib.suppress(Exception):  # the store may have ended with another node
@@ -187,7 +182,7 @@ class _Agent(ElasticAgent):
     ) -> None:
         grace_s = workers.settings.grace_s
         super().__init__(spec, logs, exit_barrier_timeout=60, shutdown_timeout=grace_s)
-        self.workers, self.rendezvous = workers, rendezvous
+        self.workers, self.rendezvous, self.logs = workers, rendezvous, logs
         self._pause, self._evicted = 0.0, False
 
     def new_processes(self, group: Any) -> StartedProcesses:
@@ -215,7 +210,7 @@ class _Agent(ElasticAgent):
             given = {name: str(value) for name, value in {**of_all, **of_one}.items()}
             environments[worker.local_rank] = {**os.environ, **given}
         start = functools.partial(start_rank, spec.entrypoint, spec.args)
-        return StartedProcesses(start, environments, self.logs_specs)
+        return StartedProcesses(start, environments, self.logs)
 
     def monitor_workers(self, group: Any) -> RunResult:
         result = super().monitor_workers(group)

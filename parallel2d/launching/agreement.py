@@ -148,9 +148,8 @@ def folder_errors_explained() -> Iterator[None]:
 
 
 def _is_started_again() -> bool:
-    """Whether the process that starts the workers does so again when they fail, with the same
-    command: our launchers and torchrun. Of another, such as a shell or a notebook, the next job may
-    be a different one."""
+    """Whether what starts the workers does so again when they fail, as our launchers and torchrun
+    do. Of another, such as a shell or a notebook, the next job may be a different one."""
     return AGENT in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 

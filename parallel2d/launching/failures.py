@@ -99,10 +99,9 @@ class RankFailure:
             return "lost the connection to another rank"
         if self.error:
             return self.error.last_line
-        text = f"exited with code {self.exit_code}"
-        if self.exit_code < 0:
-            text = f"killed by {signal.Signals(-self.exit_code).name}"
-        return text + _LIKELY_REASON.get(self.exit_code, "")
+        code = self.exit_code
+        text = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return text + _LIKELY_REASON.get(code, "")
 
 
 def first_failure(failures: dict[int, Any]) -> RankFailure:

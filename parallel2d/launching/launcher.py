@@ -1,5 +1,4 @@
-"""Starts ranks and waits for their end: `start_workers` on this machine alone, `start_node` as one
-node of several.
+"""Starts ranks and waits for their end: `start_workers`, `start_node` as one node of several.
 
 Both return when the job has ended well. The exceptions of `parallel2d.launching.failures` and
 `ConfigError` show whether it was stopped and has saved, failed, or could not have worked.
@@ -47,8 +46,7 @@ def start_workers(job: Job, nproc: int) -> None:
 def start_node(
     config: Any, words: Sequence[str], nproc: int, main: str = "parallel2d.rank:rank_main"
 ) -> None:
-    """Runs this node's ``nproc`` ranks of a job that several nodes run together, and waits for its
-    end.
+    """Runs this node's ``nproc`` ranks of a job of several nodes, and waits for its end.
 
     ``config``: the `TrainConfig` that ``words`` compose to; the job's own is composed by its rank
     0. ``main``: what each rank calls with ``words`` ("package.module:function"). When the

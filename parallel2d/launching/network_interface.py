@@ -34,8 +34,7 @@ class Interface(NamedTuple):
 
 
 def choose_interface(endpoint_host: str, environment: Mapping[str, str] = os.environ) -> Interface:
-    """The interface over which gloo and NCCL should reach the other nodes, and this machine's
-    address on it.
+    """The interface over which gloo and NCCL reach other nodes, and this machine's address on it.
 
     ``endpoint_host``: the host of the rendezvous endpoint, a name or an address; on that node
     itself, the interface that holds the address. GLOO_SOCKET_IFNAME wins, then NCCL_SOCKET_IFNAME,

@@ -45,15 +45,13 @@ def workers_per_node(config: LaunchConfig) -> int:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Has the kernel end this process when the one that started it dies, however it dies (Linux;
-    elsewhere nothing). ``parent``: its id; without it, one that has died before this call is not
-    noticed."""
+    """Has the kernel end this process when its parent dies, however it dies (Linux; elsewhere
+    nothing). ``parent``: its id; without it, one that died before this call is not noticed."""
     if sys.platform != "linux":
         return
     parent = os.getppid() if parent is None else parent
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The kernel sends nothing for a parent that died before that call. Such a process has another
-    # parent by now.
+    # The kernel sends nothing for one that died before that call: the parent is another by now.
     if os.getppid() != parent:
         os._exit(1)
 

@@ -1,5 +1,4 @@
-"""The store of a job, and torch's rendezvous on it: `find_rendezvous`, or `own_rendezvous` for a
-single node.
+"""The store of a job and torch's rendezvous on it: `find_rendezvous`, `own_rendezvous` of one node.
 
 [Note: where the store lives] The store may run on one of the nodes, which then must not fail:
 whichever node owns the endpoint's address opens it when nothing listens there yet. Or it runs
@@ -87,9 +86,8 @@ class Rendezvous:
         return create_handler(self.store, JsonBackend(self.store, self.name), parameters)
 
     def wait_for_all(self, config: LaunchConfig) -> None:
-        """Waits, at the start of a job, until all its launchers are here or a while has passed.
-        Otherwise the first would start with the smallest number of nodes and start again for each
-        that comes."""
+        """Waits, at the start of a job, until all its launchers are here or a while has passed:
+        the first would start with the smallest number of nodes, and again for each that comes."""
         largest, key = config.node_range[1], f"parallel2d/arrived/{self.name}"
         deadline = time.monotonic() + _FIRST_CALL_S
         arrived = self.store.add(key, 1)

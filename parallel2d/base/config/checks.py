@@ -33,8 +33,7 @@ from parallel2d.base.config.parallel import SYNC_WIRES, TENSOR_WORDS, ParallelCo
 from parallel2d.base.errors import ConfigError, did_you_mean
 
 _Config = TypeVar("_Config", bound=TrainConfig | ParallelConfig)
-# Two settings, and why they do not go together or what to use. A key without a value stands for
-# every value but its default.
+# Two settings, and why they do not go together. A key alone: every value but its default.
 _Conflicts = tuple[tuple[str, str, str], ...]
 # Whether something is wrong, and the line that says so
 _Problems = Iterator[tuple[object, str]]

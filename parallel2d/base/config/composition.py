@@ -1,5 +1,4 @@
-"""From the words of a command line to a checked `TrainConfig` and a run directory, by Hydra, and to
-YAML for workers and back.
+"""From the words of a command line to a checked `TrainConfig` and a run directory, by Hydra.
 
 `compose` composes one job, `survey` what words choose and might choose; `config.sweep` leaves
 several jobs, or ``--cfg``, to Hydra. `config.words` has what happens to the words before.
@@ -132,7 +131,7 @@ def _to_dataclasses(composed: DictConfig) -> TrainConfig:
     missing = sorted(OmegaConf.missing_keys(composed))
     # OmegaConf would stop at the first of them.
     if missing:
-        raise ConfigError("\n".join(f"{key} is required and was not given" for key in missing))
+        raise ConfigError("\n".join(map("{} is required and was not given".format, missing)))
     try:
         config: Any = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:

@@ -206,9 +206,7 @@ def _either(words: list[str]) -> str:
 def _row(documented: Documented, values: Mapping[str, Any]) -> tuple[str, str]:
     """A key with its value and meaning, and what is allowed where no group lists it."""
     value: Any = functools.reduce(operator.getitem, documented.key.split("."), values)
-    setting = f"{documented.key}={as_word(value)}"
-    if value == REQUIRED:
-        setting = f"{documented.key} (required)"
+    setting = documented.key + (" (required)" if value == REQUIRED else f"={as_word(value)}")
     if documented.key.endswith(".name") or not documented.choices:
         return setting, documented.summary
     return setting, f"{documented.summary} ({documented.allowed})"

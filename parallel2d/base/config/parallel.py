@@ -17,16 +17,11 @@ from parallel2d.base.errors import ConfigError, did_you_mean
 AXES = ("replicate", "shard", "tensor")  # of the mesh, outermost to innermost
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
 # What a tensor-parallel plan may say of a module; see parallel/parallelize/tensor_parallel.py.
-# The last four are Hugging Face's words.
 TENSOR_WORDS = (
-    "colwise",
-    "rowwise",
-    "sequence",
-    "replicate",
-    "colwise_gather_output",
-    "rowwise_split_input",
-    "embedding_rowwise",
-    "replicated_with_grad_allreduce",
+    *("colwise", "rowwise", "sequence", "replicate"),
+    # Words of Hugging Face
+    *("colwise_gather_output", "rowwise_split_input"),
+    *("embedding_rowwise", "replicated_with_grad_allreduce"),
 )
 
 
@@ -212,13 +207,8 @@ PRECISIONS = {
 
 
 KEPT_OPERATORS = (
-    "mm",
-    "bmm",
-    "addmm",
-    "scaled_dot_product_*",
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "all_reduce",
+    *("mm", "bmm", "addmm", "scaled_dot_product_*"),
+    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"),
 )
 
 

@@ -19,11 +19,8 @@ from parallel2d.base.errors import ConfigError
 
 # Words that begin so are about keys that no schema knows.
 _OPEN = (
-    "model.arguments.",
-    "model.arguments=",
-    "model.tensor_plan=",
-    "data.validation.",
-    "data.validation=",
+    *("model.arguments.", "model.arguments=", "model.tensor_plan="),
+    *("data.validation.", "data.validation="),
 )
 # Options with which Hydra answers, or runs something else than one job.
 _NO_SINGLE_JOB = (
@@ -93,7 +90,7 @@ def command_options(words: Sequence[str]) -> argparse.Namespace | None:
 def job_options(words: Sequence[str]) -> argparse.Namespace | None:
     """As `command_options`; None where Hydra answers or runs a sweep too."""
     parsed = command_options(words)
-    if parsed is None or any(getattr(parsed, name) for name in _NO_SINGLE_JOB):
+    if parsed is None or any(map(vars(parsed).get, _NO_SINGLE_JOB)):
         return None
     return None if may_sweep(parsed.overrides) else parsed
 

@@ -151,9 +151,7 @@ def printable(text: object, limit: int = 120) -> str:
     # One character more than the limit shows whether there is anything to cut.
     characters = str(text)[: limit + 1]
     shown = "".join(map(_escaped, characters))
-    if len(shown) <= limit:
-        return shown
-    return shown[:limit] + "..."
+    return shown if len(shown) <= limit else f"{shown[:limit]}..."
 
 
 def for_terminal(text: object) -> str:

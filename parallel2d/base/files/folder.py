@@ -1,5 +1,4 @@
-"""Reads the files of one checkpoint folder, on this machine or behind fsspec. Start at
-`open_folder`.
+"""Reads the files of one checkpoint folder, local or behind fsspec. Start at `open_folder`.
 
 Files are opened by name, never outside of the folder. Local files are memory-mapped, so a rank
 reads only the pages that it needs; remote files are read by range. On this machine only regular
@@ -30,9 +29,7 @@ def is_remote(path: str) -> bool:
 
 def open_folder(path: str, mapped: bool = True) -> Folder:
     """The folder at a local path or fsspec address. ``mapped``: as of `LocalFolder`."""
-    if is_remote(path):
-        return RemoteFolder(path)
-    return LocalFolder(path, mapped)
+    return RemoteFolder(path) if is_remote(path) else LocalFolder(path, mapped)
 
 
 class _MappedFile:

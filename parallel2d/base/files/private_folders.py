@@ -1,8 +1,7 @@
-"""Folders that live as long as the process which starts a node's workers, for what must outlive the
-workers. Start at `open_folder`.
+"""Folders of a launcher, for what must outlive its workers. Start at `open_folder`.
 
-They are named after that process's id and start time, since an id alone is given out again, inside
-a folder of this user and this process-id namespace. Temporary folders are open to all users, and
+They are named after its process id and start time, since an id alone is given out again, inside a
+folder of this user and this process-id namespace. Temporary folders are open to all users, and
 these names can be guessed: so both are made private, and a folder of another user is refused.
 """
 
@@ -21,9 +20,7 @@ from pathlib import Path
 def temporary_place() -> str:
     """The user's runtime folder if it is private, otherwise the temporary folder."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if runtime and is_private(runtime):
-        return runtime
-    return tempfile.gettempdir()
+    return runtime if runtime and is_private(runtime) else tempfile.gettempdir()
 
 
 def make_private(path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import threading
 import time
@@ -74,14 +75,13 @@ class StoreClient(Store):
             self._idle.clear()
         _kept.discard(self)
 
-    # The methods that torch calls. It passes values as bytes; its own names for some differ between
-    # Python and C++.
+    # The methods that torch calls, with bytes; some of its names differ between Python and C++.
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(b"set", key, value)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        self._ask(b"set", *(field for pair in zip(keys, values, strict=True) for field in pair))
+        self._ask(b"set", *itertools.chain(*zip(keys, values, strict=True)))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]

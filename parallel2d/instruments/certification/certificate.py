@@ -105,7 +105,7 @@ class Certificate:
     def table(self, rows: int = 12) -> str:
         """For a terminal: the parameters with the largest errors, and what was audited."""
         bounds = self.bounds
-        width = max([len(name) for name in self.parameters] + [9])
+        width = max(map(len, (*self.parameters, "parameter")))
         lines = [
             f"{self.model}: {self.layout}",
             f"{self.steps} steps in {self.seconds:.1f} s",

@@ -269,9 +269,8 @@ class ExpectedRun:
                 self.losses[data_rank] += loss
                 for name, gradient in gradients.items():
                     part[name].add(gradient, number)
-        if len(parts) == len(self.tracks):
-            return parts
-        return [self.sync.mean_gradients(step, parts)]
+        is_mean = len(parts) == len(self.tracks)
+        return parts if is_mean else [self.sync.mean_gradients(step, parts)]
 
     def _zeros(self) -> dict[str, ExpectedGradient]:
         found: dict[str, ExpectedGradient] = {}

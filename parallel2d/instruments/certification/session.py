@@ -145,9 +145,8 @@ class _Session:
         reshard(self._subject.model)
         _hold(record, "weights", self._parameters, self._replica)
         weights = self._gather(self._parameters)
-        updated = weights
-        if self._subject.method.splits_updates:
-            updated = self._gather(self._updated)
+        is_split = self._subject.method.splits_updates
+        updated = self._gather(self._updated) if is_split else weights
         shared = []
         if self._outer is not None:
             _hold(record, "shared weights", self._outer.masters(), 0)

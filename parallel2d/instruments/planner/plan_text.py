@@ -84,9 +84,7 @@ def _listed(kinds: Mapping[str, int]) -> str:
 
 def _size(size: int) -> str:
     """In GiB, or in MiB where that would be less than a tenth."""
-    if size < _GIB / 10:
-        return f"{size / 2**20:.2f} MiB"
-    return f"{size / _GIB:.2f} GiB"
+    return f"{size / 2**20:.2f} MiB" if size < _GIB / 10 else f"{size / _GIB:.2f} GiB"
 
 
 def _traffic_lines(cost: LayoutCost) -> list[str]:

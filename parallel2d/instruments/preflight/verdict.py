@@ -29,8 +29,7 @@ RankLink = tuple[int, int, float]
 
 _GIB = 1 << 30
 _CLOCK_S = 1.0
-# Of what is usual. Processors and networks that ranks share differ from moment to moment; what GPUs
-# compute does not.
+# Of what is usual. Shared processors and networks differ from moment to moment, GPUs do not.
 _SLOW, _SLOW_GPU = 0.5, 0.9
 
 

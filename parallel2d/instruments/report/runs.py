@@ -32,8 +32,7 @@ BYTES = {axis: keys.communication_key(axis, "bytes") for axis in keys.AXES}
 WAITS = {f"waits for {axis}": keys.communication_key(axis, "exposed_seconds") for axis in keys.AXES}
 LOST = {cause.replace("_", " "): keys.lost_key(cause) for cause in keys.LOSSES}
 RATES = (keys.TOKENS_PER_S, keys.MODEL_TFLOPS_PER_RANK, keys.MFU)
-# Measured for every step. Where rows are joined, the new one has the mean of these, and the newest
-# value of the others.
+# Measured for every step: joined rows have the mean of these, the newest value of the others.
 _MEANS = (
     *(keys.STEP_S, keys.time_key("checkpoint_s"), keys.SKEW, *RATES),
     *(*PHASES.values(), *BYTES.values(), *WAITS.values()),
