@@ -100,10 +100,9 @@ class NodeWorkers:
 
     def last_step(self) -> int:
         """The last step that workers of this launcher have begun; -1 before the first."""
-        try:
+        with contextlib.suppress(OSError, ValueError):
             return int(Path(self.folder, "step").read_text())
-        except (OSError, ValueError):
-            return -1
+        return -1
 
     def say(self, text: str) -> None:
         print(f"parallel2d: {files.for_terminal(text)}", file=sys.stderr, flush=True)
@@ -302,10 +301,9 @@ def _claims_the_report(rendezvous: Rendezvous, lost_a_peer: bool) -> bool:
     """Whether this node is the one to report the error."""
     if lost_a_peer:  # another node may have more to report, and comes first then
         time.sleep(1.5)
-    try:
+    with contextlib.suppress(Exception):  # the store may have ended with its node
         return rendezvous.store.add(f"{_FAILURE}/{rendezvous.name}", 1) == 1
-    except Exception:  # the store ended with its node
-        return True
+    return True
 
 
 def _explain_rendezvous(

@@ -136,10 +136,9 @@ def write_error_file(error: RankError) -> None:
 
 def read_error_file(path: str) -> RankError | None:
     """Returns what `write_error_file` wrote, or None."""
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return RankError(**json.loads(Path(path).read_text())["message"]["extraInfo"]["parallel2d"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return None
 
 
 @contextlib.contextmanager
@@ -174,8 +173,8 @@ def _first_to_claim(store: Any) -> bool:
     if store is None:
         return True
     claim = functools.partial(store.add, "parallel2d/failure", 1)
-    try:
+    # A store that has ended did so with rank 0, which has printed its error.
+    with contextlib.suppress(Exception):
         # Where rank 0 is stopped: better printed by every rank than by none.
         return answered_within(5.0, claim, 1) == 1
-    except Exception:  # the store ended with rank 0, which has printed its error
-        return False
+    return False

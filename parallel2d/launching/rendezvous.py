@@ -101,11 +101,10 @@ class Rendezvous:
 
     def hosts_there(self) -> list[str]:
         """Names of the hosts that have come. A node that gives up has left torch's own list."""
-        try:
-            names = self.store.get(f"{_HOSTS}/{self.name}").decode()
-        except Exception:  # the node that holds the store may have ended
-            return []
-        return sorted(set(names.split()))
+        names = b""
+        with contextlib.suppress(Exception):  # the node that holds the store may have ended
+            names = self.store.get(f"{_HOSTS}/{self.name}")
+        return sorted(set(names.decode().split()))
 
     def ranks_prefix(self, group: Any) -> str:
         """Chooses what the keys of this round's ranks begin with, the same on all nodes. The first

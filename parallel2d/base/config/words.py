@@ -97,11 +97,10 @@ def job_options(words: Sequence[str]) -> argparse.Namespace | None:
 
 def may_sweep(words: Sequence[str]) -> bool:
     """Whether a word has several values: a sweep, if Hydra was told so in a file."""
-    try:
+    with contextlib.suppress(HydraException):
         overrides = OverridesParser.create().parse_overrides(list(words))
-    except HydraException:
-        return False
-    return any(override.is_sweep_override() for override in overrides)
+        return any(override.is_sweep_override() for override in overrides)
+    return False
 
 
 def quoted(value: object) -> str:

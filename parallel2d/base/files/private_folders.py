@@ -77,10 +77,9 @@ def is_private(path: str) -> bool:
 
 def around(place: str) -> str:
     """The folder in ``place`` of all launchers of this user in this process-id namespace."""
-    try:
+    namespace = 0  # off Linux
+    with contextlib.suppress(OSError):
         namespace = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:  # not Linux
-        namespace = 0
     return os.path.join(place, f"parallel2d-{os.getuid()}-{namespace}")
 
 
@@ -99,11 +98,9 @@ def remove(path: str) -> None:
 
 def _started(process: int) -> str:
     """When a process started, in clock ticks since boot; ``unknown`` without it, or off Linux."""
-    try:
+    with contextlib.suppress(OSError, IndexError):
         text = Path(f"/proc/{process}/stat").read_text()
         # proc(5): field 22 of the line, the 20th after the command's name. The name is in
         # parentheses and may itself hold spaces and parentheses, so they are counted from its end.
-        _, _, fields = text.rpartition(")")
-        return fields.split()[19]
-    except (OSError, IndexError):
-        return "unknown"
+        return text.rpartition(")")[2].split()[19]
+    return "unknown"

@@ -304,9 +304,6 @@ class StoreServer:
             self._put(key, value)
         return [b"ok"]
 
-    def _check(self, *keys: bytes) -> list[bytes]:
-        return [b"ok", b"%d" % (self._values.keys() >= set(keys))]
-
     def _add(self, key: bytes, amount: bytes) -> list[bytes]:
         value = b"%d" % (int(self._values.get(key, b"0")) + int(amount))
         self._put(key, value)
@@ -321,26 +318,20 @@ class StoreServer:
         self._put(key, self._values.get(key, b"") + value)
         return [b"ok"]
 
-    def _delete(self, key: bytes) -> list[bytes]:
-        return [b"ok", b"%d" % (self._values.pop(key, None) is not None)]
-
     def _delete_all(self, beginning: bytes) -> list[bytes]:
         kept = {key: value for key, value in self._values.items() if not key.startswith(beginning)}
         self._values = kept
         return [b"ok"]
 
-    def _count(self) -> list[bytes]:
-        return [b"ok", b"%d" % len(self._values)]
-
     _operations: ClassVar[dict[bytes, Callable[..., list[bytes]]]] = {
         b"set": _set,
-        b"check": _check,
+        b"check": lambda self, *keys: [b"ok", b"%d" % (self._values.keys() >= set(keys))],
         b"add": _add,
         b"compare_set": _compare_set,
         b"append": _append,
-        b"delete": _delete,
+        b"delete": lambda self, key: [b"ok", b"%d" % (self._values.pop(key, None) is not None)],
         b"delete_all": _delete_all,
-        b"count": _count,
+        b"count": lambda self: [b"ok", b"%d" % len(self._values)],
     }
 
 

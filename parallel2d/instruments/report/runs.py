@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -141,10 +142,9 @@ def read_run(path: str) -> Run:
 
 
 def _read_object(path: str) -> dict[str, Any]:
-    try:
+    found: Any = None
+    with contextlib.suppress(FileNotFoundError):
         found = files.read_json(path, _LARGEST_OBJECT)
-    except FileNotFoundError:
-        return {}
     return found if isinstance(found, dict) else {}
 
 
