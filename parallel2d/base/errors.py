@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run. The message is complete: what was given, and what is
-    allowed. It is shown without a traceback."""
+    """A configuration that cannot run. Its message is complete, and shown without a traceback."""
 
 
 class HookError(RuntimeError):

@@ -38,15 +38,11 @@ log = logging.getLogger(__name__)
 
 
 def connect(identity: RankIdentity, settings: LaunchConfig | None = None) -> Any:
-    """The store of this job's ranks.
-
-    Under our own launchers it is the one at which they have met; under srun rank 0 opens it at
-    MASTER_ADDR; torchrun has one of its own.
-
-    ``settings``: for srun, where the secret is. Raises `ConfigError` when the address is taken or
-    does not answer, and under srun without a secret; under our own launchers, which make a new
-    store with every start, RuntimeError.
-    """
+    """The store of this job's ranks. Under our own launchers it is the one at which they have met;
+    under srun rank 0 opens it at MASTER_ADDR; torchrun has one of its own. ``settings``: for srun,
+    where the secret is. Raises `ConfigError` when the address is taken or does not answer, and
+    under srun without a secret; under our own launchers, which make a new store with every start,
+    RuntimeError."""
     if identity.launcher in ("self", "nodes"):
         try:
             client = StoreClient(os.environ[STORE], os.environ[VARIABLE])

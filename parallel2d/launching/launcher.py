@@ -47,13 +47,11 @@ def start_node(
     config: Any, words: Sequence[str], nproc: int, main: str = "parallel2d.rank:rank_main"
 ) -> None:
     """Runs this node's ``nproc`` ranks of a job of several nodes, and waits for its end.
-
     ``config``: the `TrainConfig` that ``words`` compose to; the job's own is composed by its rank
     0. ``main``: what each rank calls with ``words`` ("package.module:function"). When the
     rendezvous store is lost, the ranks end. The launcher waits ``launch.rendezvous_timeout``
     seconds for the store, then the job goes on from its newest checkpoint. Raises as
-    `start_workers` does.
-    """
+    `start_workers` does."""
     from parallel2d.launching.agent import NodeWorkers, launcher_environment, run_node
     from parallel2d.launching.rendezvous import find_rendezvous
 

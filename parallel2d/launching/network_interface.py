@@ -35,13 +35,11 @@ class Interface(NamedTuple):
 
 def choose_interface(endpoint_host: str, environment: Mapping[str, str] = os.environ) -> Interface:
     """The interface over which gloo and NCCL reach other nodes, and this machine's address on it.
-
     ``endpoint_host``: the host of the rendezvous endpoint, a name or an address; on that node
     itself, the interface that holds the address. GLOO_SOCKET_IFNAME wins, then NCCL_SOCKET_IFNAME,
     then the route to the endpoint. The address is of the endpoint's family where the interface has
     one. Raises `ConfigError` for an interface that does not exist or has no address, and when no
-    interface leads to the endpoint. See [Note: which interface].
-    """
+    interface leads to the endpoint. See [Note: which interface]."""
     present, targets = list_interfaces(), resolve(endpoint_host)
     listing = ", ".join(map("{0.name} ({0.address})".format, present)) or "none that is up"
     routed = _routed(targets, present)

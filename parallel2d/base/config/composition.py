@@ -71,9 +71,8 @@ class Composition:
 
 
 def compose(arguments: Sequence[str]) -> Composition | None:
-    """What ``arguments`` compose to, without a run directory or any other trace. None where they
-    are no single job: ``-m``, ``--cfg``, several values for a key. Raises `ConfigError` for
-    anything wrong with the words."""
+    """What ``arguments`` compose to, without any trace; None where they are no single job: ``-m``,
+    ``--cfg``, several values for a key. Raises `ConfigError` for anything wrong with the words."""
     words = hydra_words(arguments)
     parsed = job_options(words)
     if parsed is None:
@@ -115,9 +114,8 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def from_yaml(text: str) -> TrainConfig:
-    """The configuration that `to_yaml` wrote, which was checked before. Data only: nothing in it is
-    instantiated but the schema's own dataclasses. Raises `ConfigError` for text that does not fit
-    the schema."""
+    """The checked configuration that `to_yaml` wrote. Data only: nothing is instantiated but the
+    schema's own dataclasses. Raises `ConfigError` for text that does not fit the schema."""
     loaded = OmegaConf.create(text)
     family = loaded.model.family
     if family not in FAMILIES:

@@ -61,8 +61,7 @@ def explain(words: Sequence[str], error: Exception) -> str:
 def _read(
     words: Sequence[str], loader: Any, groups: Mapping[str, Sequence[str]]
 ) -> tuple[list[str], list[str], list[tuple[str, Any]]]:
-    """Lines for wrong words; choices of groups, whose keys are needed to try values; and values of
-    keys, which are not tried yet."""
+    """Lines for wrong words; choices of groups, whose keys are needed to try values; values."""
     wrong: list[str] = []
     chosen: list[str] = []
     values: list[tuple[str, Any]] = []

@@ -60,8 +60,7 @@ _READ_ON = (
 
 @dataclass(frozen=True)
 class Documented:
-    """A key such as ``train.steps``, or the section of one dataclass, such as ``train``: the keys
-    that stand alone have an empty one."""
+    """A key such as ``train.steps``, or a section such as ``train``: empty for keys without one."""
 
     key: str
     text: str  # what it means, whole
@@ -83,7 +82,7 @@ def information(words: Sequence[str], program: str, purpose: str) -> str | None:
     `ConfigError` for words that do not compose."""
     if "--version" in words:
         return version()
-    if "--help" in words or "-h" in words:
+    if not {"-h", "--help"}.isdisjoint(words):
         return help_page(words, program, purpose)
     return None
 

@@ -43,8 +43,7 @@ class MeshConfig:
 
 
 class Placement(NamedTuple):
-    """Which ranks hold the whole of parameters, gradients and optimizer state, and which a part;
-    see the properties of `StrategyConfig`."""
+    """What is whole on a rank and what is a part; see the properties of `StrategyConfig`."""
 
     replicates: bool
     shards: bool

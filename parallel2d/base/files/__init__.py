@@ -33,8 +33,7 @@ def open_regular(path: str) -> BinaryIO:
 
 
 def read_json(path: str, largest: int = 16 * 2**20) -> Any:
-    """What a JSON file holds. Raises OSError as `open_regular`, ValueError as `parse`, and for more
-    than ``largest`` bytes."""
+    """Reads a JSON file. Raises OSError as `open_regular`, ValueError as `parse` or for size."""
     with open_regular(path) as file:
         # One byte more than allowed is enough to see that a file is too large.
         data = file.read(largest + 1)

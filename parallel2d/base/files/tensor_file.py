@@ -162,9 +162,8 @@ def _packed_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 def read_header(source: ByteSource, what: str) -> dict[str, Entry]:
     """The tensors of a safetensors file by name. Raises `DamagedCheckpointError`, naming ``what``,
-    unless the header is one that a correct writer makes: known dtypes, sizes that follow from
-    shapes, ranges that fill the file from the header's end to its own end without holes or
-    overlap."""
+    unless the header is that of a correct writer: known dtypes, sizes that follow from shapes,
+    ranges that fill the file from the header's end to its own without holes or overlap."""
     return read_file(source, what)[0]
 
 

@@ -111,9 +111,8 @@ class PortTaken(ConfigError):  # noqa: N818 (named after what happened)
 
 
 def connect(address: str, patience_s: float) -> socket.socket:
-    """A connection to ``HOST:PORT`` or ``unix:PATH``, which may come up later: connecting is tried
-    again for ``patience_s`` seconds. Raises `ConfigError` with the last outcome: refused, timed
-    out, unreachable, or name not resolved."""
+    """A connection to ``HOST:PORT`` or ``unix:PATH``, which may come up later: it is tried again
+    for ``patience_s`` seconds. Raises `ConfigError` with the last outcome, such as refused."""
     deadline = time.monotonic() + patience_s
     while True:
         try:

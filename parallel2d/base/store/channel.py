@@ -26,8 +26,7 @@ class Untrusted(Exception):  # noqa: N818 (named after what happened)
 
 
 class Channel:
-    """Both directions of one connection, from the secret and the two random numbers of its start.
-    ``server``: which end this one is."""
+    """Both directions of a connection, from the secret and both ends' random numbers."""
 
     def __init__(self, secret: str, servers: bytes, clients: bytes, *, server: bool) -> None:
         key = hmac.digest(hashlib.sha256(secret.encode()).digest(), servers + clients, "sha256")

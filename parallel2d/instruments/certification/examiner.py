@@ -45,12 +45,11 @@ ByTrack = Sequence[Mapping[str, Tensor]]
 
 
 class Bounds:
-    """Relative errors that are let through in ``subject``, from its dtypes alone.
-
-    Where ranks run the same kernels as one process (no tensor axis, no compiler, no 8-bit floats),
-    their contributions are equal but for the order of sums inside kernels, and what is left is the
-    rounding of the sums over ranks. Elsewhere partial sums are rounded to the dtype that computes.
-    """
+    """Relative errors that are let through in ``subject``, from its dtypes alone. Where ranks run
+    the same kernels as one process (no tensor axis, no compiler, no 8-bit floats), their
+    contributions are equal but for the order of sums inside kernels, and what is left is the
+    rounding of the sums over ranks. Elsewhere partial sums are rounded to the dtype that
+    computes."""
 
     def __init__(self, subject: Subject) -> None:
         config, precision = subject.config, subject.config.precision

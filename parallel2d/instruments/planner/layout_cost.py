@@ -102,8 +102,7 @@ class LayoutCost:
 
 def cost_of(config: TrainConfig) -> LayoutCost:
     """What the job costs; with ``plan.verify=true`` its peak is traced too. Raises `ConfigError`
-    for a job that cannot run on this cluster, as far as that can be told without data and
-    devices."""
+    for a job that cannot run, as far as that can be told without data and devices."""
     costs = JobCosts(config)
     cost = costs.with_peak(config, costs.cost(config))
     return costs.traced(config, cost) if config.plan.verify else cost

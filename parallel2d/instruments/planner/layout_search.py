@@ -52,8 +52,7 @@ def search(
     """The layouts of ``config`` that differ in strategy, mesh, recomputation and micro-batch, but
     for keys that are ``fixed``: ``strategy``, ``mesh.AXIS``, ``activation_checkpointing``,
     ``train.micro_batch_size``. ``costs``: of the same job, with what was computed already. Raises
-    `ConfigError` where none can run or fit, where step times are not known, and with a cost that
-    cannot be traced."""
+    `ConfigError` where none can run or fit, and where step times or peaks are not known."""
     costs = costs or JobCosts(config)
     ranked: list[RankedLayout] = []
     refusals: list[tuple[tuple[str, ...], str]] = []
