@@ -17,8 +17,7 @@ _PURPOSE = (
 def main(
     arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.certify"
 ) -> int:
-    """Returns the exit code: 0 certified, 1 not, or a configuration that cannot run, 130
-    interrupted."""
+    """Returns the exit code: 0 certified, 1 not, or it cannot run, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = train.main([*words, "train.certify_only=true"], program, _PURPOSE)
     return code if code in (0, 130) else 1

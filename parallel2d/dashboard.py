@@ -17,8 +17,7 @@ from parallel2d.base.files import for_terminal
 
 
 def find_boards(paths: Sequence[str]) -> dict[str, str]:
-    """Name -> ``tensorboard`` folder of every run at or below ``paths``. Raises `ConfigError` where
-    there is none."""
+    """Name -> ``tensorboard`` folder of every run at or below ``paths``; `ConfigError` for none."""
     found: dict[str, str] = {}
     for path in paths:
         runs = sorted(folder for folder, names, _ in os.walk(path) if "tensorboard" in names)
@@ -38,12 +37,10 @@ def main(
     arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.dashboard"
 ) -> int:
     """Serves until interrupted. Exit code 2 for folders without runs."""
-    parser = argparse.ArgumentParser(
-        prog=program, description="TensorBoard for the given runs, on localhost."
-    )
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run directory, or a folder with runs below it"
-    )
+    text = "TensorBoard for the given runs, on localhost."
+    parser = argparse.ArgumentParser(prog=program, description=text)
+    text = "run directory, or a folder with runs below it"
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=text)
     parser.add_argument("--port", type=int, default=6006, help="on localhost; 0 picks a free one")
     options = parser.parse_args(arguments)
     try:

@@ -1,5 +1,4 @@
-"""What a hook of one's own imports (docs/hooks.md): `Hook`, `HookResult`, `RunView`; and the hook
-`SampleText`."""
+"""What a hook of one's own imports (docs/hooks.md), and the hook `SampleText`."""
 
 from parallel2d.training.hooks import Hook, HookResult, RunView, SampleText
 

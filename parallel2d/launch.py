@@ -1,6 +1,5 @@
 """``python -m parallel2d.launch store`` runs a rendezvous store outside of the nodes, so that any
-node may fail. ``python -m parallel2d.launch secret`` writes the secret that the nodes of a job
-share."""
+node may fail; ``python -m parallel2d.launch secret`` makes the secret of a job."""
 
 from __future__ import annotations
 
@@ -18,40 +17,25 @@ from parallel2d.base.store.secret import find_secret, new_secret, write_secret
 def main(
     arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.launch"
 ) -> int:
-    """Returns the exit code: 0; 2 for an address that cannot be listened on, or for a secret that
-    cannot be read or written."""
+    """Returns the exit code: 0; 2 for an address or a secret that cannot be used."""
     parser = argparse.ArgumentParser(
         prog=program,
         description="Keeps the rendezvous of jobs outside of the nodes, or makes the secret that "
         "the nodes of a job share.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    store = commands.add_parser(
-        "store", help="keep the rendezvous of jobs; holds no data of theirs, needs next to nothing"
-    )
-    store.add_argument(
-        "--host", required=True, help="name or address to listen on; no other interface is opened"
-    )
-    store.add_argument("--port", type=int, default=29500, help="0: any free one (default: 29500)")
-    store.add_argument(
-        "--secret-file",
-        metavar="FILE",
-        help="that the jobs have too (default: from PARALLEL2D_SECRET)",
-    )
-    store.add_argument(
-        "--insecure",
-        action="store_true",
-        help="without a secret: whoever reaches it decides what the jobs run",
-    )
-    secret = commands.add_parser(
-        "secret", help="make a new secret, in a file that only you can read"
-    )
-    secret.add_argument(
-        "file",
-        nargs="?",
-        metavar="FILE",
-        help="to write to, for launch.secret_file; printed without it",
-    )
+    text = "keep the rendezvous of jobs; holds no data of theirs, needs next to nothing"
+    add = commands.add_parser("store", help=text).add_argument
+    add("--host", required=True, help="name or address to listen on; no other interface is opened")
+    add("--port", type=int, default=29500, help="0: any free one (default: 29500)")
+    text = "that the jobs have too (default: from PARALLEL2D_SECRET)"
+    add("--secret-file", metavar="FILE", help=text)
+    text = "without a secret: whoever reaches it decides what the jobs run"
+    add("--insecure", action="store_true", help=text)
+    text = "make a new secret, in a file that only you can read"
+    add = commands.add_parser("secret", help=text).add_argument
+    text = "to write to, for launch.secret_file; printed without it"
+    add("file", nargs="?", metavar="FILE", help=text)
     options = parser.parse_args(arguments)
     try:
         if options.command == "store":

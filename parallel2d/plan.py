@@ -20,8 +20,7 @@ _PURPOSE = (
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.plan") -> int:
-    """Returns the exit code: 0 planned, 1 the layout that is given does not fit, 2 nothing can run
-    or fit, 130 interrupted."""
+    """Returns 0 planned, 1 the given layout does not fit, 2 nothing can run, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         answer = information(words, program, _PURPOSE)

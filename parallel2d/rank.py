@@ -29,11 +29,9 @@ if TYPE_CHECKING:
 
 
 def rank_main(words: Sequence[str]) -> int:
-    """Runs this rank of the job that ``words`` describe, or that our launcher has composed.
-
-    Returns the exit code: 0 done, ``launch.requeue_exit_code`` stopped and saved. After an
-    exception the process exits with 1, and one rank or the launcher has said why.
-    """
+    """Runs this rank of the job that ``words`` describe, or that our launcher has composed. Returns
+    the exit code: 0 done, ``launch.requeue_exit_code`` stopped and saved. After an exception the
+    process exits with 1, and one rank or the launcher has said why."""
     identity = find_rank()
     assert identity is not None, "launchers set the variables of a rank"
     composition = None
@@ -57,11 +55,7 @@ def rank_main(words: Sequence[str]) -> int:
 
 
 def choose_layout(
-    config: TrainConfig,
-    words: Sequence[str],
-    nodes: int,
-    ranks: int,
-    stream: TextIO | None = None,
+    config: TrainConfig, words: Sequence[str], nodes: int, ranks: int, stream: TextIO | None = None
 ) -> TrainConfig:
     """``config`` with the layout that the planner chooses for these ranks, where it is to. Says
     why, on ``stream`` (default: standard error, as a run does)."""
@@ -108,26 +102,24 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
 
 
 def _certify(job: Job, runtime: Runtime) -> Certificate | None:
-    """The certificate of the job's layout, or None where none is asked for. Raises `ConfigError` on
-    every rank if the layout does not compute what one process computes. Collective. Writes the
-    certificate where no training follows."""
+    """The certificate of the job's layout, written where no training follows; None where none is
+    asked for. Raises `ConfigError` for a layout that computes something else. Collective."""
     loop = job.config.train
     if not loop.certify_only and (not loop.certify or job.restarted):
         return None
     from parallel2d.instruments.certification import certify_job
 
     certificate = certify_job(job, runtime)
+    passed = certificate.passed
     if runtime.is_first:
         print(certificate.table(), flush=True)
-    if certificate.passed:
-        if runtime.is_first and loop.certify_only:
-            certificate.write(job.run_dir)
-        return certificate
-    if runtime.is_first:
         # Not in the place of the certificate of a start that has trained.
-        folder = "refused" if read_segments(job.run_dir) else ""
-        certificate.write(os.path.join(job.run_dir, folder))
-    raise ConfigError(certificate.problems())
+        is_kept = not passed and read_segments(job.run_dir)
+        if loop.certify_only or not passed:
+            certificate.write(os.path.join(job.run_dir, "refused" if is_kept else ""))
+    if not passed:
+        raise ConfigError(certificate.problems())
+    return certificate
 
 
 def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | None) -> bool:
@@ -179,8 +171,7 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
 
 
 def _log_to(run_dir: str, identity: RankIdentity) -> None:
-    """Rank 0 keeps what it logs in ``train.log``; every rank speaks of errors. Anything else for
-    people goes through the display."""
+    """Rank 0 logs to ``train.log``; every rank shows errors. All else goes through the display."""
     logging.getLogger().handlers.clear()  # Hydra's, where this process composed
     logging.raiseExceptions = False  # a line that a full disk refuses is no traceback
     errors = logging.StreamHandler(sys.stderr)

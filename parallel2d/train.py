@@ -39,10 +39,8 @@ def main(
     purpose: str = _PURPOSE,
 ) -> int:
     """Runs the job that the words describe. ``program`` and ``purpose``: how the command was called
-    and what it does, for ``--help``.
-
-    Returns the exit code: 0 done, 1 failed or planned and too large, 2 a configuration
-    that cannot run, 130 interrupted."""
+    and what it does, for ``--help``. Returns the exit code: 0 done, 1 failed or planned and too
+    large, 2 a configuration that cannot run, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     launching.open_standard_streams()
     text: object
@@ -108,10 +106,22 @@ def _plan(composition: Composition) -> int:
 
 
 def _launch(job: Job) -> float | None:
-    """Checks the job as far as one process can, then runs it on local workers. Returns the last
-    value of ``train.objective``."""
+    """Checks the job, then runs it on local workers. Returns the last ``train.objective``."""
+    settings = job.config.launch
     try:
-        _launch_locally(job)
+        if job.config.plan.dry_run:
+            raise ConfigError(
+                "plan.dry_run=true plans one job: give one value for each key, without -m"
+            )
+        if settings.node_range != (1, 1):
+            raise ConfigError(
+                f"launch.nnodes={settings.nnodes} with -m: a sweep runs on one node, several nodes "
+                "start one job"
+            )
+        _prepare_launch()
+        workers = launching.workers_per_node(settings)
+        config = choose_layout(job.config, job.overrides, nodes=1, ranks=workers)
+        launching.start_workers(dataclasses.replace(job, config=config), _check(config, nodes=1))
     except (Exception, KeyboardInterrupt) as error:
         text = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
         note_failure(job.run_dir, text)
@@ -122,23 +132,6 @@ def _launch(job: Job) -> float | None:
     if value is None and job.is_judged:
         raise ConfigError(objective_missing(job.config.train.objective, job.run_dir))
     return value
-
-
-def _launch_locally(job: Job) -> None:
-    settings = job.config.launch
-    if job.config.plan.dry_run:
-        raise ConfigError(
-            "plan.dry_run=true plans one job: give one value for each key, without -m"
-        )
-    if settings.node_range != (1, 1):
-        raise ConfigError(
-            f"launch.nnodes={settings.nnodes} with -m: a sweep runs on one node, several nodes "
-            "start one job"
-        )
-    _prepare_launch()
-    workers = launching.workers_per_node(settings)
-    config = choose_layout(job.config, job.overrides, nodes=1, ranks=workers)
-    launching.start_workers(dataclasses.replace(job, config=config), _check(config, nodes=1))
 
 
 def _prepare_launch() -> None:
@@ -158,10 +151,8 @@ def _check(config: TrainConfig, nodes: int) -> int:
     from parallel2d.training.assemble import check
 
     workers = launching.workers_per_node(config.launch)
-    if config.is_automatic:  # rank 0 of the job chooses a layout, which is checked there
-        return workers
-    alone = nodes == 1
-    check(config, Topology.single_host(workers) if alone else Topology.equal_hosts(nodes, workers))
+    if not config.is_automatic:  # else rank 0 of the job chooses a layout, which is checked there
+        check(config, Topology.equal_hosts(nodes, workers))
     return workers
 
 

@@ -1,5 +1,4 @@
-"""Errors that are shown without a traceback, and parts of their messages: the nearest valid words,
-the first of many problems."""
+"""Errors that are shown without a traceback, and parts of their messages."""
 
 from __future__ import annotations
 
@@ -8,15 +7,11 @@ from collections.abc import Iterable, Sequence
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run.
-
-    The message is complete: what was given, and what is allowed. It is shown without a traceback.
-    """
+    """A configuration that cannot run. Its message is complete, and shown without a traceback."""
 
 
 class HookError(RuntimeError):
-    """A method of a hook raised. The message names the hook, the rank and the error; it is shown
-    without a traceback."""
+    """A method of a hook raised. The message, with hook and rank, is shown without a traceback."""
 
 
 class EndsSweep(Exception):  # noqa: N818 (named after what follows)
@@ -24,12 +19,9 @@ class EndsSweep(Exception):  # noqa: N818 (named after what follows)
 
 
 def nearest(word: object, choices: Iterable[object], alike: float = 0.6) -> str | None:
-    """The one of ``choices`` that is spelled most like ``word``, or None.
-
-    ``alike``: how alike they must be, from 0 to 1 (`difflib.get_close_matches`).
-    """
-    close = nearest_words(word, choices, count=1, alike=alike)
-    return close[0] if close else None
+    """The one of ``choices`` that is spelled most like ``word``, or None. ``alike``: how alike they
+    must be, from 0 to 1 (`difflib.get_close_matches`)."""
+    return next(iter(nearest_words(word, choices, count=1, alike=alike)), None)
 
 
 def nearest_words(

@@ -33,8 +33,7 @@ _sendable: dict[str, type] = {}
 
 
 def sendable(kind: _Class) -> _Class:
-    """Lets values of a dataclass, a named tuple or an exception of one argument be sent. A
-    decorator."""
+    """A decorator that lets a dataclass, a named tuple or an exception of one text be sent."""
     _sendable[_name(kind)] = kind
     return kind
 
@@ -44,8 +43,7 @@ def _name(kind: type) -> str:
 
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The values of all ranks, by rank in ``group`` (default: all). Collective. Raises TypeError
-    for what cannot be sent."""
+    """The values of ``group``'s ranks, in order. Collective. TypeError for what cannot be sent."""
     return _gathered(value, group, None)
 
 
@@ -55,8 +53,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None, to: int = 0) -> l
 
 
 def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """The value of global rank ``source``, on every rank. Collective. Raises TypeError for what
-    cannot be sent."""
+    """Returns what rank ``source`` gives. Collective. Raises TypeError for what cannot be sent."""
     device = _device(group)
     # Receivers must know the size before they can make room for the data.
     if dist.get_rank() == source:
@@ -126,16 +123,15 @@ def _encoded(value: Any, device: torch.device) -> Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` in JSON's types; what JSON lacks becomes a dictionary of one entry, the kind and
-    its parts."""
+    """``value`` in JSON's types; what JSON lacks becomes a dictionary, {kind: parts}."""
     if isinstance(value, _SCALARS):
         return value
     if type(value) is list:
         return _items(value)
-    if isinstance(value, ConfigError) and _name(type(value)) not in _sendable:
-        # A subclass that nobody registered arrives as the ConfigError that it also is.
-        value = ConfigError(str(value))
     name = _name(type(value))
+    if isinstance(value, ConfigError) and name not in _sendable:
+        # A subclass that nobody registered arrives as the ConfigError that it also is.
+        name = _name(ConfigError)
     if name in _sendable:
         return {name: _items(_arguments(value))}
     for kind, converter in _KINDS.items():
@@ -145,11 +141,8 @@ def _plain(value: Any) -> Any:
 
 
 def _restored(entry: dict[str, Any]) -> Any:
-    """The value of a dictionary that `_plain` made; its parts are restored already."""
-    ((kind, parts),) = entry.items()
-    if kind in _sendable:
-        return _sendable[kind](*parts)
-    return _KINDS[kind].from_json(parts)
+    ((kind, parts),) = entry.items()  # of `_plain`; restored already
+    return _sendable[kind](*parts) if kind in _sendable else _KINDS[kind].from_json(parts)
 
 
 def _arguments(value: Any) -> Iterable[Any]:
@@ -218,14 +211,12 @@ sendable(ConfigError)
 
 
 def check_shared_run_dir(run_dir: str) -> None:
-    """Raises `ConfigError`, on every rank, naming the nodes that do not see rank 0's run directory.
-    Collective."""
+    """Raises `ConfigError` with the nodes that do not see rank 0's run directory. Collective."""
     # A new name, so that no file of an earlier start is taken for rank 0's.
     name = broadcast(uuid.uuid4().hex)
     path = os.path.join(run_dir, f".shared-{name}")
     if dist.get_rank() == 0:
-        with open(path, "w"):
-            pass
+        open(path, "w").close()
     dist.barrier()
     try:
         _refuse_where(
@@ -238,8 +229,7 @@ def check_shared_run_dir(run_dir: str) -> None:
 
 
 def check_same_data(fingerprint: str) -> None:
-    """Raises `ConfigError`, on every rank, naming the nodes whose data differ from rank 0's.
-    Collective."""
+    """Raises `ConfigError` with the nodes whose data differ from rank 0's. Collective."""
     _refuse_where(
         fingerprint != broadcast(fingerprint),
         "data differ from those of rank 0 (other files, or another Python's library)",
@@ -247,10 +237,9 @@ def check_same_data(fingerprint: str) -> None:
 
 
 def _refuse_where(wrong: bool, what: str) -> None:
-    """Raises `ConfigError`, on every rank, naming the hosts of the ranks that pass true.
-    Collective."""
+    """Raises `ConfigError`, on every rank, with the hosts of those that pass true."""
     answers = all_gather(socket.gethostname() if wrong else None)
-    hosts = sorted({host for host in answers if host is not None})
+    hosts = sorted(set(filter(None, answers)))
     if hosts:
         raise ConfigError(f"on {', '.join(hosts)}: {what}")
 

@@ -38,15 +38,11 @@ log = logging.getLogger(__name__)
 
 
 def connect(identity: RankIdentity, settings: LaunchConfig | None = None) -> Any:
-    """The store of this job's ranks.
-
-    Under our own launchers it is the one at which they have met; under srun rank 0 opens it at
-    MASTER_ADDR; torchrun has one of its own.
-
-    ``settings``: for srun, where the secret is. Raises `ConfigError` when the address is taken or
-    does not answer, and under srun without a secret; under our own launchers, which make a new
-    store with every start, RuntimeError.
-    """
+    """The store of this job's ranks. Under our own launchers it is the one at which they have met;
+    under srun rank 0 opens it at MASTER_ADDR; torchrun has one of its own. ``settings``: for srun,
+    where the secret is. Raises `ConfigError` when the address is taken or does not answer, and
+    under srun without a secret; under our own launchers, which make a new store with every start,
+    RuntimeError."""
     if identity.launcher in ("self", "nodes"):
         try:
             client = StoreClient(os.environ[STORE], os.environ[VARIABLE])
@@ -78,8 +74,7 @@ def _store_of_torchrun(host: str, port: int) -> Any:
         ) from None
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return store  # the counters of several nodes may differ
-    # Torch 2.13 keeps the store when it starts the ranks of a node again, and with it the addresses
-    # of those that have ended.
+    # Torch 2.13 keeps the store when it starts ranks again, and in it addresses of ended ones.
     return dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -169,10 +164,8 @@ def teardown(wait_s: float = 30.0) -> None:
 
 
 def on_teardown(undo: Callable[[], object]) -> None:
-    """Has `teardown` call ``undo``, once however often it was given.
-
-    For whatever is put into the process (wrapped functions, signal handlers).
-    """
+    """Has `teardown` call ``undo``, once however often it was given. For whatever is put into the
+    process (wrapped functions, signal handlers)."""
     _undo[undo] = None
 
 
@@ -185,8 +178,7 @@ def process_group(
     host_id: str | None,
     first_timeout_s: float | None,
 ) -> Iterator[Runtime]:
-    """As `setup`, on a store that exists; at the end all ranks wait for each other and leave. After
-    an exception nobody waits."""
+    """As `setup`, on a store; at the end, but not after an exception, ranks wait for each other."""
     runtime = _join(identity, store, timeout_s, first_timeout_s, host_id)
     # After an exception the other ranks may never get to the end.
     wait_s = 0.0
@@ -225,8 +217,7 @@ def _join(
 
 
 def _choose_device(identity: RankIdentity) -> tuple[torch.device, str]:
-    """This rank's device and the backends for torch. Raises `ConfigError` for more ranks than
-    GPUs."""
+    """This rank's device, and its backends. Raises `ConfigError` for more ranks than GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu"), "gloo"
     gpus = torch.cuda.device_count()
@@ -245,7 +236,8 @@ def _leave(wait_s: float) -> None:
     """Destroys all process groups and frees what torch holds for them. See `teardown`."""
     global _hosts
     if dist.is_initialized():
-        _await_leaving(wait_s)
+        if wait_s > 0 and dist.get_world_size() > 1:
+            _await_leaving(timedelta(seconds=wait_s))
         dist.destroy_process_group()
     _hosts = ()
     release_groups()
@@ -253,40 +245,32 @@ def _leave(wait_s: float) -> None:
         torch.cuda.empty_cache()
 
 
-def _await_leaving(wait_s: float) -> None:
+def _await_leaving(timeout: timedelta) -> None:
     """Waits until all ranks have got here. Rank 0, which may host the store, goes last."""
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
-    ranks = dist.get_world_size()
-    if ranks == 1 or wait_s <= 0:
-        return
-    timeout = timedelta(seconds=wait_s)
     try:
-        _count_in(store, "leaving", ranks)
-        store.wait(["parallel2d/all-leaving"], timeout)
+        _count_in(store, "parallel2d/leaving")
+        store.wait(["parallel2d/leaving/all"], timeout)
         # From here on this rank needs the store for this one message more.
-        _count_in(store, "left", ranks)
+        _count_in(store, "parallel2d/left")
         if rank == 0:
-            store.wait(["parallel2d/all-left"], timeout)
+            store.wait(["parallel2d/left/all"], timeout)
     except RuntimeError as error:
         # Another rank is late or gone, or the store is: this one leaves all the same.
         log.warning("rank %d did not wait for all others to leave: %s", rank, _short(error))
 
 
-def _count_in(store: Any, word: str, ranks: int) -> None:
-    """Adds this rank to those that are ``word``; the last one sets the key for which others
-    wait."""
-    if store.add(f"parallel2d/{word}", 1) == ranks:
-        store.set(f"parallel2d/all-{word}", "1")
+def _count_in(store: Any, key: str) -> None:
+    """Adds this rank to those at ``key``; the last one sets the key for which others wait."""
+    if store.add(f"{key}/arrived", 1) == dist.get_world_size():
+        store.set(f"{key}/all", "1")
 
 
 def release_groups() -> None:
-    """Frees what torch holds for process groups that were destroyed: their threads and, with
-    GPUs, memory.
-
-    Sharded models and their mesh hold each other in cycles, and torch caches decisions about
-    `DTensor`s under keys that hold meshes.
-    """
+    """Frees what torch holds for process groups that were destroyed: their threads and, with GPUs,
+    memory. Sharded models and their mesh hold each other in cycles, and torch caches decisions
+    about `DTensor`s under keys that hold meshes."""
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     debug._clear_sharding_prop_cache()
@@ -298,11 +282,8 @@ def release_groups() -> None:
 
 def limit_waiting(seconds: float) -> None:
     """From now on a collective on any process group that exists waits at most ``seconds`` for a
-    late rank.
-
-    Call it after the first step; see [Note: two timeouts]. Groups made later have torch's own
-    default again, those of a mesh from `parallel2d.build_mesh` the one of the world.
-    """
+    late rank. Call it after the first step; see [Note: two timeouts]. Groups made later have
+    torch's own default again, those of a mesh from `parallel2d.build_mesh` the one of the world."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -323,16 +304,18 @@ def barrier(name: str, timeout_s: float | None = None) -> None:
     rank = dist.get_rank()
     ranks = dist.get_world_size()
     if timeout_s is None:
-        timeout_s = world_timeout()
+        world = dist.distributed_c10d._get_default_group()
+        # Its backends, one per type of device, were made with one timeout.
+        own = world._get_backend(world._device_types[0]).options
+        timeout_s = own._timeout.total_seconds()
 
     # Every call with one name has a number, equal on all ranks, and its own keys.
     number = store.add(f"parallel2d/barrier/{name}/calls/{rank}", 1)
     key = f"parallel2d/barrier/{name}/{number}"
     store.set(f"{key}/{rank}", "1")
-    if store.add(f"{key}/arrived", 1) == ranks:
-        store.set(f"{key}/open", "1")
+    _count_in(store, key)
     try:
-        store.wait([f"{key}/open"], timedelta(seconds=timeout_s))
+        store.wait([f"{key}/all"], timedelta(seconds=timeout_s))
     except RuntimeError as error:
         late = _absent(store, key, ranks)
         if late:
@@ -340,32 +323,25 @@ def barrier(name: str, timeout_s: float | None = None) -> None:
                 f"barrier {name}: rank {rank} waited {timeout_s:g} s for {', '.join(late)}"
             ) from None
         # The last rank may have come between the end of the wait and this look at the store.
-        if not store.check([f"{key}/open"]):
+        if not store.check([f"{key}/all"]):
             raise error
     # Everybody is here, so everybody has left the call before and needs its keys no more.
     if rank == 0 and number > 1:
-        for last in (*range(ranks), "arrived", "open"):
+        for last in (*range(ranks), "arrived", "all"):
             store.delete_key(f"parallel2d/barrier/{name}/{number - 1}/{last}")
 
 
 def _absent(store: Any, key: str, ranks: int) -> list[str]:
-    """``rank 3 on node1`` of each that has not set its key; without the hosts where `setup` has not
-    made the group."""
-    places = [f" on {host}" for host in _hosts] or [""] * ranks
-    late = [rank for rank in range(ranks) if not store.check([f"{key}/{rank}"])]
-    return [f"rank {rank}{places[rank]}" for rank in late]
-
-
-def world_timeout() -> float:
-    """Seconds that a collective of the world may wait for a late rank."""
-    world = dist.distributed_c10d._get_default_group()
-    # Its backends, one per type of device, were made with one timeout.
-    return world._get_backend(world._device_types[0]).options._timeout.total_seconds()
+    """``rank 3 on node1`` of each that has not set its key; without hosts outside of `setup`."""
+    late = []
+    for rank in range(ranks):
+        if not store.check([f"{key}/{rank}"]):
+            late.append(f"rank {rank} on {_hosts[rank]}" if _hosts else f"rank {rank}")
+    return late
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seeds the generators that training draws from (dropout); weights and data order have
-    generators of their own."""
+    """Seeds what training draws from (dropout); weights and data order have generators apart."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -376,5 +352,4 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 
 
 def _short(error: BaseException) -> str:
-    text = str(error)
-    return text.splitlines()[0][:120] if text else type(error).__name__
+    return str(error).partition("\n")[0][:120] or type(error).__name__

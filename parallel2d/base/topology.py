@@ -22,8 +22,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """Which rank this process is. ``launcher``: ``self`` (ours, one node), ``nodes`` (ours,
-    several), ``torchrun`` or ``srun``."""
+    """``launcher``: ``self`` and ``nodes`` (ours, of one or several), ``torchrun`` or ``srun``."""
 
     rank: int
     world_size: int
@@ -64,9 +63,13 @@ def find_rank(environment: MutableMapping[str, str] | None = None) -> RankIdenti
 
 def _find_launcher(env: MutableMapping[str, str]) -> str | None:
     """``launcher`` of the `RankIdentity`, or None when no launcher started this process."""
-    if "RANK" not in env or "WORLD_SIZE" not in env:
-        return "srun" if _is_srun_task(env) else None
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if not {"RANK", "WORLD_SIZE"} <= env.keys():
+        step = env.get("SLURM_STEP_ID", "")
+        if "SLURM_PROCID" not in env or not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP:
+            return None
+        # A single task, such as the shell of srun --pty, needs no other ranks.
+        return "srun" if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else None
+    missing = sorted({"MASTER_ADDR", "MASTER_PORT"} - env.keys())
     if missing:
         raise ConfigError(
             f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not: start with torchrun, or "
@@ -79,8 +82,7 @@ def _find_launcher(env: MutableMapping[str, str]) -> str | None:
 
 
 def _whole_number(env: MutableMapping[str, str], name: str, default: str | None = None) -> int:
-    """The variable as a number of at least 0. Raises `ConfigError` when it is another text, or
-    absent without a ``default``."""
+    """The variable, or ``default``, as a number of at least 0. Raises `ConfigError` for others."""
     text = env.get(name, default)
     # str.isdigit is false for signs, points and the empty text.
     if text is None or not text.isdigit():
@@ -88,19 +90,8 @@ def _whole_number(env: MutableMapping[str, str], name: str, default: str | None 
     return int(text)
 
 
-def _is_srun_task(env: MutableMapping[str, str]) -> bool:
-    step = env.get("SLURM_STEP_ID", "")
-    if "SLURM_PROCID" not in env or not step.isdigit():
-        return False
-    if int(step) >= _FIRST_SPECIAL_STEP:
-        return False
-    # A single task, such as the shell of srun --pty, needs no other ranks.
-    return int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1
-
-
 def _set_from_slurm(env: MutableMapping[str, str]) -> None:
-    """Sets the variables of torchrun from those of srun. A MASTER_ADDR and a MASTER_PORT that the
-    user set are kept."""
+    """Sets torchrun's variables from those of srun; a given MASTER_ADDR or MASTER_PORT stays."""
     tasks = int(env["SLURM_STEP_NUM_TASKS"])
     nodes = int(env.get("SLURM_STEP_NUM_NODES", "1"))
     # One number for each node, such as 4(x2),3: the first is taken.
@@ -136,12 +127,10 @@ class Topology:
     @classmethod
     def gather(cls, host_id: str | None = None) -> Topology:
         """The topology of the default process group, gathered from its ranks. Collective: all ranks
-        must call it.
-
-        ``host_id``: what ranks share exactly when traffic between them stays inside one machine.
-        Default: host name plus network namespace. Containers and namespaces on one kernel count as
-        different hosts, as their traffic does; the boot id would not do, since they share it.
-        """
+        must call it. ``host_id``: what ranks share exactly when traffic between them stays inside
+        one machine. Default: host name plus network namespace. Containers and namespaces on one
+        kernel count as different hosts, as their traffic does; the boot id would not do, since they
+        share it."""
         # Imported here because torch comes with it, which a launcher does not need.
         from parallel2d.base.exchange import all_gather
 

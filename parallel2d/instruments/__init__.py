@@ -1,2 +1,1 @@
-"""What is asked about a job or a run, beside training it: a plan, a certificate, a preflight, a
-report."""
+"""What is asked about a job or a run: a plan, a certificate, a preflight, a report."""

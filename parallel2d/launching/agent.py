@@ -1,5 +1,4 @@
-"""One node's launcher: `run_node` starts the node's ranks, watches them, and starts them again with
-the nodes that remain.
+"""One node's launcher: `run_node` starts its ranks, watches them, and starts them again.
 
 torch's elastic agent does the work. This module decides whether, when and how a group of workers
 starts again, and turns a failure into one exception with the error of the rank that failed first.
@@ -28,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -59,11 +59,9 @@ _FAILURE = "parallel2d/failure-of-job"  # the node that is first to claim it sho
 
 
 class Restarts:
-    """Whether workers that failed may try again, and after which pause.
-
-    ``limit``: failures in a row without progress after which workers still start again. ``step``:
-    called after each failure, returns the last step begun. See [Note: a storm of restarts].
-    """
+    """Whether workers that failed may try again, and after which pause. ``limit``: failures in a
+    row without progress after which workers still start again. ``step``: called after each failure,
+    returns the last step begun. See [Note: a storm of restarts]."""
 
     def __init__(self, limit: int, step: Callable[[], int]) -> None:
         self.limit, self._step = limit, step
@@ -77,19 +75,15 @@ class Restarts:
         self.in_a_row += 1
         if self.in_a_row > self.limit:
             return None
-        if self.in_a_row == 1:
-            return 0.0
-        return min(2.0 ** (self.in_a_row - 2), LONGEST_PAUSE_S)
+        return 0.0 if self.in_a_row == 1 else min(2.0 ** (self.in_a_row - 2), LONGEST_PAUSE_S)
 
 
 @dataclass
 class NodeWorkers:
-    """The ranks of this node, as long as the job lasts.
-
-    ``words``: of each, on its command line. ``folder``: exists as long as this launcher. ``logs``:
-    where ranks beside the first write what they print; None: to the console. ``main``: what each
-    calls with ``words`` ("package.module:function").
-    """
+    """The ranks of this node, as long as the job lasts. ``words``: of each, on its command line.
+    ``folder``: exists as long as this launcher. ``logs``: where ranks beside the first write what
+    they print; None: to the console. ``main``: what each calls with ``words``
+    ("package.module:function")."""
 
     words: Sequence[str]
     size: int
@@ -106,11 +100,9 @@ class NodeWorkers:
 
     def last_step(self) -> int:
         """The last step that workers of this launcher have begun; -1 before the first."""
-        try:
-            with open(os.path.join(self.folder, "step")) as file:
-                return int(file.read())
-        except (OSError, ValueError):
-            return -1
+        with contextlib.suppress(OSError, ValueError):
+            return int(Path(self.folder, "step").read_text())
+        return -1
 
     def say(self, text: str) -> None:
         print(f"parallel2d: {files.for_terminal(text)}", file=sys.stderr, flush=True)
@@ -127,8 +119,7 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
     with folder_errors_explained():
         paths = {name: folders.open_folder(os.getpid(), place) for name, place in places.items()}
     before = dict(os.environ)
-    # torch 2.13 reuses the agent's store across restarts, so that workers would read the addresses
-    # of dead peers
+    # torch 2.13 reuses the agent's store across restarts: workers would read dead peers' addresses.
     os.environ.update(environment, **paths, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     try:
         yield paths[AGENT]
@@ -140,12 +131,9 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
 
 
 def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
-    """Runs this node's ranks until the job ends. See [Note: three reasons to start again].
-
-    Raises `ConfigError` or `WorkersFailed` with the error of the rank that failed first,
-    `StoreLost`, and torch's SignalException when this process got a signal to end and has ended its
-    workers.
-    """
+    """Runs this node's ranks until the job ends. See [Note: three reasons to start again]. Raises
+    `ConfigError` or `WorkersFailed` with the error of the rank that failed first, `StoreLost`, and
+    torch's SignalException when this process got a signal to end and has ended its workers."""
     os.environ.update(
         rendezvous.environment,
         TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
@@ -177,8 +165,7 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
         over = False
         raise _explain_rendezvous(workers, rendezvous, error) from None
     finally:
-        # Otherwise the heartbeats' thread may hold the last reference to the handler, and a thread
-        # cannot wait for its own end.
+        # Else the heartbeats' thread may hold the handler's last reference, and wait for itself.
         stop_heartbeats(handler)
         if over:
             with contextlib.suppress(Exception):  # the store may have ended with another node
@@ -190,15 +177,11 @@ class _Agent(ElasticAgent):
     """torch's agent with our reasons to start again; it calls the methods below from its loop."""
 
     def __init__(
-        self,
-        workers: NodeWorkers,
-        rendezvous: Rendezvous,
-        spec: WorkerSpec,
-        logs: DefaultLogsSpecs,
+        self, workers: NodeWorkers, rendezvous: Rendezvous, spec: WorkerSpec, logs: DefaultLogsSpecs
     ) -> None:
         grace_s = workers.settings.grace_s
         super().__init__(spec, logs, exit_barrier_timeout=60, shutdown_timeout=grace_s)
-        self.workers, self.rendezvous = workers, rendezvous
+        self.workers, self.rendezvous, self.logs = workers, rendezvous, logs
         self._pause, self._evicted = 0.0, False
 
     def new_processes(self, group: Any) -> StartedProcesses:
@@ -226,7 +209,7 @@ class _Agent(ElasticAgent):
             given = {name: str(value) for name, value in {**of_all, **of_one}.items()}
             environments[worker.local_rank] = {**os.environ, **given}
         start = functools.partial(start_rank, spec.entrypoint, spec.args)
-        return StartedProcesses(start, environments, self.logs_specs)
+        return StartedProcesses(start, environments, self.logs)
 
     def monitor_workers(self, group: Any) -> RunResult:
         result = super().monitor_workers(group)
@@ -294,8 +277,7 @@ class _Agent(ElasticAgent):
 def _explain_failure(
     workers: NodeWorkers, rendezvous: Rendezvous, failure: RankFailure
 ) -> Exception:
-    """The exception for the end of a job. One node's has the error of the rank that failed first;
-    that of the others refers to it."""
+    """The end of a job: on one node the error of the rank that failed first, others refer to it."""
     is_alone = workers.settings.node_range == (1, 1)
     if not (is_alone or _claims_the_report(rendezvous, failure.lost_a_peer)):
         return WorkersFailed(
@@ -319,10 +301,9 @@ def _claims_the_report(rendezvous: Rendezvous, lost_a_peer: bool) -> bool:
     """Whether this node is the one to report the error."""
     if lost_a_peer:  # another node may have more to report, and comes first then
         time.sleep(1.5)
-    try:
+    with contextlib.suppress(Exception):  # the store may have ended with its node
         return rendezvous.store.add(f"{_FAILURE}/{rendezvous.name}", 1) == 1
-    except Exception:  # the store ended with its node
-        return True
+    return True
 
 
 def _explain_rendezvous(

@@ -21,7 +21,6 @@ from parallel2d.base import files
 from parallel2d.base.config import Job, TrainConfig
 from parallel2d.base.config.composition import Composition, compose, from_yaml, to_yaml
 from parallel2d.base.config.sweep import run_sweep
-from parallel2d.base.config.words import is_multirun
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders as folders
 from parallel2d.base.topology import AGENT, JOB, RankIdentity
@@ -42,12 +41,9 @@ def agree_on_job(
     choose_layout: ChooseLayout,
 ) -> Job | None:
     """The same job on every rank: from the launcher of a single node, otherwise composed by rank 0
-    and published in ``store``.
-
-    ``composition``: of ``arguments``, if there is one already. ``choose_layout``: rank 0 calls it,
-    at each start, since after a restart there may be other nodes. None when rank 0 had nothing to
-    run (``--help``, ``--cfg``). See [Note: one run directory].
-    """
+    and published in ``store``. ``composition``: of ``arguments``, if there is one already.
+    ``choose_layout``: rank 0 calls it, at each start, since after a restart there may be other
+    nodes. None when rank 0 had nothing to run (``--help``). See [Note: one run directory]."""
     if identity.local_rank == 0:
         record = _recorded_job(launcher_folder()) if _is_started_again() else None
         store.set(f"parallel2d/recorded/{identity.node}", json.dumps(record))
@@ -118,7 +114,7 @@ def _first_job(
     if identity.launcher == "self":
         record: dict[str, Any] = json.loads(os.environ[JOB])
         return record
-    if is_multirun(arguments):
+    if not {"-m", "--multirun"}.isdisjoint(arguments):
         raise ConfigError("-m is refused here: torchrun, srun and launch.nnodes start one job")
     jobs: list[Job] = []
     composition = composition or compose(arguments)
@@ -152,9 +148,8 @@ def folder_errors_explained() -> Iterator[None]:
 
 
 def _is_started_again() -> bool:
-    """Whether the process that starts the workers does so again when they fail, with the same
-    command: our launchers and torchrun. Of another, such as a shell or a notebook, the next job may
-    be a different one."""
+    """Whether what starts the workers does so again when they fail, as our launchers and torchrun
+    do. Of another, such as a shell or a notebook, the next job may be a different one."""
     return AGENT in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -184,8 +179,7 @@ def forget_run(identity: RankIdentity) -> None:
 def recording_steps(
     identity: RankIdentity, position: Callable[[], Position]
 ) -> Callable[[], Position]:
-    """Wraps ``position`` of a rank so that each new step is also written for the launcher; see
-    `Restarts`."""
+    """Wraps ``position`` so that each new step is also written for the launcher's `Restarts`."""
     if identity.local_rank != 0 or AGENT not in os.environ:
         return position
     path, written = os.path.join(launcher_folder(), "step"), -1

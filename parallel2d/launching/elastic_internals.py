@@ -25,12 +25,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 # judged, and how long workers have to save. The fifth waits for the other nodes again at a restart;
 # the last ends workers within a time of ours, where the public loop has one time for all cases.
 _OF_AGENT = (
-    "_start_workers",
-    "_monitor_workers",
-    "_stop_workers",
-    "_restart_workers",
-    "_initialize_workers",
-    "_shutdown",
+    *("_start_workers", "_monitor_workers", "_stop_workers", "_restart_workers"),
+    *("_initialize_workers", "_shutdown"),
 )
 # What is reached on each. None of it has a public counterpart in torch 2.13.
 REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -46,7 +42,6 @@ REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
 KEPT: dict[type, tuple[str, ...]] = {
     LocalElasticAgent: (
         "_pcontext",  # the processes that torch's loop watches
-        "_logs_specs",  # where they write
         "_remaining_restarts",  # whether the loop starts workers that failed again
     ),
     # Whether the others have gone on without this node.
@@ -61,8 +56,7 @@ RendezvousState = _RendezvousState
 
 
 class ElasticAgent(LocalElasticAgent):
-    """torch's agent, with public names for what it calls from its loop, which a subclass has, and
-    for what it keeps."""
+    """torch's agent with public names for what its loop calls, in a subclass, and what it keeps."""
 
     new_processes: Callable[[WorkerGroup], StartedProcesses]
     stop_workers: Callable[[WorkerGroup], None]
@@ -79,10 +73,6 @@ class ElasticAgent(LocalElasticAgent):
     def shut_down(self, death_signal: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Signals all ranks, and kills those that are there after ``timeout`` seconds."""
         self._shutdown(death_signal, timeout)
-
-    @property
-    def logs_specs(self) -> Any:
-        return self._logs_specs
 
     @property
     def remaining_restarts(self) -> int:

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from parallel2d.base import files
@@ -57,11 +58,9 @@ class Preempted(EndsSweep):
 
 @dataclass(frozen=True)
 class RankError:
-    """The exception that ended a rank, as its error file holds it.
-
-    ``time``: in seconds, with fractions, since peers fail within the same second because this one
-    did. ``complete``: the text is for the user and says which rank failed.
-    """
+    """The exception that ended a rank, as its error file holds it. ``time``: in seconds, with
+    fractions, since peers fail within the same second because this one did. ``complete``: the text
+    is for the user and says which rank failed."""
 
     text: str
     time: float
@@ -100,10 +99,9 @@ class RankFailure:
             return "lost the connection to another rank"
         if self.error:
             return self.error.last_line
-        text = f"exited with code {self.exit_code}"
-        if self.exit_code < 0:
-            text = f"killed by {signal.Signals(-self.exit_code).name}"
-        return text + _LIKELY_REASON.get(self.exit_code, "")
+        code = self.exit_code
+        text = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return text + _LIKELY_REASON.get(code, "")
 
 
 def first_failure(failures: dict[int, Any]) -> RankFailure:
@@ -138,23 +136,19 @@ def write_error_file(error: RankError) -> None:
 
 def read_error_file(path: str) -> RankError | None:
     """Returns what `write_error_file` wrote, or None."""
-    try:
-        with open(path) as file:
-            return RankError(**json.load(file)["message"]["extraInfo"]["parallel2d"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return RankError(**json.loads(Path(path).read_text())["message"]["extraInfo"]["parallel2d"])
+    return None
 
 
 @contextlib.contextmanager
 def failures_reported_once(
     identity: RankIdentity, store: Any, run_dir: str | None = None
 ) -> Iterator[None]:
-    """Turns an exception on a rank into a non-zero exit and, over all ranks, one message.
-
-    Workers of our own launchers leave the message to them. Otherwise the rank that is first to
-    claim it in ``store`` prints it. ``run_dir``: where the message is kept in ``train.log``, unless
-    the launcher of a single node does so.
-    """
+    """Turns an exception on a rank into a non-zero exit and, over all ranks, one message. Workers
+    of our own launchers leave the message to them. Otherwise the rank that is first to claim it in
+    ``store`` prints it. ``run_dir``: where the message is kept in ``train.log``, unless the
+    launcher of a single node does so."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as exception:
@@ -179,8 +173,8 @@ def _first_to_claim(store: Any) -> bool:
     if store is None:
         return True
     claim = functools.partial(store.add, "parallel2d/failure", 1)
-    try:
+    # A store that has ended did so with rank 0, which has printed its error.
+    with contextlib.suppress(Exception):
         # Where rank 0 is stopped: better printed by every rank than by none.
         return answered_within(5.0, claim, 1) == 1
-    except Exception:  # the store ended with rank 0, which has printed its error
-        return False
+    return False

@@ -1,5 +1,4 @@
-"""Starts ranks and waits for their end: `start_workers` on this machine alone, `start_node` as one
-node of several.
+"""Starts ranks and waits for their end: `start_workers`, `start_node` as one node of several.
 
 Both return when the job has ended well. The exceptions of `parallel2d.launching.failures` and
 `ConfigError` show whether it was stopped and has saved, failed, or could not have worked.
@@ -27,12 +26,9 @@ from parallel2d.launching.network_interface import GLOO, NCCL
 
 def start_workers(job: Job, nproc: int) -> None:
     """Runs ``job`` on ``nproc`` fresh workers of this machine, which communicate over loopback
-    alone, and waits for them.
-
-    Raises `ConfigError` or `WorkersFailed` with the error of the rank that failed first,
-    `Preempted` when asked to stop and saved, and KeyboardInterrupt after Ctrl-C; all workers have
-    ended then.
-    """
+    alone, and waits for them. Raises `ConfigError` or `WorkersFailed` with the error of the rank
+    that failed first, `Preempted` when asked to stop and saved, and KeyboardInterrupt after Ctrl-C;
+    all workers have ended then."""
     from parallel2d.launching.agent import NodeWorkers, launcher_environment, run_node
     from parallel2d.launching.rendezvous import own_rendezvous
 
@@ -50,15 +46,12 @@ def start_workers(job: Job, nproc: int) -> None:
 def start_node(
     config: Any, words: Sequence[str], nproc: int, main: str = "parallel2d.rank:rank_main"
 ) -> None:
-    """Runs this node's ``nproc`` ranks of a job that several nodes run together, and waits for its
-    end.
-
+    """Runs this node's ``nproc`` ranks of a job of several nodes, and waits for its end.
     ``config``: the `TrainConfig` that ``words`` compose to; the job's own is composed by its rank
     0. ``main``: what each rank calls with ``words`` ("package.module:function"). When the
     rendezvous store is lost, the ranks end. The launcher waits ``launch.rendezvous_timeout``
     seconds for the store, then the job goes on from its newest checkpoint. Raises as
-    `start_workers` does.
-    """
+    `start_workers` does."""
     from parallel2d.launching.agent import NodeWorkers, launcher_environment, run_node
     from parallel2d.launching.rendezvous import find_rendezvous
 

@@ -34,15 +34,12 @@ class Interface(NamedTuple):
 
 
 def choose_interface(endpoint_host: str, environment: Mapping[str, str] = os.environ) -> Interface:
-    """The interface over which gloo and NCCL should reach the other nodes, and this machine's
-    address on it.
-
+    """The interface over which gloo and NCCL reach other nodes, and this machine's address on it.
     ``endpoint_host``: the host of the rendezvous endpoint, a name or an address; on that node
     itself, the interface that holds the address. GLOO_SOCKET_IFNAME wins, then NCCL_SOCKET_IFNAME,
     then the route to the endpoint. The address is of the endpoint's family where the interface has
     one. Raises `ConfigError` for an interface that does not exist or has no address, and when no
-    interface leads to the endpoint. See [Note: which interface].
-    """
+    interface leads to the endpoint. See [Note: which interface]."""
     present, targets = list_interfaces(), resolve(endpoint_host)
     listing = ", ".join(map("{0.name} ({0.address})".format, present)) or "none that is up"
     routed = _routed(targets, present)
@@ -93,8 +90,7 @@ _MATCHES: dict[str, Callable[[str, str], bool]] = {
 
 
 def list_interfaces() -> list[Interface]:
-    """Every address of every interface that is up, IPv4 before IPv6, as the system lists them;
-    loopback last."""
+    """Every address of every interface that is up, IPv4 before IPv6; loopback last."""
     states, found = psutil.net_if_stats(), []
     for name, addresses in psutil.net_if_addrs().items():
         if name in states and states[name].isup:
@@ -113,10 +109,8 @@ def _routed(
     targets: list[tuple[socket.AddressFamily, str, tuple[Any, ...]]], present: list[Interface]
 ) -> Interface | None:
     """Finds the one of ``present`` that leads to the first of ``targets`` with a route; or None.
-
     Connecting a datagram socket sends nothing: the kernel looks up the route and sets the socket's
-    own address.
-    """
+    own address."""
     by_address = {each.address: each for each in present}
     for family, _, target in targets:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -28,13 +28,10 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl(2), from <linux/prctl.h>
 
 
 def workers_per_node(config: LaunchConfig) -> int:
-    """``launch.nproc_per_node`` as a number. Raises `ConfigError` for more workers than
-    accelerators."""
+    """``launch.nproc_per_node``. Raises `ConfigError` for more workers than accelerators."""
     import torch
 
-    accelerators = 0
-    if torch.accelerator.is_available():
-        accelerators = torch.accelerator.device_count()
+    accelerators = torch.accelerator.device_count()
     if config.nproc_per_node == "auto":
         return accelerators or CPU_WORKERS
     wanted = int(config.nproc_per_node)
@@ -48,15 +45,13 @@ def workers_per_node(config: LaunchConfig) -> int:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Has the kernel end this process when the one that started it dies, however it dies (Linux;
-    elsewhere nothing). ``parent``: its id; without it, one that has died before this call is not
-    noticed."""
+    """Has the kernel end this process when its parent dies, however it dies (Linux; elsewhere
+    nothing). ``parent``: its id; without it, one that died before this call is not noticed."""
     if sys.platform != "linux":
         return
     parent = os.getppid() if parent is None else parent
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The kernel sends nothing for a parent that died before that call. Such a process has another
-    # parent by now.
+    # The kernel sends nothing for one that died before that call: the parent is another by now.
     if os.getppid() != parent:
         os._exit(1)
 
@@ -73,7 +68,6 @@ def open_standard_streams() -> None:
 
 
 def set_process_name(name: str) -> None:
-    """Sets what ``ps -o comm`` and ``top`` show for this process (Linux, 15 characters; elsewhere
-    nothing)."""
+    """Sets what ``ps -o comm`` and ``top`` show (Linux, 15 characters; elsewhere nothing)."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)

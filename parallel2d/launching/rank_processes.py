@@ -50,8 +50,7 @@ class RankProcess:
         self.proc = self  # the agent reads a handler's process
 
     def poll(self) -> int | None:
-        """Its exit code, below 0 for the signal that ended it; None while it runs; `LOST` when the
-        server was ended, and the rank with it."""
+        """Its exit code, below 0 for a signal; None while it runs; `LOST` when its server ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(0.0)
         return None
@@ -128,9 +127,8 @@ def start_rank(
     stdout: str | None,
     stderr: str | None,
 ) -> RankProcess:
-    """Starts a rank, which calls ``main`` ("package.module:function") with ``words`` and exits with
-    what it returns. ``environment``: exactly its own. ``stdout``, ``stderr``: files; None: as this
-    process."""
+    """Starts a rank, which exits with what ``main`` ("package.module:function") returns for
+    ``words``. ``environment``: exactly its own. ``stdout``, ``stderr``: files, or as here."""
     start_server()
     place = [os.getcwd(), [os.fspath(path) for path in sys.path]]
     request = [main, list(words), dict(environment), [stdout, stderr], *place]

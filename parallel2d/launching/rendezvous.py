@@ -1,5 +1,4 @@
-"""The store of a job, and torch's rendezvous on it: `find_rendezvous`, or `own_rendezvous` for a
-single node.
+"""The store of a job and torch's rendezvous on it: `find_rendezvous`, `own_rendezvous` of one node.
 
 [Note: where the store lives] The store may run on one of the nodes, which then must not fail:
 whichever node owns the endpoint's address opens it when nothing listens there yet. Or it runs
@@ -87,9 +86,8 @@ class Rendezvous:
         return create_handler(self.store, JsonBackend(self.store, self.name), parameters)
 
     def wait_for_all(self, config: LaunchConfig) -> None:
-        """Waits, at the start of a job, until all its launchers are here or a while has passed.
-        Otherwise the first would start with the smallest number of nodes and start again for each
-        that comes."""
+        """Waits, at the start of a job, until all its launchers are here or a while has passed:
+        the first would start with the smallest number of nodes, and again for each that comes."""
         largest, key = config.node_range[1], f"parallel2d/arrived/{self.name}"
         deadline = time.monotonic() + _FIRST_CALL_S
         arrived = self.store.add(key, 1)
@@ -102,13 +100,11 @@ class Rendezvous:
         self.store.append(f"{_HOSTS}/{self.name}", f"{socket.gethostname()} ")
 
     def hosts_there(self) -> list[str]:
-        """Names of the hosts that have come. torch's own list is of no use to a node that gives up,
-        which removes itself from it first."""
-        try:
-            names = self.store.get(f"{_HOSTS}/{self.name}").decode()
-        except Exception:  # the node that holds the store may have ended
-            return []
-        return sorted(set(names.split()))
+        """Names of the hosts that have come. A node that gives up has left torch's own list."""
+        names = b""
+        with contextlib.suppress(Exception):  # the node that holds the store may have ended
+            names = self.store.get(f"{_HOSTS}/{self.name}")
+        return sorted(set(names.decode().split()))
 
     def ranks_prefix(self, group: Any) -> str:
         """Chooses what the keys of this round's ranks begin with, the same on all nodes. The first
@@ -144,12 +140,9 @@ def own_rendezvous(folder: str) -> Rendezvous:
 
 def find_rendezvous(config: LaunchConfig) -> Rendezvous:
     """The store at ``launch.rdzv_endpoint``, opened here if it is this machine's to open. See
-    [Note: where the store lives].
-
-    Waits ``launch.rendezvous_timeout`` seconds for a store elsewhere. Raises `ConfigError` for an
-    address that cannot work, without a secret, and for a store outside of the nodes without
-    ``launch.job_id``.
-    """
+    [Note: where the store lives]. Waits ``launch.rendezvous_timeout`` seconds for a store
+    elsewhere. Raises `ConfigError` for an address that cannot work, without a secret, and for a
+    store outside of the nodes without ``launch.job_id``."""
     endpoint = str(config.rdzv_endpoint)
     secret = find_secret(config.secret_file, config.insecure)
     try:
@@ -187,11 +180,9 @@ def find_rendezvous(config: LaunchConfig) -> Rendezvous:
 
 class JsonBackend(RendezvousBackend):
     """Keeps the state of the rendezvous ``name`` as JSON under one key of ``store``, because a
-    pickle can run code. Its tokens are the stored text.
-
-    torch's handler hands its backend a pickle and takes one back: this reads the pickle that this
-    process has made, and makes one from JSON that it has checked.
-    """
+    pickle can run code. Its tokens are the stored text. torch's handler hands its backend a pickle
+    and takes one back: this reads the pickle that this process has made, and makes one from JSON
+    that it has checked."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store, self._key = store, f"parallel2d/rendezvous/{name}"
@@ -206,8 +197,7 @@ class JsonBackend(RendezvousBackend):
         return found[:2] if found else None
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, bytes, bool] | None:
-        """Replaces the state that ``token`` stands for. Returns what there is now, and whether it
-        is this."""
+        """Replaces that of ``token``. Returns what there is now, and whether it is this."""
         new = to_json(pickle.loads(state))  # made by this process
         # Before the first state, torch gives a token that stands for none.
         return self._replace(token if isinstance(token, bytes) else "", new)
@@ -238,8 +228,7 @@ def to_json(state: RendezvousState) -> str:
 
 
 def from_json(text: bytes) -> RendezvousState:
-    """The state from text. Raises RendezvousStateError for anything that `to_json` does not
-    make."""
+    """The state. Raises RendezvousStateError for anything that `to_json` does not make."""
     state, to_time = RendezvousState(), datetime.fromisoformat
     try:
         given = json.loads(text)

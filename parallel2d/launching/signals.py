@@ -17,11 +17,8 @@ _replaced: dict[int, Any] = {}  # the handlers that were there before ours
 
 
 def listen() -> None:
-    """Installs the handlers, in the main thread.
-
-    SIGTERM and SIGUSR1 request a save and a stop. SIGINT ends a worker at once and without a
-    traceback: its parent reports the interruption.
-    """
+    """Installs the handlers, in the main thread. SIGTERM and SIGUSR1 request a save and a stop.
+    SIGINT ends a worker at once and without a traceback: its parent reports the interruption."""
     ours: dict[int, Any] = {
         signal.SIGTERM: _request,
         signal.SIGUSR1: _request,

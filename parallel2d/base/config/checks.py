@@ -11,8 +11,8 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from parallel2d.base.config.job import OptimizerConfig, TrainConfig
@@ -33,9 +33,10 @@ from parallel2d.base.config.parallel import SYNC_WIRES, TENSOR_WORDS, ParallelCo
 from parallel2d.base.errors import ConfigError, did_you_mean
 
 _Config = TypeVar("_Config", bound=TrainConfig | ParallelConfig)
-# Two settings, and why they do not go together or what to use. A key without a value stands for
-# every value but its default.
+# Two settings, and why they do not go together. A key alone: every value but its default.
 _Conflicts = tuple[tuple[str, str, str], ...]
+# Whether something is wrong, and the line that says so
+_Problems = Iterator[tuple[object, str]]
 
 
 def _wires_not_taken(taker: str, setting: str, reason: str) -> list[tuple[str, str, str]]:
@@ -97,9 +98,8 @@ def validated(config: _Config) -> _Config:
         checks += _JOB_CHECKS
         # With train.epochs the steps are not known before the data are; see `check_steps`.
         if config.train.epochs is None:
-            checks.append(_step_problems)
-    problems = itertools.chain.from_iterable(check(config) for check in checks)
-    _refuse([*field_problems(read), *problems])
+            checks.append(_steps)
+    _refuse(field_problems(read), *(check(config) for check in checks))
     return config
 
 
@@ -109,27 +109,27 @@ def check_data(data: DataConfig) -> None:
 
 
 def check_optimizer(optimizer: OptimizerConfig) -> None:
-    """Raises `ConfigError` with one line per field of an `OptimizerConfig` that breaks its own
-    constraint."""
-    _refuse(list(field_problems(optimizer, "optimizer.")))
+    """Raises `ConfigError` with one line per field that breaks its own constraint."""
+    _refuse(field_problems(optimizer, "optimizer."))
 
 
 def check_steps(config: TrainConfig) -> None:
-    """Raises `ConfigError` with one line per key that does not fit ``train.steps``, for where
-    ``train.epochs`` has decided them."""
-    _refuse(list(_step_problems(config)))
+    """Raises `ConfigError` for keys that do not fit the steps that ``train.epochs`` has decided."""
+    _refuse((), _steps(config))
 
 
-def _refuse(problems: Sequence[str]) -> None:
-    if problems:
-        raise ConfigError("\n".join(problems))
+def _refuse(problems: Iterable[str], *checks: _Problems) -> None:
+    """Raises `ConfigError` for ``problems``, and for the lines of ``checks`` that apply."""
+    found = itertools.chain(*checks)
+    lines = [*problems, *(line for is_wrong, line in found if is_wrong)]
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
-def _found(conflicts: _Conflicts, config: Any) -> Iterator[str]:
+def _conflicting(conflicts: _Conflicts, config: Any) -> _Problems:
     for first, second, reason in conflicts:
         both = _given(config, first), _given(config, second)
-        if all(both):
-            yield f"{both[0]} does not go with {both[1]}: {reason}"
+        yield all(both), f"{both[0]} does not go with {both[1]}: {reason}"
 
 
 def _given(config: Any, setting: str) -> str | None:
@@ -147,67 +147,83 @@ def _given(config: Any, setting: str) -> str | None:
 # What is trained
 
 
-def _llama(config: TrainConfig) -> Iterator[str]:
+def _llama(config: TrainConfig) -> _Problems:
     model = config.model
-    if not isinstance(model, LlamaModel):
+    # Zero heads have a line of their own.
+    if not isinstance(model, LlamaModel) or min(model.n_heads, model.n_kv_heads) < 1:
         return
+    heads = f"model.n_heads={model.n_heads}"
     head_dim, rest = divmod(model.dim, model.n_heads)
-    if rest:
-        yield f"model.dim={model.dim} must be a multiple of model.n_heads={model.n_heads}"
-    elif head_dim % 2:
-        yield f"model.dim / model.n_heads = {head_dim} must be even: rotary embedding turns pairs"
+    is_odd = not rest and head_dim % 2
+    yield rest, f"model.dim={model.dim} must be a multiple of {heads}"
+    yield (
+        is_odd,
+        f"model.dim / model.n_heads = {head_dim} must be even: rotary embedding turns pairs",
+    )
     # Grouped-query attention: each key and value head serves equally many query heads.
-    heads = f"model.n_heads={model.n_heads} must be a multiple of model.n_kv_heads="
-    if model.n_heads % model.n_kv_heads:
-        yield f"{heads}{model.n_kv_heads}"
-    length = config.train.seq_len
-    if length > model.max_seq_len:
-        yield f"train.seq_len={length} is longer than model.max_seq_len={model.max_seq_len}"
+    unserved = model.n_heads % model.n_kv_heads
+    yield unserved, f"{heads} must be a multiple of model.n_kv_heads={model.n_kv_heads}"
+    length, most = config.train.seq_len, model.max_seq_len
+    yield length > most, f"train.seq_len={length} is longer than model.max_seq_len={most}"
 
 
-def _library_model(config: TrainConfig) -> Iterator[str]:
+def _library_model(config: TrainConfig) -> _Problems:
     model = config.model
     if not isinstance(model, HuggingFaceModel):
         return
     # One names a folder with a configuration, the other a configuration without a folder.
-    if (model.path is None) == (model.architecture is None):
-        yield "model=hf needs either model.path, a folder, or model.architecture, such as llama"
-    if config.data.intra_document_masking:
-        yield "data.intra_document_masking=true: models of model=hf take no document ids"
-    if model.adapter is None:
+    yield (
+        (model.path is None) == (model.architecture is None),
+        "model=hf needs either model.path, a folder, or model.architecture, such as llama",
+    )
+    yield (
+        config.data.intra_document_masking,
+        "data.intra_document_masking=true: models of model=hf take no document ids",
+    )
+    adapter, tensor = model.adapter, config.mesh.tensor
+    if adapter is None:
         return
-    if not isinstance(model.adapter, Mapping):
-        yield f"model.adapter={model.adapter} must be arguments of peft.LoraConfig: {{r: 8, ...}}"
+    yield (
+        not isinstance(adapter, Mapping),
+        f"model.adapter={adapter} must be arguments of peft.LoraConfig: {{r: 8, ...}}",
+    )
     # An adapter is saved alone, and means nothing without the weights that it was trained on.
-    if model.path is None or not model.load_weights:
-        yield "model.adapter needs model.path and model.load_weights=true: weights that are kept"
-    tensor = config.mesh.tensor
-    if tensor not in (1, "auto"):
-        yield f"mesh.tensor={tensor}: a model with model.adapter needs mesh.tensor=1"
+    yield (
+        model.path is None or not model.load_weights,
+        "model.adapter needs model.path and model.load_weights=true: weights that are kept",
+    )
+    yield (
+        tensor not in (1, "auto"),
+        f"mesh.tensor={tensor}: a model with model.adapter needs mesh.tensor=1",
+    )
 
 
-def _tensor_plan(config: TrainConfig) -> Iterator[str]:
+def _tensor_plan(config: TrainConfig) -> _Problems:
     plan = getattr(config.model, "tensor_plan", None)
     if isinstance(plan, dict):
         for pattern, word in plan.items():
-            problem = choice_problem(f"model.tensor_plan: {pattern}", word, TENSOR_WORDS)
-            yield from filter(None, [problem])
-    elif plan is not None and not is_reference(plan):
+            yield _choice(f"model.tensor_plan: {pattern}", word, TENSOR_WORDS)
+    else:
         yield (
+            plan is not None and not is_reference(plan),
             f"model.tensor_plan={plan} must be {{pattern: word}} or have the form "
-            "package.module:function"
+            "package.module:function",
         )
 
 
-def _data(config: TrainConfig) -> Iterator[str]:
-    yield from data_problems(config.training_data())
-    passes = config.train.epochs
-    of_data = config.data.epochs
-    if passes is not None and of_data not in (0, passes):
-        yield (
-            f"train.epochs={passes} and data.epochs={of_data} contradict each other: omit "
-            "data.epochs"
-        )
+def _choice(key: str, value: object, choices: Sequence[str]) -> tuple[bool, str]:
+    problem = choice_problem(key, value, choices)
+    return problem is not None, str(problem)
+
+
+def _data(config: TrainConfig) -> _Problems:
+    for problem in data_problems(config.training_data()):
+        yield True, problem
+    passes, of_data = config.train.epochs, config.data.epochs
+    yield (
+        passes is not None and of_data not in (0, passes),
+        f"train.epochs={passes} and data.epochs={of_data} contradict each other: omit data.epochs",
+    )
 
 
 # How gradients become updates
@@ -215,40 +231,41 @@ def _data(config: TrainConfig) -> Iterator[str]:
 _GROUP_KEYS = ("pattern", "lr_scale", "weight_decay", "algorithm")
 
 
-def _optimizer(config: TrainConfig) -> Iterator[str]:
+def _optimizer(config: TrainConfig) -> _Problems:
     optimizer = config.optimizer
     betas = optimizer.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        yield f"optimizer.betas={betas} must be two numbers in [0, 1)"
-    if optimizer.nesterov and optimizer.momentum == 0:
-        yield "optimizer.nesterov=true needs optimizer.momentum above 0"
+    are_shares = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+    yield not are_shares, f"optimizer.betas={betas} must be two numbers in [0, 1)"
+    stands = optimizer.nesterov and optimizer.momentum == 0
+    yield stands, "optimizer.nesterov=true needs optimizer.momentum above 0"
     for entry in optimizer.groups:
         yield from _group_problems(entry, optimizer.name)
-    if config.precision.keep_low_precision_gradients:
-        yield "precision.keep_low_precision_gradients=true is for optimizers of your own"
+    yield (
+        config.precision.keep_low_precision_gradients,
+        "precision.keep_low_precision_gradients=true is for optimizers of your own",
+    )
 
 
-def _group_problems(entry: Any, optimizer: str) -> Iterator[str]:
+def _group_problems(entry: Any, optimizer: str) -> _Problems:
     has_pattern = isinstance(entry, dict) and isinstance(entry.get("pattern"), str)
     # A pattern alone would choose parameters and change nothing about them.
     if not has_pattern or len(entry) < 2:
-        yield f"optimizer.groups has {entry}; an entry has the form {{pattern: a.*, lr_scale: 0.1}}"
+        form = "an entry has the form {pattern: a.*, lr_scale: 0.1}"
+        yield True, f"optimizer.groups has {entry}; {form}"
         return
     for key, value in entry.items():
         where = f"optimizer.groups: {entry['pattern']}: {key}"
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if key == "pattern":
-            continue
-        if key not in _GROUP_KEYS:
-            near = did_you_mean(key, _GROUP_KEYS, alike=0.5)
-            yield f"{where} is not one of {', '.join(_GROUP_KEYS)}{near}"
-        elif key != "algorithm":
-            if not is_number or not 0 <= value < math.inf:
-                yield f"{where}={value} must be a number, at least 0"
-        elif optimizer != "muon":
-            yield f"{where}={value} has no effect with optimizer={optimizer}, only with muon"
+        if key == "algorithm" and optimizer == "muon":
+            yield _choice(where, value, ("muon", "adamw"))
+        elif key == "algorithm":
+            yield True, f"{where}={value} has no effect with optimizer={optimizer}, only with muon"
+        elif key in _GROUP_KEYS:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            fits = key == "pattern" or (is_number and 0 <= value < math.inf)
+            yield not fits, f"{where}={value} must be a number, at least 0"
         else:
-            yield from filter(None, [choice_problem(where, value, ("muon", "adamw"))])
+            near = did_you_mean(key, _GROUP_KEYS, alike=0.5)
+            yield True, f"{where} is not one of {', '.join(_GROUP_KEYS)}{near}"
 
 
 # How the model is laid over the ranks
@@ -257,72 +274,68 @@ def _group_problems(entry: Any, optimizer: str) -> Iterator[str]:
 _PARTITIONING = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 
 
-def _precision(config: TrainConfig | ParallelConfig) -> Iterator[str]:
+def _precision(config: TrainConfig | ParallelConfig) -> _Problems:
     precision = config.precision
-    if precision.keep_low_precision_gradients and precision.reduce == precision.storage:
-        yield (
-            "precision.keep_low_precision_gradients=true has no effect with "
-            f"precision.reduce={precision.reduce}, which is precision.storage too"
-        )
+    yield (
+        precision.keep_low_precision_gradients and precision.reduce == precision.storage,
+        "precision.keep_low_precision_gradients=true has no effect with "
+        f"precision.reduce={precision.reduce}, which is precision.storage too",
+    )
 
 
-def _memory_budget(config: TrainConfig | ParallelConfig) -> Iterator[str]:
+def _memory_budget(config: TrainConfig | ParallelConfig) -> _Problems:
     compilation = config.compile
     compiles = compilation.name == "block" and compilation.backend in _PARTITIONING
-    if config.activation_checkpointing.name == "budget" and not compiles:
-        yield (
-            "activation_checkpointing=budget needs compile=block with "
-            f"compile.backend={' or '.join(_PARTITIONING)}, got compile={compilation.name}, "
-            f"compile.backend={compilation.backend}: the compiler chooses what is recomputed"
-        )
+    yield (
+        config.activation_checkpointing.name == "budget" and not compiles,
+        "activation_checkpointing=budget needs compile=block with "
+        f"compile.backend={' or '.join(_PARTITIONING)}, got compile={compilation.name}, "
+        f"compile.backend={compilation.backend}: the compiler chooses what is recomputed",
+    )
 
 
-def _fragments(config: TrainConfig | ParallelConfig) -> Iterator[str]:
+def _fragments(config: TrainConfig | ParallelConfig) -> _Problems:
     sync = config.sync
     if sync.name != "diloco":
         return
     # One fragment is exchanged in a step, and arrives before it is sent again.
-    if sync.fragments > sync.every:
-        yield f"sync.fragments={sync.fragments} must be at most sync.every={sync.every}"
-    if sync.delay >= sync.every:
-        yield f"sync.delay={sync.delay} must be below sync.every={sync.every}"
+    every = f"sync.every={sync.every}"
+    yield sync.fragments > sync.every, f"sync.fragments={sync.fragments} must be at most {every}"
+    yield sync.delay >= sync.every, f"sync.delay={sync.delay} must be below {every}"
 
 
 # The loop
 
 
-def _loop(config: TrainConfig) -> Iterator[str]:
-    train = config.train
-    micro = train.micro_batch_size
-    whole = train.global_batch_size
-    # "auto" is chosen to fit.
-    if isinstance(micro, int) and micro > whole:
-        yield f"train.micro_batch_size={micro} is larger than train.global_batch_size={whole}"
-    for entry in train.hooks:
+def _loop(config: TrainConfig) -> _Problems:
+    micro, whole = config.train.micro_batch_size, config.train.global_batch_size
+    yield (
+        isinstance(micro, int) and micro > whole,  # "auto" is chosen to fit
+        f"train.micro_batch_size={micro} is larger than train.global_batch_size={whole}",
+    )
+    for entry in config.train.hooks:
         reference = entry.get("hook") if isinstance(entry, dict) else entry
-        if not is_reference(reference):
-            yield (
-                f"train.hooks has {entry}; an entry has the form package.module:Class, or "
-                "{hook: package.module:Class, every: 50} with keyword arguments of the class"
-            )
+        yield (
+            not is_reference(reference),
+            f"train.hooks has {entry}; an entry has the form package.module:Class, or "
+            "{hook: package.module:Class, every: 50} with keyword arguments of the class",
+        )
 
 
-def _step_problems(config: TrainConfig) -> Iterator[str]:
-    last = config.train.steps
-    warmup = config.scheduler.warmup_steps
-    if warmup >= max(last, 1):
-        yield f"scheduler.warmup_steps={warmup} must be below train.steps={last}"
+def _steps(config: TrainConfig) -> _Problems:
+    last, warmup = config.train.steps, config.scheduler.warmup_steps
+    is_long = warmup >= max(last, 1)
+    yield is_long, f"scheduler.warmup_steps={warmup} must be below train.steps={last}"
     traced = config.profile.steps
     # 1 <= first traced step <= last traced step <= last step of the run
-    in_order = [1, *traced, last] == sorted([1, *traced, last])
-    if traced and (len(traced) != 2 or not in_order):
-        yield (
-            f"profile.steps={traced} must be the first and the last step of a trace, within 1 and "
-            f"train.steps={last}"
-        )
+    bounds = [1, *traced, last]
+    yield (
+        traced and (len(traced) != 2 or bounds != sorted(bounds)),
+        f"profile.steps={traced} must be the first and the last step of a trace, within 1 and "
+        f"train.steps={last}",
+    )
     ranks = config.profile.ranks
-    if any(rank < 0 for rank in ranks):
-        yield f"profile.ranks={ranks} must be ranks, counted from 0"
+    yield min(ranks, default=0) < 0, f"profile.ranks={ranks} must be ranks, counted from 0"
 
 
 # What ends and saves a run by what was measured
@@ -330,69 +343,71 @@ def _step_problems(config: TrainConfig) -> Iterator[str]:
 _SET_LOSS = re.compile(r"validation/(?P<name>[A-Za-z0-9_.-]+)/loss")
 
 
-def _best(config: TrainConfig) -> Iterator[str]:
+def _best(config: TrainConfig) -> _Problems:
+    """Metrics, of validation or of a hook, that this job never measures."""
+    data, train = config.data, config.train
+    named = [f"validation/{name}/loss" for name in data.validation]
+    measured = ["loss", "grad_norm", "validation/loss", *named]
+    held_out = data.__dataclass_fields__["validation_fraction"]
+    holds_out = data.validation_fraction or not is_read(data, held_out)
     asked = {
-        "train.stop.metric": config.train.stop.metric,
+        "train.stop.metric": train.stop.metric,
         "checkpoint.keep_best": config.checkpoint.keep_best,
     }
     for key, metric in asked.items():
-        if metric not in (None, "loss", "grad_norm"):
-            yield from _validation_problems(key, str(metric), config)
-
-
-def _validation_problems(key: str, metric: str, config: TrainConfig) -> Iterator[str]:
-    """Yields a line for a metric, of validation or of a hook, that this job never measures."""
-    named = [f"validation/{name}/loss" for name in config.data.validation]
-    measured = ["loss", "grad_norm", "validation/loss", *named]
-    # A hook may measure anything but the loss of a set that is not there.
-    of_hook = bool(config.train.hooks) and _SET_LOSS.fullmatch(metric) is None
-    (held_out,) = [item for item in fields(DataConfig) if item.name == "validation_fraction"]
-    holds_out = config.data.validation_fraction or not is_read(config.data, held_out)
-    if metric not in measured:
-        if not of_hook:
+        if metric is None or metric in ("loss", "grad_norm"):
+            continue
+        if metric not in measured:
             yield (
+                # A hook may measure anything but the loss of a set that is not there.
+                not train.hooks or _SET_LOSS.fullmatch(metric),
                 f"{key}={metric} is never measured: it may be {', '.join(measured)}, or a metric "
-                f"of train.hooks{did_you_mean(metric, measured)}"
+                f"of train.hooks{did_you_mean(metric, measured)}",
             )
-    elif config.train.validate_every == 0:
-        yield f"{key}={metric} is never measured with train.validate_every=0"
-    elif metric == "validation/loss" and not holds_out:
-        yield f"{key}={metric} is never measured with data.validation_fraction=0"
+        elif train.validate_every == 0:
+            yield True, f"{key}={metric} is never measured with train.validate_every=0"
+        else:
+            line = f"{key}={metric} is never measured with data.validation_fraction=0"
+            yield metric == "validation/loss" and not holds_out, line
 
 
 # The launcher and the machines
 
 
-def _nodes(config: TrainConfig) -> Iterator[str]:
+def _nodes(config: TrainConfig) -> _Problems:
     launch = config.launch
     first = launch.first_step_timeout
-    if first is not None and first < launch.timeout:
-        yield f"launch.first_step_timeout={first} must be at least launch.timeout={launch.timeout}"
+    yield (
+        first is not None and first < launch.timeout,
+        f"launch.first_step_timeout={first} must be at least launch.timeout={launch.timeout}",
+    )
     try:
         _, largest = launch.node_range
     except ConfigError as error:
-        yield str(error)
+        yield True, str(error)
         return
     # Several nodes must know where to meet; a single one must not wait for others.
-    if largest > 1 and not launch.rdzv_endpoint:
-        yield (
-            f"launch.nnodes={launch.nnodes} needs launch.rdzv_endpoint=HOST:PORT, the same on "
-            "every node: an address of one of them, or of a store that python -m "
-            "parallel2d.launch store runs elsewhere"
-        )
-    if largest == 1 and launch.rdzv_endpoint:
-        yield f"launch.rdzv_endpoint={launch.rdzv_endpoint} has no effect with launch.nnodes=1"
+    yield (
+        largest > 1 and not launch.rdzv_endpoint,
+        f"launch.nnodes={launch.nnodes} needs launch.rdzv_endpoint=HOST:PORT, the same on every "
+        "node: an address of one of them, or of a store that python -m parallel2d.launch store "
+        "runs elsewhere",
+    )
+    yield (
+        largest == 1 and launch.rdzv_endpoint,
+        f"launch.rdzv_endpoint={launch.rdzv_endpoint} has no effect with launch.nnodes=1",
+    )
 
 
-_Check = Callable[[Any], Iterator[str]]
+_Check = Callable[[Any], _Problems]
 _PARALLEL_CHECKS: tuple[_Check, ...] = (
-    functools.partial(_found, _PARALLEL_CONFLICTS),
+    functools.partial(_conflicting, _PARALLEL_CONFLICTS),
     _precision,
     _memory_budget,
     _fragments,
 )
 _JOB_CHECKS: tuple[_Check, ...] = (
-    functools.partial(_found, _JOB_CONFLICTS),
+    functools.partial(_conflicting, _JOB_CONFLICTS),
     _llama,
     _library_model,
     _tensor_plan,

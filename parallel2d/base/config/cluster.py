@@ -59,8 +59,7 @@ class LinkConfig:
 
 @dataclass
 class ClusterConfig:
-    """The machines that `python -m parallel2d.plan` plans for. Training takes the machines that it
-    finds."""
+    """The machines that `python -m parallel2d.plan` plans for; training takes those it finds."""
 
     name: str = option("local", "What reports call these machines")
     nodes: int | str = option("auto", "Number of nodes; auto = the largest of launch.nnodes", min=1)

@@ -1,5 +1,4 @@
-"""From the words of a command line to a checked `TrainConfig` and a run directory, by Hydra, and to
-YAML for workers and back.
+"""From the words of a command line to a checked `TrainConfig` and a run directory, by Hydra.
 
 `compose` composes one job, `survey` what words choose and might choose; `config.sweep` leaves
 several jobs, or ``--cfg``, to Hydra. `config.words` has what happens to the words before.
@@ -18,7 +17,7 @@ from typing import Any
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import run_job
+from hydra.core.utils import JobStatus, run_job
 from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -49,24 +48,15 @@ class Composition:
     _options: tuple[str, ...] = ()  # that the words need to mean the same again
 
     def start(self, task: Task) -> None:
-        """Makes the run directory, with Hydra's records, and calls ``task``. Raises `ConfigError`
-        for a directory that cannot be made."""
+        """Makes the run directory and calls ``task``. Raises `ConfigError` where it cannot."""
         for word in self.words:
             check_run_dir(word)
-        failures: list[Exception] = []
-
-        def call(_composed: DictConfig) -> None:
-            try:
-                task(job_here(self.config, self._options))
-            except Exception as error:  # kept from Hydra, which would print it in its own way
-                failures.append(error)
-
         # What `hydra.main` does after it has composed.
         callbacks = Callbacks(self._composed)
         callbacks.on_run_start(config=self._composed, config_name=self._config_name)
         with initialized(), folder_errors_explained():
             result = run_job(
-                task_function=call,
+                task_function=lambda _: task(job_here(self.config, self._options)),
                 config=self._composed,
                 job_dir_key="hydra.run.dir",
                 job_subdir_key=None,
@@ -75,22 +65,20 @@ class Composition:
         callbacks.on_run_end(
             config=self._composed, config_name=self._config_name, job_return=result
         )
-        if failures:
-            raise failures[0]
+        # Its public property would print the error in Hydra's own way.
+        if result.status == JobStatus.FAILED:
+            raise result._return_value
 
 
 def compose(arguments: Sequence[str]) -> Composition | None:
-    """What ``arguments`` compose to, without a run directory or any other trace.
-
-    None where they are no single job: ``-m``, ``--cfg``, several values for a key.
-    Raises `ConfigError` for anything wrong with the words.
-    """
+    """What ``arguments`` compose to, without any trace; None where they are no single job: ``-m``,
+    ``--cfg``, several values for a key. Raises `ConfigError` for anything wrong with the words."""
     words = hydra_words(arguments)
     parsed = job_options(words)
     if parsed is None:
         return None
     name = parsed.config_name or "train"
-    try:
+    with wrong_words_explained(words):
         with initialized(parsed.config_dir) as hydra_instance:
             composed = hydra_instance.compose_config(name, parsed.overrides, run_mode=RunMode.RUN)
         if composed.hydra.mode == RunMode.MULTIRUN:
@@ -101,11 +89,17 @@ def compose(arguments: Sequence[str]) -> Composition | None:
             del task["hydra"]
         options = place_options(parsed.config_dir, parsed.config_name)
         return Composition(to_config(task), tuple(words), composed, name, options)
+
+
+@contextlib.contextmanager
+def wrong_words_explained(words: Sequence[str]) -> Iterator[None]:
+    """Turns what Hydra raises for ``words`` into a `ConfigError`."""
+    try:
+        yield
     except ConfigError:
         raise
+    # ValueError: precision=32, compile=true
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        if may_sweep(parsed.overrides):
-            return None
         raise ConfigError(explain(words, error)) from None
 
 
@@ -120,11 +114,8 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def from_yaml(text: str) -> TrainConfig:
-    """The configuration that `to_yaml` wrote, which was checked before.
-
-    Data only: nothing in it is instantiated but the schema's own dataclasses. Raises `ConfigError`
-    for text that does not fit the schema.
-    """
+    """The checked configuration that `to_yaml` wrote. Data only: nothing is instantiated but the
+    schema's own dataclasses. Raises `ConfigError` for text that does not fit the schema."""
     loaded = OmegaConf.create(text)
     family = loaded.model.family
     if family not in FAMILIES:
@@ -138,12 +129,11 @@ def _to_dataclasses(composed: DictConfig) -> TrainConfig:
     missing = sorted(OmegaConf.missing_keys(composed))
     # OmegaConf would stop at the first of them.
     if missing:
-        raise ConfigError("\n".join(f"{key} is required and was not given" for key in missing))
+        raise ConfigError("\n".join(map("{} is required and was not given".format, missing)))
     try:
-        config = OmegaConf.to_object(composed)
+        config: Any = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ConfigError(first_line(error)) from None
-    assert isinstance(config, TrainConfig)
     # Keys that ++key=value added: the conversion drops what the dataclasses do not have.
     keys = dotted_keys(composed)
     unknown = [key for key, is_known in keys.items() if not is_known]
@@ -162,13 +152,10 @@ def survey(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, tuple[st
     if parsed is None:
         raise ConfigError(f"{' '.join(words)} cannot be read; --help alone lists all options")
     chosen = [word for word in parsed.overrides if not may_sweep([word])]
-    try:
-        with initialized(parsed.config_dir) as hydra_instance:
-            name = parsed.config_name or "train"
-            composed = hydra_instance.compose_config(name, chosen, RunMode.RUN)
-            groups = choices_by_group(hydra_instance.config_loader)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(explain(words, error)) from None
+    with wrong_words_explained(words), initialized(parsed.config_dir) as hydra_instance:
+        name = parsed.config_name or "train"
+        composed = hydra_instance.compose_config(name, chosen, RunMode.RUN)
+        groups = choices_by_group(hydra_instance.config_loader)
     plain: Any = OmegaConf.to_container(composed, resolve=False)
     return plain, groups
 
@@ -202,8 +189,7 @@ def folder_errors_explained() -> Iterator[None]:
 
 
 def check_run_dir(word: str) -> None:
-    """Raises `ConfigError` when ``word`` names a run directory that is empty, or in which another
-    user has placed links."""
+    """Raises `ConfigError` for an empty run directory, or one with links of another user."""
     named = _FOLDER.fullmatch(word)
     if named is None:
         return

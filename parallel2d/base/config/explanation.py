@@ -7,7 +7,6 @@ valid choice.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -62,8 +61,7 @@ def explain(words: Sequence[str], error: Exception) -> str:
 def _read(
     words: Sequence[str], loader: Any, groups: Mapping[str, Sequence[str]]
 ) -> tuple[list[str], list[str], list[tuple[str, Any]]]:
-    """Lines for wrong words; choices of groups, whose keys are needed to try values; and values of
-    keys, which are not tried yet."""
+    """Lines for wrong words; choices of groups, whose keys are needed to try values; values."""
     wrong: list[str] = []
     chosen: list[str] = []
     values: list[tuple[str, Any]] = []
@@ -111,9 +109,9 @@ def _choices(override: Any) -> list[str]:
 
 def _unknown_choice(group: str, choice: str, allowed: Sequence[str]) -> str:
     for preset in PRESETS.get(group, {}).values():
-        for item in dataclasses.fields(preset):
-            if item.name == "name" and choice in item.metadata.get("gone", ()):
-                return gone(group, choice, item.metadata)
+        named = preset.__dataclass_fields__.get("name")
+        if named is not None and choice in named.metadata.get("gone", ()):
+            return gone(group, choice, named.metadata)
     near = did_you_mean(choice, allowed)
     return f"{group}={choice} is not one of {', '.join(allowed)}{near}"
 
@@ -149,9 +147,7 @@ def unknown_key(key: str, word: str, keys: Collection[str], groups: Collection[s
     instead, where it belongs, or the nearest."""
     if key in GONE_KEYS:
         return f"{key} is gone: {GONE_KEYS[key]}"
-    line = f"unknown key {key}"
-    if word != key:
-        line = f"unknown key {key} (given as {word})"
+    line = f"unknown key {key}" + (f" (given as {word})" if word != key else "")
     owners = _models_with(key, keys)
     if owners:
         return f"{line}: it belongs to {' or '.join(owners)}"
@@ -188,8 +184,7 @@ def _models_with(key: str, known: Collection[str]) -> list[str]:
 
 
 def dotted_keys(config: DictConfig, prefix: str = "") -> dict[str, bool]:
-    """All keys of a config, groups before what they hold (``train``, ``train.steps``), each with
-    whether the schema has it."""
+    """All keys, groups before what they hold, each with whether the schema has it."""
     keys: dict[str, bool] = {}
     # None: in a mapping without a schema, such as model.arguments, any key may stand.
     known = getattr(OmegaConf.get_type(config), "__dataclass_fields__", None)
@@ -204,8 +199,7 @@ def dotted_keys(config: DictConfig, prefix: str = "") -> dict[str, bool]:
 
 def first_line(error: BaseException) -> str:
     """The first lines of an error of Hydra's or OmegaConf's, or of its cause."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    shown = list(filter(None, lines))[:2]
+    shown = list(filter(None, map(str.strip, str(error).splitlines())))[:2]
     # Hydra often wraps OmegaConf's error in one line that does not name the reason.
     if len(shown) < 2 and error.__cause__ is not None:
         shown += str(error.__cause__).strip().splitlines()[:1]

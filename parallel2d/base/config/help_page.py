@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import operator
 import os
 import re
 import sys
@@ -58,8 +60,7 @@ _READ_ON = (
 
 @dataclass(frozen=True)
 class Documented:
-    """A key such as ``train.steps``, or the section of one dataclass, such as ``train``: the keys
-    that stand alone have an empty one."""
+    """A key such as ``train.steps``, or a section such as ``train``: empty for keys without one."""
 
     key: str
     text: str  # what it means, whole
@@ -77,13 +78,11 @@ class Documented:
 
 def information(words: Sequence[str], program: str, purpose: str) -> str | None:
     """The text that ``words`` ask for by ``--help`` or ``--version``; None for words of a job.
-
     ``program``: how the command was called. ``purpose``: what it does, for ``--help``. Raises
-    `ConfigError` for words that do not compose.
-    """
+    `ConfigError` for words that do not compose."""
     if "--version" in words:
         return version()
-    if "--help" in words or "-h" in words:
+    if not {"-h", "--help"}.isdisjoint(words):
         return help_page(words, program, purpose)
     return None
 
@@ -109,10 +108,8 @@ def version() -> str:
 
 def help_page(words: Sequence[str], program: str, purpose: str) -> str:
     """The page, at most `WIDTH` columns wide. Its values are those that ``words`` compose to.
-
     ``program``: how the command was called. ``purpose``: what it does, in a sentence. Raises
-    `ConfigError` for words that do not compose.
-    """
+    `ConfigError` for words that do not compose."""
     values, groups = survey(words)
     chosen = values["hydra"]["runtime"]["choices"]
     choices = {
@@ -149,13 +146,8 @@ def help_page(words: Sequence[str], program: str, purpose: str) -> str:
     )
 
 
-def sections() -> list[Documented]:
-    """Every section of `TrainConfig`, in its order; ``model`` is there once per family."""
-    return list(_sections(TrainConfig, "", ""))
-
-
-def _sections(kind: type, key: str, family: str) -> Iterator[Documented]:
-    """The section of the dataclass ``kind``, then those inside of it."""
+def sections(kind: type = TrainConfig, key: str = "", family: str = "") -> Iterator[Documented]:
+    """The section of the dataclass ``kind``, then those inside; ``model`` once per family."""
     types = typing.get_type_hints(kind)
     keys: list[Documented] = []
     inside: list[Documented] = []
@@ -163,9 +155,9 @@ def _sections(kind: type, key: str, family: str) -> Iterator[Documented]:
         name = f"{key}.{item.name}" if key else item.name
         if name == "model":
             for each, schema in FAMILIES.items():
-                inside += _sections(schema, name, each)
+                inside += sections(schema, name, each)
         elif dataclasses.is_dataclass(types[item.name]):
-            inside += _sections(types[item.name], name, family)
+            inside += sections(types[item.name], name, family)
         else:
             keys.append(_key(name, item))
     # In one line, and without the marks of reStructuredText.
@@ -193,17 +185,16 @@ def _allowed(item: dataclasses.Field[Any]) -> str:
     choices = list(map(str, item.metadata.get("choices", ())))
     if choices:
         return _either([*choices, "null"] if "None" in kinds else choices)
-    limits = bounds(item.metadata)
-    parts = [limits] if limits else []
+    parts = list(filter(None, [bounds(item.metadata)]))
     if item.metadata.get("infinite"):
         parts.append("or inf")
-    if limits and "str" in kinds:
+    if parts and "str" in kinds:
         kinds.remove("str")
         parts.append("or auto")
     # A number may be written as a whole one.
     if "float" in kinds and "int" in kinds:
         kinds.remove("int")
-    return ", ".join([_either([_KINDS[kind] for kind in kinds]), *parts])
+    return ", ".join([_either(list(map(_KINDS.__getitem__, kinds))), *parts])
 
 
 def _either(words: list[str]) -> str:
@@ -212,24 +203,22 @@ def _either(words: list[str]) -> str:
 
 
 def _row(documented: Documented, values: Mapping[str, Any]) -> tuple[str, str]:
-    """A key with its value, and what it means; with the values that are allowed where the table of
-    groups does not list them."""
-    value: Any = values
-    for name in documented.key.split("."):
-        value = value[name]
-    setting = f"{documented.key}={as_word(value)}"
-    if value == REQUIRED:
-        setting = f"{documented.key} (required)"
+    """A key with its value and meaning, and what is allowed where no group lists it."""
+    value: Any = functools.reduce(operator.getitem, documented.key.split("."), values)
+    setting = documented.key + (" (required)" if value == REQUIRED else f"={as_word(value)}")
     if documented.key.endswith(".name") or not documented.choices:
         return setting, documented.summary
     return setting, f"{documented.summary} ({documented.allowed})"
+
+
+_wrap = functools.partial(textwrap.wrap, width=WIDTH, break_on_hyphens=False)
 
 
 def _table(rows: Mapping[str, str]) -> Iterator[str]:
     """Lines of two columns; a first column that is too long has lines of its own."""
     indent = " " * _COLUMN
     for left, right in rows.items():
-        texts = _wrapped(right, indent, indent)
+        texts = _wrap(right, initial_indent=indent, subsequent_indent=indent)
         first = f"  {left}"
         if len(first) + 2 <= _COLUMN:
             yield first.ljust(_COLUMN) + texts[0].lstrip()
@@ -237,11 +226,5 @@ def _table(rows: Mapping[str, str]) -> Iterator[str]:
             continue
         # A list has no spaces at which it could be broken.
         spaced = left.replace(",", ", ") if len(first) > WIDTH else left
-        yield from _wrapped(spaced, "  ", "    ")
+        yield from _wrap(spaced, initial_indent="  ", subsequent_indent="    ")
         yield from texts
-
-
-def _wrapped(text: str, first: str, further: str) -> list[str]:
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=further, break_on_hyphens=False
-    )

@@ -3,14 +3,14 @@ checks every field of a tree of dataclasses against its own constraint."""
 
 from __future__ import annotations
 
-import importlib
 import math
 import operator
+import pkgutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from typing import Any
 
-from parallel2d.base.errors import ConfigError, did_you_mean, nearest
+from parallel2d.base.errors import ConfigError, did_you_mean
 
 REQUIRED = "???"  # OmegaConf's mark of a value that must be given
 # Each comparison is false for NaN, which is so within no bounds.
@@ -56,14 +56,11 @@ def option(default: Any, text: str = "", **constraint: Any) -> Any:
 
 def default_of(item: Field[Any]) -> Any:
     """The value that the field has when nobody sets it."""
-    if item.default_factory is not MISSING:
-        return item.default_factory()
-    return item.default
+    return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 def field_problems(config: Any, prefix: str = "") -> Iterator[str]:
-    """Yields one line per field of a tree of dataclasses that breaks its own constraint, or that is
-    set and not read."""
+    """Yields one line per field that breaks its own constraint, or is set and not read."""
     for item in fields(config):
         value = getattr(config, item.name)
         key = f"{prefix}{item.name}"
@@ -163,8 +160,7 @@ def is_read(config: Any, item: Field[Any]) -> bool:
         return True
     of = item.metadata.get("of", "name")
     chosen = getattr(config, of)
-    (choosing,) = [other for other in fields(config) if other.name == of]
-    is_known = chosen in choosing.metadata.get("choices", ())
+    is_known = chosen in config.__dataclass_fields__[of].metadata.get("choices", ())
     return not is_known or chosen in item.metadata["read_by"]
 
 
@@ -176,8 +172,7 @@ def gone(key: str, value: str, constraint: Mapping[str, Any]) -> str:
 def choice_problem(
     key: str, value: object, choices: Collection[Any], null: bool = False
 ) -> str | None:
-    """What is said of a ``value`` that is none of ``choices``; None for one of them. ``null``: it
-    may also be None, which is said."""
+    """Says that a ``value`` is none of ``choices``; None for one. ``null``: None is allowed too."""
     if value in choices:
         return None
     allowed = ", ".join(map(str, choices)) + (", or null" if null else "")
@@ -200,12 +195,10 @@ def as_word(value: Any) -> str:
 
 
 def refuse_unknown(given: Collection[str], where: str, known: Collection[str]) -> None:
-    """Raises `ConfigError` with one line per name that is ``given`` and that ``where``, which takes
-    the ``known`` ones, does not have."""
+    """Raises `ConfigError` with one line per ``given`` name that is not ``known`` to ``where``."""
     problems = []
     for name in given:
-        near = nearest(name, known)
-        hint = f"; it has {', '.join(known)}" if near is None else f"; did you mean {near}?"
+        hint = did_you_mean(name, known) or f"; it has {', '.join(known)}"
         problems.append(f"{where} has no option {name}{hint}")
     if problems:
         raise ConfigError("\n".join(problems))
@@ -223,13 +216,12 @@ def is_reference(value: Any) -> bool:
 def load_reference(key: str, reference: str) -> Any:
     """The callable that ``package.module:name`` names; ``key``, of the configuration, is for the
     message. Raises `ConfigError` with the reason when it cannot be imported."""
-    module_name, _, name = reference.partition(":")
     try:
-        # A name may have dots, such as that of a class's method.
-        found: Any = operator.attrgetter(name)(importlib.import_module(module_name))
+        found: Any = pkgutil.resolve_name(reference)
     except ImportError as error:
         raise ConfigError(f"{key}={reference} cannot be imported: {error}") from None
     except AttributeError:
+        module_name, _, name = reference.partition(":")
         raise ConfigError(f"{key}={reference}: module {module_name} has no {name}") from None
     if not callable(found):
         raise ConfigError(f"{key}={reference} is not callable")

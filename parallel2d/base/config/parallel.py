@@ -17,16 +17,11 @@ from parallel2d.base.errors import ConfigError, did_you_mean
 AXES = ("replicate", "shard", "tensor")  # of the mesh, outermost to innermost
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
 # What a tensor-parallel plan may say of a module; see parallel/parallelize/tensor_parallel.py.
-# The last four are Hugging Face's words.
 TENSOR_WORDS = (
-    "colwise",
-    "rowwise",
-    "sequence",
-    "replicate",
-    "colwise_gather_output",
-    "rowwise_split_input",
-    "embedding_rowwise",
-    "replicated_with_grad_allreduce",
+    *("colwise", "rowwise", "sequence", "replicate"),
+    # Words of Hugging Face
+    *("colwise_gather_output", "rowwise_split_input"),
+    *("embedding_rowwise", "replicated_with_grad_allreduce"),
 )
 
 
@@ -48,8 +43,7 @@ class MeshConfig:
 
 
 class Placement(NamedTuple):
-    """Which ranks hold the whole of parameters, gradients and optimizer state, and which a part;
-    see the properties of `StrategyConfig`."""
+    """What is whole on a rank and what is a part; see the properties of `StrategyConfig`."""
 
     replicates: bool
     shards: bool
@@ -212,13 +206,8 @@ PRECISIONS = {
 
 
 KEPT_OPERATORS = (
-    "mm",
-    "bmm",
-    "addmm",
-    "scaled_dot_product_*",
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "all_reduce",
+    *("mm", "bmm", "addmm", "scaled_dot_product_*"),
+    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"),
 )
 
 
@@ -395,8 +384,8 @@ def named_strategy(strategy: StrategyConfig | str) -> StrategyConfig:
 
 def presets(kind: type[_Section]) -> dict[str, _Section]:
     """One section of ``kind`` for each choice of its name, with every other key at its default."""
-    choosing = [item for item in fields(kind) if item.name == "name"]  # type: ignore[arg-type]
-    names = choosing[0].metadata.get("choices", ()) if choosing else ()
+    choosing = kind.__dataclass_fields__.get("name")  # type: ignore[attr-defined]
+    names = choosing.metadata.get("choices", ()) if choosing else ()
     return {name: kind(name) for name in names}  # type: ignore[call-arg]
 
 

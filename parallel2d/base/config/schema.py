@@ -1,5 +1,4 @@
-"""What Hydra knows of ours: presets, schemas, and where files of configuration are
-(`initialized`)."""
+"""What Hydra knows of ours: presets, schemas, and the places of files (`initialized`)."""
 
 from __future__ import annotations
 
@@ -69,9 +68,8 @@ def register() -> None:
 
 @contextlib.contextmanager
 def initialized(config_dir: str | None = None) -> Iterator[Any]:
-    """Hydra with our configuration on its search path until the end of the block, and behind it the
-    files of ``config_dir``, as Hydra's own command line has them. Raises `ConfigError` for a
-    ``config_dir`` that is no folder."""
+    """Hydra with our configuration on its search path, and behind it the files of ``config_dir``,
+    as Hydra's own command line has them. Raises `ConfigError` where that is no folder."""
     register()
     search_path = create_config_search_path("pkg://parallel2d.conf")
     if config_dir:

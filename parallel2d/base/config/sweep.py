@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -20,11 +21,9 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from parallel2d.base import files
 from parallel2d.base.config.composition import (
@@ -34,8 +33,8 @@ from parallel2d.base.config.composition import (
     job_here,
     place_options,
     to_config,
+    wrong_words_explained,
 )
-from parallel2d.base.config.explanation import explain
 from parallel2d.base.config.job import Job
 from parallel2d.base.config.schema import register
 from parallel2d.base.config.words import hydra_words
@@ -49,8 +48,7 @@ _LONGEST_ERROR = 4000
 
 @dataclass(frozen=True)
 class Outcome:
-    """``words``: of the command line, of this job; ``value``: of its objective, None where it
-    failed."""
+    """``words``: this job's of the command line; ``value``: of its objective, None if it failed."""
 
     number: int
     words: tuple[str, ...]
@@ -96,13 +94,8 @@ def run_sweep(arguments: Sequence[str], task: Task) -> None:
 
     main = hydra.main(config_path="pkg://parallel2d.conf", config_name="train", version_base="1.3")
     try:
-        with _command_line(words), folder_errors_explained():
+        with wrong_words_explained(words), _command_line(words), folder_errors_explained():
             main(call)()
-    # ValueError: precision=32, compile=true
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(explain(words, error)) from None
     except _SweepEnded as ended:
         raise ended.cause from None
     finally:
@@ -118,23 +111,21 @@ def _sweep_job(composed: DictConfig, task: Task, failures: list[Exception]) -> f
     settings = HydraConfig.get()
     words = tuple(settings.overrides.task)
     run_dir = os.path.abspath(settings.runtime.output_dir)
-    value: float | None = None
-    error: Exception | None = None
+    outcome = functools.partial(Outcome, int(settings.job.num or 0), words, run_dir=run_dir)
+    is_own_launcher = _is_own(settings.launcher)
     try:
         value = task(_job(composed, settings))
-    except Exception as failure:
-        error = failure
-    if isinstance(error, EndsSweep) and _is_own(settings.launcher):
-        raise _SweepEnded(error)
-    text = None if error is None else str(error)[:_LONGEST_ERROR]
-    Outcome(int(settings.job.num or 0), words, value, text, run_dir).write()
-    if error is None:
-        return value
-    if not (_is_own(settings.sweeper) and _is_own(settings.launcher)):
-        raise error
-    # Kept from Hydra, which would print it in its own way; the other jobs still run.
-    failures.append(error)
-    return None
+    except Exception as error:
+        if isinstance(error, EndsSweep) and is_own_launcher:
+            raise _SweepEnded(error) from None
+        outcome(value=None, error=str(error)[:_LONGEST_ERROR]).write()
+        if not (is_own_launcher and _is_own(settings.sweeper)):
+            raise
+        # Kept from Hydra, which would print it in its own way; the other jobs still run.
+        failures.append(error)
+        return None
+    outcome(value=value, error=None).write()
+    return value
 
 
 def _job(composed: DictConfig, settings: Any) -> Job:
@@ -168,8 +159,7 @@ def _is_own(part: DictConfig) -> bool:
 
 
 def _tell_sweep(begun: float) -> list[str]:
-    """Prints the table of a sweep's jobs; returns the errors of those that failed, with their
-    words."""
+    """Prints the table of the jobs; returns the errors of those that failed, with their words."""
     if SweepFolder.folder is None:
         return []
     jobs = outcomes(SweepFolder.folder, begun)
@@ -189,22 +179,18 @@ def _command_line(words: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv = argv
-        if full_error is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
+        del os.environ["HYDRA_FULL_ERROR"]
+        if full_error is not None:
             os.environ["HYDRA_FULL_ERROR"] = full_error
 
 
 def outcomes(folder: str, since: float) -> list[Outcome]:
-    """Reads those of the jobs below ``folder`` that ended after ``since`` (seconds as of
-    `time.time`), in the order of the sweep."""
+    """Reads the jobs below ``folder`` that ended after ``since`` (of `time.time`), in order."""
     found: list[Outcome] = []
-    for run_dir, inside, names in os.walk(folder):
+    for run_dir, inside, _ in os.walk(folder):
         # Emptied in place, which keeps `os.walk` from going further down.
         if len(Path(run_dir).relative_to(folder).parts) == _DEEPEST:
             inside.clear()
-        if _OUTCOME not in names:
-            continue
         path = os.path.join(run_dir, _OUTCOME)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             if os.stat(path).st_mtime < since:
@@ -217,23 +203,21 @@ def outcomes(folder: str, since: float) -> list[Outcome]:
 
 
 def table(jobs: Sequence[Outcome], objective: str, *, descending: bool = False) -> list[str]:
-    """Lines for people, the best job first, those without a value last. Words that all jobs share
-    are omitted."""
+    """Lines for people, the best job first, without the words that all jobs share."""
+
+    def place(job: Outcome) -> tuple[bool, float]:
+        value = math.nan if job.value is None else job.value
+        return math.isnan(value), -value if descending else value
+
     shared = set(jobs[0].words).intersection(*(job.words for job in jobs))
-    measured = [job for job in jobs if job.value is not None and not math.isnan(job.value)]
-    measured.sort(key=lambda job: job.value or 0.0, reverse=descending)
-    others = [job for job in jobs if job not in measured]
     rows = [("job", objective, "settings", "run directory")]
-    rows += [_row(job, shared) for job in measured + others]
+    for job in sorted(jobs, key=place):
+        value = "failed"
+        if job.error is None:
+            value = "-" if job.value is None else f"{job.value:.6g}"
+        own = " ".join(word for word in job.words if word not in shared)
+        rows.append((f"#{job.number}", value, own or "-", os.path.relpath(job.run_dir)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     # The last column is not filled up: lines have no spaces at their end.
     widths[-1] = 0
     return ["  ".join(map(str.ljust, row, widths)) for row in rows]
-
-
-def _row(job: Outcome, shared: set[str]) -> tuple[str, str, str, str]:
-    value = "failed"
-    if job.error is None:
-        value = "-" if job.value is None else f"{job.value:.6g}"
-    own = " ".join(word for word in job.words if word not in shared)
-    return f"#{job.number}", value, own or "-", os.path.relpath(job.run_dir)

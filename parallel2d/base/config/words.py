@@ -1,5 +1,4 @@
-"""The words of a command line as Hydra must see them (`hydra_words`), and the options among
-them."""
+"""The words of a command line as Hydra must see them (`hydra_words`), and its options."""
 
 from __future__ import annotations
 
@@ -20,11 +19,8 @@ from parallel2d.base.errors import ConfigError
 
 # Words that begin so are about keys that no schema knows.
 _OPEN = (
-    "model.arguments.",
-    "model.arguments=",
-    "model.tensor_plan=",
-    "data.validation.",
-    "data.validation=",
+    *("model.arguments.", "model.arguments=", "model.tensor_plan="),
+    *("data.validation.", "data.validation="),
 )
 # Options with which Hydra answers, or runs something else than one job.
 _NO_SINGLE_JOB = (
@@ -41,21 +37,30 @@ def hydra_words(arguments: Sequence[str]) -> list[str]:
     It wants ``++`` before a key that its schema does not have, such as the arguments of a model's
     factory. In ``model.tensor_plan={layers.*.w[qkv]: colwise}`` brackets belong to the pattern,
     which Hydra takes only with backslashes. ``+experiment=big``, which is right where the defaults
-    have no experiment, is ``experiment=big`` here: they have one. ``cluster=FILE.yaml`` is the
-    words of that file. Raises `ConfigError` for a file that cannot be read.
+    have no experiment, is ``experiment=big`` here: they have one. ``cluster=FILE.yaml`` becomes
+    ``cluster=local`` and the keys of that file. Raises `ConfigError` for a file that cannot be
+    read or is no cluster file.
     """
-    words = []
+    from_files: list[str] = []
+    words: list[str] = []
     for word in arguments:
         word = _EXPERIMENT.sub("", word)
-        if word.lstrip("+").startswith("model.tensor_plan={"):
+        key, _, path = word.partition("=")
+        if key == "cluster" and path.endswith((".yaml", ".yml")):
+            try:
+                from_files += _words_of("cluster", _read(path))
+            except ConfigError as error:
+                raise ConfigError(f"cluster={path}: {error}") from None
+            word = "cluster=local"
+        elif word.lstrip("+").startswith("model.tensor_plan={"):
             word = _BRACKET.sub(r"\\\1", word)
         words.append(f"++{word}" if word.startswith(_OPEN) else word)
-    return _overrides_first(_with_cluster_files(words))
+    # Other words about the cluster stay, and win over what the file says.
+    return _overrides_first([*from_files, *words])
 
 
 def _overrides_first(words: list[str]) -> list[str]:
-    """``strategy=zero3 --cfg job train.steps=2`` with the option last: Hydra takes overrides in one
-    piece alone."""
+    """``a=1 --cfg job b=2`` with the option last: Hydra takes overrides in one piece alone."""
     try:
         with contextlib.redirect_stdout(None), contextlib.redirect_stderr(None):
             parsed, _ = get_args_parser().parse_known_intermixed_args(words)
@@ -85,49 +90,26 @@ def command_options(words: Sequence[str]) -> argparse.Namespace | None:
 def job_options(words: Sequence[str]) -> argparse.Namespace | None:
     """As `command_options`; None where Hydra answers or runs a sweep too."""
     parsed = command_options(words)
-    given = any(getattr(parsed, name, None) for name in _NO_SINGLE_JOB)
-    return None if given else parsed
+    if parsed is None or any(map(vars(parsed).get, _NO_SINGLE_JOB)):
+        return None
+    return None if may_sweep(parsed.overrides) else parsed
 
 
 def may_sweep(words: Sequence[str]) -> bool:
     """Whether a word has several values: a sweep, if Hydra was told so in a file."""
-    try:
+    with contextlib.suppress(HydraException):
         overrides = OverridesParser.create().parse_overrides(list(words))
-    except HydraException:
-        return False
-    return any(override.is_sweep_override() for override in overrides)
-
-
-def is_multirun(arguments: Sequence[str]) -> bool:
-    """Whether ``-m`` is among the words."""
-    return not {"-m", "--multirun"}.isdisjoint(arguments)
-
-
-def _with_cluster_files(words: Sequence[str]) -> list[str]:
-    """``words``, with each ``cluster=FILE.yaml`` replaced by ``cluster=local`` and the keys of the
-    file. Other words about the cluster stay, and go before what the file says. Raises `ConfigError`
-    for a file that cannot be read or is no cluster file."""
-    from_files: list[str] = []
-    kept: list[str] = []
-    for word in words:
-        key, _, path = word.partition("=")
-        if key == "cluster" and path.endswith((".yaml", ".yml")):
-            try:
-                from_files += _words_of("cluster", _read(path))
-            except ConfigError as error:
-                raise ConfigError(f"cluster={path}: {error}") from None
-            word = "cluster=local"
-        kept.append(word)
-    return [*from_files, *kept]
+        return any(override.is_sweep_override() for override in overrides)
+    return False
 
 
 def quoted(value: object) -> str:
     """``value`` as Hydra reads it. Raises `ConfigError` for what is no single value."""
     if isinstance(value, str):
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    if isinstance(value, bool | int | float | None):
-        return as_word(value)
-    raise ConfigError(f"{value!r} is no value of a cluster")
+    if not isinstance(value, bool | int | float | None):
+        raise ConfigError(f"{value!r} is no value of a cluster")
+    return as_word(value)
 
 
 def _read(path: str) -> dict[str, Any]:

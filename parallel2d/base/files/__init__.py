@@ -16,8 +16,7 @@ MAX_DEPTH = 32  # of lists and dicts in what is read as JSON
 
 
 def open_regular(path: str) -> BinaryIO:
-    """A file to read. Raises OSError for a link and for what is no regular file, such as a pipe
-    that would never end."""
+    """A file to read. Raises OSError for a link and for what is no regular file, such as a pipe."""
     # Without O_NONBLOCK, opening a pipe would wait for somebody to write to it.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -34,9 +33,7 @@ def open_regular(path: str) -> BinaryIO:
 
 
 def read_json(path: str, largest: int = 16 * 2**20) -> Any:
-    """What a JSON file holds. Raises OSError as `open_regular`, ValueError for more than
-    ``largest`` bytes, for what is not JSON, and for lists and dicts nested deeper than any code
-    that walks them expects."""
+    """Reads a JSON file. Raises OSError as `open_regular`, ValueError as `parse` or for size."""
     with open_regular(path) as file:
         # One byte more than allowed is enough to see that a file is too large.
         data = file.read(largest + 1)
@@ -46,9 +43,8 @@ def read_json(path: str, largest: int = 16 * 2**20) -> Any:
 
 
 def parse(data: bytes | str, *, unique: bool = False) -> Any:
-    """The value of JSON from any source. Raises ValueError for what is not JSON, for what is hardly
-    more than brackets, as `check_depth` does, and for a key that appears twice if keys must be
-    ``unique``."""
+    """The value of JSON from any source. Raises ValueError for what is not JSON, for hardly more
+    than brackets, as `check_depth` does, and where keys must be ``unique`` for one given twice."""
     # Before objects are made of it: a list becomes 60 bytes of memory at least, an object 200. A
     # short text may be mostly brackets: 10,000 of them do no harm.
     encoded = data.encode() if isinstance(data, str) else data
@@ -99,11 +95,8 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 def replace(path: str, text: str, *, durable: bool = False) -> None:
     """Gives ``path`` this content in one rename: a reader sees the old file or the whole new one,
-    and a link is not followed.
-
-    ``durable``: it survives a loss of power once the folder does. Raises OSError, and leaves
-    nothing behind then.
-    """
+    and a link is not followed. ``durable``: it survives a loss of power once the folder does.
+    Raises OSError, and leaves nothing behind then."""
     # In the same folder, because a rename does not cross file systems.
     draft = f"{path}.{os.urandom(8).hex()}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -130,9 +123,8 @@ def flush_folder(path: str) -> None:
 
 
 def check_no_planted_links(folder: str) -> None:
-    """Raises OSError for a link, in the folder or up to two folders further inside, that another
-    user has made: what is written there goes elsewhere. Nothing happens when the folder does not
-    exist."""
+    """Raises OSError for a link that another user has made, in the folder, which may not exist, or
+    up to two folders further inside: what is written there goes elsewhere."""
     for inside in _checked_folders(folder):
         # Such as those of mesh axes in that of TensorBoard
         for further in _checked_folders(inside):
@@ -158,9 +150,7 @@ def printable(text: object, limit: int = 120) -> str:
     # One character more than the limit shows whether there is anything to cut.
     characters = str(text)[: limit + 1]
     shown = "".join(map(_escaped, characters))
-    if len(shown) <= limit:
-        return shown
-    return shown[:limit] + "..."
+    return shown if len(shown) <= limit else f"{shown[:limit]}..."
 
 
 def for_terminal(text: object) -> str:

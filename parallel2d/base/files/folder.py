@@ -1,5 +1,4 @@
-"""Reads the files of one checkpoint folder, on this machine or behind fsspec. Start at
-`open_folder`.
+"""Reads the files of one checkpoint folder, local or behind fsspec. Start at `open_folder`.
 
 Files are opened by name, never outside of the folder. Local files are memory-mapped, so a rank
 reads only the pages that it needs; remote files are read by range. On this machine only regular
@@ -13,7 +12,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Callable
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from parallel2d.base.files import open_regular, printable
 from parallel2d.base.files.tensor_file import ByteSource, DamagedCheckpointError
@@ -23,33 +22,14 @@ _BLOCK = 8 * 2**20  # bytes read at a time when hashing
 Progress = Callable[[int], object]
 
 
-class Folder(Protocol):
-    """A folder of files. Every method raises `DamagedCheckpointError` when the file is missing or
-    is no ordinary file."""
-
-    label: str  # for messages
-
-    def read(self, name: str, limit: int) -> bytes:
-        """The whole content; a file of more than ``limit`` bytes is an error."""
-
-    def digest(self, name: str, progress: Progress | None = None) -> str:
-        """SHA-256 of the content, in hex; ``progress(bytes)`` is called after each block."""
-
-    def source(self, name: str) -> ByteSource:
-        """The file, for reading ranges of bytes."""
-
-
 def is_remote(path: str) -> bool:
-    """Whether ``path`` is an fsspec address (``scheme://...``) rather than a path of this
-    machine."""
+    """Whether ``path`` is an fsspec address (``scheme://...``), no path of this machine."""
     return "://" in path
 
 
 def open_folder(path: str, mapped: bool = True) -> Folder:
     """The folder at a local path or fsspec address. ``mapped``: as of `LocalFolder`."""
-    if is_remote(path):
-        return RemoteFolder(path)
-    return LocalFolder(path, mapped)
+    return RemoteFolder(path) if is_remote(path) else LocalFolder(path, mapped)
 
 
 class _MappedFile:
@@ -84,12 +64,11 @@ class _LocalFile:
 
 
 class LocalFolder:
-    """A folder on a file system of this machine. ``mapped=False`` reads by range instead of mapping
-    files to memory."""
+    """A folder on this machine. ``mapped=False``: files are read by range, not memory-mapped."""
 
     def __init__(self, path: str, mapped: bool = True) -> None:
         self.path, self.mapped = path, mapped
-        self.label = os.path.basename(os.path.abspath(path))
+        self.label = os.path.basename(os.path.abspath(path))  # for messages
 
     def _open(self, name: str) -> BinaryIO:
         _check_name(name, self.label)
@@ -103,11 +82,13 @@ class LocalFolder:
             ) from None
 
     def read(self, name: str, limit: int) -> bytes:
+        """The whole content; a file of more than ``limit`` bytes is an error."""
         with self._open(name) as file:
             _check_limit(self.label, name, _size(file), limit)
             return file.read(limit)
 
     def digest(self, name: str, progress: Progress | None = None) -> str:
+        """SHA-256 of the content, in hex; ``progress(bytes)`` is called after each block."""
         with self._open(name) as file:
             try:
                 return _sha256(file, progress)
@@ -140,8 +121,7 @@ class _RemoteFile:
 
 
 class RemoteFolder:
-    """A folder behind any fsspec file system: object stores, and whatever else has a
-    ``scheme://``."""
+    """A folder behind any fsspec file system, such as an object store."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -175,6 +155,10 @@ class RemoteFolder:
 
     def source(self, name: str) -> ByteSource:
         return _RemoteFile(self._filesystem, *self._file(name))
+
+
+# Every method raises `DamagedCheckpointError` for a file that is missing or not ordinary.
+Folder = LocalFolder | RemoteFolder
 
 
 def _size(file: BinaryIO) -> int:

@@ -1,8 +1,7 @@
-"""Folders that live as long as the process which starts a node's workers, for what must outlive the
-workers. Start at `open_folder`.
+"""Folders of a launcher, for what must outlive its workers. Start at `open_folder`.
 
-They are named after that process's id and start time, since an id alone is given out again, inside
-a folder of this user and this process-id namespace. Temporary folders are open to all users, and
+They are named after its process id and start time, since an id alone is given out again, inside a
+folder of this user and this process-id namespace. Temporary folders are open to all users, and
 these names can be guessed: so both are made private, and a folder of another user is refused.
 """
 
@@ -15,15 +14,13 @@ import re
 import shutil
 import stat
 import tempfile
+from pathlib import Path
 
 
 def temporary_place() -> str:
-    """Where launchers keep their records: the user's runtime folder if it is private, otherwise the
-    temporary folder."""
+    """The user's runtime folder if it is private, otherwise the temporary folder."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if runtime and is_private(runtime):
-        return runtime
-    return tempfile.gettempdir()
+    return runtime if runtime and is_private(runtime) else tempfile.gettempdir()
 
 
 def make_private(path: str) -> None:
@@ -52,8 +49,17 @@ def open_folder(process: int, place: str) -> str:
     """The private folder in ``place`` of a launcher with this process id; those of launchers that
     are gone are removed. Raises OSError as `make_private` does."""
     # The outer folder is private before anything in it is listed or removed.
-    make_private(around(place))
-    remove_stale(place)
+    outer = around(place)
+    make_private(outer)
+    names: list[str] = []
+    # A launcher that ends now may remove the folder.
+    with contextlib.suppress(OSError):
+        names = os.listdir(outer)
+    for name in names:
+        match = re.fullmatch(r"launcher-(\d+)-(\w+)", name)
+        # The id may belong to a younger process by now, which has another start time.
+        if match is not None and _started(int(match[1])) != match[2]:
+            shutil.rmtree(os.path.join(outer, name), ignore_errors=True)
     path = folder_of(process, place)
     make_own(path)
     return path
@@ -70,12 +76,10 @@ def is_private(path: str) -> bool:
 
 
 def around(place: str) -> str:
-    """The folder in ``place`` that holds those of all launchers of this user in this process-id
-    namespace."""
-    try:
+    """The folder in ``place`` of all launchers of this user in this process-id namespace."""
+    namespace = 0  # off Linux
+    with contextlib.suppress(OSError):
         namespace = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:  # not Linux
-        namespace = 0
     return os.path.join(place, f"parallel2d-{os.getuid()}-{namespace}")
 
 
@@ -85,36 +89,18 @@ def folder_of(process: int, place: str) -> str:
 
 
 def remove(path: str) -> None:
-    """Removes a launcher's folder, and the one around it when that was the last. Nothing happens
-    when it is not there."""
+    """Removes a launcher's folder, if it is there, and the one around it with the last of them."""
     shutil.rmtree(path, ignore_errors=True)
     # rmdir refuses a folder that still holds those of other launchers.
     with contextlib.suppress(OSError):
         os.rmdir(os.path.dirname(path))
 
 
-def remove_stale(place: str) -> None:
-    """Removes the folders in ``place`` of launchers that no longer exist."""
-    folder = around(place)
-    names: list[str] = []
-    with contextlib.suppress(OSError):
-        names = os.listdir(folder)
-    for name in names:
-        match = re.fullmatch(r"launcher-(\d+)-(\w+)", name)
-        # The id may belong to a younger process by now, which has another start time.
-        if match is not None and _started(int(match[1])) != match[2]:
-            shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
-
-
 def _started(process: int) -> str:
-    """When a process started, in clock ticks since boot; ``unknown`` for one that does not exist,
-    or off Linux."""
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            text = file.read()
+    """When a process started, in clock ticks since boot; ``unknown`` without it, or off Linux."""
+    with contextlib.suppress(OSError, IndexError):
+        text = Path(f"/proc/{process}/stat").read_text()
         # proc(5): field 22 of the line, the 20th after the command's name. The name is in
         # parentheses and may itself hold spaces and parentheses, so they are counted from its end.
-        _, _, fields = text.rpartition(")")
-        return fields.split()[19]
-    except (OSError, IndexError):
-        return "unknown"
+        return text.rpartition(")")[2].split()[19]
+    return "unknown"

@@ -49,8 +49,7 @@ MAX_NAME = 1024
 
 @sendable
 class DamagedCheckpointError(ConfigError):
-    """A checkpoint that is incomplete, altered, or not as its manifest describes it. The message
-    names the file and the fault."""
+    """A checkpoint that is incomplete or altered. The message names the file and the fault."""
 
 
 class ByteSource(Protocol):
@@ -102,8 +101,7 @@ def encode_header(
 def encode(
     tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yields the blocks of a file that holds ``tensors`` (contiguous, on CPU), widest dtypes first
-    so that each is aligned."""
+    """Yields the blocks of a file with ``tensors`` (contiguous, on CPU), aligned: widest first."""
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())
     entries = [(name, DTYPE_NAMES[tensor.dtype], tensor.shape) for name, tensor in ordered]
     yield encode_header(entries, metadata)
@@ -154,9 +152,8 @@ def check_description(name: str, dtype: Any, shape: Any, what: str) -> None:
 
 def _are_sizes(value: Any, at_most: int) -> bool:
     """Whether it is a list of ``at_most`` numbers, all of which can be sizes or offsets."""
-    if not isinstance(value, list) or len(value) > at_most:
-        return False  # a hostile list may be long: it is not looked through
-    return all(map(is_count, value))
+    # A hostile list may be long: it is not looked through.
+    return isinstance(value, list) and len(value) <= at_most and all(map(is_count, value))
 
 
 def _packed_bytes(dtype: str, shape: Sequence[int]) -> int:
@@ -164,12 +161,9 @@ def _packed_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def read_header(source: ByteSource, what: str) -> dict[str, Entry]:
-    """The tensors of a safetensors file by name.
-
-    Raises `DamagedCheckpointError`, naming ``what``, unless the header is one that a correct writer
-    makes: known dtypes, sizes that follow from shapes, ranges that fill the file from the header's
-    end to its own end without holes or overlap.
-    """
+    """The tensors of a safetensors file by name. Raises `DamagedCheckpointError`, naming ``what``,
+    unless the header is that of a correct writer: known dtypes, sizes that follow from shapes,
+    ranges that fill the file from the header's end to its own without holes or overlap."""
     return read_file(source, what)[0]
 
 
@@ -191,7 +185,18 @@ def read_file(source: ByteSource, what: str) -> tuple[dict[str, Entry], dict[str
     # The header counts offsets from its own end, where the values begin.
     base = 8 + length
     found = {name: _read_entry(name, item, base, what) for name, item in header.items()}
-    _check_packed(found, base, source.size, what)
+    position = base
+    # By end too: an empty tensor at the place where another begins comes before it.
+    for entry in sorted(found.values(), key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != position:
+            raise DamagedCheckpointError(
+                f"{what}: tensors overlap or leave a hole at byte {min(position, entry.begin)}"
+            )
+        position = entry.end
+    if position != source.size:
+        raise DamagedCheckpointError(
+            f"{what}: its tensors end at byte {position}, the file at byte {source.size}"
+        )
     return found, metadata if isinstance(metadata, dict) else {}
 
 
@@ -214,21 +219,6 @@ def _read_entry(name: str, item: Any, base: int, what: str) -> Entry:
             f"{what}: {printable(name)} needs {size} bytes, its offsets are {printable(offsets)}"
         )
     return Entry(dtype, tuple(shape), base + begin, base + end)
-
-
-def _check_packed(entries: dict[str, Entry], base: int, size: int, what: str) -> None:
-    position = base
-    # By end too: an empty tensor at the place where another begins comes before it.
-    for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
-        if entry.begin != position:
-            raise DamagedCheckpointError(
-                f"{what}: tensors overlap or leave a hole at byte {min(position, entry.begin)}"
-            )
-        position = entry.end
-    if position != size:
-        raise DamagedCheckpointError(
-            f"{what}: its tensors end at byte {position}, the file at byte {size}"
-        )
 
 
 def read_rows(source: ByteSource, entry: Entry, begin: int, end: int) -> Tensor:

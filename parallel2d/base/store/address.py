@@ -23,11 +23,17 @@ _Answer = TypeVar("_Answer")
 
 # a whole cluster connects within the same second; the kernel lowers it to net.core.somaxconn
 _BACKLOG = 4096
+# What a failed connection means, in the same words on every node
+_FAILURES: dict[int | None, str] = {
+    errno.ECONNREFUSED: "connection refused (the machine answers, nothing listens on the port)",
+    errno.ETIMEDOUT: "connection timed out (a firewall drops it, or the machine is down)",
+    errno.EHOSTUNREACH: "no route to host (no route, or nobody has this address)",
+    errno.ENETUNREACH: "network is unreachable (no route, or nobody has this address)",
+}
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """``HOST:PORT`` in its parts: ``node0:29500``, ``10.0.0.1:29500``, ``[fe80::1%eth0]:29500``.
-    Raises `ConfigError`."""
+    """The parts of ``node0:29500`` or ``[fe80::1%eth0]:29500``. Raises `ConfigError`."""
     host, _, port = endpoint.rpartition(":")
     is_port = port.isascii() and port.isdigit() and int(port) <= 65535
     # A bare IPv6 address has colons and no port.
@@ -47,8 +53,7 @@ def join_endpoint(host: str, port: int) -> str:
 
 def resolve(host: str) -> list[tuple[socket.AddressFamily, str, tuple[Any, ...]]]:
     """``(family, numeric address, socket address with port 0)`` of every address of ``host``, IPv4
-    first, which is what most clusters route. Raises `ConfigError` when the name does not
-    resolve."""
+    first, which most clusters route. Raises `ConfigError` when the name does not resolve."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -65,8 +70,7 @@ def resolve(host: str) -> list[tuple[socket.AddressFamily, str, tuple[Any, ...]]
 
 
 def owns_address(host: str) -> bool:
-    """Whether an address of ``host`` belongs to this machine (to its network namespace). Raises
-    `ConfigError` as `resolve` does."""
+    """Whether an address of ``host`` is this network namespace's own. Raises as `resolve` does."""
     for family, _, address in resolve(host):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as attempt:
             attempt.bind(address)
@@ -75,13 +79,10 @@ def owns_address(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> tuple[socket.socket, str]:
-    """A socket that listens on ``host``'s address only, and that address in numbers.
-
-    ``host``: a name or an address (IPv4, IPv6, ``fe80::1%eth0``) of this machine; with several
-    addresses, the first that belongs to it. ``port``: 0 for a free one. Raises `ConfigError` when
-    the name does not resolve, the address is not one of this machine, or the port is taken or
-    reserved.
-    """
+    """A socket that listens on ``host``'s address only, and that address in numbers. ``host``: a
+    name or an address (IPv4, IPv6, ``fe80::1%eth0``) of this machine; with several addresses, the
+    first that belongs to it. ``port``: 0 for a free one. Raises `ConfigError` when the name does
+    not resolve, the address is not one of this machine, or the port is taken or reserved."""
     failure: OSError | None = None
     for family, numeric, address in resolve(host):
         place: Any = (address[0], port, *address[2:])
@@ -106,26 +107,24 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
 
 
 class PortTaken(ConfigError):  # noqa: N818 (named after what happened)
-    """Somebody listens on this address and port already; for a store that may be started outside, a
-    reason to connect to it."""
+    """Somebody listens there already; where a store may run outside, a reason to connect to it."""
 
 
 def connect(address: str, patience_s: float) -> socket.socket:
-    """A connection to ``HOST:PORT`` or ``unix:PATH``, which may come up later: connecting is tried
-    again for ``patience_s`` seconds.
-
-    Raises `ConfigError` with the last outcome: refused, timed out, unreachable, or name not
-    resolved.
-    """
+    """A connection to ``HOST:PORT`` or ``unix:PATH``, which may come up later: it is tried again
+    for ``patience_s`` seconds. Raises `ConfigError` with the last outcome, such as refused."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
             return _connect_once(address, min(5.0, max(0.5, deadline - time.monotonic())))
         except OSError as error:
             if time.monotonic() >= deadline:
+                # That of a socket with a timeout has no number.
+                number = errno.ETIMEDOUT if isinstance(error, TimeoutError) else error.errno
+                otherwise = error.strerror or str(error) or type(error).__name__
                 raise ConfigError(
                     f"{socket.gethostname()} cannot reach the endpoint {address} within "
-                    f"{patience_s:g} s: {connection_failure(error)}"
+                    f"{patience_s:g} s: {_FAILURES.get(number, otherwise.lower())}"
                 ) from None
         time.sleep(min(0.2, patience_s / 4))
 
@@ -164,8 +163,7 @@ def set_for_requests(connection: socket.socket) -> None:
 
 @contextlib.contextmanager
 def unix_path(path: str) -> Iterator[str]:
-    """A name of ``path`` that is short enough for a Unix socket, 107 bytes, on Linux; elsewhere the
-    path itself."""
+    """A name of ``path`` short enough for a Unix socket (107 bytes); off Linux the path itself."""
     if sys.platform != "linux":
         yield path
         return
@@ -176,27 +174,12 @@ def unix_path(path: str) -> Iterator[str]:
         os.close(folder)
 
 
-def connection_failure(error: OSError) -> str:
-    """Says what a failed connection means, in the same words on every node: ``connection refused``,
-    ``connection timed out``."""
-    if isinstance(error, ConnectionRefusedError):
-        return "connection refused (the machine answers, nothing listens on the port)"
-    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
-        return "connection timed out (a firewall drops it, or the machine is down)"
-    if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-        return f"{os.strerror(error.errno).lower()} (no route, or nobody has this address)"
-    return (error.strerror or str(error) or type(error).__name__).lower()
-
-
 def answered_within(seconds: float, ask: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
     """The result of ``ask``, which sends requests to a store; ``otherwise`` when the store has not
-    answered after so many seconds.
-
-    A process that accepts connections and does not answer, such as a store that is stopped, blocks
-    torch's client for ever, its constructor included. The thread of ``ask`` is left behind then,
-    and so is the connection: whoever gets ``otherwise`` must not use the store again. What ``ask``
-    raises in time is raised.
-    """
+    answered after so many seconds. A process that accepts connections and does not answer, such as
+    a store that is stopped, blocks torch's client for ever, its constructor included. The thread of
+    ``ask`` is left behind then, and so is the connection: whoever gets ``otherwise`` must not use
+    the store again. What ``ask`` raises in time is raised."""
     answer: futures.Future[_Answer] = futures.Future()
 
     def put() -> None:

@@ -26,10 +26,7 @@ class Untrusted(Exception):  # noqa: N818 (named after what happened)
 
 
 class Channel:
-    """Both directions of one connection, from the secret and the two random numbers of its start.
-
-    ``server``: which end this one is.
-    """
+    """Both directions of a connection, from the secret and both ends' random numbers."""
 
     def __init__(self, secret: str, servers: bytes, clients: bytes, *, server: bool) -> None:
         key = hmac.digest(hashlib.sha256(secret.encode()).digest(), servers + clients, "sha256")
@@ -56,8 +53,7 @@ class Channel:
         return b"".join((length, code, content))
 
     def open(self, header: bytes, content: bytes) -> list[bytes]:
-        """The fields of the next frame. Raises `Untrusted` unless the other end sent it, and sent
-        it next."""
+        """Its fields. Raises `Untrusted` unless the other end sent this frame, and sent it next."""
         code = _code(self._receives, self._received, header[:4] + content)
         if not hmac.compare_digest(header[4:], code):
             raise Untrusted("it sent a frame that is not sealed with the job's secret, or not next")

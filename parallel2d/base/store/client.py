@@ -1,8 +1,8 @@
-"""The client of the store, with torch's interface for stores: `StoreClient`. See [Note: who takes
-part] in `store`."""
+"""`StoreClient`, with torch's interface for stores. See [Note: who takes part] in `store`."""
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import threading
 import time
@@ -75,14 +75,13 @@ class StoreClient(Store):
             self._idle.clear()
         _kept.discard(self)
 
-    # The methods that torch calls. It passes values as bytes; its own names for some differ between
-    # Python and C++.
+    # The methods that torch calls, with bytes; some of its names differ between Python and C++.
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(b"set", key, value)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        self._ask(b"set", *(field for pair in zip(keys, values, strict=True) for field in pair))
+        self._ask(b"set", *itertools.chain(*zip(keys, values, strict=True)))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -148,7 +147,12 @@ class StoreClient(Store):
         return answer if status == b"ok" else None  # type: ignore[return-value]
 
     def _exchange(self, request: Sequence[bytes], answer_s: float) -> list[bytes]:
-        connection = self._take_connection()
+        with self._lock:
+            if self._closed:
+                raise DistNetworkError(f"the store at {self.address}: this client was closed")
+            # Other threads may have all connections that there are.
+            idle = self._idle.pop() if self._idle else None
+        connection = idle or _Connection(self.address, self._secret, _ANSWER_S, _ANSWER_S)
         try:
             answer = connection.ask(request, answer_s)
         # a signal's exception too: the answer would be the next one's
@@ -162,19 +166,9 @@ class StoreClient(Store):
                 self._idle.append(connection)
         return answer
 
-    def _take_connection(self) -> _Connection:
-        """An idle connection, or a new one where other threads have all of them."""
-        with self._lock:
-            if self._closed:
-                raise DistNetworkError(f"the store at {self.address}: this client was closed")
-            if self._idle:
-                return self._idle.pop()
-        return _Connection(self.address, self._secret, _ANSWER_S, _ANSWER_S)
-
 
 class _Closed(ConfigError):  # noqa: N818 (named after what happened)
-    """A store closed the connection before it had proved itself: this node's secret is another, or
-    the store is ending."""
+    """The store closed before it had proved itself: the secret is another, or it is ending."""
 
 
 class _Connection:
@@ -222,8 +216,7 @@ class _Connection:
         return channel
 
     def ask(self, request: Sequence[bytes], answer_s: float) -> list[bytes]:
-        """The answer. Raises OSError, TimeoutError after ``answer_s`` seconds without a byte of it,
-        and `Untrusted`."""
+        """Raises OSError, TimeoutError after ``answer_s`` seconds without a byte, `Untrusted`."""
         self._socket.settimeout(answer_s)
         self._socket.sendall(self._channel.seal(request))
         header = self._receive(HEADER)

@@ -1,5 +1,4 @@
-"""The secret of a job, which shows that a process belongs to it: `find_secret` reads it,
-`write_secret` makes one."""
+"""The secret by which processes of a job know each other: `find_secret`, `write_secret`."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ def new_secret() -> str:
 
 
 def write_secret(path: str) -> None:
-    """Makes a file with a new secret that its owner alone can read. Raises `ConfigError` when the
-    path exists or cannot be made."""
+    """Makes a file that its owner alone can read. Raises `ConfigError` where it exists."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except OSError as error:
@@ -38,8 +36,7 @@ def write_secret(path: str) -> None:
 
 
 def read_secret(path: str) -> str:
-    """The secret in a file. Raises `ConfigError` unless it is a regular file of this user that
-    nobody else can read or write."""
+    """The secret in a file. Raises `ConfigError` unless it is regular and this user's alone."""
     try:
         # a pipe without a writer is refused below
         descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK)
@@ -62,10 +59,7 @@ def read_secret(path: str) -> str:
 
 def find_secret(secret_file: str | None, insecure: bool = False) -> str:
     """Finds the secret of a job on several nodes: in ``secret_file``, otherwise in the environment,
-    otherwise `NOBODYS` if ``insecure``.
-
-    Raises `ConfigError` where there is none.
-    """
+    otherwise `NOBODYS` if ``insecure``. Raises `ConfigError` where there is none."""
     if secret_file is not None:
         return read_secret(secret_file)
     given = os.environ.get(VARIABLE)
@@ -80,8 +74,7 @@ def find_secret(secret_file: str | None, insecure: bool = False) -> str:
 
 
 def checked(text: str, where: str) -> str:
-    """``text`` without white space around it. Raises `ConfigError` when it is too short to be a
-    secret, or too long."""
+    """``text`` without white space around it. Raises `ConfigError` for a wrong length."""
     text = text.strip()
     if not _SHORTEST <= len(text) <= _LONGEST:
         raise ConfigError(

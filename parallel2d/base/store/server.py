@@ -9,7 +9,6 @@ is an answer, which begins with ``ok``, ``late`` (the keys waited for did not co
 from __future__ import annotations
 
 import contextlib
-import functools
 import heapq
 import itertools
 import os
@@ -20,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 from parallel2d.base.errors import ConfigError
@@ -81,8 +80,7 @@ class StoreServer:
     def at(
         cls, host: str, port: int, secret: str, report: Callable[[str], None] | None = None
     ) -> StoreServer:
-        """On an address of this machine, and on no other. ``port``: 0 for a free one. Raises
-        `ConfigError` as `bind` does."""
+        """On one address of this machine. ``port``: 0 for a free one. Raises as `bind` does."""
         listener, numeric = bind(host, port)
         return cls(listener, join_endpoint(numeric, listener.getsockname()[1]), secret, report)
 
@@ -131,8 +129,9 @@ class StoreServer:
                 return True
             if key.data is None:
                 self._accept()
-            else:
-                self._guarded(key.data, functools.partial(self._attend, key.data, events))
+            elif not key.data.gone:  # dropped earlier in this round
+                with self._guarded(key.data):
+                    self._attend(key.data, events)
         return False
 
     def _expire(self) -> float:
@@ -166,13 +165,11 @@ class StoreServer:
         # Strangers must not take all descriptors: the one that has waited longest is dropped.
         if len(self._unproven) > self._most_unproven:
             self._drop(next(iter(self._unproven)))
-        self._guarded(peer, lambda: self._greet(peer))
-
-    def _greet(self, peer: _Peer) -> None:
-        peer.socket.setblocking(False)
-        if peer.socket.family != socket.AF_UNIX:
-            set_for_requests(peer.socket)
-        self._send(peer, GREETING + peer.number)
+        with self._guarded(peer):
+            connection.setblocking(False)
+            if connection.family != socket.AF_UNIX:
+                set_for_requests(connection)
+            self._send(peer, GREETING + peer.number)
 
     def _attend(self, peer: _Peer, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -186,11 +183,11 @@ class StoreServer:
             else:
                 self._drop(peer)
 
-    def _guarded(self, peer: _Peer, act: Callable[[], None]) -> None:
-        """Calls ``act``. An error with one connection ends that connection and nothing else."""
+    @contextlib.contextmanager
+    def _guarded(self, peer: _Peer) -> Iterator[None]:
+        """An error with one connection ends that connection and nothing else."""
         try:
-            if not peer.gone:  # dropped earlier in this round
-                act()
+            yield
         except BlockingIOError:
             pass
         except Untrusted:
@@ -247,24 +244,18 @@ class StoreServer:
     # Requests
 
     def _answer(self, peer: _Peer, request: Sequence[bytes]) -> list[bytes] | None:
-        """None when the answer comes later. Raises `Untrusted` for a request while another
-        waits."""
+        """None where it comes later. Raises `Untrusted` for a request while another waits."""
         if peer.wait is not None:
             raise Untrusted("it asked twice at once")
         try:
             operation, *fields = request
-            if operation in (b"get", b"wait"):
-                milliseconds, *keys = fields
-                due = time.monotonic() + int(milliseconds) / 1000
-                return self._when_there(peer, due, keys, keys if operation == b"get" else ())
-            return self._operations[operation](self, *fields)
+            if operation not in (b"get", b"wait"):
+                return self._operations[operation](self, *fields)
+            milliseconds, *keys = fields
+            due = time.monotonic() + int(milliseconds) / 1000
         except (KeyError, TypeError, ValueError) as error:
             return [b"error", f"{type(error).__name__}: {error}".encode()]
-
-    def _when_there(
-        self, peer: _Peer, due: float, keys: Sequence[bytes], wanted: Sequence[bytes]
-    ) -> list[bytes] | None:
-        """The values of ``wanted`` once all ``keys`` are there."""
+        wanted = keys if operation == b"get" else []
         missing = set(keys) - self._values.keys()
         if not missing:
             return self._found(wanted)
@@ -298,7 +289,8 @@ class StoreServer:
         self._forget(wait)
         channel = wait.peer.channel
         assert channel is not None, "only those who have proved themselves wait"
-        self._guarded(wait.peer, lambda: self._send(wait.peer, channel.seal(answer)))
+        with self._guarded(wait.peer):
+            self._send(wait.peer, channel.seal(answer))
 
     def _forget(self, wait: _Wait) -> None:
         wait.over, wait.peer.wait = True, None
@@ -311,9 +303,6 @@ class StoreServer:
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             self._put(key, value)
         return [b"ok"]
-
-    def _check(self, *keys: bytes) -> list[bytes]:
-        return [b"ok", b"%d" % (self._values.keys() >= set(keys))]
 
     def _add(self, key: bytes, amount: bytes) -> list[bytes]:
         value = b"%d" % (int(self._values.get(key, b"0")) + int(amount))
@@ -329,26 +318,20 @@ class StoreServer:
         self._put(key, self._values.get(key, b"") + value)
         return [b"ok"]
 
-    def _delete(self, key: bytes) -> list[bytes]:
-        return [b"ok", b"%d" % (self._values.pop(key, None) is not None)]
-
     def _delete_all(self, beginning: bytes) -> list[bytes]:
         kept = {key: value for key, value in self._values.items() if not key.startswith(beginning)}
         self._values = kept
         return [b"ok"]
 
-    def _count(self) -> list[bytes]:
-        return [b"ok", b"%d" % len(self._values)]
-
     _operations: ClassVar[dict[bytes, Callable[..., list[bytes]]]] = {
         b"set": _set,
-        b"check": _check,
+        b"check": lambda self, *keys: [b"ok", b"%d" % (self._values.keys() >= set(keys))],
         b"add": _add,
         b"compare_set": _compare_set,
         b"append": _append,
-        b"delete": _delete,
+        b"delete": lambda self, key: [b"ok", b"%d" % (self._values.pop(key, None) is not None)],
         b"delete_all": _delete_all,
-        b"count": _count,
+        b"count": lambda self: [b"ok", b"%d" % len(self._values)],
     }
 
 
@@ -370,8 +353,7 @@ class _Peer:
 
 
 class _Wait:
-    """A request that is answered when all of ``missing`` are there, with the values of
-    ``wanted``."""
+    """A request that is answered with ``wanted`` when all of ``missing`` are there."""
 
     def __init__(self, peer: _Peer, wanted: Sequence[bytes], missing: set[bytes]) -> None:
         self.peer, self.wanted, self.missing, self.over = peer, wanted, missing, False
@@ -385,11 +367,8 @@ def _take(buffer: bytearray, length: int) -> bytes:
 
 def _raise_descriptor_limit() -> int:
     """Lets this process have as many connections as this user may have. Returns how many."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1 << 20 if hard == resource.RLIM_INFINITY else hard
-    if soft == resource.RLIM_INFINITY:
-        return wanted
-    if soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return int(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

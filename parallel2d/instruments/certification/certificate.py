@@ -53,11 +53,8 @@ class ParameterRow:
 @sendable
 @dataclass
 class Certificate:
-    """Whether a layout computes what one process computes, with all that was compared.
-
-    ``bounds``: of relative errors; ``collectives``: how often rank 0 began each kind in the last
-    step.
-    """
+    """Whether a layout computes what one process computes, with all that was compared. ``bounds``:
+    of relative errors; ``collectives``: how often rank 0 began each kind in the last step."""
 
     layout: str
     model: str
@@ -84,16 +81,13 @@ class Certificate:
     def passed(self) -> bool:
         return not self.discrepancies
 
-    def as_json(self) -> str:
-        """Numbers that are not finite, which JSON does not have, are strings."""
+    def write(self, folder: str) -> None:
+        """Writes `FILE`; numbers that are not finite, which JSON lacks, are strings in it."""
         versions = {"parallel2d": metadata.version("parallel2d"), "torch": str(torch.__version__)}
         text = json.dumps({"passed": self.passed, "versions": versions, **asdict(self)})
-        return json.dumps(json.loads(text, parse_constant=str), indent=1)
-
-    def write(self, folder: str) -> None:
-        """Writes `FILE` to ``folder``."""
+        text = json.dumps(json.loads(text, parse_constant=str), indent=1)
         os.makedirs(folder, exist_ok=True)
-        files.replace(os.path.join(folder, FILE), self.as_json())
+        files.replace(os.path.join(folder, FILE), text)
 
     def problems(self) -> str:
         """What differs from one process, the first of each check; empty when nothing does."""
@@ -111,7 +105,7 @@ class Certificate:
     def table(self, rows: int = 12) -> str:
         """For a terminal: the parameters with the largest errors, and what was audited."""
         bounds = self.bounds
-        width = max([len(name) for name in self.parameters] + [9])
+        width = max(map(len, (*self.parameters, "parameter")))
         lines = [
             f"{self.model}: {self.layout}",
             f"{self.steps} steps in {self.seconds:.1f} s",

@@ -1,5 +1,4 @@
-"""Every collective of a step on every rank, compared with the policy and among the ranks, on rank
-0: `CollectiveAudit`."""
+"""Compares every collective of a step with the policy and among ranks: `CollectiveAudit`."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class CollectiveAudit:
         self._update_bytes = 2 if isinstance(subject.optimizer, Muon) else 8
 
     def check(self, step: int, ranks: Sequence[Log], predictable: bool) -> list[Discrepancy]:
-        """What is wrong with the collectives of a step. ``predictable``: its bytes were
-        predicted."""
+        """What is wrong in a step. ``predictable``: its bytes were predicted."""
         found = self._too_narrow(step, ranks)
         mesh = self._subject.mesh
         for dim, axis in enumerate(axis_names(mesh)):

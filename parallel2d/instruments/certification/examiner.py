@@ -1,5 +1,4 @@
-"""Compares what the ranks have with what is expected, on rank 0: `Examiner`. It writes what it
-finds in a `Certificate`."""
+"""Compares, on rank 0, what ranks have with what is expected: `Examiner`."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from parallel2d.base.config import AXES
 from parallel2d.base.exchange import sendable
-from parallel2d.instruments.certification.bounds import Bounds
 from parallel2d.instruments.certification.certificate import (
     Certificate,
     Discrepancy,
@@ -31,15 +29,65 @@ from parallel2d.instruments.certification.expected_run import (
     size_of,
 )
 from parallel2d.parallel.mesh import MeshShape, axis_names
+from parallel2d.parallel.parallelize.precision import DTYPES
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.parallel.weights.named_tensors import tied_names
 from parallel2d.training.metrics.communication import LoggedCollective
+from parallel2d.training.optimizer import Muon
 
 # What explains a difference leaves less than this share of it.
 _LEFT = 0.02
+# What one more rounding costs in the 2-norm of a tensor, in units of the dtype's eps
+_ROUNDINGS = 64
 
 # Whole tensors by FQN: with diloco of each replica, otherwise of the first
 ByTrack = Sequence[Mapping[str, Tensor]]
+
+
+class Bounds:
+    """Relative errors that are let through in ``subject``, from its dtypes alone. Where ranks run
+    the same kernels as one process (no tensor axis, no compiler, no 8-bit floats), their
+    contributions are equal but for the order of sums inside kernels, and what is left is the
+    rounding of the sums over ranks. Elsewhere partial sums are rounded to the dtype that
+    computes."""
+
+    def __init__(self, subject: Subject) -> None:
+        config, precision = subject.config, subject.config.precision
+        param, reduce = DTYPES[precision.param], DTYPES[precision.reduce]
+        storage = DTYPES[precision.storage]
+        in_8_bits = precision.float8 != "none"
+        same_kernels = config.compile.name == "none" and subject.shape.tensor == 1 and not in_8_bits
+        device_type = subject.mesh.device_type
+        computed = 0.2 if in_8_bits else _computed(param, same_kernels, device_type)
+        rounding = _ROUNDINGS * torch.finfo(torch.promote_types(storage, torch.float32)).eps
+        sent = torch.finfo(reduce).eps * (2 + subject.shape.shard) if reduce.itemsize < 4 else 0.0
+        wire = subject.method.named_wire
+        coded = wire.bound[0 if same_kernels else 1] if wire is not None else 0.0
+        self.loss = (computed + rounding) / 8
+        self.gradient = computed + sent + rounding  # of the mean norm of the contributions
+        self.norm = rounding / 4
+        # Of the update, and 4 units in the last place of the parameter. Muon multiplies in bf16, in
+        # another order where a matrix is split.
+        self.update = 0.05 if isinstance(subject.optimizer, Muon) else 200 * rounding
+        if subject.method.replicas_equal:
+            self.gradient += coded
+        else:
+            self.update += coded
+        # An error is measured by this share of what a parameter of its size has on average, at
+        # least: some gradients are zero but for rounding.
+        self.least_share = 1e-4 if same_kernels else 1e-2
+
+
+def _computed(param: torch.dtype, same_kernels: bool, device_type: str) -> float:
+    """What computing in ``param`` may cost."""
+    eps = torch.finfo(param).eps
+    if not same_kernels:
+        return 1000 * eps if param.itemsize >= 4 else 24 * eps
+    if device_type == "cpu":
+        # Equal to the bit, but for the order of sums over micro-batches
+        return 32 * min(eps, torch.finfo(torch.float32).eps)
+    # Some kernels of GPUs add in an order that changes from call to call.
+    return 32 * eps if param.itemsize >= 4 else eps / 4
 
 
 @sendable
@@ -181,7 +229,7 @@ class Examiner:
             self._differs("norm", what, cause=cause, ranks=(rank,))
 
     def _weights(self, weights: ByTrack, updated: ByTrack, shared: ByTrack) -> None:
-        sync = self._run.sync
+        sync, method = self._run.sync, self._subject.method
         if shared:
             sync.after_update(self._step)
             self._updates("shared weight", shared[0], sync.shared, sync.before)
@@ -191,7 +239,7 @@ class Examiner:
             for name, row in self.certificate.parameters.items():
                 cause, wanted = "a frozen parameter has moved", track.weights[name]
                 if row.trained:
-                    cause, wanted = "replicas do not have it", sync.arrived(owned[name])
+                    cause, wanted = "replicas do not have it", method.expected_copy(owned[name])
                 self._equal("update", used, {name: wanted}, cause=cause)
             track.take(used, owned)
 
@@ -230,15 +278,11 @@ class Examiner:
                 if parts:
                     ours, theirs = parts[0][:2]
                     text = f"the {what} of {ranks_text(ours)} and {ranks_text(theirs)} differ"
-                    axis = self._axis_between(ours[0], theirs[0])
+                    # The first axis along which they differ
+                    places = [(self._ranks == part[0]).nonzero()[0] for part in (ours, theirs)]
+                    axis = self._axes[int((places[0] != places[1]).nonzero()[0])]
                     holders = tuple(sorted(itertools.chain(*itertools.chain(*parts))))
                     self._differs("copies", text, parameter=name, axis=axis, ranks=holders)
-
-    def _axis_between(self, one: int, other: int) -> str:
-        """The first axis along which two ranks differ."""
-        places = [(self._ranks == rank).nonzero()[0].tolist() for rank in (one, other)]
-        pairs = zip(self._axes, *places, strict=True)
-        return next(axis for axis, ours, theirs in pairs if ours != theirs)
 
     def _differs(self, check: str, what: str, **where: Any) -> None:
         self.certificate.add(Discrepancy(check, self._step, what, **where))

@@ -71,14 +71,12 @@ class Subject:
 
 
 def seed_forward(step: int, data_rank: int, number: int) -> None:
-    """Seeds what a forward may draw from, by step, data rank and micro-batch: the ranks and the one
-    process then drop the same activations."""
+    """Seeds what a forward draws from, so that ranks and the one process drop the same."""
     seed_everything((step << 40) + (data_rank << 20) + number, deterministic=False)
 
 
 def switch_dropout_off(model: nn.Module) -> bool:
-    """Sets every probability of dropout to 0; whether there was any. Tensor ranks draw for their
-    own parts."""
+    """Sets every dropout to 0, since tensor ranks draw for their parts; whether there was any."""
     found = False
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -90,8 +88,7 @@ def switch_dropout_off(model: nn.Module) -> bool:
 
 
 def plain_copy(subject: Subject) -> nn.Module:
-    """The user's module with the weights from which one process starts: those that it has, or what
-    `parallelize` draws."""
+    """The user's module with its own first weights, or those that `parallelize` draws."""
     module = copy.deepcopy(subject.plain)
     cast_storage(module, Precision.of(subject.config.precision, module))
     if has_meta_parameters(module, subject.seed):
@@ -146,8 +143,7 @@ class PlainModel:
     def run(
         self, weights: Tensors, data_rank: int, batch: Any, scale: float
     ) -> tuple[float, dict[str, Tensor]]:
-        """The summed loss of a micro-batch, and the gradients of ``scale`` times it by FQN, of
-        parameters that were used."""
+        """The summed loss of a micro-batch, and by FQN the gradients of ``scale`` times it."""
         named = dict(self.module.named_parameters())
         with torch.no_grad():
             for name, parameter in named.items():
@@ -273,9 +269,8 @@ class ExpectedRun:
                 self.losses[data_rank] += loss
                 for name, gradient in gradients.items():
                     part[name].add(gradient, number)
-        if len(parts) == len(self.tracks):
-            return parts
-        return [self.sync.mean_gradients(step, parts)]
+        is_mean = len(parts) == len(self.tracks)
+        return parts if is_mean else [self.sync.mean_gradients(step, parts)]
 
     def _zeros(self) -> dict[str, ExpectedGradient]:
         found: dict[str, ExpectedGradient] = {}
@@ -320,10 +315,6 @@ class ExpectedSync:
             used = any(each.used for each in found)
             means[name] = ExpectedGradient(len(found), value, None, size, used)
         return means
-
-    def arrived(self, updated: Tensor) -> Tensor:
-        """What the replicas get of an updated parameter."""
-        return self._method.expected_copy(updated)
 
     def after_update(self, step: int) -> None:
         """With diloco: exchanges what is due after ``step`` updates, and applies what arrives."""

@@ -1,5 +1,4 @@
-"""Trains on every rank as a user would, and shows an `Examiner` on rank 0 what the ranks have in
-each step: `certify_steps`."""
+"""Trains on every rank as a user would, watched by an `Examiner`: `certify_steps`."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ def choose_steps(config: TrainConfig | ParallelConfig, notes: list[str]) -> int:
 
 
 def certify_steps(subject: Subject, meter: CommunicationMeter, steps: int) -> Certificate:
-    """Compares so many steps with one process. Collective; the certificate is the same on every
-    rank."""
+    """Compares so many steps with one process. Collective; equal on every rank."""
     begun = time.perf_counter()
     seed = torch.initial_seed()
     session = _Session(subject, meter)
@@ -147,9 +145,8 @@ class _Session:
         reshard(self._subject.model)
         _hold(record, "weights", self._parameters, self._replica)
         weights = self._gather(self._parameters)
-        updated = weights
-        if self._subject.method.splits_updates:
-            updated = self._gather(self._updated)
+        is_split = self._subject.method.splits_updates
+        updated = self._gather(self._updated) if is_split else weights
         shared = []
         if self._outer is not None:
             _hold(record, "shared weights", self._outer.masters(), 0)
@@ -165,8 +162,7 @@ class _Session:
 
     @torch.no_grad()
     def _gather(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """``tensors``, in the same order on every rank, whole on rank 0: of each replica that
-        trains on its own."""
+        """``tensors``, in one order on all ranks, whole on rank 0: of each separate replica."""
         log, self._meter.log = self._meter.log, None
         rank = dist.get_rank()
         replicas = 1 if self._outer is None else self._subject.shape.replicate

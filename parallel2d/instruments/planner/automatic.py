@@ -30,11 +30,9 @@ def with_chosen_layout(
     config: TrainConfig, words: Sequence[str], nodes: int, ranks: int
 ) -> tuple[TrainConfig, list[str]]:
     """``config`` with the fastest layout on ``ranks`` ranks on ``nodes`` equal nodes, and lines
-    that say why; as it is, and no lines, where a strategy is named.
-
-    ``words``: of the command line; keys that they name stay. Links, devices and memory are those of
-    ``cluster``. Raises `ConfigError` where nothing fits, and where ``cluster`` does not say enough.
-    """
+    that say why; as it is, and no lines, where a strategy is named. ``words``: of the command line;
+    keys that they name stay. Links, devices and memory are those of ``cluster``. Raises
+    `ConfigError` where nothing fits, and where ``cluster`` does not say enough."""
     if not config.is_automatic:
         return config, []
     if ranks % nodes:

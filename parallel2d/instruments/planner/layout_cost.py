@@ -101,38 +101,32 @@ class LayoutCost:
 
 
 def cost_of(config: TrainConfig) -> LayoutCost:
-    """What the job costs; with ``plan.verify=true`` its peak is traced too.
-
-    Raises `ConfigError` for a job that cannot run on this cluster, as far as that can be told
-    without data and devices.
-    """
+    """What the job costs; with ``plan.verify=true`` its peak is traced too. Raises `ConfigError`
+    for a job that cannot run, as far as that can be told without data and devices."""
     costs = JobCosts(config)
     cost = costs.with_peak(config, costs.cost(config))
     return costs.traced(config, cost) if config.plan.verify else cost
 
 
 def planned_topology(config: TrainConfig) -> Topology:
-    """Equal hosts, as many as ``cluster.nodes`` with ``cluster.ranks_per_node`` each; where these
-    are ``auto``, what the launcher would start. Raises `ConfigError` for more ranks than can be
-    planned."""
+    """Equal hosts, by ``cluster.nodes`` and ``cluster.ranks_per_node``; where these are ``auto``,
+    what the launcher would start. Raises `ConfigError` for too many ranks."""
     nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
     if nodes == "auto":
         _, nodes = config.launch.node_range
     if ranks == "auto":
         ranks = workers_per_node(config.launch)
-    if int(nodes) * int(ranks) > _MOST_RANKS:
+    nodes, ranks = int(nodes), int(ranks)
+    if nodes * ranks > _MOST_RANKS:
         raise ConfigError(
             f"cluster.nodes={nodes} x cluster.ranks_per_node={ranks} are more than {_MOST_RANKS:,} "
             "ranks, which no plan is made for"
         )
-    if nodes == 1:
-        return Topology.single_host(int(ranks))
-    return Topology.equal_hosts(int(nodes), int(ranks))
+    return Topology.equal_hosts(nodes, ranks)
 
 
 def excess(config: TrainConfig, cost: LayoutCost) -> str | None:
-    """What is needed of what a layout may fill, in words; None where nothing is known against
-    it."""
+    """What is needed of what may be filled, in words; None where nothing is known against it."""
     memory = config.cluster.device.memory_gib
     # With offloading, what is kept from step to step is in the memory of the host.
     if memory is None or config.cpu_offload:
@@ -209,13 +203,11 @@ class JobCosts:
         """``cost``, of ``config``, with its predicted peak, or in words why it is not known.
         ``measures``: also where that takes a step on tensors without storage."""
         profile = self._profile(config, cost.layout, measures)
-        if isinstance(profile, str):
-            return dataclasses.replace(cost, predicted=profile)
-        return dataclasses.replace(cost, predicted=predict_peak(profile, cost.layout))
+        predicted = profile if isinstance(profile, str) else predict_peak(profile, cost.layout)
+        return dataclasses.replace(cost, predicted=predicted)
 
     def traced(self, config: TrainConfig, cost: LayoutCost) -> LayoutCost:
-        """``cost``, of ``config``, with a peak that was traced. Raises `ConfigError` where it
-        cannot be."""
+        """``cost``, of ``config``, with a traced peak. Raises `ConfigError` where it cannot."""
         if reason := _unknown_peak(config):
             raise ConfigError(f"plan.verify=true: {reason}; use plan.verify=false")
         # A model of its own, which is used up by it.
@@ -224,8 +216,7 @@ class JobCosts:
         return dataclasses.replace(cost, traced=traced)
 
     def _place(self, config: TrainConfig, shape: MeshShape) -> Mapping[str, GroupPlacement]:
-        """Where the groups of each axis are. Raises `ConfigError` for one that crosses hosts by
-        accident."""
+        """Places each axis. Raises `ConfigError` for one that crosses hosts by accident."""
         key = (shape.replicate, shape.shard, shape.tensor)
         if key not in self._places:
             ranks = shape.place(self.topology)
@@ -289,9 +280,9 @@ class JobCosts:
         key = (tensor, f"{config.activation_checkpointing}", f"{config.bucketing}", samples)
         if reason := _unknown_peak(config):
             return reason
-        if key not in self._profiles and not measures:
-            return "it was not computed"
         if key not in self._profiles:
+            if not measures:
+                return "it was not computed"
             with _tensor_mesh(tensor) as mesh:
                 self._profiles[key] = profile_activations(
                     self.parts.module, _loss_of(config, self.parts), mesh, layout
@@ -318,17 +309,12 @@ def _tensor_mesh(tensor: int) -> Iterator[DeviceMesh | None]:
         yield None
         return
     with fake_process_group(tensor):
-        yield build_mesh(
-            MeshSpec(1, 1, tensor),
-            "ddp",
-            topology=Topology.single_host(tensor),
-            device_type="cpu",
-        )
+        here = Topology.single_host(tensor)
+        yield build_mesh(MeshSpec(1, 1, tensor), "ddp", topology=here, device_type="cpu")
 
 
 def _loss_of(config: TrainConfig, parts: ModelParts) -> LossOf:
-    """The loss of one micro-batch as training computes it. Raises `ConfigError` for a model whose
-    loss cannot be computed in chunks."""
+    """The loss as training computes it. Raises `ConfigError` where it cannot be chunked."""
     head, chunk = name_of_head(config, parts), config.train.loss_chunk
 
     def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> StepLoss:
@@ -344,8 +330,7 @@ def _loss_of(config: TrainConfig, parts: ModelParts) -> LossOf:
 
 
 def _planned_sample(config: TrainConfig, parts: ModelParts) -> SampleShape:
-    """What a sample of the configured data is made of. Raises `ConfigError` for images whose size
-    neither the data nor the model gives."""
+    """What a sample is made of. Raises `ConfigError` for images of a size that nothing gives."""
     if config.data.name != "images" and parts.reads != "images":
         return token_sequences(config.train.seq_len)
     size = config.data.image_size or parts.images.size
@@ -360,11 +345,8 @@ def _planned_sample(config: TrainConfig, parts: ModelParts) -> SampleShape:
 def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: LossOf) -> int:
     """Bytes at the fullest moment of one global batch of ``parts.module``, which is used up by it,
     with what the fullest rank keeps of the optimizer's state: that is there in every step but the
-    first. See [Note: a traced peak].
-
-    Of more than two micro-batches two are run: the others are as the second. Raises `ConfigError`
-    for a model that tensors without storage cannot run.
-    """
+    first. See [Note: a traced peak]. Of more than two micro-batches two are run: the others are as
+    the second. Raises `ConfigError` for a model that tensors without storage cannot run."""
     config, workload = layout.config, layout.workload
     # Blocks are traced as they stand: compilation happens for tensors with values.
     plain = dataclasses.replace(layout, config=dataclasses.replace(config, compile=CompileConfig()))

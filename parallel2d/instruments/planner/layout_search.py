@@ -39,8 +39,7 @@ class RankedLayout:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """``ranked``: the fastest first, `chosen` among them. ``refusals``: the words of those that
-    cannot run, and why."""
+    """``ranked``: the fastest first. ``refusals``: words of those that cannot run, and why."""
 
     chosen: RankedLayout
     ranked: tuple[RankedLayout, ...]
@@ -52,11 +51,8 @@ def search(
 ) -> SearchResult:
     """The layouts of ``config`` that differ in strategy, mesh, recomputation and micro-batch, but
     for keys that are ``fixed``: ``strategy``, ``mesh.AXIS``, ``activation_checkpointing``,
-    ``train.micro_batch_size``. ``costs``: of the same job, with what was computed already.
-
-    Raises `ConfigError` where none can run or fit, where step times are not known, and with a cost
-    that cannot be traced.
-    """
+    ``train.micro_batch_size``. ``costs``: of the same job, with what was computed already. Raises
+    `ConfigError` where none can run or fit, and where step times or peaks are not known."""
     costs = costs or JobCosts(config)
     ranked: list[RankedLayout] = []
     refusals: list[tuple[tuple[str, ...], str]] = []
@@ -181,15 +177,13 @@ def _tensor_sizes(given: MeshConfig, costs: JobCosts, fixed: Collection[str]) ->
 def _suits(strategy: StrategyConfig, mesh: MeshConfig, is_chosen: bool) -> bool:
     """Whether ``strategy`` uses each axis that has more than one rank. With one rank on an axis a
     hybrid that nobody has chosen is one of the others."""
-    uses = ((mesh.shard, strategy.shards), (mesh.replicate, strategy.replicates))
-    if strategy.shards and strategy.replicates and not is_chosen:
-        return all(size != 1 for size, _ in uses)
-    return all(is_used for size, is_used in uses if size != 1)
+    if strategy.shards and strategy.replicates:
+        return is_chosen or 1 not in (mesh.shard, mesh.replicate)
+    return (mesh.replicate if strategy.shards else mesh.shard) == 1
 
 
 def _micro_batches(config: TrainConfig, fixed: Collection[str], data_ranks: int) -> list[int]:
-    """Sizes that divide a rank's share: powers of two, and the whole share. What does not divide is
-    left to be refused."""
+    """Powers of two that divide a rank's share, and the share. What does not divide is refused."""
     given = config.train.micro_batch_size
     if "train.micro_batch_size" in fixed and given != "auto":
         return [int(given)]

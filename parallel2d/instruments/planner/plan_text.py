@@ -1,5 +1,4 @@
-"""Plans for people and for programs: what one layout costs, the ranking of a search, the table of a
-scaling."""
+"""Plans for people and for programs: one layout, the ranking of a search, a scaling."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def summary(config: TrainConfig, cost: LayoutCost) -> list[str]:
         f"{layout.workload.micro_batch_size}",
         *_memory_lines(config, cost),
         *_traffic_lines(cost),
-        *_compute_lines(cost),
+        _compute_line(cost),
         *_time_lines(cost),
     ]
 
@@ -85,9 +84,7 @@ def _listed(kinds: Mapping[str, int]) -> str:
 
 def _size(size: int) -> str:
     """In GiB, or in MiB where that would be less than a tenth."""
-    if size < _GIB / 10:
-        return f"{size / 2**20:.2f} MiB"
-    return f"{size / _GIB:.2f} GiB"
+    return f"{size / 2**20:.2f} MiB" if size < _GIB / 10 else f"{size / _GIB:.2f} GiB"
 
 
 def _traffic_lines(cost: LayoutCost) -> list[str]:
@@ -104,11 +101,11 @@ def _traffic_lines(cost: LayoutCost) -> list[str]:
     return ["bytes       nothing is sent"]
 
 
-def _compute_lines(cost: LayoutCost) -> list[str]:
+def _compute_line(cost: LayoutCost) -> str:
     if cost.flops is None:
-        return ["compute     not known: the model does not run on tensors without storage"]
+        return "compute     not known: the model does not run on tensors without storage"
     step = cost.flops * cost.layout.global_batch_size / cost.shape.world_size
-    return [f"compute     {step / 1e12:.3f} TFLOP per rank and step, recomputation not counted"]
+    return f"compute     {step / 1e12:.3f} TFLOP per rank and step, recomputation not counted"
 
 
 def _time_lines(cost: LayoutCost) -> list[str]:
@@ -131,8 +128,7 @@ def _time_lines(cost: LayoutCost) -> list[str]:
 
 
 def ranking_lines(result: SearchResult) -> list[str]:
-    """A table, the fastest first: layouts that do not fit, the chosen one, and the best one of each
-    other mesh and strategy."""
+    """Fastest first: some that do not fit, the chosen one, the best of other meshes, strategies."""
     shown = _shown(result)
     lines = [
         f"search      {len(result.ranked)} layouts by their step time; {len(result.refusals)} "
@@ -171,8 +167,7 @@ def ranking_json(result: SearchResult, command: str) -> str:
     cannot run."""
     refusals = [{"words": list(words), "reason": reason} for words, reason in result.refusals]
     layouts = [_fields(layout) for layout in result.ranked]
-    fields = {"command": command, "layouts": layouts, "refusals": refusals}
-    return json.dumps(fields, indent=1)
+    return json.dumps({"command": command, "layouts": layouts, "refusals": refusals}, indent=1)
 
 
 def _fields(layout: RankedLayout) -> dict[str, Any]:
@@ -205,19 +200,18 @@ def scaling_lines(points: Sequence[ScalingPoint], config: TrainConfig) -> list[s
         f"{'ranks':>10}{'batch':>8}{heads}  mesh of hybrid",
     ]
     for point in points:
-        cells = "".join(f"{_cell(layout):>16}" for layout in point.best.values())
+        cells = ""
+        for layout in point.best.values():
+            cell = "-"
+            if layout is not None:
+                cell = f"{samples_per_rank(layout):,.0f} {wait_between_hosts(layout):>4.0%}"
+            cells += f"{cell:>16}"
         mesh = ""
         if (hybrid := point.best["hybrid"]) is not None:
             mesh = " x ".join(f"{getattr(hybrid.cost.shape, axis)}" for axis in AXES)
         row = f"{point.ranks:>10,}{point.global_batch_size:>8,}{cells}  {mesh}"
         lines.append(row.rstrip())
     return lines
-
-
-def _cell(layout: RankedLayout | None) -> str:
-    if layout is None:
-        return "-"
-    return f"{samples_per_rank(layout):,.0f} {wait_between_hosts(layout):>4.0%}"
 
 
 def scaling_json(points: Sequence[ScalingPoint], config: TrainConfig) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -44,11 +45,8 @@ def wait_between_hosts(layout: RankedLayout) -> float:
 
 def scale(config: TrainConfig, fixed: Collection[str]) -> list[ScalingPoint]:
     """Searches each of `COMPARED` on 8 to 16,384 ranks, the nodes doubling. ``fixed``: as for
-    `search`.
-
-    Raises `ConfigError` for keys that belong to one number of ranks, for a batch that cannot grow
-    with the ranks, where step times are not known, and where nothing can run at all.
-    """
+    `search`. Raises `ConfigError` for keys that belong to one number of ranks, for a batch that
+    cannot grow with the ranks, where step times are not known, and where nothing can run at all."""
     for key in ("strategy", "mesh.replicate", "mesh.shard"):
         if key in fixed:
             raise ConfigError(f"plan.scaling: omit {key}, which the table compares or varies")
@@ -57,7 +55,11 @@ def scale(config: TrainConfig, fixed: Collection[str]) -> list[ScalingPoint]:
     for nodes in _numbers_of_nodes(costs):
         sized = _sized(config, costs, nodes)
         on_nodes = costs.on(sized)
-        best = {name: _best(sized, name, on_nodes, fixed) for name in COMPARED}
+        best: dict[str, RankedLayout | None] = dict.fromkeys(COMPARED)
+        for name in COMPARED:
+            chosen = dataclasses.replace(sized, strategy=STRATEGIES[name])
+            with contextlib.suppress(NoLayoutError):
+                best[name] = search(chosen, {*fixed, "strategy"}, on_nodes).chosen
         ranks = on_nodes.topology.world_size
         points.append(ScalingPoint(ranks, nodes, sized.train.global_batch_size, best))
     if not any(layout for point in points for layout in point.best.values()):
@@ -97,13 +99,3 @@ def _sized(config: TrainConfig, costs: JobCosts, nodes: int) -> TrainConfig:
             )
     train = dataclasses.replace(config.train, global_batch_size=int(batch))
     return dataclasses.replace(config, cluster=cluster, train=train)
-
-
-def _best(
-    config: TrainConfig, strategy: str, costs: JobCosts, fixed: Collection[str]
-) -> RankedLayout | None:
-    chosen = dataclasses.replace(config, strategy=STRATEGIES[strategy])
-    try:
-        return search(chosen, {*fixed, "strategy"}, costs).chosen
-    except NoLayoutError:
-        return None

@@ -38,11 +38,9 @@ class ClusterCheck:
         self._speaks = rank == self._own_ranks[0]  # for its node
 
     def run(self, config: TrainConfig) -> int:
-        """Checks for the job of ``config``. Returns the exit code.
-
-        Collective. Raises `ConfigError`, on every rank, for a mesh that these ranks cannot form and
-        for measurements that give no cluster file.
-        """
+        """Checks for the job of ``config``. Returns the exit code. Collective. Raises
+        `ConfigError`, on every rank, for a mesh that these ranks cannot form and for measurements
+        that give no cluster file."""
         given, topology = self._given, self._runtime.topology
         nodes = self._compare_nodes()
         mesh = build_mesh(
@@ -69,19 +67,15 @@ class ClusterCheck:
     def _conclude(self, details: dict[str, Any], first_host: str) -> int:
         failed = [finding.level for finding in self._findings].count("red")
         warnings = len(self._findings) - failed
-        fit = "fit to train"
-        if failed:
-            fit = f"not fit to train: {failed} failed"
+        fit = f"not fit to train: {failed} failed" if failed else "fit to train"
         verdict = f"{fit}, {counted(warnings, 'warning')}"
         self._say(verdict)
-        if not self._runtime.is_first:
-            if self._speaks:
-                print(
-                    f"{socket.gethostname()}: {verdict} (report on {first_host})", file=sys.stderr
-                )
-        elif self._given.json:
-            findings = [finding._asdict() for finding in self._findings]
-            report = {"fit": not failed, "findings": findings, **details}
+        if self._speaks and not self._runtime.is_first:
+            text = f"{socket.gethostname()}: {verdict} (report on {first_host})"
+            print(text, file=sys.stderr)
+        elif self._given.json and self._runtime.is_first:
+            found = [finding._asdict() for finding in self._findings]
+            report = {"fit": not failed, "findings": found, **details}
             print(json.dumps(report, default=asdict), flush=True)
         return int(failed > 0 or (self._given.strict and warnings > 0))
 

@@ -142,14 +142,18 @@ class RankMeasurement:
 
     def _collectives(self, axis: str) -> list[CollectiveSample]:
         """Those that training uses, on all groups of ``axis`` at once."""
-        group, found = self._mesh.get_group(axis), []
+        group, place, found = self._mesh.get_group(axis), self._places[axis], []
         for name, call in _COLLECTIVES.items():
             for size in self._sizes:
                 part = torch.ones(size // 4 // group.size(), device=self._device)
                 whole = torch.ones(part.numel() * group.size(), device=self._device)
                 other = torch.empty_like(whole)
                 seconds = self._slowest(functools.partial(call, whole, part, other, group))
-                found.append(self._priced(axis, name, whole.nbytes, seconds))
+                outer, inner = collective_steps(name, place, self._device.type)
+                sent = sent_bytes(name, whole.nbytes, place.ranks, self._device.type)
+                steps = inner if place.is_inside else outer
+                carried = sent if place.is_inside else place.groups_per_host * sent
+                found.append(CollectiveSample(name, whole.nbytes, steps, carried, seconds))
                 # Two sizes at least; then until the next one would take too long.
                 if size > self._sizes[0] and seconds * _GROWTH > 4 * self._seconds:
                     break
@@ -190,14 +194,6 @@ class RankMeasurement:
             "peak_tflops": peaks,
             "efficiency": min(1.0, self._training_flops() / 1e12 / peaks[self._usual]),
         }
-
-    def _priced(self, axis: str, name: str, whole: int, seconds: float) -> CollectiveSample:
-        place = self._places[axis]
-        outer, inner = collective_steps(name, place, self._device.type)
-        sent = sent_bytes(name, whole, place.ranks, self._device.type)
-        if place.is_inside:
-            return CollectiveSample(name, whole, inner, sent, seconds)
-        return CollectiveSample(name, whole, outer, place.groups_per_host * sent, seconds)
 
     def _training_flops(self) -> float:
         """FLOP/s of forward and backward of a Llama model, without any collective."""

@@ -1,5 +1,4 @@
-"""What nodes say about themselves, `NodeFacts`, and what is wrong with them, their ranks and links:
-`judge_nodes`, `judge_speeds`."""
+"""What nodes say, `NodeFacts`, and what is wrong: `judge_nodes`, `judge_speeds`."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ RankLink = tuple[int, int, float]
 
 _GIB = 1 << 30
 _CLOCK_S = 1.0
-# Of what is usual. Processors and networks that ranks share differ from moment to moment; what GPUs
-# compute does not.
+# Of what is usual. Shared processors and networks differ from moment to moment, GPUs do not.
 _SLOW, _SLOW_GPU = 0.5, 0.9
 
 
@@ -104,8 +102,7 @@ def _versions(gpus: Sequence[str]) -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """First 12 hexadecimal digits of SHA-256 over names and contents of the package's Python and
-    YAML files, wherever they are installed."""
+    """First 12 digits of SHA-256 over names and contents of the package's Python and YAML files."""
     root = next(iter(parallel2d.__path__))
     digest = hashlib.sha256()
     # conf and models are links in a checkout, which glob follows, and folders in a wheel.
@@ -117,8 +114,7 @@ def code_digest() -> str:
 
 
 def judge_nodes(nodes: Sequence[NodeFacts], clocks: Sequence[float]) -> list[Finding]:
-    """What is wrong with nodes, or differs between them. ``clocks``: seconds that each node is
-    ahead of the first."""
+    """What is wrong, or differs. ``clocks``: seconds that each node is ahead of the first."""
     found = []
     for key in nodes[0].required:
         hosts = defaultdict(list)
@@ -141,8 +137,7 @@ def judge_nodes(nodes: Sequence[NodeFacts], clocks: Sequence[float]) -> list[Fin
 def judge_speeds(
     hosts: Sequence[str], flops: Sequence[float], links: Mapping[str, Sequence[RankLink]]
 ) -> list[Finding]:
-    """Slow ranks and links. ``hosts``: names by rank; ``flops``: per second, by rank; ``links``: by
-    axis."""
+    """Slow ranks and links. ``hosts``, ``flops`` (per second): by rank; ``links``: by axis."""
     ranks = {f"rank {rank} on {hosts[rank]}": speed / 1e12 for rank, speed in enumerate(flops)}
     found = _slow("ranks", ranks, _SLOW_GPU if torch.cuda.is_available() else _SLOW, "TFLOP/s")
     for axis, measured in links.items():

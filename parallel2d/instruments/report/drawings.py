@@ -66,8 +66,7 @@ def drawings(runs: Sequence[Run]) -> dict[str, go.Figure]:
 
 
 def _curves(runs: Sequence[Run]) -> go.Figure:
-    """A line for each run and quantity over one x axis, and what happened to the runs as marks on
-    their losses."""
+    """A line for each run and quantity over one x axis, and events as marks on the losses."""
     known = {key: np.concatenate([run.known(key) for run in runs]) for key in _CURVES.values()}
     known[keys.LOSS] = np.ones(1)  # drawn in any case: it has the marks
     shown = {title: key for title, key in _CURVES.items() if len(known[key])}

@@ -1,5 +1,4 @@
-"""Makes the report: `markdown`, for reading in a terminal or a merge request, and `page`, the same
-with figures as one HTML file."""
+"""Makes the report: `markdown`, and `page`, the same with figures as one HTML file."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ def markdown(runs: Sequence[Run]) -> str:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The report as one HTML file, which loads no other file. Raises `ConfigError` without
-    plotly."""
+    """One HTML file, which loads no other. Raises `ConfigError` without plotly."""
     try:
         from parallel2d.instruments.report.drawings import drawings
     except ImportError:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -32,8 +33,7 @@ BYTES = {axis: keys.communication_key(axis, "bytes") for axis in keys.AXES}
 WAITS = {f"waits for {axis}": keys.communication_key(axis, "exposed_seconds") for axis in keys.AXES}
 LOST = {cause.replace("_", " "): keys.lost_key(cause) for cause in keys.LOSSES}
 RATES = (keys.TOKENS_PER_S, keys.MODEL_TFLOPS_PER_RANK, keys.MFU)
-# Measured for every step. Where rows are joined, the new one has the mean of these, and the newest
-# value of the others.
+# Measured for every step: joined rows have the mean of these, the newest value of the others.
 _MEANS = (
     *(keys.STEP_S, keys.time_key("checkpoint_s"), keys.SKEW, *RATES),
     *(*PHASES.values(), *BYTES.values(), *WAITS.values()),
@@ -56,11 +56,8 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of one run directory, or a part of it.
-
-    ``table`` [rows, `COLUMNS`]: the numbers of ``metrics.jsonl``, NaN where a row has none;
-    ``before``: that of the row before the first.
-    """
+    """The contents of one run directory, or a part of it. ``table`` [rows, `COLUMNS`]: the numbers
+    of ``metrics.jsonl``, NaN where a row has none; ``before``: that of the row before the first."""
 
     name: str
     table: Numbers
@@ -120,8 +117,7 @@ def find_runs(paths: Sequence[str]) -> list[str]:
 
 
 def read_run(path: str) -> Run:
-    """Reads the run in a folder. Raises `ConfigError` for one that is not a run directory, cannot
-    be read, or has no finished step."""
+    """Reads a run. Raises `ConfigError` for no run directory, no finished step, or no access."""
     shown = files.printable(path, 300)
     if not os.path.lexists(os.path.join(path, "metrics.jsonl")):
         raise ConfigError(f"{shown}: no metrics.jsonl here, so this is not a run directory")
@@ -146,10 +142,9 @@ def read_run(path: str) -> Run:
 
 
 def _read_object(path: str) -> dict[str, Any]:
-    try:
+    found: Any = None
+    with contextlib.suppress(FileNotFoundError):
         found = files.read_json(path, _LARGEST_OBJECT)
-    except FileNotFoundError:
-        return {}
     return found if isinstance(found, dict) else {}
 
 
@@ -170,8 +165,7 @@ def _read_rows(path: str) -> Numbers:
 
 
 def _rows(lines: Iterable[bytes]) -> Iterator[list[float]]:
-    """The numbers of each row. A line that is no row, incomplete after a kill or too long, is
-    passed over."""
+    """The numbers of each row; a line that is none, cut by a kill or too long, is passed over."""
     for row in filter(None, map(parse_row, lines)):
         if row.get(keys.LOSS, 0.0) is None:
             row[NOT_FINITE] = row[keys.STEP]
@@ -194,8 +188,7 @@ def _joined(rows: Numbers) -> Numbers:
 
 
 def parts_of(*runs: Run) -> list[Run]:
-    """Each run; one that went on with another layout as several parts, each with the layout that
-    its rows were measured on."""
+    """Each run; one that changed its layout as several parts, each with its own."""
     parts: list[Run] = []
     for run in runs:
         starts = {segment.number: segment for segment in run.segments}
