@@ -84,12 +84,6 @@ class GroupState:
         self.started = True
         return any_gradient
 
-    def set_final(self) -> None:
-        """Decides, after a reduction over the shard axis, whether another one may follow."""
-        # A group that ran twice is reduced twice. It is final at the end of the backward pass.
-        ran_once = self.forwards == 1
-        self.final = ran_once and not self.repeats
-
     def end_backward(self) -> None:
         """Called at the end of every backward pass."""
         # A forward whose backward pass is still to come goes on counting.

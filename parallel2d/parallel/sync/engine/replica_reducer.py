@@ -124,7 +124,8 @@ class ReplicaReducer:
         for parameter in state.group.trained:
             parameter.give_hooks_back()
         if self.batch.buckets is not None and state.group.crosses_replicas:
-            state.set_final()
+            # A group that ran twice is reduced twice. It is final at the end of the backward pass.
+            state.final = state.forwards == 1 and not state.repeats
             self.batch.buckets.start_final()
 
     def end_backward(self) -> None:
@@ -201,13 +202,7 @@ def own_replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     axis = axis_names(mesh).index("replicate")
     # One row for each group: the ranks that differ in the replicate axis alone.
     rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh_shape(mesh).replicate)
-    own = None
-    # Each rank makes all groups, also those it is not in: torch requires that.
-    for ranks in rows.tolist():
-        group = dist.new_group(ranks, group_desc=GROUP_NAME)
-        if dist.get_rank() in ranks:
-            own = group
-    assert own is not None
+    own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), group_desc=GROUP_NAME)
     inherit_timeout(own, mesh.device_type)
     return own
 
@@ -247,12 +242,7 @@ def register_engine(model: nn.Module, engine: Engine) -> None:
 
 def engines_in(model: nn.Module) -> list[Engine]:
     """The engines of ``model`` and of modules below it."""
-    found = []
-    for module in model.modules():
-        engine = vars(module).get(_ENGINE)
-        if engine is not None:
-            found.append(engine)
-    return found
+    return [vars(module)[_ENGINE] for module in model.modules() if _ENGINE in vars(module)]
 
 
 def reducers_in(model: nn.Module) -> list[ReplicaReducer]:

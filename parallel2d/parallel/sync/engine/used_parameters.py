@@ -22,6 +22,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
 from parallel2d.parallel.mesh import (
     axis_names,
+    axis_positions,
     has_cpu_backend,
     mesh_shape,
     sum_over_data_ranks,
@@ -52,9 +53,7 @@ class UsedParameterAgreement:
         self._shape = mesh_shape(mesh)
         self._batch = batch
         self._order = order
-        self._replica = 0
-        if self._shape.replicate > 1:
-            self._replica = mesh.get_local_rank("replicate")
+        self._replica = axis_positions(mesh).get("replicate", 0)
         self._parameters = sum(len(state.used) for state in batch.states)
         # Why this rank cannot go on; empty when it can.
         self.fault = ""
@@ -84,9 +83,15 @@ class UsedParameterAgreement:
         """
         message = self._failure_in(summed)
         if message is not None:
-            error = self._error_of_any_rank(message)
+            # That of the first rank that has one
+            for axis in ("shard", "replicate"):
+                if axis in axis_names(self._mesh):
+                    messages = all_gather(message, self._mesh.get_group(axis))
+                    message = next(filter(None, messages), "")
+            if self._order is not None:
+                self._order.acknowledge()
             self._batch.reset()
-            raise error
+            raise ConfigError(message)
         used = (summed[1 : 1 + self._parameters] > 0).tolist()
         begin = 0
         for state in self._batch.states:
@@ -155,14 +160,3 @@ class UsedParameterAgreement:
         if self._order is not None and different[self._replica]:
             return self._order.differing_on_other_hosts()
         return ""
-
-    def _error_of_any_rank(self, message: str) -> ConfigError:
-        """The error with the message of the first rank that has one. Collective over the data
-        ranks."""
-        for axis in ("shard", "replicate"):
-            if axis in axis_names(self._mesh):
-                messages = all_gather(message, self._mesh.get_group(axis))
-                message = next(filter(None, messages), "")
-        if self._order is not None:
-            self._order.acknowledge()
-        return ConfigError(message)

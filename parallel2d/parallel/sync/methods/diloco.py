@@ -55,15 +55,9 @@ class DiLoCo(SyncMethod):
         super().__init__(config)
         # In which changes are sent
         self.change_wire = self.named_wire or WIRES["fp32"]
-        # What ``auto`` stands for
-        self.mix = 0.5 if config.delay else 0.0
-        self.outer_lr, self.outer_momentum = 0.7, 0.6
-        if config.mix != "auto":
-            self.mix = float(config.mix)
-        if config.outer_lr != "auto":
-            self.outer_lr = float(config.outer_lr)
-        if config.outer_momentum != "auto":
-            self.outer_momentum = float(config.outer_momentum)
+        self.mix = _number(config.mix, auto=0.5 if config.delay else 0.0)
+        self.outer_lr = _number(config.outer_lr, auto=0.7)
+        self.outer_momentum = _number(config.outer_momentum, auto=0.6)
         self.update_period = config.every
         self.shortest_period = max(config.delay + 1, config.fragments, 3)
         # The outer parameter, its momentum, and what was not sent yet
@@ -88,6 +82,10 @@ class DiLoCo(SyncMethod):
 
     def start(self, model: ReplicatedModel) -> Started:
         return Started(OuterSync(self, model), None)
+
+
+def _number(setting: float | str, auto: float) -> float:
+    return auto if setting == "auto" else float(setting)
 
 
 class OuterSync(UpdateFollower):
@@ -150,7 +148,13 @@ class OuterSync(UpdateFollower):
     def after_update(self) -> None:
         """Counts an update, sends the fragments that are due, and applies those that arrive.
         Collective over the replicas in some steps."""
-        self._check_trained()
+        trained = {name for name, each in self._all.items() if each.requires_grad}
+        changed = sorted(trained.symmetric_difference(self.parameters))
+        if changed:
+            raise ConfigError(
+                f"sync=diloco: {first_five(changed, ', ')}: frozen or unfrozen after parallelize, "
+                "which decides what replicas share; do it before"
+            )
         self.steps += 1
         self.squared_change = None
         delay = self._config.delay
@@ -182,15 +186,6 @@ class OuterSync(UpdateFollower):
                 parameter.take(0.0)
             fragment.sent_after = self.steps
         self.finished_after = self.steps
-
-    def _check_trained(self) -> None:
-        trained = {name for name, each in self._all.items() if each.requires_grad}
-        changed = sorted(trained.symmetric_difference(self.parameters))
-        if changed:
-            raise ConfigError(
-                f"sync=diloco: {first_five(changed, ', ')}: frozen or unfrozen after parallelize, "
-                "which decides what replicas share; do it before"
-            )
 
     def _send(self, fragment: Fragment) -> None:
         """Begins the exchange of ``fragment``."""

@@ -49,13 +49,12 @@ class EveryStep(SyncMethod):
         wire = self.named_wire
         if wire is not None and wire.dtype is None:
             return wire.bytes_of(group.reduced_shapes)
-        item = group.reduced_itemsize if wire is None else wire.item_bytes
+        item = self.item_bytes(auto=group.reduced_itemsize)
         # No dtype wider than that of the gradients is sent.
         return group.reduced_numel * min(item, group.sum_itemsize)
 
     def buffer_bytes(self, sums: Sequence[int], item_bytes: int) -> int:
-        wire = self.named_wire
-        item = item_bytes if wire is None else wire.item_bytes
+        item = self.item_bytes(auto=item_bytes)
         # What is not rounded is reduced in place.
         if item >= 4:
             return 0
@@ -122,7 +121,8 @@ class RoundedReduction:
         if bucket.wire.dtype is not None:
             # A cast needs to know nothing about parameters.
             whole = [bucket.buffer()]
-            return Exchange(self._group, bucket.wire.coder(whole, ()), whole).finish
+            return Exchange(self._group, bucket.wire.coder(whole, ()), whole, whole).finish
         gradients = bucket.parts()
         pieces = [Piece(self._keys.of(each.name), each.start) for each in bucket.trained]
-        return Exchange(self._group, bucket.wire.coder(gradients, pieces), gradients).finish
+        coder = bucket.wire.coder(gradients, pieces)
+        return Exchange(self._group, coder, gradients, gradients).finish

@@ -154,6 +154,10 @@ class SyncMethod:
         """In which values are sent where the shard axis sends ``dtype``."""
         return self.named_wire or wire_of(dtype)
 
+    def item_bytes(self, auto: int) -> int:
+        """Bytes of an element as it is sent; ``auto``: where ``sync.wire`` is that."""
+        return auto if self.named_wire is None else self.named_wire.item_bytes
+
     def reductions(self, accumulation: int) -> int:
         """How often gradients are reduced in a step of ``accumulation`` micro-batches."""
         return 0

@@ -88,7 +88,7 @@ class OwnedParameters(UpdateFollower):
     """The parts of one model's parameters that this replica updates.
 
     ``wire``: in which updated parameters are sent; None: as they are stored. ``bucket_bytes``:
-    parameters are gathered in pieces of about this size.
+    parameters are gathered in pieces of about this size. Collective over the world.
     """
 
     follows = True
@@ -101,7 +101,14 @@ class OwnedParameters(UpdateFollower):
         self._bucket_bytes = bucket_bytes
         self._replicas = model.group.size()
         self._replica = dist.get_group_rank(model.group, dist.get_rank())
-        self._mesh = _from_inside_out(model.mesh)
+        # The axes from the inside out: the order in which a parameter is split when replicas split
+        # what the others leave. Placements on the usual order would need torch's strided shards,
+        # which put rows elsewhere where sizes do not divide.
+        shape = mesh_shape(model.mesh)
+        ranks = model.mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor)
+        names = ("tensor", "shard", "replicate")
+        inside_out = ranks.permute(2, 1, 0).contiguous()
+        self._mesh = DeviceMesh(model.mesh.device_type, inside_out, mesh_dim_names=names)
         # By axes: making a mesh of some of them takes a millisecond.
         self._meshes = {self._mesh.mesh_dim_names: self._mesh}
         self._owned: dict[int, nn.Parameter] = {}
@@ -262,12 +269,11 @@ class OwnedParameters(UpdateFollower):
         own = [local_part(self.owned(parameter)) for parameter in parameters]
         locals_ = [local_part(parameter.sharded) for parameter in parameters]
         # The first replica never owns fewer rows than another.
-        largest = sum(self.rows(local, 0).numel() for local in locals_)
+        largest = sum(as_real(self.rows(local, 0)).numel() for local in locals_)
         sent = torch.cat([as_real(rows).reshape(-1) for rows in own])
         if self._wire is not None:
             sent = sent.to(self._wire)
-        factor = 2 if own[0].is_complex() else 1
-        sent = torch.nn.functional.pad(sent, (0, largest * factor - sent.numel()))
+        sent = torch.nn.functional.pad(sent, (0, largest - sent.numel()))
         received = sent.new_empty(self._replicas * sent.numel())
         work = dist.all_gather_single(received, sent, group=self._model.group, async_op=True)
 
@@ -331,25 +337,11 @@ class ScatterToOwners:
 
         def wait() -> None:
             work.wait()
-            contributions = received.chunk(replicas) if own else ()
             mean = torch.zeros(own, dtype=wide, device=device)
-            for contribution in contributions:
+            for contribution in received.chunk(replicas):
                 mean += contribution
             mean /= replicas
             for parameter, rows in zip(bucket.trained, pieces_of(mean, shapes), strict=True):
                 self._owners.take_gradient(parameter, rows)
 
         return wait
-
-
-def _from_inside_out(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks with the axes tensor, shard, replicate: the order in which a parameter is
-    split when replicas split what the other axes leave. Collective over the world.
-
-    Placements on the usual order would need torch's strided shards, which put rows elsewhere where
-    sizes do not divide.
-    """
-    shape = mesh_shape(mesh)
-    ranks = mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor).permute(2, 1, 0)
-    names = ("tensor", "shard", "replicate")
-    return DeviceMesh(mesh.device_type, ranks.contiguous(), mesh_dim_names=names)

@@ -52,7 +52,9 @@ class BlockCode:
         codes = blocks.div(divisor).add_(noise).floor_()
         codes.clamp_(-self.largest, self.largest)
         # Infinities have been clamped; a NaN is still one.
-        codes = torch.where(finite, codes, self._not_finite(blocks))
+        infinite = blocks.sign().mul_(self.largest + 1)
+        not_finite = torch.where(blocks.isnan(), -self.largest - 2, infinite)
+        codes = torch.where(finite, codes, not_finite)
         return torch.cat([scale.view(torch.uint8), self._packed(codes.to(torch.int8))], dim=1)
 
     def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -63,11 +65,6 @@ class BlockCode:
         values.masked_fill_(codes == -self.largest - 2, torch.nan)
         values.masked_fill_(codes == self.largest + 1, torch.inf)
         return values.masked_fill_(codes == -self.largest - 1, -torch.inf)
-
-    def _not_finite(self, blocks: Tensor) -> Tensor:
-        """The codes of values that are not finite; any for others."""
-        infinite = blocks.sign().mul_(self.largest + 1)
-        return torch.where(blocks.isnan(), -self.largest - 2, infinite)
 
     def _packed(self, codes: Tensor) -> Tensor:
         """int8 codes as bytes."""

@@ -48,9 +48,9 @@ class Exchange:
     """One average over the replicas of ``group``, begun when it is made. Collective: all replicas
     make them, and call their methods, in the same order.
 
-    ``tensors``: this replica's values. `finish` writes the mean into ``results``, by default into
-    ``tensors``. ``keeps_rest``: what rounding takes from this replica's values stays in
-    ``tensors``, for its next message.
+    ``tensors``: this replica's values. `finish` writes the mean into ``results``, which may be the
+    same. ``keeps_rest``: what rounding takes from this replica's values stays in ``tensors``, for
+    its next message.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Exchange:
         group: dist.ProcessGroup,
         coder: Coder,
         tensors: Sequence[Tensor],
-        results: Sequence[Tensor] | None = None,
+        results: Sequence[Tensor],
         *,
         keeps_rest: bool = False,
     ) -> None:
         self._group = group
         self._coder = coder
-        self._results = tensors if results is None else results
+        self._results = results
         self._replicas = group.size()
         self._replica = dist.get_group_rank(group, dist.get_rank())
         self._dtype = torch.promote_types(tensors[0].dtype, torch.float32)
