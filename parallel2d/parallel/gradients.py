@@ -76,7 +76,12 @@ def _by_split(parameters: Iterable[Tensor]) -> dict[_Split, list[Tensor]]:
         if isinstance(gradient, DTensor):
             # A norm of summands would not be the norm of their sum.
             gradient = without_partial(gradient)
-            groups[_split_of(gradient)].append(gradient.to_local())
+            mesh, split = gradient.device_mesh, []
+            for axis, placement in enumerate(gradient.placements):
+                # On an axis of size 1 the only rank holds everything.
+                if mesh.size(axis) > 1 and not placement.is_replicate():
+                    split.append((mesh.size(axis), mesh.get_group(axis)))
+            groups[tuple(split)].append(gradient.to_local())
         elif gradient is not None:
             groups[()].append(gradient)
     return groups
@@ -89,17 +94,6 @@ def without_partial(gradient: DTensor) -> DTensor:
     if whole == list(gradient.placements):
         return gradient
     return gradient.redistribute(placements=whole)
-
-
-def _split_of(gradient: DTensor) -> _Split:
-    mesh = gradient.device_mesh
-    split = []
-    for axis, placement in enumerate(gradient.placements):
-        size = mesh.size(axis)
-        # On an axis of size 1 the only rank holds everything.
-        if size > 1 and not placement.is_replicate():
-            split.append((size, mesh.get_group(axis)))
-    return tuple(split)
 
 
 def _local_part(gradients: list[Tensor], norm_type: float) -> Tensor:

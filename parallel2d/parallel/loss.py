@@ -127,8 +127,7 @@ class _CrossEntropySum(torch.autograd.Function):
             log_sums.append(chunk.logsumexp(1))
             # Before the next chunk is there.
             del chunk
-        log_sum = torch.cat(log_sums) if log_sums else logits.new_zeros(0, dtype=dtype)
-        value = torch.cat(picked) if picked else logits.new_zeros(0, dtype=dtype)
+        log_sum, value = torch.cat(log_sums), torch.cat(picked)
         # The other ranks' columns: the log-sum-exp of the ranks' log-sum-exps, and the one logit
         # that some rank has picked for each token.
         if group is not None:

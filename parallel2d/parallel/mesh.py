@@ -49,7 +49,12 @@ class MeshSpec:
         """Numbers for every axis, and what was decided on the way. Raises `ConfigError` for any
         impossible size."""
         strategy = named_strategy(strategy)
-        self._check_sizes()
+        for axis in AXES:
+            size = getattr(self, axis)
+            if size != "auto" and (not is_count(size) or size == 0):
+                raise ConfigError(
+                    f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
+                )
         world = topology.world_size
         tensor = _size_or(self.tensor, 1)
         if world % tensor:
@@ -93,25 +98,14 @@ class MeshSpec:
 
     def refuse_contradiction(self, strategy: StrategyConfig) -> None:
         """Raises `ConfigError` for an axis that ``strategy`` does not have."""
-        absent = {}
-        if not strategy.shards:
-            absent["shard"] = "keeps a full copy per rank"
-        if not strategy.replicates:
-            absent["replicate"] = "shards over all ranks"
-        for axis, reason in absent.items():
-            size = getattr(self, axis)
-            if size not in ("auto", 1):
+        for axis, size, has_axis, reason in (
+            ("shard", self.shard, strategy.shards, "keeps a full copy per rank"),
+            ("replicate", self.replicate, strategy.replicates, "shards over all ranks"),
+        ):
+            if not has_axis and size not in ("auto", 1):
                 raise ConfigError(
                     f"strategy={strategy.name} {reason}, so mesh.{axis}={size} must be 1 or auto; "
                     f"did you mean strategy={strategy.with_both_axes}?"
-                )
-
-    def _check_sizes(self) -> None:
-        for axis in AXES:
-            size = getattr(self, axis)
-            if size != "auto" and (not is_count(size) or size == 0):
-                raise ConfigError(
-                    f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
                 )
 
     def _resolve_data_axes(
@@ -355,7 +349,7 @@ def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     if mesh.size() == dist.get_world_size():
         dist.all_reduce(value)
         # Every data rank was counted once per tensor rank.
-        return value.div_(shape.tensor) if shape.tensor > 1 else value
+        return value.div_(shape.tensor)
     for axis in ("shard", "replicate"):
         if getattr(shape, axis) > 1:
             dist.all_reduce(value, group=mesh.get_group(axis))

@@ -12,6 +12,7 @@ have reduced them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -130,7 +131,8 @@ class _EventLog(TorchDispatchMode):
             self._trained.append(trained)
             self._missing.append(len(trained))
             for parameter in trained:
-                parameter.register_post_accumulate_grad_hook(self._counts_down(number))
+                count_down = functools.partial(self._count_down, number)
+                parameter.register_post_accumulate_grad_hook(count_down)
             for module in modules:
                 self._around(module, number)
 
@@ -155,14 +157,11 @@ class _EventLog(TorchDispatchMode):
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(leave)
 
-    def _counts_down(self, group: int) -> Callable[[Tensor], None]:
-        def count(_parameter: Tensor) -> None:
-            self._missing[group] -= 1
-            waits = group + 1 == len(self._trained) or group in self._without_input_gradient
-            if self._missing[group] == 0 and not waits:
-                self._reduce(group)
-
-        return count
+    def _count_down(self, group: int, _parameter: Tensor) -> None:
+        self._missing[group] -= 1
+        waits = group + 1 == len(self._trained) or group in self._without_input_gradient
+        if self._missing[group] == 0 and not waits:
+            self._reduce(group)
 
     def _reduce(self, group: int) -> None:
         self._missing[group] = 0

@@ -31,11 +31,14 @@ def sent_bytes(collective: str, whole_bytes: float, size: int, device_type: str)
     (CPU tensors) has no reduce-scatter of its own: it costs an all-reduce. Raises KeyError for
     another collective.
     """
+    return _passes(collective, device_type) * (size - 1) / size * whole_bytes
+
+
+def _passes(collective: str, device_type: str) -> int:
+    """How often a ring through the ranks is gone round."""
     reduce_scatter = 2 if device_type == "cpu" else 1
-    passes = {"all_gather": 1, "all_to_all": 1, "reduce_scatter": reduce_scatter, "all_reduce": 2}[
-        collective
-    ]
-    return passes * (size - 1) / size * whole_bytes
+    passes = {"all_gather": 1, "all_to_all": 1, "reduce_scatter": reduce_scatter, "all_reduce": 2}
+    return passes[collective]
 
 
 @dataclass(frozen=True)
@@ -112,9 +115,5 @@ def collective_steps(
     collective: str, placement: GroupPlacement, device_type: str
 ) -> tuple[int, int]:
     """Steps of a ring between hosts, and inside them; each costs one latency of its link."""
-    passes = 1
-    if collective == "all_reduce":
-        passes = 2
-    if collective == "reduce_scatter" and device_type == "cpu":
-        passes = 2
+    passes = _passes(collective, device_type)
     return passes * (placement.hosts - 1), passes * (placement.ranks - placement.hosts)

@@ -80,7 +80,4 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     if device.type != "cuda" or dtype not in ("bf16", "fp16"):
         return None
     name = torch.cuda.get_device_name(device)
-    for part, peak in _PEAK_BF16.items():
-        if part in name:
-            return peak
-    return None
+    return next((peak for part, peak in _PEAK_BF16.items() if part in name), None)

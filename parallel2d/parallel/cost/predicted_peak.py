@@ -64,10 +64,6 @@ class _Held:
     whole: int = 0  # gradients that wait for the last micro-batch
     bucket: int = 0  # between replicas
 
-    @property
-    def total(self) -> int:
-        return sum(astuple(self))
-
 
 def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemory:
     """``events``: from `profile_activations`, of the config, the size of the tensor axis and the
@@ -102,13 +98,18 @@ class _Step:
     def __init__(self, events: Sequence[MemoryEvent], layout: Layout) -> None:
         shape, config = layout.shape, layout.config
         self._events = events
-        self._frees = config.strategy.reshard_after_forward and shape.shard > 1
         self._is_sharded = shape.shard > 1
+        self._frees = config.strategy.reshard_after_forward and self._is_sharded
         self._ahead = config.prefetch.backward
         self._reduces_each = config.sync.during_accumulation != "none"
         self._groups = [_Group.of(group.parameters, shape.shard) for group in layout.groups]
         self._root = len(self._groups) - 1
-        self._bucket = _bucket_bytes(self._groups, layout)
+        reduce = DTYPES[config.precision.reduce]
+        # Of two buckets between replicas, as they are received and, where that is another form, as
+        # they are sent; sums that are reduced in place need none.
+        self._bucket = layout.method.buffer_bytes(
+            [group.sums for group in self._groups], reduce.itemsize
+        )
         self._held = _Held()
         self._gathered_order: list[int] = []
         self._whole: set[int] = set()
@@ -141,7 +142,7 @@ class _Step:
                 self._reduce(event.group, group, event.now)
 
     def _see(self, activations: int) -> None:
-        total = activations + self._held.total
+        total = activations + sum(astuple(self._held))
         if total > self._most:
             self._most = total
             self.activations = activations
@@ -184,10 +185,3 @@ class _Step:
         if self._is_last:
             self._held.bucket = self._bucket
         self._see(activations)
-
-
-def _bucket_bytes(groups: Sequence[_Group], layout: Layout) -> int:
-    """Of two buckets between replicas, as they are received and, where that is another form, as
-    they are sent; sums that are reduced in place need none."""
-    reduce = DTYPES[layout.config.precision.reduce]
-    return layout.method.buffer_bytes([group.sums for group in groups], reduce.itemsize)

@@ -119,6 +119,8 @@ class _Estimate:
 
     def of_step(self, over_tensor: tuple[float, float] | None, flops: int | None) -> StepEstimate:
         layout = self._layout
+        if flops is None:
+            raise _NotKnownError("the model's FLOPs are not known")
         forward, recomputed = self._compute(flops)
         groups, after_update = self._groups(forward, recomputed)
         schedule = StepSchedule(
@@ -135,15 +137,12 @@ class _Estimate:
             added = self._exchanges(seconds.total)
             seconds = step_seconds(groups, schedule, update=update, between_steps=added)
         samples_per_s = layout.global_batch_size / seconds.total
-        assert flops is not None
         mfu = samples_per_s * flops / (self._peak() * layout.shape.world_size)
         return StepEstimate(seconds, samples_per_s, mfu)
 
-    def _compute(self, flops: int | None) -> tuple[float, float]:
+    def _compute(self, flops: int) -> tuple[float, float]:
         """Seconds of forward of one micro-batch on one rank, and of computing it again."""
         layout = self._layout
-        if flops is None:
-            raise _NotKnownError("the model's FLOPs are not known")
         if layout.config.cpu_offload:
             raise _NotKnownError(
                 "copies to and from the memory of the host (cpu_offload) have no model"
