@@ -370,7 +370,7 @@ def data_coordinate(mesh: DeviceMesh) -> int:
     return at.get("replicate", 0) * shape.shard + at.get("shard", 0)
 
 
-def draw_mesh(ranks: torch.Tensor, topology: Topology, width: int = 78) -> str:
+def draw_mesh(ranks: torch.Tensor, topology: Topology) -> str:
     """The mesh as text: one line per replica, ``rank`` numbers grouped by tensor, the host at the
     end.
 
@@ -385,9 +385,7 @@ def draw_mesh(ranks: torch.Tensor, topology: Topology, width: int = 78) -> str:
         # Each host once, in the order of the ranks, without its network namespace.
         names = dict.fromkeys(host.split("/")[0] for host in hosts)
         line = f"  replica {replica}  [{groups}]  on {', '.join(names)}"
-        if len(line) > width:
-            line = line[: width - 3] + "..."
-        lines.append(line)
+        lines.append(line if len(line) <= 78 else f"{line[:75]}...")
     if len(lines) > 10:
         lines = [*lines[:5], f"  ... {len(lines) - 9} more replicas ...", *lines[-4:]]
     return "\n".join(lines)

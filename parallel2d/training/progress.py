@@ -160,15 +160,6 @@ class BestMetric:
         self.since = 0
         return True
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on from what ``dataclasses.asdict`` gave, if it was of the same metric and settings;
-        otherwise nothing was measured yet."""
-        settings = ("metric", "mode", "min_delta")
-        if state is not None and all(state[key] == getattr(self, key) for key in settings):
-            self.step = state["step"]
-            self.value = float(state["value"])
-            self.since = state["since"]
-
 
 # What watches a metric, by its name in the saved state
 _SETTINGS = {"best": "checkpoint.keep_best", "stop": "train.stop.metric"}
@@ -227,6 +218,10 @@ class WatchedMetrics:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave, which may be among other keys."""
+        """Goes on from what `state_dict` gave, which may be among other keys, where it was of the
+        same metric and settings; otherwise nothing was measured yet."""
+        settings = ("metric", "mode", "min_delta")
         for name, watched in self._watched.items():
-            watched.load_state_dict(state.get(name))
+            before = state.get(name)
+            if before and all(before[key] == getattr(watched, key) for key in settings):
+                self._watched[name] = BestMetric(**before)

@@ -98,7 +98,20 @@ class _EventLog(TorchDispatchMode):
         self._trained: list[list[nn.Parameter]] = []
         self._missing: list[int] = []
         self._without_input_gradient: set[int] = set()
-        self._watch_groups(groups)
+        taken: set[int] = set()
+        for number, modules in enumerate(groups):
+            trained = []
+            for module in modules:
+                for parameter in module.parameters():
+                    if id(parameter) not in taken and parameter.requires_grad:
+                        trained.append(parameter)
+                    taken.add(id(parameter))
+                self._around(module, number)
+            self._trained.append(trained)
+            self._missing.append(len(trained))
+            for parameter in trained:
+                count_down = functools.partial(self._count_down, number)
+                parameter.register_post_accumulate_grad_hook(count_down)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -118,23 +131,6 @@ class _EventLog(TorchDispatchMode):
             if missing or group in self._without_input_gradient:
                 self._reduce(group)
         self._note("end", root)
-
-    def _watch_groups(self, groups: Sequence[Sequence[nn.Module]]) -> None:
-        taken: set[int] = set()
-        for number, modules in enumerate(groups):
-            trained = []
-            for module in modules:
-                for parameter in module.parameters():
-                    if id(parameter) not in taken and parameter.requires_grad:
-                        trained.append(parameter)
-                    taken.add(id(parameter))
-            self._trained.append(trained)
-            self._missing.append(len(trained))
-            for parameter in trained:
-                count_down = functools.partial(self._count_down, number)
-                parameter.register_post_accumulate_grad_hook(count_down)
-            for module in modules:
-                self._around(module, number)
 
     def _around(self, module: nn.Module, group: int) -> None:
         def enter(_module: nn.Module, *given: Any) -> None:

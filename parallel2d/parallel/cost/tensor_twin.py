@@ -105,9 +105,7 @@ def _cast_at_its_border(module: nn.Module, policy: MixedPrecisionPolicy) -> None
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     def cast(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            return tensor.to(dtype)
-        return tensor
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return tree_map_only(Tensor, cast, values)
 

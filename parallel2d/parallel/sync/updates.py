@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -159,20 +160,19 @@ def _buckets_of(model: nn.Module) -> BucketQueue:
     return buckets
 
 
+@dataclass
 class HookReduction:
     """A function of the user's; see `parallel2d.register_sync_hook`."""
 
+    state: Any
+    hook: Hook
     # Hooks may start other collectives when the first is done, and all replicas must start
     # collectives in one order.
     most_in_flight: int | None = 1
 
-    def __init__(self, state: Any, hook: Hook) -> None:
-        self._state = state
-        self._hook = hook
-
     def start(self, bucket: Bucket) -> Wait:
         flat = bucket.buffer()
-        answer = self._hook(self._state, bucket)
+        answer = self.hook(self.state, bucket)
 
         def wait() -> None:
             result = answer.wait() if isinstance(answer, torch._C.Future) else answer

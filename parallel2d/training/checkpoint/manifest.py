@@ -155,6 +155,7 @@ class Checkpoint:
     def __init__(self, folder: Folder, manifest: Manifest, *, exact: bool = True) -> None:
         """``exact=False``: files may hold more than the manifest takes from them."""
         self.folder, self.manifest, self._exact = folder, manifest, exact
+        self.tensors = manifest.tensors
         self._files: dict[str, tuple[ByteSource, dict[str, Entry]]] = {}
         # File -> chunk -> dtype and shape.
         self._expected: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
@@ -172,10 +173,6 @@ class Checkpoint:
         return cls(
             folder, Manifest.decode(folder.read(MANIFEST, MAX_BYTES), f"{folder.label}/{MANIFEST}")
         )
-
-    @property
-    def tensors(self) -> dict[str, StoredTensor]:
-        return self.manifest.tensors
 
     def _file(self, name: str) -> tuple[ByteSource, dict[str, Entry]]:
         if name in self._files:

@@ -117,7 +117,7 @@ class SampleStream:
     """Samples addressed by position.
 
     Args:
-        components: what is read, samples of one shape; several make a mixture.
+        components: what is read, all of one shape; several make a mixture.
         schedule: which component is read at a position.
         seed, name: choose the order; streams of other names are independent of this one.
         intra_document_masking: batches contain document ids.
@@ -142,7 +142,6 @@ class SampleStream:
         threads: int = 1,
     ) -> None:
         lengths = [len(component) for component in components]
-        assert len({component.shape for component in components}) == 1
         self._components, self._schedule = components, schedule
         self._orders = [
             Order(length, seed, f"{name}/{number}") for number, length in enumerate(lengths)

@@ -125,7 +125,12 @@ class MetricsWriter:
             if isinstance(value, float) and not math.isfinite(value):
                 clean[key] = None
         try:
-            self._append(self._file, json.dumps(clean).encode() + b"\n")
+            os.stat(self._path)  # a deleted file can still be written to, and nobody would see it
+            end, line = self._file.seek(0, os.SEEK_END), json.dumps(clean).encode() + b"\n"
+            if self._file.write(line) < len(line):
+                # The rest did not fit, and no row may follow half of another.
+                self._file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
         except OSError as error:
             if not self._lost_rows:
                 first = f"{self._path} cannot be written, from step {row[keys.STEP]} on"
@@ -134,14 +139,6 @@ class MetricsWriter:
         self._rows += 1
         with self._reported_once():
             self._write_events(row, busy_s)
-
-    def _append(self, file: FileIO, line: bytes) -> None:
-        os.stat(self._path)  # a deleted file can still be written to, and nobody would see it
-        end = file.seek(0, os.SEEK_END)
-        if file.write(line) < len(line):
-            # The rest did not fit, and no row may follow half of another.
-            file.truncate(end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
 
     def _write_events(self, row: Row, busy_s: Sequence[float]) -> None:
         if not self._events:

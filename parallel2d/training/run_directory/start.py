@@ -222,13 +222,19 @@ def accept_start(
     """
     run_dir = job.run_dir
     earlier = read_segments(run_dir)
+    certified = job.certified
+    if job.restarted and earlier:
+        # Workers that replace others may be on another layout than that which was certified.
+        last = earlier[-1]
+        same = [last.layout.get(key) == layout.get(key) for key in ("mesh", "ranks", "strategy")]
+        certified = last.certified and all(same)
     segment = Segment(
         number=max((each.number for each in earlier), default=0) + 1,
         first_step=finished_steps + 1,
         restarted=job.restarted,
         begun=time.strftime("%F %T %z"),
         begun_s=time.time(),
-        certified=_is_certified(job, layout, earlier),
+        certified=certified,
         command=job.overrides,
         config=dataclasses.asdict(job.config),
         layout=layout,
@@ -252,15 +258,6 @@ def accept_start(
     log.info("%s %d, at step %d: %s", what, segment.number, segment.first_step, words)
     begun_before_s = earlier[-1].begun_s if earlier else 0.0
     return AcceptedStart(segment, tuple(changes), begun_before_s)
-
-
-def _is_certified(job: Job, layout: dict[str, Any], earlier: list[Segment]) -> bool:
-    """Whether workers that replace others are on the layout that was certified, too."""
-    if not job.restarted or not earlier:
-        return job.certified
-    before = earlier[-1]
-    same = all(before.layout.get(key) == layout.get(key) for key in ("mesh", "ranks", "strategy"))
-    return before.certified and same
 
 
 def _own_version() -> str:

@@ -27,9 +27,13 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals import FSDPGroup
 from parallel2d.parallel.mesh import axis_names, inherit_timeout, mesh_shape, without_replicas
 from parallel2d.parallel.sync.engine.buckets import BucketQueue
-from parallel2d.parallel.sync.engine.global_batch import GlobalBatch, ScalarGradient
+from parallel2d.parallel.sync.engine.global_batch import (
+    GlobalBatch,
+    IssueOrder,
+    ScalarGradient,
+    UsedParameterAgreement,
+)
 from parallel2d.parallel.sync.engine.group_state import GroupState, cast_gradient, make_uniform
-from parallel2d.parallel.sync.engine.used_parameters import IssueOrder, UsedParameterAgreement
 from parallel2d.parallel.sync.methods.method import ReplicatedModel, SyncMethod, UpdateFollower
 from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 
@@ -223,9 +227,6 @@ class TorchReducer:
         self.batch = GlobalBatch(mesh.device_type, states)
         self.update_mesh = mesh
         self.updates = UpdateFollower()
-
-    def finish(self) -> None:
-        """Does nothing: backward has reduced everything."""
 
 
 Engine = ReplicaReducer | TorchReducer

@@ -95,7 +95,6 @@ class OuterSync(UpdateFollower):
     replicas_differ = True  # as `weights.named_tensors.MasterValues`
 
     def __init__(self, method: DiLoCo, replicated: ReplicatedModel) -> None:
-        super().__init__()
         self._method = method
         self._config = method.config
         self._replicated = replicated

@@ -26,10 +26,8 @@ class UpdateFollower:
 
     # Whether anything happens, so that an optimizer must be attached.
     follows = False
-
-    def __init__(self) -> None:
-        # The optimizer whose updates are followed
-        self._optimizer: torch.optim.Optimizer | None = None
+    # The optimizer whose updates are followed
+    _optimizer: torch.optim.Optimizer | None = None
 
     def make(self, model: nn.Module) -> None:
         """Called once, when the parameters of ``model`` have their values. Collective."""

@@ -4,6 +4,7 @@ parts of a model that are exchanged together (`Fragment`)."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -70,15 +71,14 @@ class OuterParameter:
         self._own_values = None
 
 
+@dataclass(eq=False)
 class Fragment:
-    """Parameters that are exchanged together. ``begins``: the steps, modulo the period, after which
-    they are sent."""
+    """Parameters that are exchanged together."""
 
-    def __init__(self, parameters: Sequence[OuterParameter], begins: int) -> None:
-        self.parameters = parameters
-        self.begins = begins
-        self.sent_after = 0  # the step after which it was last sent
-        self.pending: PendingMean | None = None
+    parameters: Sequence[OuterParameter]
+    begins: int  # the steps, modulo the period, after which they are sent
+    sent_after: int = 0  # the step after which they were last sent
+    pending: PendingMean | None = None
 
     @property
     def in_flight(self) -> bool:

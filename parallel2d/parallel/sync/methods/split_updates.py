@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -95,7 +96,6 @@ class OwnedParameters(UpdateFollower):
     replicas_differ = False  # as `weights.named_tensors.MasterValues`
 
     def __init__(self, model: ReplicatedModel, wire: Wire | None, bucket_bytes: int) -> None:
-        super().__init__()
         self._model = model
         self._wire = None if wire is None else wire.dtype
         self._bucket_bytes = bucket_bytes
@@ -291,6 +291,7 @@ class OwnedParameters(UpdateFollower):
         return wait
 
 
+@dataclass
 class ScatterToOwners:
     """Reduces the gradients of a bucket to the replicas that own them, and frees the others.
 
@@ -299,25 +300,23 @@ class ScatterToOwners:
     that costs less than an all-reduce; an all-to-all costs half.
     """
 
+    group: dist.ProcessGroup
+    owners: OwnedParameters
     most_in_flight: int | None = 2
-
-    def __init__(self, group: dist.ProcessGroup, owners: OwnedParameters) -> None:
-        self._group = group
-        self._owners = owners
-        self._replica = dist.get_group_rank(group, dist.get_rank())
 
     def start(self, bucket: Bucket) -> Wait:
         """Begins to average the owned rows of the bucket over the replicas."""
-        replicas = self._group.size()
+        replicas = self.group.size()
+        own_replica = dist.get_group_rank(self.group, dist.get_rank())
         gradients = bucket.parts()
-        shapes = [self._owners.rows(each, self._replica).shape for each in gradients]
+        shapes = [self.owners.rows(each, own_replica).shape for each in gradients]
         flat: list[Tensor] = []
         sizes: list[int] = []
         for replica in range(replicas):
-            rows = [self._owners.rows(each, replica) for each in gradients]
+            rows = [self.owners.rows(each, replica) for each in gradients]
             flat.extend(piece.reshape(-1) for piece in rows)
             sizes.append(sum(piece.numel() for piece in rows))
-        own = sizes[self._replica]
+        own = sizes[own_replica]
         wide = torch.promote_types(gradients[0].dtype, torch.float32)
         sent = torch.cat(flat)
         if bucket.wire.item_bytes < sent.dtype.itemsize:
@@ -332,7 +331,7 @@ class ScatterToOwners:
             parameter.set_gradient(None)
         received = sent.new_empty(replicas * own)
         work = dist.all_to_all_single(
-            received, sent, [own] * replicas, sizes, group=self._group, async_op=True
+            received, sent, [own] * replicas, sizes, group=self.group, async_op=True
         )
 
         def wait() -> None:
@@ -342,6 +341,6 @@ class ScatterToOwners:
                 mean += contribution
             mean /= replicas
             for parameter, rows in zip(bucket.trained, pieces_of(mean, shapes), strict=True):
-                self._owners.take_gradient(parameter, rows)
+                self.owners.take_gradient(parameter, rows)
 
         return wait

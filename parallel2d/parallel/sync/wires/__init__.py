@@ -22,11 +22,11 @@ from parallel2d.parallel.sync.wires.blocks import (
 from parallel2d.parallel.weights.geometry import pieces_of
 
 
+@dataclass(frozen=True)
 class CastCoder:
-    """Codes values by casting them: one value a row."""
+    """Codes values by casting them to ``dtype``: one value a row."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    dtype: torch.dtype
 
     def rows(self, tensors: Sequence[Tensor]) -> Tensor:
         """[values, 1]."""
@@ -34,7 +34,7 @@ class CastCoder:
 
     def encode(self, rows: Tensor, first: int, stage: int) -> Tensor:
         """The rows in this coder's dtype."""
-        return rows.to(self._dtype)
+        return rows.to(self.dtype)
 
     def decode(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
         """The rows in ``dtype``."""

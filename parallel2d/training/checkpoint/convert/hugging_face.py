@@ -14,7 +14,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -226,14 +226,15 @@ def write_model(source: Source, folder: str, shard_bytes: int, given: Mapping[st
     return len(stored)
 
 
+@dataclass
 class _Values:
     """The values of parameters by the library's names, read when they are asked for."""
 
-    def __init__(self, source: Source, stored: Mapping[str, str]) -> None:
-        self._source, self._stored = source, stored
+    source: Source
+    stored: Mapping[str, str]
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._source.read(self._stored[name])
+        return self.source.read(self.stored[name])
 
 
 def _library_model(
