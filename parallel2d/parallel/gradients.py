@@ -56,8 +56,7 @@ def squared_norm_share(parameters: Iterable[Tensor], world_size: int) -> Tensor:
     """This rank's share of the squared 2-norm: summed over all ranks of the world it gives the
     whole, each element counted once.
 
-    Lets the norm be part of a reduction that happens anyway. An fp64 scalar; the meshes must cover
-    the world.
+    Lets the norm be part of another reduction. An fp64 scalar; the meshes must cover the world.
     """
     total = torch.zeros((), dtype=torch.float64)
     for split, gradients in _by_split(parameters).items():
@@ -97,8 +96,7 @@ def without_partial(gradient: DTensor) -> DTensor:
 
 
 def _local_part(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """Sum of absolute values to the power ``norm_type`` (their maximum for infinity), an fp64
-    scalar."""
+    """fp64 scalar: the sum of absolute values to the power ``norm_type``, or their maximum."""
     # torch's `_foreach` functions take tensors of one dtype; a maximum needs at least one element.
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -106,8 +104,7 @@ def _local_part(gradients: list[Tensor], norm_type: float) -> Tensor:
             by_dtype[gradient.dtype].append(gradient)
     norms: list[Tensor] = []
     for dtype, same in by_dtype.items():
-        # A tensor's norm in bf16 would be rounded to 8 bits, and so depend on how the tensor is
-        # split.
+        # A tensor's norm in bf16 would have 8 bits, and so depend on how the tensor is split.
         wide = torch.promote_types(dtype, torch.float32)
         norms += torch._foreach_norm(same, norm_type, dtype=wide)
     if not norms:
@@ -137,11 +134,9 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor | float) -> Non
 def clip_gradient_norm(
     parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
 ) -> Tensor:
-    """Scales all gradients so that their global norm is at most ``max_norm``; returns the norm
-    before. Collective.
+    """Scales gradients to a global norm of at most ``max_norm``, and returns the norm before.
 
-    With ``max_norm=inf`` it only measures. A non-finite norm is returned as it is and nothing is
-    scaled.
+    Collective. It only measures with ``max_norm=inf``, and where the norm is not finite.
     """
     parameters = list(parameters)
     norm = gradient_norm(parameters, norm_type)

@@ -46,8 +46,7 @@ class MeshSpec:
         return cls(config.replicate, config.shard, config.tensor)
 
     def resolve(self, strategy: StrategyConfig | str, topology: Topology) -> MeshShape:
-        """Numbers for every axis, and what was decided on the way. Raises `ConfigError` for any
-        impossible size."""
+        """All sizes, and notes on what was decided. Raises `ConfigError` for impossible ones."""
         strategy = named_strategy(strategy)
         for axis in AXES:
             size = getattr(self, axis)
@@ -111,8 +110,7 @@ class MeshSpec:
     def _resolve_data_axes(
         self, strategy: StrategyConfig, topology: Topology, tensor: int
     ) -> tuple[int, int, list[str]]:
-        """Sizes of replicate and shard, and notes about what was decided. Their product may be
-        wrong."""
+        """Sizes of replicate and shard, whose product may be wrong, and notes about decisions."""
         rest = topology.world_size // tensor
         if not strategy.shards:
             return _size_or(self.replicate, rest), 1, []
@@ -138,8 +136,7 @@ def _size_or(size: int | str, default: int) -> int:
 
 
 def _sizes_from_hosts(topology: Topology, tensor: int) -> tuple[int, int, list[str]]:
-    """Shards inside a host and replicates across hosts. One host is split in as few replicas as
-    there can be above one."""
+    """Shards inside hosts, replicates across; a single host has the fewest replicas above one."""
     rest = topology.world_size // tensor
     sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
     if len(sizes) <= 1:
@@ -188,8 +185,7 @@ class MeshShape:
         return MeshSpec(self.replicate, self.shard, self.tensor)
 
     def place(self, topology: Topology) -> torch.Tensor:
-        """int64 [replicate, shard, tensor] of ranks, hosts kept together whatever the order of the
-        ranks."""
+        """int64 [replicate, shard, tensor] of ranks, hosts kept together whatever their order."""
         order = list(itertools.chain.from_iterable(topology.ranks_by_host.values()))
         return torch.tensor(order, dtype=torch.int64).reshape(
             self.replicate, self.shard, self.tensor
@@ -200,8 +196,7 @@ def check_placement(ranks: torch.Tensor, topology: Topology, allow_cross_node: b
     """Refuses shard and tensor groups that cross hosts although they would fit inside one.
 
     ``ranks``: int64 [replicate, shard, tensor]. Returns warnings for groups that cross because they
-    are larger than any host, and for those that were allowed to. Raises `ConfigError` with the
-    numbers.
+    are larger than any host, and for those that were allowed to. Otherwise raises `ConfigError`.
     """
     sizes = [len(members) for members in topology.ranks_by_host.values()]
     largest = max(sizes)
@@ -241,8 +236,7 @@ def _first_crossing(ranks: torch.Tensor, dim: int, topology: Topology) -> list[i
 
 
 def crosses_hosts(ranks: torch.Tensor, dim: int, topology: Topology) -> bool:
-    """Whether a group along ``dim`` of ``ranks``, int64 [replicate, shard, tensor], has ranks on
-    several hosts."""
+    """Whether a group along ``dim`` of ``ranks``, as in `check_placement`, is on several hosts."""
     return _first_crossing(ranks, dim, topology) is not None
 
 
@@ -254,11 +248,9 @@ def build_mesh(
     allow_cross_node: bool = False,
     device_type: str | None = None,
 ) -> DeviceMesh:
-    """The `DeviceMesh` of this job, its axes named ``replicate``, ``shard`` and, when larger than
-    one, ``tensor``.
+    """The job's `DeviceMesh`: axes ``replicate``, ``shard`` and, when larger than one, ``tensor``.
 
-    Collective: every rank calls it after ``init_process_group``. ``topology`` defaults to the one
-    found by asking the ranks.
+    Collective, after ``init_process_group``. Without ``topology`` the ranks are asked for it.
 
     Raises `ConfigError` for sizes that do not fill the world or that put a group on the slow link
     by accident, and for another strategy than those of `config.STRATEGIES`.
@@ -300,8 +292,7 @@ def _release_groups_at_exit() -> None:
 
 
 def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
-    """Lets collectives on ``group`` time out like those of the world; torch gives new groups its
-    own default."""
+    """Gives ``group`` the timeout of the world's group; torch gives new groups its own default."""
     default = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
     # torch's fake backend has no options: it never waits.
     options = getattr(default, "options", None)
@@ -326,8 +317,7 @@ def axis_positions(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def mesh_shape(mesh: DeviceMesh) -> MeshShape:
-    """The sizes of a mesh with our axis names; an absent axis has size 1. Raises `ConfigError` for
-    other names."""
+    """The sizes of a mesh, 1 of an absent axis. Raises `ConfigError` for other names than ours."""
     names = axis_names(mesh)
     in_order = sorted(set(AXES).intersection(names), key=AXES.index)
     if not names or list(names) != in_order:
@@ -363,16 +353,14 @@ def without_replicas(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def data_coordinate(mesh: DeviceMesh) -> int:
-    """This rank's number among the data ranks: its place over replicate x shard, equal for all its
-    tensor ranks."""
+    """This rank's number among the data ranks, equal for all tensor ranks of one data rank."""
     shape = mesh_shape(mesh)
     at = axis_positions(mesh)
     return at.get("replicate", 0) * shape.shard + at.get("shard", 0)
 
 
 def draw_mesh(ranks: torch.Tensor, topology: Topology) -> str:
-    """The mesh as text: one line per replica, ``rank`` numbers grouped by tensor, the host at the
-    end.
+    """The mesh as text: one line per replica, ranks grouped by tensor, the host at the end.
 
     ``ranks``: int64 [replicate, shard, tensor]. Long meshes are cut in the middle.
     """

@@ -101,8 +101,7 @@ class Hook:
         every rank, and this rank's ``time/step_s``."""
 
     def validation(self, run: RunView, step: int, metrics: Mapping[str, float]) -> Returned:
-        """After a validation in step ``step``, before `step` is called. ``metrics``: the losses by
-        key, the same on every rank."""
+        """After a validation, before `step`. ``metrics``: losses by key, equal on every rank."""
 
     def save(self, run: RunView, step: int, path: str) -> None:
         """Once the checkpoint of ``step`` is published at ``path``."""
@@ -136,8 +135,7 @@ def check_hooks(entries: Sequence[Any]) -> None:
 
 
 def build_hooks(entries: Sequence[Any]) -> list[Hook]:
-    """The hooks that ``train.hooks`` names. Raises `ConfigError` as `check_hooks`, and for an
-    exception while one is made."""
+    """Makes what ``train.hooks`` names. Raises `ConfigError` as `check_hooks`, or if one raises."""
     check_hooks(entries)
     hooks = []
     for reference, arguments in map(_entry, entries):

@@ -69,8 +69,7 @@ class StepOutcome:
 
 
 def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
-    """Names what is wrong with ``state``, which should be a `Trainer.state_dict` after ``step``;
-    empty if nothing.
+    """Names what is wrong with a `Trainer.state_dict` after ``step``; empty if nothing.
 
     Numbers must be finite, in range, and possible together.
     """
@@ -117,8 +116,7 @@ def _problems_of_scaler(scaler: Any, step: int) -> list[str]:
 
 
 def problems_of_best(name: str, state: Any, step: int) -> list[str]:
-    """Names what is wrong with ``state``, which should be a `BestMetric` as a dict after ``step``,
-    or None; empty if nothing."""
+    """Names what is wrong with ``state``, None or a `BestMetric` as a dict after ``step``."""
     if state is None:
         return []
     names = {item.name for item in fields(BestMetric)}
@@ -179,8 +177,7 @@ class WatchedMetrics:
         self._names: set[str] = set()  # of what was measured so far
 
     def measure(self, step: int, measured: Mapping[str, float]) -> bool:
-        """Takes what was measured in ``step``, by key. Returns whether ``keep_best`` has a new best
-        value."""
+        """Takes what ``step`` measured, by key. Returns whether ``keep_best`` has a new best."""
         self._names.update(measured)
         improved = {}
         for name, watched in self._watched.items():

@@ -5,8 +5,7 @@ micro-batch on tensors without storage. What it has in memory beside its paramet
 wherever sharding would gather or reduce a group: `MemoryEvent`. `cost.predicted_peak`
 adds what sharding allocates there, for any sizes of the other axes.
 
-Gradients of a group's parameters are dropped when the group has all of them, since sharding would
-have reduced them.
+Gradients of a group's parameters are dropped when all are there: sharding reduces them then.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ def profile_activations(
     which it may run on the given micro-batch. ``mesh``: with a tensor axis; one of a fake process
     group will do.
 
-    The last event is the end of the step. In words why there is none, for a model that tensors
-    without storage cannot run.
+    The last event is the end of the step. In words why not, if fake tensors cannot run it.
     """
     twin = tensor_twin(model, mesh, layout)
     # Attention has a kernel that keeps no scores on this device, and none on meta.

@@ -28,8 +28,7 @@ def sent_bytes(collective: str, whole_bytes: float, size: int, device_type: str)
     ``whole_bytes``: the larger side of the collective: the output of ``all_gather``, the input of
     ``reduce_scatter`` and ``all_to_all``, the tensor of ``all_reduce``. Bandwidth-optimal
     algorithms (ring; Thakur et al. 2005) send (n-1)/n of it, and an all-reduce twice that. Gloo
-    (CPU tensors) has no reduce-scatter of its own: it costs an all-reduce. Raises KeyError for
-    another collective.
+    (CPU tensors) reduces and scatters by an all-reduce. Raises KeyError for another collective.
     """
     return _passes(collective, device_type) * (size - 1) / size * whole_bytes
 

@@ -3,8 +3,7 @@
 [Note: few of the equal blocks] A model of equal blocks costs a constant and so much per block. So a
 copy is measured with one block of each stack, and for each stack a copy with two; the difference is
 a block's. A third kind of copy, with the first, a middle and the last block of every stack, must
-cost what follows from these. Where it does not, or where such a copy cannot run, the whole model is
-measured.
+cost what follows from these. Where it does not, or cannot run, the whole model is measured.
 """
 
 from __future__ import annotations

@@ -92,8 +92,7 @@ def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemo
 
 
 class _Step:
-    """Follows the events of micro-batches. ``fullest`` and ``activations``: what there was at the
-    fullest moment."""
+    """Follows the events of micro-batches, and keeps what was there at the fullest moment."""
 
     def __init__(self, events: Sequence[MemoryEvent], layout: Layout) -> None:
         shape, config = layout.shape, layout.config

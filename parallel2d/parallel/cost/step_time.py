@@ -79,8 +79,7 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """``samples_per_s``: of the whole job. ``mfu``: model FLOPs per second over the peak of the
-    dtype that computes."""
+    """``samples_per_s``: of the whole job. ``mfu``: model FLOPs over the peak of what computes."""
 
     seconds: StepSeconds
     samples_per_s: float
@@ -207,8 +206,7 @@ class _Estimate:
         return once + max(0.0, passes - 1) * latency
 
     def _groups(self, forward: float, recomputed: float) -> tuple[list[GroupSeconds], float]:
-        """The groups in the order of forward, the root first, and the seconds of what replicas
-        gather after the update."""
+        """The groups as forward runs them, the root first; seconds of gathers after the update."""
         layout, traffic = self._layout, self._traffic
         whole = sum(count * group.gathered_bytes for group, count in traffic.groups)
         frees = layout.config.strategy.reshard_after_forward

@@ -121,8 +121,7 @@ class TensorTraffic(NamedTuple):
     sums_ring_passes: float
 
     def of_step(self, accumulation: int, during_accumulation: str) -> tuple[float, float]:
-        """Bytes and ring passes of a step. The sums come in every backward, or once with
-        ``none``."""
+        """Bytes and ring passes of a step. Sums come in every backward, or once with ``none``."""
         sums = 1 if during_accumulation == "none" else accumulation
         return (
             accumulation * self.passes_bytes + sums * self.sums_bytes,
@@ -139,8 +138,7 @@ def count_tensor_axis(
 ) -> TensorTraffic | None:
     """``twin``: from `tensor_twin`. It runs forward and backward of one micro-batch of ``layout``
     on tensors without storage, on every rank alike; ``counter``, a dry `CommunicationMeter`, counts
-    its collectives instead of running them. None, and the reason logged, for a model that such
-    tensors cannot run.
+    its collectives instead of running them. None, and the reason logged, where it cannot run.
     """
     problem: Exception | None = None
     # Meta tensors are twice as fast, and some models only run on tensors with a real device.

@@ -63,8 +63,7 @@ class AxisTraffic:
         return collective, self._sent("replicate", collective, whole)
 
     def updated(self, group: GroupTraffic) -> float:
-        """By what crosses of its parameters between replicas, once in `method.update_period`
-        updates."""
+        """By what crosses of its parameters between replicas, once per `method.update_period`."""
         return self._sent("replicate", *self.layout.method.parameters(group))
 
     def per_step(self, group: GroupTraffic) -> tuple[float, float]:
@@ -112,7 +111,6 @@ def predicted_bytes(layout: Layout, over_tensor: float | None = None) -> dict[st
 
 
 def exact_bytes(layout: Layout) -> float:
-    """Bytes that a rank would send per step over the ``replicate`` axis if gradients were reduced
-    there in fp32, once per step."""
+    """Bytes per step of a rank over ``replicate`` if gradients were reduced there once, in fp32."""
     numel = sum(count * group.reduced_numel for group, count in AxisTraffic(layout).groups)
     return sent_bytes("all_reduce", 4 * numel, layout.shape.replicate, layout.workload.device_type)

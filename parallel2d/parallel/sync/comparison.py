@@ -92,8 +92,7 @@ def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _hash_of(local: Tensor) -> Tensor:
-    """int64: the sum of the elements' bits, each times an odd number that depends on its place,
-    modulo 2**64."""
+    """int64: the sum of the elements' bits, each times an odd number of its place, modulo 2**64."""
     # A product with an odd number has another value for every other factor, so a single element
     # that differs always shows.
     # Of as many bytes as an element, or half of a complex one, has

@@ -37,8 +37,7 @@ def attach_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     must hear of them. `parallel2d.build_optimizer` does this.
 
     With several optimizers attach the one that steps last. Raises `ConfigError` for a model that
-    did not come from `parallel2d.parallelize`, and for an optimizer that has whole parameters where
-    replicas own parts.
+    did not come from `parallel2d.parallelize`, or an optimizer of whole parameters that are split.
     """
     engine_of(model).updates.attach(optimizer)
 
@@ -99,8 +98,7 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raises `ConfigError`, with the parameter and the ranks, when replicas differ in a single bit
-    of what must be equal. Collective over the world; the train command does it every
-    ``sync.compare_every`` steps."""
+    of what must be equal. Collective over the world; see ``sync.compare_every``."""
     comparison = ReplicaComparison(mesh, replicated_tensors(model))
     vector = comparison.vector()
     if not has_cpu_backend():
@@ -110,8 +108,7 @@ def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def finish_updates(model: nn.Module) -> None:
-    """At the end of training: with ``sync=diloco`` a last outer step with what the replicas have
-    not shared yet. Collective."""
+    """At the end of training: with ``sync=diloco`` a last outer step with the rest. Collective."""
     outer = outer_sync(model)
     if outer is not None:
         reshard(model)
@@ -166,8 +163,7 @@ class HookReduction:
 
     state: Any
     hook: Hook
-    # Hooks may start other collectives when the first is done, and all replicas must start
-    # collectives in one order.
+    # Hooks may start further collectives, and all replicas must start them in one order.
     most_in_flight: int | None = 1
 
     def start(self, bucket: Bucket) -> Wait:

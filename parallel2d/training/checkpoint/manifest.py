@@ -63,8 +63,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint: dtype by safetensors name, whole shape, and the chunks that tile
-    it."""
+    """A tensor: dtype by safetensors name, whole shape, and the chunks that tile it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -122,8 +121,7 @@ class Manifest:
     @classmethod
     @without_collector()
     def decode(cls, data: bytes, what: str = MANIFEST) -> Manifest:
-        """Raises `DamagedCheckpointError`, naming ``what``, for anything but a manifest that
-        `encode` could have written."""
+        """Raises `DamagedCheckpointError`, naming ``what``, for what `encode` cannot have made."""
         if len(data) > MAX_BYTES:
             raise DamagedCheckpointError(f"{what}: {len(data)} bytes, more than {MAX_BYTES}")
         content = parse_json(data, what)
@@ -167,8 +165,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str, mapped: bool = True) -> Checkpoint:
-        """The checkpoint at a local path or fsspec address; its manifest is checked, its files are
-        not yet."""
+        """The checkpoint at a path or fsspec address; its manifest is checked, files are not."""
         folder = open_folder(path, mapped)
         return cls(
             folder, Manifest.decode(folder.read(MANIFEST, MAX_BYTES), f"{folder.label}/{MANIFEST}")
@@ -207,8 +204,7 @@ class Checkpoint:
                 )
 
     def copy_into(self, name: str, region: Region, destination: Tensor) -> None:
-        """Fills ``destination``, of the shape of ``region``, with that rectangle of the tensor;
-        dtypes are converted."""
+        """Fills ``destination``, shaped as ``region``, with that rectangle, converting dtypes."""
         tensor = self.tensors[name]
         for chunk in tensor.chunks:
             common = chunk.region.intersect(region)
@@ -224,8 +220,7 @@ class Checkpoint:
             destination[common.slices_in(region)].copy_(values)
 
     def fill(self, tensor: Tensor, name: str) -> None:
-        """Copies this rank's part of the stored tensor ``name``, of the same shape, into
-        ``tensor``."""
+        """Copies this rank's part of the stored tensor ``name`` into ``tensor``, of its shape."""
         region = local_region(tensor)
         if region.numel:
             self.copy_into(name, region, local_part(tensor.detach()).view(region.lengths))
@@ -371,8 +366,7 @@ def content_digest(content: Mapping[str, Any]) -> str:
 
 
 def chunk_key(name: str, shape: Sequence[int], region: Region) -> str:
-    """The name of a chunk inside its file: the tensor's own when it is all of it, otherwise with
-    the offsets behind ``@``."""
+    """A chunk's name in its file: the tensor's own for all of it, else with ``@`` and offsets."""
     if region.lengths == tuple(shape):
         return name
     return f"{name}@{','.join(map(str, region.offsets))}"

@@ -2,8 +2,7 @@
 `Resume.run`.
 
 Candidates are the run's own store, the copies elsewhere and the path in ``checkpoint.resume``. Rank
-0 chooses, and broadcasts the manifest. Verification is spread over the ranks, so that each file is
-read once.
+0 chooses, and broadcasts the manifest. Ranks share the verification: each file is read once.
 """
 
 from __future__ import annotations

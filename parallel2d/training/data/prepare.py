@@ -118,8 +118,7 @@ def prepare(
         lock: descriptor of the folder's lock (`folder_lock`), which the caller holds.
         progress: called with the number of units that are done.
 
-    Raises `ConfigError` for input that is empty or has more bad rows than allowed. Nothing is
-    published then.
+    Raises `ConfigError`, and publishes nothing, for empty input and too many bad rows.
     """
     tokenizer = load_tokenizer(config.tokenizer, config.end_token)
     # How many bad rows are allowed changes no shard.

@@ -235,8 +235,7 @@ def document_bytes(config: DataConfig) -> int:
 
 
 def _text_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
-    """Yields bytes that end at line ends, or between characters of a line that is longer than a
-    document."""
+    """Yields bytes that end at line ends, or inside a line that is longer than a document."""
     # The bound matters where files are not cut: what is read at a time is allocated before.
     size, carried, inside_line = min(document_bytes(config), ROW_BYTES), b"", False
     with _open(path) as file:
@@ -387,8 +386,7 @@ def _open_parquet(path: str) -> Any:
 
 
 def _open_data_set(config: DataConfig) -> Any:
-    """The `datasets.Dataset` that ``data=hf`` names. Raises `ConfigError` if it cannot be
-    loaded."""
+    """The `datasets.Dataset` of ``data=hf``. Raises `ConfigError` if it cannot be loaded."""
     path = str(config.path)
     datasets = _library("datasets", "hf-datasets", f"data=hf data.path={path}")
     try:

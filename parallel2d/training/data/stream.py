@@ -37,8 +37,7 @@ class Samples(Protocol):
     def read(
         self, index: int, inputs: NDArray[Any], targets: Array, document_ids: Array | None
     ) -> None:
-        """Fills ``inputs`` and ``targets``, of the shapes of `shape`, with the sample at ``index``.
-        Any thread may call it."""
+        """Fills both, shaped as in `shape`, with the sample at ``index``. Called by any thread."""
 
 
 class _TokenSamples:
@@ -57,8 +56,7 @@ class _TokenSamples:
 
 
 class PackedSamples(_TokenSamples):
-    """Sample i reads tokens i·T .. (i+1)·T of the split: each token but the first is a target
-    exactly once.
+    """Sample i reads tokens i·T .. (i+1)·T: each token but the first is a target exactly once.
 
     The last sample is padded with the end id, without targets. With ``intra_document_masking`` the
     first token of a document is not a target either: it would be predicted from another document.
@@ -89,8 +87,7 @@ class PackedSamples(_TokenSamples):
 
 
 class PaddedSamples(_TokenSamples):
-    """Sample i is document i, cut to T + 1 tokens. The rest of the row is padded with the end id,
-    without targets."""
+    """Sample i is document i, cut to T + 1 tokens. The row ends with end ids, without targets."""
 
     def __len__(self) -> int:
         return self._split.documents
@@ -124,8 +121,7 @@ class SampleStream:
         context: positions at the start of every sequence whose targets are ignored.
         epochs: number of epochs; 0 reads epoch after epoch without end.
         end: see `End`.
-        threads: samples of a batch that are read at once. More than one helps where reading means
-            decoding, not copying.
+        threads: samples of a batch read at once; several help where reading means decoding.
     """
 
     def __init__(

@@ -46,8 +46,7 @@ _Call = functools.partial[Any]
 
 class StreamWaits:
     """``stream_class``: whose ``wait_event`` and ``record_event`` are wrapped (``wait_stream`` is
-    made of both); ``current()``: the stream in which operators run now; ``timed_event()``: a new
-    event with timing enabled."""
+    made of both); ``current()``: the current stream; ``timed_event()``: a new event that times."""
 
     def __init__(
         self, stream_class: Any, current: Callable[[], Any], timed_event: Callable[[], Any]
@@ -90,8 +89,7 @@ class StreamWaits:
 
     def around(self, axis: str, call: Callable[[], Any]) -> tuple[Any, tuple[Any, Any]]:
         """Runs ``call``, which puts a collective of ``axis``, or the wait for one, into the current
-        stream. Returns its result and the events before and after it; in the compute stream all of
-        that time is exposed."""
+        stream. Returns its result and both events; in the compute stream all of it is exposed."""
         stream = self._current()
         result, events = self._between_events(stream, call)
         self._axis_of[stream.cuda_stream] = axis
@@ -170,8 +168,7 @@ class CommunicationMeter:
     """Counts what this rank sends over each axis of ``mesh``; see [Note: what is counted].
 
     ``dry``: collectives are counted and not run; only for tensors without storage. ``device_type``:
-    whose bytes a dry meter counts; default: that of the mesh. One meter can be installed at a time
-    in a process.
+    whose bytes a dry meter counts; default: the mesh's. A process installs one meter at a time.
     """
 
     def __init__(
@@ -261,8 +258,7 @@ class CommunicationMeter:
         return self._axes[axis].ring_passes
 
     def position(self) -> tuple[int, str]:
-        """Collectives begun in this step, and the last of them with its axis, for people. Callable
-        from any thread."""
+        """Collectives begun in this step, and the last with its axis, in words; from any thread."""
         begun = sum(tally.calls for tally in self._axes.values())
         last = self._last
         if not begun or last is None:

@@ -14,8 +14,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-# Names in a trace, in the order of the loop; rows have others for the same phases, see
-# `metrics.keys`
+# Names in a trace, in the order of the loop; `metrics.keys` has those of rows
 _TRACE_NAMES = ("forward_backward", "data", "agree", "update")
 _HISTORY = 200_000  # allocations and frees that a memory snapshot holds
 _active = False  # whether a step of this process is traced now
@@ -41,8 +40,7 @@ class PhaseClock:
         self.mark("")
 
     def mark(self, phase: str) -> None:
-        """Ends ``phase``, which began at the mark before. A phase may end several times in a step:
-        its parts add up."""
+        """Ends ``phase``, which began at the mark before. The parts of a phase add up."""
         ended = len(self._marks)
         self._marks.append((phase, self._now()))
         self._region.close()

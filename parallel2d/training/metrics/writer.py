@@ -102,8 +102,7 @@ class MetricsWriter:
         """Opens both, to go on after ``from_step``; a restart undid the steps of later rows.
         Raises OSError.
 
-        Returns the last row that was written before, undone or not, and the last one that stands;
-        None where there is none.
+        Returns the last row that was there, undone or not, and the last one that stands; or None.
         """
         found = set_aside_after(self._path, from_step)
         # Without a buffer, which would keep what a full disk has refused for the next row.
@@ -116,8 +115,7 @@ class MetricsWriter:
         return found
 
     def write(self, row: Row, busy_s: Sequence[float] = ()) -> None:
-        """``row`` must hold ``step``; numbers become scalars, non-finite ones are written as null.
-        ``busy_s``: of each rank."""
+        """``row`` holds ``step``; numbers that are not finite become null. ``busy_s``: by rank."""
         assert self._file is not None, "begin() comes first"
         clean = dict(row)
         for key, value in row.items():
@@ -189,8 +187,7 @@ class MetricsWriter:
 
 class _EventFile:
     """A file of TensorBoard's in ``folder``, which drops the steps after ``from_step`` that earlier
-    files hold. Written in the calling thread: that of torch's ``SummaryWriter`` prints a traceback
-    where the disk is full."""
+    files hold. Written in this thread: ``SummaryWriter``'s prints a traceback on a full disk."""
 
     def __init__(self, folder: str, from_step: int) -> None:
         # Imported here and below, so that only runs with TensorBoard wait for it.
@@ -260,8 +257,7 @@ def _mark_compared(summary: Any) -> None:
 
 
 def _of_axis(axis: str, scalars: Mapping[str, float]) -> dict[str, float]:
-    """What was measured for ``axis``, by the tags that all axes share; nothing in the first row of
-    a process."""
+    """What was measured for ``axis``, by the tags that all axes share; nothing in a first row."""
     moved: dict[str, float] = {}
     for quantity, (tag, scale) in OF_AN_AXIS.items():
         key = keys.communication_key(axis, quantity)

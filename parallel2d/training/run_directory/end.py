@@ -192,8 +192,7 @@ def objective_missing(name: str, run_dir: str) -> str:
 
 
 def note_failure(run_dir: str, text: str) -> None:
-    """Adds the error of a run to its ``train.log``. What cannot be written is not worth another
-    error."""
+    """Adds the error of a run to its ``train.log``, if that can be written."""
     stamped = f"{time.strftime('%H:%M:%S')} {text}\n"
     with contextlib.suppress(OSError), open(os.path.join(run_dir, "train.log"), "a") as file:
         file.write(stamped)

@@ -154,8 +154,7 @@ class RunTakenOver(RuntimeError):  # noqa: N818  (named after what happened; it 
 
 
 class RunClaim:
-    """Rank 0's mark in the run directory, from the start of a run to its end; nothing before
-    `take`, nor on other ranks."""
+    """Rank 0's mark in the run directory during a run; nothing before `take`, nor elsewhere."""
 
     def __init__(self, run_dir: str) -> None:
         self._path = os.path.join(run_dir, _OWNER)

@@ -31,8 +31,7 @@ _NOTHING = object()
 def accumulate(
     model: nn.Module, micro_batches: Iterable[Batch], mode: str = "reduce_scatter_only"
 ) -> Iterator[Batch]:
-    """Yields the micro-batches of one global batch; ``model`` is set up for each before it is
-    yielded.
+    """Yields the micro-batches of one global batch; before each, ``model`` is set up for it.
 
     Run forward and backward inside the loop. Whatever ends the loop early, an exception or
     ``break`` included, what was accumulated apart from ``.grad`` is dropped and the model
@@ -55,8 +54,7 @@ def accumulate(
 
 @contextmanager
 def no_sync(model: nn.Module, mode: str = "reduce_scatter_only") -> Iterator[None]:
-    """Backward passes inside accumulate; the first one after the context reduces the sum over the
-    replicate axis.
+    """Backward passes inside accumulate; the first one after it reduces the sum over the replicas.
 
     ``mode="none"`` omits even the reduce-scatter. Safe against exceptions.
     """

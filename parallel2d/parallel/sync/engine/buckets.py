@@ -43,8 +43,7 @@ class Bucket:
         self._parts: list[Tensor] = []
 
     def index(self) -> int:
-        """Its number in the order of reduction, from 0: the groups that a backward pass ends first
-        come first."""
+        """Its number in the order of reduction, from 0: what backward ends first comes first."""
         return self._index
 
     def is_last(self) -> bool:
@@ -52,8 +51,7 @@ class Bucket:
         return self._last
 
     def buffer(self) -> Tensor:
-        """All gradients, flat and real: those of this replica before the reduction, their mean over
-        the replicas after it."""
+        """All gradients, flat and real: this replica's, or after the reduction their mean."""
         assert self._flat is not None, "the bucket is not being reduced"
         # Collectives and hooks take real tensors: a complex number is sent as two.
         return as_real(self._flat).view(-1)
@@ -72,8 +70,7 @@ class Bucket:
         return [parameter.sharded for parameter in self.trained]
 
     def parts(self) -> list[Tensor]:
-        """Views of `buffer`, one for each parameter in the order of `parameters`; complex ones as
-        real numbers."""
+        """Views of `buffer`, in the order of `parameters`; complex ones as real numbers."""
         return [as_real(each) for each in self._parts]
 
     def release(self) -> None:

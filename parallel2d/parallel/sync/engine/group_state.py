@@ -16,8 +16,7 @@ from parallel2d.parallel.weights.geometry import pieces_of
 
 
 class GroupState:
-    """The state of a group in the current global batch. ``wire``: in which its gradients are sent
-    to other replicas."""
+    """A group in the current global batch. ``wire``: in which gradients go to other replicas."""
 
     def __init__(self, group: FSDPGroup, wire: Wire) -> None:
         self.group = group
@@ -62,8 +61,7 @@ class GroupState:
 
     def start_reduction(self) -> bool:
         """Its reduction over the shard axis begins; whether this rank has gradients for it. Raises
-        RuntimeError in a backward pass that autograd records, and when the group's gradients of
-        this pass were final."""
+        RuntimeError in a backward pass that autograd records, and where gradients were final."""
         # Gradients are enabled in a backward pass only with create_graph=True.
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -137,8 +135,7 @@ class GroupState:
     # Means of earlier backward passes
 
     def set_aside_means(self) -> None:
-        """Takes gradients out that are averaged already, where sending them again in a narrow dtype
-        would round them again."""
+        """Takes out means that a narrow dtype would round again."""
         were_averaged = self.averaged
         self.averaged = False
         # In 32 bits or more they stay: averaging equal gradients again rounds once, in fp32.
@@ -186,8 +183,7 @@ def cast_gradient(parameter: FSDPParameter, dtype: torch.dtype) -> None:
 def make_uniform(parameters: Sequence[FSDPParameter]) -> None:
     """Gives the whole gradients of a group one dtype, in which torch reduces them.
 
-    They differ where some are sums of micro-batches, which are in `gradient_dtype`, and where a
-    module casts its own weights.
+    They differ where some are sums of micro-batches, and where a module casts its own weights.
     """
     dtypes = {parameter.whole_gradient_dtype for parameter in parameters}
     # None: there is no gradient before the first forward.

@@ -98,8 +98,7 @@ class ReplicaReducer:
     # Hooks that torch calls
 
     def _before_reduction(self, state: GroupState) -> None:
-        """Autograd has the group's gradients of this pass, and they are about to be reduced over
-        the shard axis."""
+        """Autograd has the group's gradients of this pass, and the shard axis will reduce them."""
         group = state.group
         any_gradient = state.start_reduction()
         self.batch.pending = True
@@ -176,8 +175,7 @@ class ReplicaReducer:
             self.agreement.agree()
 
     def _hook_never_called(self) -> str:
-        """The message for a hook of `register_hook`, which autograd would never call; empty when
-        there is none."""
+        """The message for a hook of `register_hook`, which would never be called; or nothing."""
         for group in self.groups:
             for parameter in group.trained:
                 if parameter.sharded._backward_hooks:

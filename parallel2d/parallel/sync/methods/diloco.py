@@ -290,8 +290,7 @@ class OuterSync(UpdateFollower):
 
     def resume(self, steps: int, finished_after: int, arrived: Container[str]) -> list[str]:
         """Goes on after ``steps`` updates, ``finished_after`` as it was. ``arrived``: parameters of
-        which a mean was received that is not applied. Returns those of them that are still to be
-        applied."""
+        which a mean was received that is not applied. Returns those still to be applied."""
         self.steps = steps
         self.finished_after = finished_after
         expected: list[str] = []

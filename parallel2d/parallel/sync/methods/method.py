@@ -87,8 +87,7 @@ class GroupTraffic(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What replicas send at once. ``size``: bytes that each has of it, before the collective
-    divides or repeats them."""
+    """What replicas send at once. ``size``: bytes before the collective divides or repeats them."""
 
     collective: str
     size: int
@@ -181,8 +180,7 @@ class SyncMethod:
         self, values: Sequence[Tensor], cut: Sequence[Region], keys: RoundingKeys, name: str
     ) -> Tensor:
         """What one process would compute in the place of reductions, for proofs: the mean of
-        ``values``, the gradients of the replicas for the whole parameter ``name``, as it arrives;
-        see `expected_mean`."""
+        ``values``, the replicas' gradients of the whole parameter ``name``; see `expected_mean`."""
         (value,) = values
         return value
 

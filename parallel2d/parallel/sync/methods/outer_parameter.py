@@ -93,8 +93,7 @@ def split_in_fragments(
     least, so that equal layers are dealt out in turn.
 
     A unit that is larger than a part is dealt out by parameter. Sizes are those of whole
-    parameters, so that all ranks make the same parts. Raises `ConfigError` for more parts than
-    there are parameters.
+    parameters, so that all ranks make the same. Raises `ConfigError` for more than there can be.
     """
     sizes = {name: parameter.outer.numel() for name, parameter in parameters.items()}
     pieces = _pieces_of_units(units, sizes, sum(sizes.values()) / count)

@@ -154,8 +154,7 @@ class OwnedParameters(UpdateFollower):
         @functools.wraps(zero_grad)
         def clear(set_to_none: bool = True) -> None:
             zero_grad(set_to_none)
-            # Sums that are not reduced over the replicas are in the sharded parameters, which the
-            # optimizer does not have.
+            # Sums not reduced over replicas are in sharded parameters, which the optimizer lacks.
             clear_gradients(self._model.groups, set_to_none)
 
         optimizer.zero_grad = clear  # type: ignore[method-assign]

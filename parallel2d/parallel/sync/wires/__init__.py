@@ -72,8 +72,7 @@ class Wire:
 
     @property
     def rounds(self) -> bool:
-        """Whether values are rounded, and so exchanged and added in fp32; others are all-reduced
-        as they are."""
+        """Whether values are rounded, and so exchanged and added in fp32, not all-reduced."""
         return self.bits < 32
 
     @property
@@ -93,8 +92,7 @@ class Wire:
         if self.dtype is not None:
             return CastCoder(self.dtype)
         noise = BlockNoise(pieces, [tensor.numel() for tensor in tensors], tensors[0].device)
-        # What is sent later may be rounded to the nearest code, which takes half as much as
-        # rounding at random.
+        # What is sent later may be rounded to the nearest, which takes half as much as at random.
         return BlockCoder(BlockCode(self.bits), noise, nearest=self.keeps_rest)
 
 

@@ -32,8 +32,7 @@ class BlockCode:
 
     @property
     def largest(self) -> int:
-        """The largest code of a finite value: 126 or 6. The code above it, of either sign, is
-        infinity."""
+        """The largest finite code: 126 or 6. The code above it, of either sign, is infinity."""
         return 2 ** (self.bits - 1) - 2
 
     @property
@@ -130,8 +129,7 @@ class BlockCoder:
 
 
 def to_blocks(tensors: Sequence[Tensor]) -> Tensor:
-    """[blocks, 256] of all ``tensors``; each begins a new block, and the last one of each is
-    filled up with zeros."""
+    """[blocks, 256] of all ``tensors``; each begins a block, its last one is filled with zeros."""
     counts = [blocks_of(tensor.numel()) for tensor in tensors]
     first = tensors[0]
     blocks = torch.zeros(sum(counts), BLOCK, dtype=first.dtype, device=first.device)
@@ -143,8 +141,7 @@ def to_blocks(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class BlockNoise:
-    """Random numbers in [0, 1) for the blocks that `to_blocks` makes of tensors with ``numels``
-    values."""
+    """Random numbers in [0, 1) for the blocks of `to_blocks`, of tensors with ``numels`` values."""
 
     def __init__(
         self, pieces: Sequence[Piece], numels: Sequence[int], device: torch.device
@@ -195,8 +192,7 @@ class RoundingKeys:
 
 
 def key_of(*parts: int | str) -> int:
-    """A 32-bit number for ``parts``, such as a seed, a step and a name; signed, as int32 holds
-    it."""
+    """A 32-bit number, signed as in int32, for ``parts`` such as a seed, a step and a name."""
     text = "/".join(str(part) for part in parts)
     digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little", signed=True)
@@ -211,8 +207,7 @@ def contribution_stage(replica: int) -> int:
 
 
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
-    """fp32 numbers in [0, 1), one for each pair of ``keys`` and ``positions``, which are int32 and
-    broadcast against each other.
+    """fp32 numbers in [0, 1) for pairs of ``keys`` and ``positions``, int32 that are broadcast.
 
     The hash is the finalizer of MurmurHash3 (Appleby), which mixes all 32 bits.
     """

@@ -49,8 +49,7 @@ class Exchange:
     make them, and call their methods, in the same order.
 
     ``tensors``: this replica's values. `finish` writes the mean into ``results``, which may be the
-    same. ``keeps_rest``: what rounding takes from this replica's values stays in ``tensors``, for
-    its next message.
+    same. ``keeps_rest``: what rounding takes away stays in ``tensors``, for the next message.
     """
 
     def __init__(
@@ -155,8 +154,7 @@ def expected_mean(
     one from each replica, of the whole parameter ``name``. For proofs.
 
     ``cut``: the parts of it that the ranks of a replica hold, on which the blocks of a code depend;
-    ``sent_back``: whether owners send the mean to all, rounded. What ``wire`` keeps of them stays
-    in ``values``.
+    ``sent_back``: whether owners send the mean, rounded. What ``wire`` keeps stays in ``values``.
     """
     mean = torch.empty_like(values[0])
     for region in cut:

@@ -1,5 +1,4 @@
-"""Weights in other formats: `open_source` reads them, `convert` writes them, with one tensor in
-memory at a time.
+"""Weights in other formats: `open_source` reads them, `convert` writes them, one tensor at a time.
 
 The target is complete or absent: it is written beside its place and renamed into it. An existing
 target is never overwritten. Optimizer state is converted between our format, ``torch.save`` and
@@ -161,8 +160,7 @@ def _chosen(
 
 @contextlib.contextmanager
 def _published(target: str) -> Iterator[str]:
-    """A path beside ``target``. What was written there becomes ``target``, or is removed after an
-    error."""
+    """A path beside ``target``: what is there at the end becomes ``target``; nothing on error."""
     parent, name = os.path.split(os.path.abspath(target))
     os.makedirs(parent, exist_ok=True)
     place = os.path.join(parent, f".converting-{name}-{os.urandom(4).hex()}")

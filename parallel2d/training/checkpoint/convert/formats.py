@@ -86,8 +86,7 @@ class Source:
 
 
 def facts_in(text: Any, what: str) -> dict[str, Any]:
-    """Reads what `Source.facts_text` wrote, checked for its kinds; nothing where another program
-    has written the file."""
+    """Reads what `Source.facts_text` wrote, checked for kinds; nothing in other files."""
     if not isinstance(text, str):
         return {}
     content = parse_json(text.encode(), f"{what}: metadata")
