@@ -53,8 +53,7 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
 
 
 def squared_norm_share(parameters: Iterable[Tensor], world_size: int) -> Tensor:
-    """This rank's share of the squared 2-norm: summed over all ranks of the world it gives the
-    whole, each element counted once.
+    """This rank's share of the squared 2-norm: over all ranks of the world they sum to the whole.
 
     Lets the norm be part of another reduction. An fp64 scalar; the meshes must cover the world.
     """
@@ -87,8 +86,7 @@ def _by_split(parameters: Iterable[Tensor]) -> dict[_Split, list[Tensor]]:
 
 
 def without_partial(gradient: DTensor) -> DTensor:
-    """``gradient`` itself, or, where its ranks hold summands (`Partial`), a new one that holds
-    their sums. Collective in the second case."""
+    """``gradient`` itself, or a new one with sums in the place of summands; collective then."""
     whole = [Replicate() if isinstance(each, Partial) else each for each in gradient.placements]
     if whole == list(gradient.placements):
         return gradient

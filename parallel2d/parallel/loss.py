@@ -126,8 +126,7 @@ class _CrossEntropySum(torch.autograd.Function):
             # Before the next chunk is there.
             del chunk
         log_sum, value = torch.cat(log_sums), torch.cat(picked)
-        # The other ranks' columns: the log-sum-exp of the ranks' log-sum-exps, and the one logit
-        # that some rank has picked for each token.
+        # The other ranks' columns: all log-sum-exps again, and the logit one rank has picked.
         if group is not None:
             largest = log_sum.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)

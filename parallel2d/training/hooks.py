@@ -122,8 +122,7 @@ class Agreed:
 
 
 def check_hooks(entries: Sequence[Any]) -> None:
-    """Raises `ConfigError` for a class of ``train.hooks`` that cannot be imported, is no `Hook`, or
-    does not take its arguments. Makes none."""
+    """Raises `ConfigError` for what is no importable `Hook`, or does not take its arguments."""
     for reference, arguments in map(_entry, entries):
         kind = load_reference(_KEY, reference)
         if not isinstance(kind, type) or not issubclass(kind, Hook):

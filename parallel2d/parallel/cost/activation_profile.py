@@ -121,8 +121,7 @@ class _EventLog(TorchDispatchMode):
         return output
 
     def end(self) -> None:
-        """Backward has ended: the root is reduced, then groups whose inputs have no gradient, or
-        some of whose parameters had none."""
+        """Backward has ended: the root is reduced, then groups that nothing has reduced before."""
         root = len(self._trained) - 1
         self._reduce(root)
         for group, missing in enumerate(self._missing[:root]):

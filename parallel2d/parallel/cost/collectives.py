@@ -1,5 +1,4 @@
-"""Bytes that a rank sends in one collective (`sent_bytes`), and the seconds that it takes on the
-links of a cluster (`collective_seconds`).
+"""Bytes that a rank sends in a collective (`sent_bytes`), and its seconds (`collective_seconds`).
 
 [Note: collectives in time] Ring algorithms, with the latencies that NCCL's own model counts
 (``src/graph/tuning.cc``). A ring through the ranks of a group passes each host once, so a host

@@ -99,8 +99,7 @@ def _extended(
 def _without_blocks(
     model: nn.Module, stacks: Sequence[EqualBlocks], kept: Sequence[Sequence[int]]
 ) -> nn.Module:
-    """A copy of ``model`` that has, of each of ``stacks``, the blocks of these numbers alone,
-    counted from the first of the run."""
+    """A copy of ``model`` with only these blocks of ``stacks``, counted from the first of a run."""
     before = [dict(stack.container._modules) for stack in stacks]
     # The other blocks are taken out of the lists meanwhile, so that they are not copied.
     try:

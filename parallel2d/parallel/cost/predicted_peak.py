@@ -34,8 +34,7 @@ class PredictedMemory:
 
 
 class _Group(NamedTuple):
-    """Bytes of one group: of its whole parameters, of its whole gradients as they are made and as
-    they are reduced, and of this rank's sums."""
+    """Bytes of a group: whole parameters, whole gradients as made and as reduced, own sums."""
 
     gathered: int
     made: int
@@ -156,8 +155,7 @@ class _Step:
             return
         self._whole.add(number)
         self._held.gathered += group.gathered
-        # Nothing gathers the root ahead. What a group's all-gather returned is there until its
-        # parameters have been copied from it.
+        # Nothing gathers the root ahead. What an all-gather returned stays until it is copied.
         if number == self._root:
             self._held.returned = group.gathered
         self._see(activations)

@@ -41,8 +41,7 @@ class StateBytes:
 def state_bytes(layout: Layout) -> StateBytes:
     """What the fullest rank keeps.
 
-    Every trained parameter is taken to have a gradient, and the optimizer to have made a step: one
-    that no rank ever uses has neither.
+    Every trained parameter is taken to have a gradient, and the optimizer to have made a step.
     """
     shape, method = layout.shape, layout.method
     parameters = masters = gradients = state = outer = 0

@@ -191,8 +191,7 @@ class _Estimate:
         return found
 
     def _tensor(self, over_tensor: tuple[float, float] | None) -> float:
-        """Seconds of what a step sends over the tensor axis, with the latencies of all its
-        collectives, which wait for each other."""
+        """Seconds of what a step sends over the tensor axis, one collective after the other."""
         place = self._places["tensor"]
         if place.ranks == 1:
             return 0.0

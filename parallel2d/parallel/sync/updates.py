@@ -59,8 +59,7 @@ def set_step(model: nn.Module, step: int) -> None:
 
 @contextmanager
 def outer_parameters(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model`` has the parameters that all replicas share, for validation and export.
-    They are its own but with ``sync=diloco``."""
+    """Inside, ``model`` has the parameters that replicas share: others with ``sync=diloco``."""
     outer = outer_sync(model)
     if outer is None:
         yield
@@ -142,8 +141,7 @@ def register_sync_hook(model: nn.Module, hook: Hook, state: Any = None) -> None:
 
 
 def replicate_group(model: nn.Module) -> dist.ProcessGroup:
-    """The process group on which the gradients of ``model`` are reduced over the replicas. Raises
-    `ConfigError` as `register_sync_hook` does."""
+    """The process group over the replicas. Raises `ConfigError` as `register_sync_hook` does."""
     return _buckets_of(model).group
 
 

@@ -193,8 +193,7 @@ class Checkpoint:
         return source, header
 
     def verify(self, files: list[str] | None = None, progress: Progress | None = None) -> None:
-        """Checks size, structure and SHA-256 of ``files`` (default all). ``progress`` gets the
-        bytes read since the last call."""
+        """Checks size, structure and SHA-256 of ``files`` (all). ``progress`` gets bytes read."""
         for name in self.manifest.files if files is None else files:
             self._file(name)
             if self.folder.digest(name, progress) != self.manifest.files[name].sha256:

@@ -160,8 +160,7 @@ def prepare(
 
 
 def _records(jobs: list[UnitJob], tokenizer: Tokenizer, lock: int) -> Generator[Record]:
-    """Yields the record of each job, in order. Units that an earlier run finished are kept; the
-    others are read by workers, or here."""
+    """Yields the record of each job, in order, from an earlier run, a worker, or made here."""
     left = [job for job in jobs if _record(job) is None]
     with contextlib.ExitStack() as stack:
         workers = _fork_workers(stack, left, lock)

@@ -96,8 +96,7 @@ def find_units(config: DataConfig) -> tuple[list[Unit], str]:
 
 
 def find_files(path: str) -> list[SourceFile]:
-    """The files that a path names, sorted by relative name: a file, the files of a folder that are
-    not hidden, or the matches of a glob."""
+    """Files that a path names, sorted: one, those of a folder that are not hidden, or of a glob."""
     start = Path(path).expanduser()
     if start.is_dir():
         return _files_below(start)
@@ -348,8 +347,7 @@ def _open(path: str) -> IO[bytes]:
 
 
 class _Decompressed(io.RawIOBase):
-    """Passes on what a decompressor gives. Raises OSError where it is more than any text expands
-    to: a few bytes may expand to terabytes."""
+    """Passes on decompressed bytes. Raises OSError where they are more than text expands to."""
 
     def __init__(self, file: IO[bytes], stream: Any) -> None:
         self._file, self._stream, self._given = file, stream, 0

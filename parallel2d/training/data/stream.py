@@ -46,8 +46,7 @@ class _TokenSamples:
         self.shape = token_sequences(seq_len)
 
     def _fill(self, start: int, count: int, inputs: Array, targets: Array) -> None:
-        """``count`` tokens as inputs, those that follow them as targets, and the end id for the
-        rest of the row."""
+        """``count`` tokens as inputs, the next ones as targets; the rest of the row: end ids."""
         tokens = self._split.ids(start, count + 1)
         inputs[:count], targets[:count] = tokens[:-1], tokens[1:]
         inputs[count:], targets[count:] = self._end_id, IGNORED

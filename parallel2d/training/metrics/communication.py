@@ -253,8 +253,7 @@ class CommunicationMeter:
         return self._axes[axis].bytes
 
     def ring_passes_over(self, axis: str) -> int:
-        """How often a ring through the ranks of ``axis`` was gone round since `start`: twice by an
-        all-reduce, once by any other collective."""
+        """How often a ring of ``axis`` was gone round since `start`: twice by an all-reduce."""
         return self._axes[axis].ring_passes
 
     def position(self) -> tuple[int, str]:
@@ -340,8 +339,7 @@ class CommunicationMeter:
         return self._held_up(tally, device_type, call)
 
     def _held_up(self, tally: _Tally | None, device_type: str, call: _Call) -> Any:
-        """Runs ``call``, which waits for a collective of ``tally``; on GPU that holds the current
-        stream up, not the thread."""
+        """Runs ``call``, a wait for a collective of ``tally``; on GPU only the stream waits."""
         if tally is None:
             return call()
         if self._streams and device_type == "cuda":

@@ -1,5 +1,4 @@
-"""What rank 0 shows on the console, in 80 columns: a header, then a live display on a terminal or
-plain lines elsewhere (`ConsoleDisplay`)."""
+"""What rank 0 shows on the console, in 80 columns, live or as plain lines (`ConsoleDisplay`)."""
 
 from __future__ import annotations
 

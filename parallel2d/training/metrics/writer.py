@@ -245,8 +245,7 @@ def _introduction(writer: MetricsWriter) -> Iterator[Any]:
 
 
 def _mark_compared(summary: Any) -> None:
-    """TensorBoard shows the first few columns of its table: those that are marked as different
-    between runs, then the others by name."""
+    """TensorBoard's table shows a few columns: first those marked as different between runs."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     for value in summary.value:

@@ -173,8 +173,7 @@ class RunClaim:
         self._seen = _identity(self._path)
 
     def check(self) -> None:
-        """Raises `RunTakenOver` naming who took the directory. Reads the file only when its inode
-        or its modification time has changed."""
+        """Raises `RunTakenOver`, naming who. Reads the file only if its inode or time changed."""
         if self._seen is None:
             return
         try:

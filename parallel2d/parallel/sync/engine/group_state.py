@@ -21,8 +21,7 @@ class GroupState:
     def __init__(self, group: FSDPGroup, wire: Wire) -> None:
         self.group = group
         self.wire = wire
-        # By parameter, frozen ones included: whether this rank holds a gradient of it. After the
-        # agreement: whether any rank does.
+        # By parameter, frozen ones included: whether this rank has a gradient; once agreed, any.
         self.used = [False] * len(group.parameters)
         # Forwards that autograd recorded and no backward pass has ended since; 2 means several.
         self.forwards = 0

@@ -91,8 +91,7 @@ class ReplicaReducer:
 
     @property
     def may_defer_agreement(self) -> bool:
-        """Whether the agreement can wait: not where scalars have to be summed first, and not where
-        each replica agrees on its own."""
+        """Whether the agreement can wait: no scalars are summed before, and all replicas agree."""
         return not self.batch.scalars and self.method.replicas_equal
 
     # Hooks that torch calls
@@ -210,8 +209,7 @@ def own_replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 class TorchReducer:
-    """The engine of ``sync.engine=torch``: the second axis of `fully_shard` reduces over the
-    replicas, on process groups of its own.
+    """The engine of ``sync.engine=torch``: `fully_shard`'s second axis, on groups of its own.
 
     It stays for comparison. Its partial sums do not record which parameters they hold, so
     parameters that ranks or micro-batches use differently may get each other's gradients; it adds

@@ -103,8 +103,7 @@ class OuterSync(UpdateFollower):
         self.replicas = self._group.size()
         self.replica = dist.get_group_rank(self._group, dist.get_rank())
         self.steps = 0  # updates of the replica's parameters
-        # This rank's share of the squared norm of the mean change that the last update applied;
-        # None where it was no outer step
+        # This rank's share of the squared norm of the last update's change; None: no outer step
         self.squared_change: Tensor | None = None
         # The step at which `finish` was called, if it was.
         self.finished_after = 0
@@ -145,8 +144,7 @@ class OuterSync(UpdateFollower):
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Counts an update, sends the fragments that are due, and applies those that arrive.
-        Collective over the replicas in some steps."""
+        """Counts an update, sends what is due, applies what arrives. Collective in some steps."""
         trained = {name for name, each in self._all.items() if each.requires_grad}
         changed = sorted(trained.symmetric_difference(self.parameters))
         if changed:

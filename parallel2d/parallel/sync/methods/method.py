@@ -109,8 +109,7 @@ class ReplicatedModel(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A method at work on one model. ``reduction_for``: how buckets of gradients are reduced, from
-    what is sent; None: they are not."""
+    """A method at work. ``reduction_for``: what reduces buckets, by wire; None: nothing does."""
 
     updates: UpdateFollower
     reduction_for: Callable[[Wire], Reduction] | None

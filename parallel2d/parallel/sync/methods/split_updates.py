@@ -211,8 +211,7 @@ class OwnedParameters(UpdateFollower):
     # Gradients
 
     def take_gradient(self, parameter: FSDPParameter, rows: Tensor) -> None:
-        """Moves the reduced gradient of ``parameter`` to the owned part, of which ``rows`` are
-        those, and adds it to what is there."""
+        """Adds the reduced ``rows`` to the gradient of the owned part of ``parameter``."""
         if parameter.sharded.is_complex():
             rows = torch.view_as_complex(rows)
         parameter.set_gradient(None)

@@ -98,8 +98,7 @@ class Piece:
 class BlockCoder:
     """Codes tensors by blocks of 256 values with one scale each; see [Note: block codes].
 
-    ``noise``: for the stochastic rounding of the tensors that are sent; ``nearest``: contributions
-    are rounded to the nearest code instead.
+    ``noise``: for stochastic rounding; ``nearest``: contributions take the nearest code instead.
     """
 
     def __init__(self, code: BlockCode, noise: BlockNoise, nearest: bool) -> None:

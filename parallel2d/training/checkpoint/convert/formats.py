@@ -182,8 +182,7 @@ def source_of(
     return Source(kind, described, read, **facts)
 
 
-# What a child process may take to open a file beside what reading it takes: seconds on the CPU and
-# bytes for half a million tensors.
+# What a child may take beside what reading takes: seconds, and bytes for half a million tensors.
 MOST_SECONDS, MOST_BYTES = 20, 2**30
 _BYTES_A_SECOND = 2**28
 # How many times a value may be seen through views, and a size that is always allowed.
