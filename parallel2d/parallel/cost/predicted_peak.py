@@ -127,17 +127,18 @@ class _Step:
         for event in self._events:
             self._see(event.most)
             group = self._groups[event.group]
-            if event.kind == "gather":
-                held.gathered += group.gathered
-                self._gathered_order.append(event.group)
-                if self._is_sharded and group.gathered:
-                    held.returned = group.gathered
-            elif event.kind == "free" and self._frees:
-                held.gathered -= group.gathered
-            elif event.kind == "gather_again":
-                self._gather_again(event.group, group, event.now)
-            elif event.kind == "reduce":
-                self._reduce(event.group, group, event.now)
+            match event.kind:
+                case "gather":
+                    held.gathered += group.gathered
+                    self._gathered_order.append(event.group)
+                    if self._is_sharded and group.gathered:
+                        held.returned = group.gathered
+                case "free" if self._frees:
+                    held.gathered -= group.gathered
+                case "gather_again":
+                    self._gather_again(event.group, group, event.now)
+                case "reduce":
+                    self._reduce(event.group, group, event.now)
 
     def _see(self, activations: int) -> None:
         total = activations + sum(astuple(self._held))

@@ -92,9 +92,9 @@ def _segment(value: Any) -> Segment:
     """Raises ValueError, TypeError or KeyError for JSON that is none."""
     known = {item.name for item in dataclasses.fields(Segment)}
     segment = Segment(**{name: value[name] for name in known & set(value)})
-    are_counts = files.is_count(segment.number) and files.is_count(segment.first_step)
-    are_kinds = all(isinstance(getattr(segment, name), kind) for name, kind in _KINDS.items())
-    if not are_counts or not are_kinds or not files.is_number(segment.begun_s):
+    are_right = [isinstance(getattr(segment, name), kind) for name, kind in _KINDS.items()]
+    are_right += map(files.is_count, (segment.number, segment.first_step))
+    if not all(are_right) or not files.is_number(segment.begun_s):
         raise ValueError("no segment")
     return dataclasses.replace(segment, command=tuple(map(str, segment.command)))
 

@@ -13,7 +13,7 @@ goes on while a fragment is on its way: what arrives is mixed with the replica's
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -241,14 +241,13 @@ class OuterSync(UpdateFollower):
             yield
             return
         self._shown = True
-        for parameter in self.parameters.values():
-            parameter.show_outer()
         try:
-            yield
+            with ExitStack() as shown:
+                for parameter in self.parameters.values():
+                    shown.enter_context(parameter.outer_shown())
+                yield
         finally:
             self._shown = False
-            for parameter in self.parameters.values():
-                parameter.show_own()
 
     # As `weights.named_tensors.MasterValues`
 

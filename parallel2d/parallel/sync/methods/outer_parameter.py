@@ -3,7 +3,8 @@ parts of a model that are exchanged together (`Fragment`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -59,16 +60,16 @@ class OuterParameter:
         """What the replica goes on from, also while the model has the outer values."""
         return self.own if self._own_values is None else self._own_values
 
-    def show_outer(self) -> None:
-        """Gives the model the outer values."""
-        self._own_values = self.own.detach().clone()
+    @contextmanager
+    def outer_shown(self) -> Iterator[None]:
+        """Inside, the model has the outer values."""
+        own = self._own_values = self.own.detach().clone()
         self.take(0.0)
-
-    def show_own(self) -> None:
-        """Gives the model the replica's own values back."""
-        assert self._own_values is not None
-        local_part(self.own.detach()).copy_(local_part(self._own_values))
-        self._own_values = None
+        try:
+            yield
+        finally:
+            local_part(self.own.detach()).copy_(local_part(own))
+            self._own_values = None
 
 
 @dataclass(eq=False)

@@ -112,8 +112,8 @@ class OwnedParameters(UpdateFollower):
         # By axes: making a mesh of some of them takes a millisecond.
         self._meshes = {self._mesh.mesh_dim_names: self._mesh}
         self._owned: dict[int, nn.Parameter] = {}
-        # Those whose parts are tensors of their own
-        self._masters: list[FSDPParameter] = []
+        # By name, those whose parts are tensors of their own
+        self._masters: dict[str, FSDPParameter] = {}
 
     @torch.no_grad()
     def make(self, model: nn.Module) -> None:
@@ -122,7 +122,7 @@ class OwnedParameters(UpdateFollower):
             rows = self.rows(local_part(whole.detach()), self._replica)
             if self._wire is not None and whole.requires_grad:
                 rows = rows.clone()
-                self._masters.append(parameter)
+                self._masters[parameter.name] = parameter
             owned = nn.Parameter(self._as_dtensor(rows, whole), whole.requires_grad)
             # Any dtype: that of gradients may differ from the parameter's.
             owned.grad_dtype = None
@@ -165,16 +165,16 @@ class OwnedParameters(UpdateFollower):
 
     def masters(self) -> dict[str, Tensor]:
         """By name, the parts that are tensors of their own; none where they are views."""
-        return {parameter.name: self.owned(parameter) for parameter in self._masters}
+        return {name: self.owned(parameter) for name, parameter in self._masters.items()}
 
     def masters_were_loaded(self) -> None:
         """Sends the parts to all replicas. Collective."""
-        self._gather(self._masters)
+        self._gather(list(self._masters.values()))
 
     @torch.no_grad()
     def parameters_were_changed(self) -> None:
         """Takes over what differs from the rounded parts."""
-        for parameter in self._masters:
+        for parameter in self._masters.values():
             rows = self.rows(local_part(parameter.sharded), self._replica)
             owned = local_part(self.owned(parameter))
             is_rounded = owned.to(self._wire).to(rows.dtype) == rows
@@ -238,8 +238,7 @@ class OwnedParameters(UpdateFollower):
         `ConfigError` for a parameter that was unfrozen and whose rows would be rounded for good."""
         trained = [each for each in self._parameters() if each.sharded.requires_grad]
         if self._wire is not None:
-            known = {id(parameter) for parameter in self._masters}
-            new = [parameter.name for parameter in trained if id(parameter) not in known]
+            new = [each.name for each in trained if each.name not in self._masters]
             if new:
                 raise ConfigError(
                     f"strategy=hybrid_full sync.wire=bf16: {first_five(new, ', ')}: unfrozen after "

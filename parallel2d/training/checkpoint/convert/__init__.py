@@ -118,16 +118,17 @@ def convert(
         raise ConfigError("the source holds no optimizer state")
     chosen = _chosen(source, dtype, optimizer, progress)
     with _published(target) as place:
-        if format == "hf":
-            return write_model(chosen, place, shard_bytes, arguments or {})
-        if format == "peft":
-            return write_adapter(chosen, place)
-        if format == "torch":
-            write_torch(chosen, place)
-        elif format == "safetensors":
-            write_safetensors(chosen, place)
-        else:
-            write_ours(chosen, place, shard_bytes)
+        match format:
+            case "hf":
+                return write_model(chosen, place, shard_bytes, arguments or {})
+            case "peft":
+                return write_adapter(chosen, place)
+            case "torch":
+                write_torch(chosen, place)
+            case "safetensors":
+                write_safetensors(chosen, place)
+            case _:
+                write_ours(chosen, place, shard_bytes)
     return len(chosen.tensors)
 
 
