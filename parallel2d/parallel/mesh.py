@@ -187,9 +187,8 @@ class MeshShape:
     def place(self, topology: Topology) -> torch.Tensor:
         """int64 [replicate, shard, tensor] of ranks, hosts kept together whatever their order."""
         order = list(itertools.chain.from_iterable(topology.ranks_by_host.values()))
-        return torch.tensor(order, dtype=torch.int64).reshape(
-            self.replicate, self.shard, self.tensor
-        )
+        sizes = (self.replicate, self.shard, self.tensor)
+        return torch.tensor(order, dtype=torch.int64).reshape(sizes)
 
 
 def check_placement(ranks: torch.Tensor, topology: Topology, allow_cross_node: bool) -> list[str]:

@@ -105,9 +105,8 @@ class _Step:
         reduce = DTYPES[config.precision.reduce]
         # Of two buckets between replicas, as they are received and, where that is another form, as
         # they are sent; sums that are reduced in place need none.
-        self._bucket = layout.method.buffer_bytes(
-            [group.sums for group in self._groups], reduce.itemsize
-        )
+        sums = [group.sums for group in self._groups]
+        self._bucket = layout.method.buffer_bytes(sums, reduce.itemsize)
         self._held = _Held()
         self._gathered_order: list[int] = []
         self._whole: set[int] = set()

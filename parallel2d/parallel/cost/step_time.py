@@ -182,9 +182,8 @@ class _Estimate:
         place = self._places[axis]
         if sent == 0 or place.ranks == 1:
             return 0.0
-        found = collective_seconds(
-            collective, sent, place, self._cluster, self._layout.workload.device_type
-        )
+        device_type = self._layout.workload.device_type
+        found = collective_seconds(collective, sent, place, self._cluster, device_type)
         if found is None:
             key = "inside_node" if place.is_inside else "between_nodes"
             raise _NotKnownError(f"cluster.{key} is not known")
@@ -247,9 +246,8 @@ class _Estimate:
             collective = reductions[0][0]
             sent = sum(size for _, size in reductions)
             last = order[bucket[-1]]
-            seconds[last] = seconds[last]._replace(
-                reduce=self._collective(collective, sent, "replicate")
-            )
+            reduce = self._collective(collective, sent, "replicate")
+            seconds[last] = seconds[last]._replace(reduce=reduce)
 
     def _update(self) -> float:
         """Seconds of the optimizer: it reads and writes parameters and its state, and reads

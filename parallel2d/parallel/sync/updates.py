@@ -82,9 +82,8 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
         shared |= engine.updates.shared_values()
         for group in engine.groups:
             # Frozen parameters have no others.
-            found[group.called] = {
-                each.name: shared.get(each.name, each.sharded) for each in group.parameters
-            }
+            values = {each.name: shared.get(each.name, each.sharded) for each in group.parameters}
+            found[group.called] = values
     # Parameters without dimensions are in no group.
     alone: dict[str, Tensor] = {}
     for name, parameter in parameters_by_name(model).items():

@@ -23,19 +23,9 @@ import torch
 from torch import Tensor
 
 from parallel2d.base.exchange import sendable
-from parallel2d.base.files import is_count, printable
+from parallel2d.base.files import is_count, printable, tensor_file
 from parallel2d.base.files.folder import Folder, Progress, open_folder
-from parallel2d.base.files.tensor_file import (
-    DTYPES,
-    ByteSource,
-    DamagedCheckpointError,
-    Entry,
-    check_description,
-    parse_json,
-    read_header,
-    read_rows,
-    without_collector,
-)
+from parallel2d.base.files.tensor_file import DTYPES, ByteSource, DamagedCheckpointError, Entry
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region
 from parallel2d.training.progress import LARGEST_COUNT, problems_of_state
 
@@ -119,12 +109,12 @@ class Manifest:
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
     @classmethod
-    @without_collector()
+    @tensor_file.without_collector()
     def decode(cls, data: bytes, what: str = MANIFEST) -> Manifest:
         """Raises `DamagedCheckpointError`, naming ``what``, for what `encode` cannot have made."""
         if len(data) > MAX_BYTES:
             raise DamagedCheckpointError(f"{what}: {len(data)} bytes, more than {MAX_BYTES}")
-        content = parse_json(data, what)
+        content = tensor_file.parse_json(data, what)
         try:
             require(_check_facts(content))
             files = {}
@@ -167,9 +157,8 @@ class Checkpoint:
     def open(cls, path: str, mapped: bool = True) -> Checkpoint:
         """The checkpoint at a path or fsspec address; its manifest is checked, files are not."""
         folder = open_folder(path, mapped)
-        return cls(
-            folder, Manifest.decode(folder.read(MANIFEST, MAX_BYTES), f"{folder.label}/{MANIFEST}")
-        )
+        data = folder.read(MANIFEST, MAX_BYTES)
+        return cls(folder, Manifest.decode(data, f"{folder.label}/{MANIFEST}"))
 
     def _file(self, name: str) -> tuple[ByteSource, dict[str, Entry]]:
         if name in self._files:
@@ -178,7 +167,7 @@ class Checkpoint:
         source, size = self.folder.source(name), self.manifest.files[name].bytes
         if source.size != size:
             raise DamagedCheckpointError(f"{what}: {source.size} bytes, the manifest says {size}")
-        header = read_header(source, what)
+        header = tensor_file.read_header(source, what)
         expected = self._expected.get(name, {})
         taken = header if self._exact else header.keys() & expected
         # Of the right size, the file may still be that of another checkpoint.
@@ -213,7 +202,7 @@ class Checkpoint:
             entry = header[chunk_key(name, tensor.shape, chunk.region)]
             # Whole rows are read: those are consecutive in the file. A tensor without dims is one.
             rows, *others = common.slices_in(chunk.region) or (slice(0, 1),)
-            values = read_rows(source, entry, rows.start, rows.stop)
+            values = tensor_file.read_rows(source, entry, rows.start, rows.stop)
             for dim, part in enumerate(others, start=1):
                 values = values.narrow(dim, part.start, part.stop - part.start)
             destination[common.slices_in(region)].copy_(values)
@@ -295,7 +284,7 @@ def _decode_tensor(
 ) -> StoredTensor:
     match item:
         case {"dtype": dtype, "shape": shape, "chunks": list(listed), **others} if not others:
-            check_description(name, dtype, shape, what)
+            tensor_file.check_description(name, dtype, shape, what)
         case _:
             raise ValueError(f"{printable(name)} is not described by dtype, shape and chunks")
     shape = tuple(shape)
@@ -350,18 +339,16 @@ def _tiling(shape: Sequence[int], regions: Sequence[Region]) -> Iterator[tuple[o
     signed = [*((region, 1) for region in regions), (Region.whole(shape), -1)]
     for region, sign in signed:
         ends = [(region.offsets[dim], region.offsets[dim] + region.lengths[dim]) for dim in cut]
-        for which, corner in zip(
-            itertools.product((0, 1), repeat=len(cut)), itertools.product(*ends), strict=True
-        ):
+        sides = itertools.product((0, 1), repeat=len(cut))
+        for which, corner in zip(sides, itertools.product(*ends), strict=True):
             corners[corner] += -sign if sum(which) % 2 else sign
     yield not any(corners.values()), "its chunks overlap"
 
 
 def content_digest(content: Mapping[str, Any]) -> str:
     """SHA-256 over the sorted JSON of a manifest without its ``sha256``."""
-    return hashlib.sha256(
-        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def chunk_key(name: str, shape: Sequence[int], region: Region) -> str:

@@ -71,7 +71,6 @@ class PackedSamples(_TokenSamples):
         return -(-max(0, self._split.tokens - 1) // self.seq_len)
 
     def read(self, index: int, inputs: Array, targets: Array, document_ids: Array | None) -> None:
-        """Fills int64 [T] rows with sample ``index``."""
         start = index * self.seq_len
         count = min(self.seq_len, self._split.tokens - 1 - start)
         self._fill(start, count, inputs, targets)
@@ -92,7 +91,6 @@ class PaddedSamples(_TokenSamples):
         return self._split.documents
 
     def read(self, index: int, inputs: Array, targets: Array, document_ids: Array | None) -> None:
-        """Fills int64 [T] rows with sample ``index``."""
         begin, end = self._split.document_span(index)
         count = min(self.seq_len, end - begin - 1)
         self._fill(begin, count, inputs, targets)
@@ -138,9 +136,7 @@ class SampleStream:
     ) -> None:
         lengths = [len(component) for component in components]
         self._components, self._schedule = components, schedule
-        self._orders = [
-            Order(length, seed, f"{name}/{number}") for number, length in enumerate(lengths)
-        ]
+        self._orders = [Order(size, seed, f"{name}/{n}") for n, size in enumerate(lengths)]
         self._length = schedule.positions_before_repeat(lengths)
         self.shape = components[0].shape
         self._hash = SampleHash(self.shape)

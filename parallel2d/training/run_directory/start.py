@@ -186,9 +186,8 @@ class RunClaim:
         known = mark if isinstance(mark, dict) else {}
         if known.get("token") == self._token:
             return
-        host, process, since = (
-            files.printable(known.get(key)) for key in ("host", "process", "time")
-        )
+        shown = [files.printable(known.get(key)) for key in ("host", "process", "time")]
+        host, process, since = shown
         raise RunTakenOver(
             f"another start of this run, on {host} (process {process}, {since}), has taken over "
             f"{os.path.dirname(self._path)}: this one ends without writing anything more"

@@ -51,8 +51,6 @@ class GroupState:
         """Whether this rank has a gradient that is not reduced over the shard axis."""
         return any(parameter.has_whole_gradient for parameter in self.group.trained)
 
-    # Forward and backward passes
-
     def count_forward(self) -> None:
         """Called at each forward of the group that autograd records."""
         self.forwards = min(self.forwards + 1, 2)
@@ -105,8 +103,6 @@ class GroupState:
             parameter.forget_hooks()
         self.group.discard()
 
-    # Used parameters
-
     def note_used(self) -> None:
         """Brings `used` up to date with this pass."""
         for number, parameter in enumerate(self.group.parameters):
@@ -130,8 +126,6 @@ class GroupState:
             if updated.grad is not None:
                 parameter.call_hooks(updated)
             parameter.forget_hooks()
-
-    # Means of earlier backward passes
 
     def set_aside_means(self) -> None:
         """Takes out means that a narrow dtype would round again."""

@@ -94,8 +94,6 @@ class ReplicaReducer:
         """Whether the agreement can wait: no scalars are summed before, and all replicas agree."""
         return not self.batch.scalars and self.method.replicas_equal
 
-    # Hooks that torch calls
-
     def _before_reduction(self, state: GroupState) -> None:
         """Autograd has the group's gradients of this pass, and the shard axis will reduce them."""
         group = state.group
@@ -137,8 +135,6 @@ class ReplicaReducer:
             state.end_backward()
         if crosses_replicas:
             self.finish()
-
-    # The end of a global batch
 
     def finish(self) -> None:
         """Reduces what is left, waits for all, and agrees on used parameters.

@@ -140,8 +140,6 @@ class OuterSync(UpdateFollower):
         )
         register_masters(model, self)
 
-    # After each update of the replica's parameters
-
     @torch.no_grad()
     def after_update(self) -> None:
         """Counts an update, sends what is due, applies what arrives. Collective in some steps."""
@@ -282,8 +280,6 @@ class OuterSync(UpdateFollower):
             parameter.mean = None
             if parameter.residual is not None:
                 parameter.residual.zero_()
-
-    # Saving and loading
 
     def resume(self, steps: int, finished_after: int, arrived: Container[str]) -> list[str]:
         """Goes on after ``steps`` updates, ``finished_after`` as it was. ``arrived``: parameters of

@@ -208,8 +208,6 @@ class OwnedParameters(UpdateFollower):
         begin = min(replica * size, rows)
         return local.narrow(0, begin, min(size, rows - begin))
 
-    # Gradients
-
     def take_gradient(self, parameter: FSDPParameter, rows: Tensor) -> None:
         """Adds the reduced ``rows`` to the gradient of the owned part of ``parameter``."""
         if parameter.sharded.is_complex():
@@ -229,8 +227,6 @@ class OwnedParameters(UpdateFollower):
                 owned.grad = None
             elif owned.grad is not None:
                 local_part(owned.grad).zero_()
-
-    # Updates
 
     @torch.no_grad()
     def after_update(self) -> None:
@@ -327,9 +323,8 @@ class ScatterToOwners:
         for parameter in bucket.trained:
             parameter.set_gradient(None)
         received = sent.new_empty(replicas * own)
-        work = dist.all_to_all_single(
-            received, sent, [own] * replicas, sizes, group=self.group, async_op=True
-        )
+        parts = [own] * replicas
+        work = dist.all_to_all_single(received, sent, parts, sizes, group=self.group, async_op=True)
 
         def wait() -> None:
             work.wait()

@@ -19,21 +19,9 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import flush_folder
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DTYPES
-from parallel2d.training.checkpoint.convert.formats import (
-    Source,
-    read_ours,
-    read_safetensors,
-    read_torch,
-    write_ours,
-    write_safetensors,
-    write_torch,
-)
-from parallel2d.training.checkpoint.convert.hugging_face import (
-    llama_arguments,
-    read_llama,
-    write_adapter,
-    write_model,
-)
+from parallel2d.training.checkpoint.convert import formats, hugging_face
+from parallel2d.training.checkpoint.convert.formats import Source
+from parallel2d.training.checkpoint.convert.hugging_face import llama_arguments
 from parallel2d.training.checkpoint.manifest import MANIFEST
 from parallel2d.training.checkpoint.state import names_under
 from parallel2d.training.checkpoint.storage import find_checkpoint
@@ -53,7 +41,7 @@ def open_source(path: str) -> Source:
     checkpoint, one safetensors file, a ``torch.save`` file, and a folder of Hugging Face's Llama.
     Raises `ConfigError` for anything else."""
     if is_remote(path):
-        return read_ours(find_checkpoint(path))
+        return formats.read_ours(find_checkpoint(path))
     if os.path.isfile(path):
         status = os.stat(path)
         stored = status.st_blocks * 512
@@ -62,16 +50,16 @@ def open_source(path: str) -> Source:
             sizes = f"{status.st_size} bytes, of which {stored} are on the disk"
             raise ConfigError(f"{path} has {sizes}: no writer of weights leaves such holes")
         if path.endswith(".safetensors"):
-            return read_safetensors(path)
+            return formats.read_safetensors(path)
         if path.endswith(_TORCH):
-            return read_torch(path)
+            return formats.read_torch(path)
         raise ConfigError(f"{path}: a file must end in .safetensors or {', '.join(_TORCH)}")
     if os.path.isdir(path):
         found = find_checkpoint(path)
         if os.path.lexists(os.path.join(found, MANIFEST)):
-            return read_ours(found)
+            return formats.read_ours(found)
         if os.path.lexists(os.path.join(path, "config.json")):
-            return read_llama(path)
+            return hugging_face.read_llama(path)
         raise ConfigError(f"{path} holds neither {MANIFEST} (ours) nor config.json (Hugging Face)")
     raise ConfigError(f"{path}: there is no such file or folder")
 
@@ -120,15 +108,15 @@ def convert(
     with _published(target) as place:
         match format:
             case "hf":
-                return write_model(chosen, place, shard_bytes, arguments or {})
+                return hugging_face.write_model(chosen, place, shard_bytes, arguments or {})
             case "peft":
-                return write_adapter(chosen, place)
+                return hugging_face.write_adapter(chosen, place)
             case "torch":
-                write_torch(chosen, place)
+                formats.write_torch(chosen, place)
             case "safetensors":
-                write_safetensors(chosen, place)
+                formats.write_safetensors(chosen, place)
             case _:
-                write_ours(chosen, place, shard_bytes)
+                formats.write_ours(chosen, place, shard_bytes)
     return len(chosen.tensors)
 
 
