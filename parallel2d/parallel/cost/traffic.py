@@ -41,9 +41,7 @@ class AxisTraffic:
         self.layout = layout
         shard = layout.shape.shard
         # What each group moves, and the number of equal groups
-        self.groups: list[tuple[GroupTraffic, int]] = []
-        for parameters, count in layout.equal_groups:
-            self.groups.append((group_traffic(parameters, shard), count))
+        self.groups = [(group_traffic(each, shard), count) for each, count in layout.equal_groups]
 
     def gathered(self, group: GroupTraffic) -> float:
         """By one all-gather of the parameters over the shard axis."""

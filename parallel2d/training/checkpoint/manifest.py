@@ -259,24 +259,28 @@ def check_optimizer_facts(optimizer: dict[str, Any]) -> Iterator[tuple[object, s
     """For `require`: what `describe_optimizer` gives, or nothing."""
     groups, scalars = optimizer.get("groups", []), optimizer.get("scalars", {})
     yield isinstance(groups, list), "the optimizer's groups are no list"
+    problem = "the optimizer's groups do not list parameter names"
     for group in groups:
-        names = group.get("parameters") if isinstance(group, dict) else None
-        lists_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        yield lists_names, "the optimizer's groups do not list parameter names"
+        yield isinstance(group, dict), problem
+        names = group.get("parameters")
+        yield isinstance(names, list), problem
+        yield all(isinstance(name, str) for name in names), problem
         is_mapping = isinstance(group.get("settings", {}), dict)
         yield is_mapping, "the settings of the optimizer's groups are no mapping"
-    by_name = isinstance(scalars, dict) and all(isinstance(each, dict) for each in scalars.values())
-    yield by_name, "the optimizer's scalars are no mapping of names"
+    problem = "the optimizer's scalars are no mapping of names"
+    yield isinstance(scalars, dict), problem
+    yield all(isinstance(each, dict) for each in scalars.values()), problem
 
 
 def _check_file(name: str, item: Any) -> Iterator[tuple[object, str]]:
     is_name = _FILE_NAME.fullmatch(name)
     yield is_name, f"{printable(name)!r} cannot be the name of a file of a checkpoint"
-    has_size = isinstance(item, dict) and is_count(item.get("bytes"))
-    yield has_size, f"the size of {name} is missing or impossible"
-    sha256 = item.get("sha256")
-    has_sum = isinstance(sha256, str) and _SHA256.fullmatch(sha256)
-    yield has_sum, f"the checksum of {name} is missing or impossible"
+    problem = f"the size of {name} is missing or impossible"
+    yield isinstance(item, dict), problem
+    yield is_count(item.get("bytes")), problem
+    problem = f"the checksum of {name} is missing or impossible"
+    yield isinstance(item.get("sha256"), str), problem
+    yield _SHA256.fullmatch(item["sha256"]), problem
 
 
 def _decode_tensor(

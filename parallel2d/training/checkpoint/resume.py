@@ -275,7 +275,6 @@ def _find(path: str) -> str:
 
 
 def _read_manifest(path: str, follow: bool) -> bytes:
-    """The manifest of the checkpoint at ``path``. Raises `DamagedCheckpointError`."""
     # A checkpoint of the run's own is never a link: somebody has put it there.
     if not follow and not is_remote(path) and os.path.islink(path):
         raise DamagedCheckpointError("it is a symbolic link, which is not followed")

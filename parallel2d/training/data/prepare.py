@@ -135,9 +135,7 @@ def prepare(
     for leftover in folder.glob("*.tmp"):
         leftover.unlink(missing_ok=True)
     threshold = int(config.validation_fraction * reading.HASH_RANGE)
-    jobs = []
-    for number, unit in enumerate(units):
-        jobs.append(UnitJob(folder, number, unit, config, threshold, signature))
+    jobs = [UnitJob(folder, n, unit, config, threshold, signature) for n, unit in enumerate(units)]
     records: list[Record] = []
     with contextlib.closing(_records(jobs, tokenizer, lock)) as found:  # it ends its workers
         for record in found:

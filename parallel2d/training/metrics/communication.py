@@ -38,7 +38,7 @@ from parallel2d.base.config import AXES
 from parallel2d.base.runtime import on_teardown
 from parallel2d.parallel.cost.collectives import sent_bytes
 from parallel2d.parallel.mesh import axis_names
-from parallel2d.training.metrics.phases import named
+from parallel2d.training.metrics.phases import named, seconds_between
 
 # One of torch's functions with the arguments it was called with
 _Call = functools.partial[Any]
@@ -115,12 +115,6 @@ class StreamWaits:
         # between reduce-scatter and all-reduce, waits for that axis too.
         if axis is not None:
             self._axis_of[stream.cuda_stream] = axis
-
-
-def seconds_between(before: Any, after: Any) -> float:
-    """Seconds from one recorded event to the other; waits for the second on the host."""
-    after.synchronize()
-    return float(before.elapsed_time(after)) / 1e3
 
 
 @dataclass(slots=True)

@@ -25,6 +25,12 @@ def named(name: str) -> contextlib.AbstractContextManager[Any]:
     return torch.profiler.record_function(name) if _active else contextlib.nullcontext()
 
 
+def seconds_between(before: Any, after: Any) -> float:
+    """Seconds from one recorded event to the other; waits for the second on the host."""
+    after.synchronize()
+    return float(before.elapsed_time(after)) / 1e3
+
+
 class PhaseClock:
     """Marks the ends of consecutive phases of a step, and gives their lengths after it. On GPU the
     marks are events in the stream, so that measuring never waits for the device."""
@@ -53,8 +59,7 @@ class PhaseClock:
         seconds: dict[str, float] = {}
         for (_, begin), (phase, end) in zip(self._marks, self._marks[1:], strict=False):
             if isinstance(end, torch.Event):
-                end.synchronize()
-                length = begin.elapsed_time(end) / 1e3  # type: ignore[union-attr]
+                length = seconds_between(begin, end)
             else:
                 length = end - begin  # type: ignore[operator]
             seconds[phase] = seconds.get(phase, 0.0) + length

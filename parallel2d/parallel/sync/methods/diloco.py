@@ -183,7 +183,6 @@ class OuterSync(UpdateFollower):
         self.finished_after = self.steps
 
     def _send(self, fragment: Fragment) -> None:
-        """Begins the exchange of ``fragment``."""
         changes: list[Tensor] = []
         means: list[Tensor] = []
         pieces: list[Piece] = []

@@ -221,7 +221,6 @@ class OwnedParameters(UpdateFollower):
             owned.grad = self._as_dtensor(rows, parameter.sharded)
 
     def clear_gradients(self, set_to_none: bool) -> None:
-        """Drops the gradients of the parts, or sets them to zero."""
         for owned in self._owned.values():
             if set_to_none:
                 owned.grad = None

@@ -119,12 +119,9 @@ class BlockCoder:
 
     def put_back(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
         """Copies the blocks' values."""
-        begin = 0
-        for tensor in tensors:
-            count = blocks_of(tensor.numel())
-            values = rows[begin : begin + count].view(-1)[: tensor.numel()]
-            tensor.copy_(values.view(tensor.shape))
-            begin += count
+        counts = [blocks_of(tensor.numel()) for tensor in tensors]
+        for tensor, part in zip(tensors, rows.split(counts), strict=True):
+            tensor.copy_(part.view(-1)[: tensor.numel()].view(tensor.shape))
 
 
 def to_blocks(tensors: Sequence[Tensor]) -> Tensor:
@@ -132,10 +129,8 @@ def to_blocks(tensors: Sequence[Tensor]) -> Tensor:
     counts = [blocks_of(tensor.numel()) for tensor in tensors]
     first = tensors[0]
     blocks = torch.zeros(sum(counts), BLOCK, dtype=first.dtype, device=first.device)
-    begin = 0
-    for tensor, count in zip(tensors, counts, strict=True):
-        blocks[begin : begin + count].view(-1)[: tensor.numel()] = tensor.reshape(-1)
-        begin += count
+    for tensor, part in zip(tensors, blocks.split(counts), strict=True):
+        part.view(-1)[: tensor.numel()] = tensor.reshape(-1)
     return blocks
 
 
