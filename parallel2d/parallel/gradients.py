@@ -3,8 +3,7 @@
 A gradient may be split over shard, over shard and tensor, or not at all; torch's own
 ``clip_grad_norm_`` refuses a mixture. Here gradients are grouped by what they are split over, each
 group's local part is reduced over exactly those axes, and the parts are combined: the number is the
-one a single process gets. Where replicas split the updates, a parameter stands for the part of it
-that has the gradient.
+one a single process gets. Where replicas split updates, a parameter stands for its own part.
 """
 
 from __future__ import annotations

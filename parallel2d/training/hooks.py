@@ -3,8 +3,7 @@ return (`HookResult`), and the calls themselves (`HookCalls`).
 
 [Note: hooks on every rank] Every rank calls every method, at the same points, but only this rank
 knows what it returned or raised. One exchange per step, where there are hooks, tells all ranks, so
-that all save, stop or end together. What happens between two exchanges (``save``) travels with the
-next one.
+that all save, stop or end together. What happens in between (``save``) travels with the next one.
 """
 
 from __future__ import annotations

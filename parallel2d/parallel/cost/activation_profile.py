@@ -53,8 +53,7 @@ def profile_activations(
     model: nn.Module, loss_of: LossOf, mesh: DeviceMesh | None, layout: Layout
 ) -> list[MemoryEvent] | str:
     """``model``: before `parallelize`, on meta; it stays as it is. ``loss_of``: gets a copy of it,
-    which it may run on the given micro-batch. ``mesh``: with a tensor axis; one of a fake process
-    group will do.
+    which it may run on the given micro-batch. ``mesh``: with a tensor axis; a fake group will do.
 
     The last event is the end of the step. In words why not, if fake tensors cannot run it.
     """

@@ -3,8 +3,7 @@ CPU, `write_checkpoint` writes and publishes it. `Checkpointer` decides when.
 
 The training loop waits for staging alone. The rest may run in a thread, because it communicates
 over a process group of its own. Rank 0 opens the folder, all ranks write, rank 0 gathers their
-answers, writes the manifest and renames, and the outcome is broadcast, so that an error is the same
-on every rank.
+answers, writes the manifest, renames and broadcasts the outcome: errors are the same everywhere.
 """
 
 from __future__ import annotations

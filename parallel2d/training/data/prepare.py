@@ -2,8 +2,7 @@
 
 Preparation is resumable, and its output has the same bytes whatever the number of workers. Work is
 done in units: the shards of a unit are moved into place and then its record ``unit-00007.json`` is
-written, so a kill loses at most the units in progress. The manifest is written last, and a folder
-without it is not readable.
+written, so a kill loses at most the units in progress. The manifest, which readers need, is last.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Writes rows to ``metrics.jsonl`` and ``tensorboard/``, on rank 0 only: `MetricsWriter`.
 
 TensorBoard gives each folder of event files a colour. So what is measured for each axis is also
-written to a folder of that axis, under a tag that all axes share, and a chart of the tag shows them
-in colours of their own.
+written to a folder of that axis, under one tag for all, whose chart has a colour for each.
 """
 
 from __future__ import annotations

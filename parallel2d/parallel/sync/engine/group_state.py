@@ -191,8 +191,7 @@ def make_uniform(parameters: Sequence[FSDPParameter]) -> None:
 @torch.no_grad()
 def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
     """Adds the parts of gradients over the tensor axis that have fewer than 32 bits, in fp32 and in
-    one all-reduce. Returns whether there were any: their sums are in `gradient_dtype`, while the
-    group must have one dtype.
+    one all-reduce. Returns whether there were any: the group must then have the dtype of sums.
 
     torch would add them in the dtype that computes (pytorch issue 190626).
     """

@@ -120,8 +120,7 @@ class SyncMethod:
 
     ``crosses``: whether anything does. ``splits_updates``: whether each replica updates its own
     rows of the parameters. ``replicas_equal``: whether all replicas have the same parameters after
-    every update, and so send the same in every step. ``description``: for people, with numbers for
-    ``auto``.
+    every update, and so send the same in every step. ``description``: for people, without ``auto``.
 
     ``update_period``: after how many updates the parameters of a group cross; ``shortest_period``:
     the least ``sync.every`` that shows all that happens, 0 where a step does. ``shared_copies``:

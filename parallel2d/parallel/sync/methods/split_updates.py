@@ -7,8 +7,7 @@ replicas (`OwnedParameters.after_update`). That sends as many bytes as an all-re
 gradients, and the optimizer state is divided by the number of replicas.
 
 Owned rows are views of the sharded parameters. Where updates are sent in a narrower dtype they are
-tensors of their own, which keep what rounding would lose; all replicas, the owner too, compute with
-the rounded values.
+tensors of their own, which keep what rounding loses; all replicas compute with rounded values.
 """
 
 from __future__ import annotations

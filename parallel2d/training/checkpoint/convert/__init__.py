@@ -1,8 +1,7 @@
 """Weights in other formats: `open_source` reads them, `convert` writes them, one tensor at a time.
 
 The target is complete or absent: it is written beside its place and renamed into it. An existing
-target is never overwritten. Optimizer state is converted between our format, ``torch.save`` and
-safetensors on request.
+target is never overwritten. Our format, ``torch.save`` and safetensors take optimizer state too.
 """
 
 from __future__ import annotations
