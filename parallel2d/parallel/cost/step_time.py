@@ -133,7 +133,15 @@ class _Estimate:
         update = self._update()
         seconds = step_seconds(groups, schedule, update=update, between_steps=after_update)
         if not layout.method.replicas_equal:
-            added = self._exchanges(seconds.total)
+            # Each fragment of ``sync=diloco`` is one collective.
+            sync, sent = self._sync, 0.0
+            for group, count in self._traffic.groups:
+                sent += count * self._traffic.updated(group)
+            once = self._collective("all_reduce", sent / sync.fragments, "replicate")
+            exchange = sync.fragments * once
+            added = exchange_seconds(
+                exchange, seconds.total, sync.every, sync.fragments, sync.delay
+            )
             seconds = step_seconds(groups, schedule, update=update, between_steps=added)
         samples_per_s = layout.global_batch_size / seconds.total
         mfu = samples_per_s * flops / (self._peak() * layout.shape.world_size)
@@ -257,16 +265,6 @@ class _Estimate:
             raise _NotKnownError("cluster.device.memory_gb_per_s is not known")
         states = state_bytes(self._layout)
         return (3 * states.gradients + 2 * states.optimizer) / (speed * 1e9)
-
-    def _exchanges(self, step: float) -> float:
-        """Seconds per step that the exchanges of ``sync=diloco`` add to one of ``step``."""
-        sent = 0.0
-        for group, count in self._traffic.groups:
-            sent += count * self._traffic.updated(group)
-        fragments = self._sync.fragments
-        # Each fragment is one collective.
-        exchange = fragments * self._collective("all_reduce", sent / fragments, "replicate")
-        return exchange_seconds(exchange, step, self._sync.every, fragments, self._sync.delay)
 
 
 def step_seconds(

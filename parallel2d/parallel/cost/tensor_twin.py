@@ -51,22 +51,16 @@ def on_fake_tensors(twin: nn.Module, device_type: str) -> Iterator[None]:
     """Inside, parameters, buffers and whatever is made have no storage, and their ``device`` is
     ``device_type``: some models refuse to run on plain meta tensors, which are twice as fast.
     ``twin``, all of it on meta, cannot be used outside any more."""
-    with FakeTensorMode():
-        _replace_by_fake_tensors(twin, device_type)
-        yield
-
-
-def _replace_by_fake_tensors(twin: nn.Module, device_type: str) -> None:
     made: dict[int, Any] = {}
-    for module in twin.modules():
-        for owned in (module._parameters, module._buffers):
-            for name, value in owned.items():
-                if value is None:
-                    continue
-                # Once for each tensor: tied parameters stay tied.
-                if id(value) not in made:
-                    made[id(value)] = _fake(value, device_type)
-                owned[name] = made[id(value)]
+    with FakeTensorMode():
+        for module in twin.modules():
+            for owned in (module._parameters, module._buffers):
+                for name, value in owned.items():
+                    # Once for each tensor: tied parameters stay tied.
+                    if value is not None and id(value) not in made:
+                        made[id(value)] = _fake(value, device_type)
+                    owned[name] = made.get(id(value))
+        yield
 
 
 def _fake(value: Tensor, device_type: str) -> Tensor:

@@ -39,7 +39,7 @@ from parallel2d.parallel.sync.methods.outer_parameter import (
 )
 from parallel2d.parallel.sync.wires import WIRES, Wire
 from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys
-from parallel2d.parallel.sync.wires.exchange import begin_mean, expected_mean
+from parallel2d.parallel.sync.wires.exchange import ExactMean, Exchange, expected_mean
 from parallel2d.parallel.weights.geometry import Region, as_real, first_position, local_part
 from parallel2d.parallel.weights.named_tensors import parameters_by_name, register_masters
 
@@ -192,7 +192,13 @@ class OuterSync(UpdateFollower):
             changes.append(as_real(parameter.change()))
             means.append(as_real(local_part(parameter.mean)))
             pieces.append(Piece(keys.of(parameter.name), first_position(parameter.outer)))
-        fragment.pending = begin_mean(self._method.change_wire, self._group, changes, means, pieces)
+        wire = self._method.change_wire
+        if wire.rounds:
+            # Where the wire keeps the rest, what is not sent stays in the changes.
+            coder, keeps_rest = wire.coder(changes, pieces), wire.keeps_rest
+            fragment.pending = Exchange(self._group, coder, changes, means, keeps_rest=keeps_rest)
+        else:
+            fragment.pending = ExactMean(self._group, changes, means)
         fragment.sent_after = self.steps
 
     def receive(self) -> None:

@@ -26,24 +26,6 @@ from parallel2d.parallel.sync.wires.blocks import (
 from parallel2d.parallel.weights.geometry import Region, as_real, pieces_of
 
 
-def begin_mean(
-    wire: Wire,
-    group: dist.ProcessGroup,
-    tensors: Sequence[Tensor],
-    results: Sequence[Tensor],
-    pieces: Sequence[Piece],
-) -> PendingMean:
-    """Begins to average ``tensors`` over the replicas of ``group``, sent in ``wire``, into
-    ``results``. ``pieces``: for the random numbers of each tensor. Collective.
-
-    Where ``wire`` keeps the rest, what is not sent stays in ``tensors``.
-    """
-    if not wire.rounds:
-        return ExactMean(group, tensors, results)
-    coder = wire.coder(tensors, pieces)
-    return Exchange(group, coder, tensors, results, keeps_rest=wire.keeps_rest)
-
-
 class Exchange:
     """One average over the replicas of ``group``, begun when it is made. Collective: all replicas
     make them, and call their methods, in the same order.
@@ -150,7 +132,7 @@ def expected_mean(
     *,
     sent_back: bool = True,
 ) -> Tensor:
-    """Computes in one process what `begin_mean` writes into its results: the mean of ``values``,
+    """Computes in one process what an `Exchange` writes into its results: the mean of ``values``,
     one from each replica, of the whole parameter ``name``. For proofs.
 
     ``cut``: the parts of it that the ranks of a replica hold, on which the blocks of a code depend;
