@@ -64,8 +64,7 @@ class Operation:
 
     @property
     def key(self) -> list[Any]:
-        """Equal for two of the same name and arguments. The value of a tensor is on a device, so
-        tensors are told apart by identity."""
+        """Equal for two of the same name and arguments; tensors, on a device, by identity."""
         values = [self.name, *self.args, *chain.from_iterable(self.kwargs.items())]
         return [id(value) if isinstance(value, Tensor) else value for value in values]
 
@@ -284,8 +283,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _of_chunk(
     logits: Tensor, targets: Tensor, settings: _Settings, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The summed loss of these rows, and its gradient with respect to ``logits`` if wanted, which
-    may take the place of ``logits``."""
+    """The summed loss of these rows, and if wanted its gradient, perhaps in place of ``logits``."""
     raw, output = logits, logits
     if settings.after is not None:
         raw = logits.requires_grad_(with_gradient)

@@ -3,8 +3,7 @@
 A gradient may be split over shard, over shard and tensor, or not at all; torch's own
 ``clip_grad_norm_`` refuses a mixture. Here gradients are grouped by what they are split over, each
 group's local part is reduced over exactly those axes, and the parts are combined: the number is the
-one a single process gets. Where replicas split the updates, a parameter stands for the part of it
-that has the gradient.
+one a single process gets. Where replicas split updates, a parameter stands for its own part.
 """
 
 from __future__ import annotations
@@ -53,11 +52,9 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
 
 
 def squared_norm_share(parameters: Iterable[Tensor], world_size: int) -> Tensor:
-    """This rank's share of the squared 2-norm: summed over all ranks of the world it gives the
-    whole, each element counted once.
+    """This rank's share of the squared 2-norm: over all ranks of the world they sum to the whole.
 
-    Lets the norm be part of a reduction that happens anyway. An fp64 scalar; the meshes must cover
-    the world.
+    Lets the norm be part of another reduction. An fp64 scalar; the meshes must cover the world.
     """
     total = torch.zeros((), dtype=torch.float64)
     for split, gradients in _by_split(parameters).items():
@@ -76,35 +73,27 @@ def _by_split(parameters: Iterable[Tensor]) -> dict[_Split, list[Tensor]]:
         if isinstance(gradient, DTensor):
             # A norm of summands would not be the norm of their sum.
             gradient = without_partial(gradient)
-            groups[_split_of(gradient)].append(gradient.to_local())
+            mesh, split = gradient.device_mesh, []
+            for axis, placement in enumerate(gradient.placements):
+                # On an axis of size 1 the only rank holds everything.
+                if mesh.size(axis) > 1 and not placement.is_replicate():
+                    split.append((mesh.size(axis), mesh.get_group(axis)))
+            groups[tuple(split)].append(gradient.to_local())
         elif gradient is not None:
             groups[()].append(gradient)
     return groups
 
 
 def without_partial(gradient: DTensor) -> DTensor:
-    """``gradient`` itself, or, where its ranks hold summands (`Partial`), a new one that holds
-    their sums. Collective in the second case."""
+    """``gradient`` itself, or a new one with sums in the place of summands; collective then."""
     whole = [Replicate() if isinstance(each, Partial) else each for each in gradient.placements]
     if whole == list(gradient.placements):
         return gradient
     return gradient.redistribute(placements=whole)
 
 
-def _split_of(gradient: DTensor) -> _Split:
-    mesh = gradient.device_mesh
-    split = []
-    for axis, placement in enumerate(gradient.placements):
-        size = mesh.size(axis)
-        # On an axis of size 1 the only rank holds everything.
-        if size > 1 and not placement.is_replicate():
-            split.append((size, mesh.get_group(axis)))
-    return tuple(split)
-
-
 def _local_part(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """Sum of absolute values to the power ``norm_type`` (their maximum for infinity), an fp64
-    scalar."""
+    """fp64 scalar: the sum of absolute values to the power ``norm_type``, or their maximum."""
     # torch's `_foreach` functions take tensors of one dtype; a maximum needs at least one element.
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -112,8 +101,7 @@ def _local_part(gradients: list[Tensor], norm_type: float) -> Tensor:
             by_dtype[gradient.dtype].append(gradient)
     norms: list[Tensor] = []
     for dtype, same in by_dtype.items():
-        # A tensor's norm in bf16 would be rounded to 8 bits, and so depend on how the tensor is
-        # split.
+        # A tensor's norm in bf16 would have 8 bits, and so depend on how the tensor is split.
         wide = torch.promote_types(dtype, torch.float32)
         norms += torch._foreach_norm(same, norm_type, dtype=wide)
     if not norms:
@@ -143,11 +131,9 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor | float) -> Non
 def clip_gradient_norm(
     parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
 ) -> Tensor:
-    """Scales all gradients so that their global norm is at most ``max_norm``; returns the norm
-    before. Collective.
+    """Scales gradients to a global norm of at most ``max_norm``, and returns the norm before.
 
-    With ``max_norm=inf`` it only measures. A non-finite norm is returned as it is and nothing is
-    scaled.
+    Collective. It only measures with ``max_norm=inf``, and where the norm is not finite.
     """
     parameters = list(parameters)
     norm = gradient_norm(parameters, norm_type)

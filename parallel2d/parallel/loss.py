@@ -45,8 +45,7 @@ def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def cross_entropy_sum(logits: Any, targets: Tensor, z_loss: float = 0.0) -> Tensor:
-    """Summed cross-entropy over the targets that are not `IGNORED`; a scalar in fp32 (fp64 for fp64
-    logits).
+    """Sums cross-entropy over targets that are not `IGNORED`: fp32 scalar (fp64 for fp64 logits).
 
     ``logits``: [..., vocab], a tensor, or a DTensor split over its last dim as tensor parallelism
     leaves it, or a model output with an attribute ``logits``; ``targets``: int64 [...];
@@ -106,8 +105,7 @@ def check_targets(targets: Tensor, columns: int) -> None:
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """Cross-entropy over a vocabulary of which this rank may hold only columns ``first`` onwards
-    (Shoeybi et al. 2019)."""
+    """Cross-entropy where this rank may hold columns from ``first`` on (Shoeybi et al. 2019)."""
 
     @staticmethod
     def forward(
@@ -127,10 +125,8 @@ class _CrossEntropySum(torch.autograd.Function):
             log_sums.append(chunk.logsumexp(1))
             # Before the next chunk is there.
             del chunk
-        log_sum = torch.cat(log_sums) if log_sums else logits.new_zeros(0, dtype=dtype)
-        value = torch.cat(picked) if picked else logits.new_zeros(0, dtype=dtype)
-        # The other ranks' columns: the log-sum-exp of the ranks' log-sum-exps, and the one logit
-        # that some rank has picked for each token.
+        log_sum, value = torch.cat(log_sums), torch.cat(picked)
+        # The other ranks' columns: all log-sum-exps again, and the logit one rank has picked.
         if group is not None:
             largest = log_sum.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
@@ -172,8 +168,7 @@ def _places(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def logits_of_targets(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """The logit of each target; 0 for a target outside of these columns, the first of which is
-    number ``first``."""
+    """The logit of each target; 0 for one outside of these columns, which begin at ``first``."""
     own, index = _places(targets, first, logits.shape[1])
     # A rank may have no columns, from which nothing can be gathered.
     if not logits.shape[1]:

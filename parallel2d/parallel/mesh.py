@@ -46,10 +46,14 @@ class MeshSpec:
         return cls(config.replicate, config.shard, config.tensor)
 
     def resolve(self, strategy: StrategyConfig | str, topology: Topology) -> MeshShape:
-        """Numbers for every axis, and what was decided on the way. Raises `ConfigError` for any
-        impossible size."""
+        """All sizes, and notes on what was decided. Raises `ConfigError` for impossible ones."""
         strategy = named_strategy(strategy)
-        self._check_sizes()
+        for axis in AXES:
+            size = getattr(self, axis)
+            if size != "auto" and (not is_count(size) or size == 0):
+                raise ConfigError(
+                    f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
+                )
         world = topology.world_size
         tensor = _size_or(self.tensor, 1)
         if world % tensor:
@@ -93,32 +97,20 @@ class MeshSpec:
 
     def refuse_contradiction(self, strategy: StrategyConfig) -> None:
         """Raises `ConfigError` for an axis that ``strategy`` does not have."""
-        absent = {}
-        if not strategy.shards:
-            absent["shard"] = "keeps a full copy per rank"
-        if not strategy.replicates:
-            absent["replicate"] = "shards over all ranks"
-        for axis, reason in absent.items():
-            size = getattr(self, axis)
-            if size not in ("auto", 1):
+        for axis, size, has_axis, reason in (
+            ("shard", self.shard, strategy.shards, "keeps a full copy per rank"),
+            ("replicate", self.replicate, strategy.replicates, "shards over all ranks"),
+        ):
+            if not has_axis and size not in ("auto", 1):
                 raise ConfigError(
                     f"strategy={strategy.name} {reason}, so mesh.{axis}={size} must be 1 or auto; "
                     f"did you mean strategy={strategy.with_both_axes}?"
                 )
 
-    def _check_sizes(self) -> None:
-        for axis in AXES:
-            size = getattr(self, axis)
-            if size != "auto" and (not is_count(size) or size == 0):
-                raise ConfigError(
-                    f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
-                )
-
     def _resolve_data_axes(
         self, strategy: StrategyConfig, topology: Topology, tensor: int
     ) -> tuple[int, int, list[str]]:
-        """Sizes of replicate and shard, and notes about what was decided. Their product may be
-        wrong."""
+        """Sizes of replicate and shard, whose product may be wrong, and notes about decisions."""
         rest = topology.world_size // tensor
         if not strategy.shards:
             return _size_or(self.replicate, rest), 1, []
@@ -144,8 +136,7 @@ def _size_or(size: int | str, default: int) -> int:
 
 
 def _sizes_from_hosts(topology: Topology, tensor: int) -> tuple[int, int, list[str]]:
-    """Shards inside a host and replicates across hosts. One host is split in as few replicas as
-    there can be above one."""
+    """Shards inside hosts, replicates across; a single host has the fewest replicas above one."""
     rest = topology.world_size // tensor
     sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
     if len(sizes) <= 1:
@@ -194,20 +185,17 @@ class MeshShape:
         return MeshSpec(self.replicate, self.shard, self.tensor)
 
     def place(self, topology: Topology) -> torch.Tensor:
-        """int64 [replicate, shard, tensor] of ranks, hosts kept together whatever the order of the
-        ranks."""
+        """int64 [replicate, shard, tensor] of ranks, hosts kept together whatever their order."""
         order = list(itertools.chain.from_iterable(topology.ranks_by_host.values()))
-        return torch.tensor(order, dtype=torch.int64).reshape(
-            self.replicate, self.shard, self.tensor
-        )
+        sizes = (self.replicate, self.shard, self.tensor)
+        return torch.tensor(order, dtype=torch.int64).reshape(sizes)
 
 
 def check_placement(ranks: torch.Tensor, topology: Topology, allow_cross_node: bool) -> list[str]:
     """Refuses shard and tensor groups that cross hosts although they would fit inside one.
 
     ``ranks``: int64 [replicate, shard, tensor]. Returns warnings for groups that cross because they
-    are larger than any host, and for those that were allowed to. Raises `ConfigError` with the
-    numbers.
+    are larger than any host, and for those that were allowed to. Otherwise raises `ConfigError`.
     """
     sizes = [len(members) for members in topology.ranks_by_host.values()]
     largest = max(sizes)
@@ -247,8 +235,7 @@ def _first_crossing(ranks: torch.Tensor, dim: int, topology: Topology) -> list[i
 
 
 def crosses_hosts(ranks: torch.Tensor, dim: int, topology: Topology) -> bool:
-    """Whether a group along ``dim`` of ``ranks``, int64 [replicate, shard, tensor], has ranks on
-    several hosts."""
+    """Whether a group along ``dim`` of ``ranks``, as in `check_placement`, is on several hosts."""
     return _first_crossing(ranks, dim, topology) is not None
 
 
@@ -260,11 +247,9 @@ def build_mesh(
     allow_cross_node: bool = False,
     device_type: str | None = None,
 ) -> DeviceMesh:
-    """The `DeviceMesh` of this job, its axes named ``replicate``, ``shard`` and, when larger than
-    one, ``tensor``.
+    """The job's `DeviceMesh`: axes ``replicate``, ``shard`` and, when larger than one, ``tensor``.
 
-    Collective: every rank calls it after ``init_process_group``. ``topology`` defaults to the one
-    found by asking the ranks.
+    Collective, after ``init_process_group``. Without ``topology`` the ranks are asked for it.
 
     Raises `ConfigError` for sizes that do not fill the world or that put a group on the slow link
     by accident, and for another strategy than those of `config.STRATEGIES`.
@@ -306,8 +291,7 @@ def _release_groups_at_exit() -> None:
 
 
 def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
-    """Lets collectives on ``group`` time out like those of the world; torch gives new groups its
-    own default."""
+    """Gives ``group`` the timeout of the world's group; torch gives new groups its own default."""
     default = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
     # torch's fake backend has no options: it never waits.
     options = getattr(default, "options", None)
@@ -332,8 +316,7 @@ def axis_positions(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def mesh_shape(mesh: DeviceMesh) -> MeshShape:
-    """The sizes of a mesh with our axis names; an absent axis has size 1. Raises `ConfigError` for
-    other names."""
+    """The sizes of a mesh, 1 of an absent axis. Raises `ConfigError` for other names than ours."""
     names = axis_names(mesh)
     in_order = sorted(set(AXES).intersection(names), key=AXES.index)
     if not names or list(names) != in_order:
@@ -355,7 +338,7 @@ def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     if mesh.size() == dist.get_world_size():
         dist.all_reduce(value)
         # Every data rank was counted once per tensor rank.
-        return value.div_(shape.tensor) if shape.tensor > 1 else value
+        return value.div_(shape.tensor)
     for axis in ("shard", "replicate"):
         if getattr(shape, axis) > 1:
             dist.all_reduce(value, group=mesh.get_group(axis))
@@ -369,16 +352,14 @@ def without_replicas(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def data_coordinate(mesh: DeviceMesh) -> int:
-    """This rank's number among the data ranks: its place over replicate x shard, equal for all its
-    tensor ranks."""
+    """This rank's number among the data ranks, equal for all tensor ranks of one data rank."""
     shape = mesh_shape(mesh)
     at = axis_positions(mesh)
     return at.get("replicate", 0) * shape.shard + at.get("shard", 0)
 
 
-def draw_mesh(ranks: torch.Tensor, topology: Topology, width: int = 78) -> str:
-    """The mesh as text: one line per replica, ``rank`` numbers grouped by tensor, the host at the
-    end.
+def draw_mesh(ranks: torch.Tensor, topology: Topology) -> str:
+    """The mesh as text: one line per replica, ranks grouped by tensor, the host at the end.
 
     ``ranks``: int64 [replicate, shard, tensor]. Long meshes are cut in the middle.
     """
@@ -391,9 +372,7 @@ def draw_mesh(ranks: torch.Tensor, topology: Topology, width: int = 78) -> str:
         # Each host once, in the order of the ranks, without its network namespace.
         names = dict.fromkeys(host.split("/")[0] for host in hosts)
         line = f"  replica {replica}  [{groups}]  on {', '.join(names)}"
-        if len(line) > width:
-            line = line[: width - 3] + "..."
-        lines.append(line)
+        lines.append(line if len(line) <= 78 else f"{line[:75]}...")
     if len(lines) > 10:
         lines = [*lines[:5], f"  ... {len(lines) - 9} more replicas ...", *lines[-4:]]
     return "\n".join(lines)

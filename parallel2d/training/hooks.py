@@ -3,8 +3,7 @@ return (`HookResult`), and the calls themselves (`HookCalls`).
 
 [Note: hooks on every rank] Every rank calls every method, at the same points, but only this rank
 knows what it returned or raised. One exchange per step, where there are hooks, tells all ranks, so
-that all save, stop or end together. What happens between two exchanges (``save``) travels with the
-next one.
+that all save, stop or end together. What happens in between (``save``) travels with the next one.
 """
 
 from __future__ import annotations
@@ -101,8 +100,7 @@ class Hook:
         every rank, and this rank's ``time/step_s``."""
 
     def validation(self, run: RunView, step: int, metrics: Mapping[str, float]) -> Returned:
-        """After a validation in step ``step``, before `step` is called. ``metrics``: the losses by
-        key, the same on every rank."""
+        """After a validation, before `step`. ``metrics``: losses by key, equal on every rank."""
 
     def save(self, run: RunView, step: int, path: str) -> None:
         """Once the checkpoint of ``step`` is published at ``path``."""
@@ -123,8 +121,7 @@ class Agreed:
 
 
 def check_hooks(entries: Sequence[Any]) -> None:
-    """Raises `ConfigError` for a class of ``train.hooks`` that cannot be imported, is no `Hook`, or
-    does not take its arguments. Makes none."""
+    """Raises `ConfigError` for what is no importable `Hook`, or does not take its arguments."""
     for reference, arguments in map(_entry, entries):
         kind = load_reference(_KEY, reference)
         if not isinstance(kind, type) or not issubclass(kind, Hook):
@@ -136,8 +133,7 @@ def check_hooks(entries: Sequence[Any]) -> None:
 
 
 def build_hooks(entries: Sequence[Any]) -> list[Hook]:
-    """The hooks that ``train.hooks`` names. Raises `ConfigError` as `check_hooks`, and for an
-    exception while one is made."""
+    """Makes what ``train.hooks`` names. Raises `ConfigError` as `check_hooks`, or if one raises."""
     check_hooks(entries)
     hooks = []
     for reference, arguments in map(_entry, entries):
@@ -346,26 +342,28 @@ class SampleText(Hook):
         """Shows a text if one is due. Collective."""
         if step % self.every:
             return
-        assert self._loaded is not None, "start() comes first"
+        loaded = self._loaded
+        assert loaded is not None, "start() comes first"
         generator = torch.Generator().manual_seed((run.config.train.seed + step) % 2**63)
-        ids = [int(token) for token in self._loaded.encode([self.prompt])[0]]
+        ids = [int(token) for token in loaded.encode([self.prompt])[0]]
         begin = len(ids)
         with outer_parameters(run.model), _undisturbed(run.model, run.device):
             # A fixed number of forwards, whatever is generated: all ranks run the same collectives.
             for _ in range(self.tokens):
-                ids.append(self._next(run, ids, generator))
+                ids.append(self._next(run, loaded, ids, generator))
         # What comes after the end of a document belongs to another one.
-        if self._loaded.end_id in ids[begin:]:
-            del ids[ids.index(self._loaded.end_id, begin) :]
-        run.show_text("sample", self._loaded.decode(ids), step)
+        if loaded.end_id in ids[begin:]:
+            del ids[ids.index(loaded.end_id, begin) :]
+        run.show_text("sample", loaded.decode(ids), step)
 
-    def _next(self, run: RunView, ids: list[int], generator: torch.Generator) -> int:
+    def _next(
+        self, run: RunView, loaded: Tokenizer, ids: list[int], generator: torch.Generator
+    ) -> int:
         """The token after ``ids``, of which the last ``train.seq_len`` are read."""
-        assert self._loaded is not None
         length = run.config.train.seq_len
         read = ids[-length:]
         # Padding on the right does not change what comes before it.
-        row = read + [self._loaded.end_id] * (length - len(read))
+        row = read + [loaded.end_id] * (length - len(read))
         inputs = torch.tensor([row], device=run.device)
         arguments = [inputs]
         if run.config.data.intra_document_masking:
@@ -375,7 +373,7 @@ class SampleText(Hook):
         # The output of a model may be split over the tensor axis.
         if isinstance(logits, DTensor):
             logits = logits.full_tensor()
-        scores = logits[0, len(read) - 1, : self._loaded.vocab_size].double().cpu()
+        scores = logits[0, len(read) - 1, : loaded.vocab_size].double().cpu()
         if self.temperature == 0:
             return int(scores.argmax())
         chances = (scores / self.temperature).softmax(0)

@@ -69,8 +69,7 @@ class StepOutcome:
 
 
 def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
-    """Names what is wrong with ``state``, which should be a `Trainer.state_dict` after ``step``;
-    empty if nothing.
+    """Names what is wrong with a `Trainer.state_dict` after ``step``; empty if nothing.
 
     Numbers must be finite, in range, and possible together.
     """
@@ -117,8 +116,7 @@ def _problems_of_scaler(scaler: Any, step: int) -> list[str]:
 
 
 def problems_of_best(name: str, state: Any, step: int) -> list[str]:
-    """Names what is wrong with ``state``, which should be a `BestMetric` as a dict after ``step``,
-    or None; empty if nothing."""
+    """Names what is wrong with ``state``, None or a `BestMetric` as a dict after ``step``."""
     if state is None:
         return []
     names = {item.name for item in fields(BestMetric)}
@@ -160,15 +158,6 @@ class BestMetric:
         self.since = 0
         return True
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on from what ``dataclasses.asdict`` gave, if it was of the same metric and settings;
-        otherwise nothing was measured yet."""
-        settings = ("metric", "mode", "min_delta")
-        if state is not None and all(state[key] == getattr(self, key) for key in settings):
-            self.step = state["step"]
-            self.value = float(state["value"])
-            self.since = state["since"]
-
 
 # What watches a metric, by its name in the saved state
 _SETTINGS = {"best": "checkpoint.keep_best", "stop": "train.stop.metric"}
@@ -188,8 +177,7 @@ class WatchedMetrics:
         self._names: set[str] = set()  # of what was measured so far
 
     def measure(self, step: int, measured: Mapping[str, float]) -> bool:
-        """Takes what was measured in ``step``, by key. Returns whether ``keep_best`` has a new best
-        value."""
+        """Takes what ``step`` measured, by key. Returns whether ``keep_best`` has a new best."""
         self._names.update(measured)
         improved = {}
         for name, watched in self._watched.items():
@@ -227,6 +215,10 @@ class WatchedMetrics:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave, which may be among other keys."""
+        """Goes on from what `state_dict` gave, which may be among other keys, where it was of the
+        same metric and settings; otherwise nothing was measured yet."""
+        settings = ("metric", "mode", "min_delta")
         for name, watched in self._watched.items():
-            watched.load_state_dict(state.get(name))
+            before = state.get(name)
+            if before and all(before[key] == getattr(watched, key) for key in settings):
+                self._watched[name] = BestMetric(**before)

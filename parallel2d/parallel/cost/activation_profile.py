@@ -5,13 +5,13 @@ micro-batch on tensors without storage. What it has in memory beside its paramet
 wherever sharding would gather or reduce a group: `MemoryEvent`. `cost.predicted_peak`
 adds what sharding allocates there, for any sizes of the other axes.
 
-Gradients of a group's parameters are dropped when the group has all of them, since sharding would
-have reduced them.
+Gradients of a group's parameters are dropped when all are there: sharding reduces them then.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -53,11 +53,9 @@ def profile_activations(
     model: nn.Module, loss_of: LossOf, mesh: DeviceMesh | None, layout: Layout
 ) -> list[MemoryEvent] | str:
     """``model``: before `parallelize`, on meta; it stays as it is. ``loss_of``: gets a copy of it,
-    which it may run on the given micro-batch. ``mesh``: with a tensor axis; one of a fake process
-    group will do.
+    which it may run on the given micro-batch. ``mesh``: with a tensor axis; a fake group will do.
 
-    The last event is the end of the step. In words why there is none, for a model that tensors
-    without storage cannot run.
+    The last event is the end of the step. In words why not, if fake tensors cannot run it.
     """
     twin = tensor_twin(model, mesh, layout)
     # Attention has a kernel that keeps no scores on this device, and none on meta.
@@ -97,7 +95,20 @@ class _EventLog(TorchDispatchMode):
         self._trained: list[list[nn.Parameter]] = []
         self._missing: list[int] = []
         self._without_input_gradient: set[int] = set()
-        self._watch_groups(groups)
+        taken: set[int] = set()
+        for number, modules in enumerate(groups):
+            trained = []
+            for module in modules:
+                for parameter in module.parameters():
+                    if id(parameter) not in taken and parameter.requires_grad:
+                        trained.append(parameter)
+                    taken.add(id(parameter))
+                self._around(module, number)
+            self._trained.append(trained)
+            self._missing.append(len(trained))
+            for parameter in trained:
+                count_down = functools.partial(self._count_down, number)
+                parameter.register_post_accumulate_grad_hook(count_down)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -109,30 +120,13 @@ class _EventLog(TorchDispatchMode):
         return output
 
     def end(self) -> None:
-        """Backward has ended: the root is reduced, then groups whose inputs have no gradient, or
-        some of whose parameters had none."""
+        """Backward has ended: the root is reduced, then groups that nothing has reduced before."""
         root = len(self._trained) - 1
         self._reduce(root)
         for group, missing in enumerate(self._missing[:root]):
             if missing or group in self._without_input_gradient:
                 self._reduce(group)
         self._note("end", root)
-
-    def _watch_groups(self, groups: Sequence[Sequence[nn.Module]]) -> None:
-        taken: set[int] = set()
-        for number, modules in enumerate(groups):
-            trained = []
-            for module in modules:
-                for parameter in module.parameters():
-                    if id(parameter) not in taken and parameter.requires_grad:
-                        trained.append(parameter)
-                    taken.add(id(parameter))
-            self._trained.append(trained)
-            self._missing.append(len(trained))
-            for parameter in trained:
-                parameter.register_post_accumulate_grad_hook(self._counts_down(number))
-            for module in modules:
-                self._around(module, number)
 
     def _around(self, module: nn.Module, group: int) -> None:
         def enter(_module: nn.Module, *given: Any) -> None:
@@ -155,14 +149,11 @@ class _EventLog(TorchDispatchMode):
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(leave)
 
-    def _counts_down(self, group: int) -> Callable[[Tensor], None]:
-        def count(_parameter: Tensor) -> None:
-            self._missing[group] -= 1
-            waits = group + 1 == len(self._trained) or group in self._without_input_gradient
-            if self._missing[group] == 0 and not waits:
-                self._reduce(group)
-
-        return count
+    def _count_down(self, group: int, _parameter: Tensor) -> None:
+        self._missing[group] -= 1
+        waits = group + 1 == len(self._trained) or group in self._without_input_gradient
+        if self._missing[group] == 0 and not waits:
+            self._reduce(group)
 
     def _reduce(self, group: int) -> None:
         self._missing[group] = 0

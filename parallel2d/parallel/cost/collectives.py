@@ -1,5 +1,4 @@
-"""Bytes that a rank sends in one collective (`sent_bytes`), and the seconds that it takes on the
-links of a cluster (`collective_seconds`).
+"""Bytes that a rank sends in a collective (`sent_bytes`), and its seconds (`collective_seconds`).
 
 [Note: collectives in time] Ring algorithms, with the latencies that NCCL's own model counts
 (``src/graph/tuning.cc``). A ring through the ranks of a group passes each host once, so a host
@@ -28,14 +27,16 @@ def sent_bytes(collective: str, whole_bytes: float, size: int, device_type: str)
     ``whole_bytes``: the larger side of the collective: the output of ``all_gather``, the input of
     ``reduce_scatter`` and ``all_to_all``, the tensor of ``all_reduce``. Bandwidth-optimal
     algorithms (ring; Thakur et al. 2005) send (n-1)/n of it, and an all-reduce twice that. Gloo
-    (CPU tensors) has no reduce-scatter of its own: it costs an all-reduce. Raises KeyError for
-    another collective.
+    (CPU tensors) reduces and scatters by an all-reduce. Raises KeyError for another collective.
     """
+    return _passes(collective, device_type) * (size - 1) / size * whole_bytes
+
+
+def _passes(collective: str, device_type: str) -> int:
+    """How often a ring through the ranks is gone round."""
     reduce_scatter = 2 if device_type == "cpu" else 1
-    passes = {"all_gather": 1, "all_to_all": 1, "reduce_scatter": reduce_scatter, "all_reduce": 2}[
-        collective
-    ]
-    return passes * (size - 1) / size * whole_bytes
+    passes = {"all_gather": 1, "all_to_all": 1, "reduce_scatter": reduce_scatter, "all_reduce": 2}
+    return passes[collective]
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,5 @@ def collective_steps(
     collective: str, placement: GroupPlacement, device_type: str
 ) -> tuple[int, int]:
     """Steps of a ring between hosts, and inside them; each costs one latency of its link."""
-    passes = 1
-    if collective == "all_reduce":
-        passes = 2
-    if collective == "reduce_scatter" and device_type == "cpu":
-        passes = 2
+    passes = _passes(collective, device_type)
     return passes * (placement.hosts - 1), passes * (placement.ranks - placement.hosts)

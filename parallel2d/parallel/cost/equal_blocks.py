@@ -3,8 +3,7 @@
 [Note: few of the equal blocks] A model of equal blocks costs a constant and so much per block. So a
 copy is measured with one block of each stack, and for each stack a copy with two; the difference is
 a block's. A third kind of copy, with the first, a middle and the last block of every stack, must
-cost what follows from these. Where it does not, or where such a copy cannot run, the whole model is
-measured.
+cost what follows from these. Where it does not, or cannot run, the whole model is measured.
 """
 
 from __future__ import annotations
@@ -100,8 +99,7 @@ def _extended(
 def _without_blocks(
     model: nn.Module, stacks: Sequence[EqualBlocks], kept: Sequence[Sequence[int]]
 ) -> nn.Module:
-    """A copy of ``model`` that has, of each of ``stacks``, the blocks of these numbers alone,
-    counted from the first of the run."""
+    """A copy of ``model`` with only these blocks of ``stacks``, counted from the first of a run."""
     before = [dict(stack.container._modules) for stack in stacks]
     # The other blocks are taken out of the lists meanwhile, so that they are not copied.
     try:

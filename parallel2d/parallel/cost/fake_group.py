@@ -31,7 +31,6 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         # torch remembers how operators on `DTensor`s are split by mesh, and takes the mesh of
-        # another world for the same one if its ranks have the same numbers. There is no public
-        # name for it.
+        # another world for the same one if its ranks have the same numbers. No public name does it.
         debug._clear_fast_path_sharding_prop_cache()
         debug._clear_python_sharding_prop_cache()

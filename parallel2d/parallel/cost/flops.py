@@ -18,8 +18,7 @@ from parallel2d.parallel.loss import loss_chunks
 
 log = logging.getLogger(__name__)
 
-# Dense bf16 peak of one device in FLOP/s, from the vendors' data sheets; by a part of the name that
-# torch reports.
+# Dense bf16 peak of a device in FLOP/s, from data sheets; by a part of the name that torch reports.
 _PEAK_BF16 = {
     "H100": 989e12,
     "H200": 989e12,
@@ -75,12 +74,8 @@ def _count(
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Peak FLOP/s of ``device`` for matrix products in ``dtype``, or None when it is not in the
-    table."""
+    """Peak FLOP/s of ``device`` for matrix products in ``dtype``; None: it is not in the table."""
     if device.type != "cuda" or dtype not in ("bf16", "fp16"):
         return None
     name = torch.cuda.get_device_name(device)
-    for part, peak in _PEAK_BF16.items():
-        if part in name:
-            return peak
-    return None
+    return next((peak for part, peak in _PEAK_BF16.items() if part in name), None)

@@ -34,8 +34,7 @@ class PredictedMemory:
 
 
 class _Group(NamedTuple):
-    """Bytes of one group: of its whole parameters, of its whole gradients as they are made and as
-    they are reduced, and of this rank's sums."""
+    """Bytes of a group: whole parameters, whole gradients as made and as reduced, own sums."""
 
     gathered: int
     made: int
@@ -63,10 +62,6 @@ class _Held:
     sums: int = 0  # of gradients
     whole: int = 0  # gradients that wait for the last micro-batch
     bucket: int = 0  # between replicas
-
-    @property
-    def total(self) -> int:
-        return sum(astuple(self))
 
 
 def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemory:
@@ -96,19 +91,22 @@ def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemo
 
 
 class _Step:
-    """Follows the events of micro-batches. ``fullest`` and ``activations``: what there was at the
-    fullest moment."""
+    """Follows the events of micro-batches, and keeps what was there at the fullest moment."""
 
     def __init__(self, events: Sequence[MemoryEvent], layout: Layout) -> None:
         shape, config = layout.shape, layout.config
         self._events = events
-        self._frees = config.strategy.reshard_after_forward and shape.shard > 1
         self._is_sharded = shape.shard > 1
+        self._frees = config.strategy.reshard_after_forward and self._is_sharded
         self._ahead = config.prefetch.backward
         self._reduces_each = config.sync.during_accumulation != "none"
         self._groups = [_Group.of(group.parameters, shape.shard) for group in layout.groups]
         self._root = len(self._groups) - 1
-        self._bucket = _bucket_bytes(self._groups, layout)
+        reduce = DTYPES[config.precision.reduce]
+        # Of two buckets between replicas, as they are received and, where that is another form, as
+        # they are sent; sums that are reduced in place need none.
+        sums = [group.sums for group in self._groups]
+        self._bucket = layout.method.buffer_bytes(sums, reduce.itemsize)
         self._held = _Held()
         self._gathered_order: list[int] = []
         self._whole: set[int] = set()
@@ -128,20 +126,21 @@ class _Step:
         for event in self._events:
             self._see(event.most)
             group = self._groups[event.group]
-            if event.kind == "gather":
-                held.gathered += group.gathered
-                self._gathered_order.append(event.group)
-                if self._is_sharded and group.gathered:
-                    held.returned = group.gathered
-            elif event.kind == "free" and self._frees:
-                held.gathered -= group.gathered
-            elif event.kind == "gather_again":
-                self._gather_again(event.group, group, event.now)
-            elif event.kind == "reduce":
-                self._reduce(event.group, group, event.now)
+            match event.kind:
+                case "gather":
+                    held.gathered += group.gathered
+                    self._gathered_order.append(event.group)
+                    if self._is_sharded and group.gathered:
+                        held.returned = group.gathered
+                case "free" if self._frees:
+                    held.gathered -= group.gathered
+                case "gather_again":
+                    self._gather_again(event.group, group, event.now)
+                case "reduce":
+                    self._reduce(event.group, group, event.now)
 
     def _see(self, activations: int) -> None:
-        total = activations + self._held.total
+        total = activations + sum(astuple(self._held))
         if total > self._most:
             self._most = total
             self.activations = activations
@@ -156,8 +155,7 @@ class _Step:
             return
         self._whole.add(number)
         self._held.gathered += group.gathered
-        # Nothing gathers the root ahead. What a group's all-gather returned is there until its
-        # parameters have been copied from it.
+        # Nothing gathers the root ahead. What an all-gather returned stays until it is copied.
         if number == self._root:
             self._held.returned = group.gathered
         self._see(activations)
@@ -184,10 +182,3 @@ class _Step:
         if self._is_last:
             self._held.bucket = self._bucket
         self._see(activations)
-
-
-def _bucket_bytes(groups: Sequence[_Group], layout: Layout) -> int:
-    """Of two buckets between replicas, as they are received and, where that is another form, as
-    they are sent; sums that are reduced in place need none."""
-    reduce = DTYPES[layout.config.precision.reduce]
-    return layout.method.buffer_bytes([group.sums for group in groups], reduce.itemsize)

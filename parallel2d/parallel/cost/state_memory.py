@@ -41,8 +41,7 @@ class StateBytes:
 def state_bytes(layout: Layout) -> StateBytes:
     """What the fullest rank keeps.
 
-    Every trained parameter is taken to have a gradient, and the optimizer to have made a step: one
-    that no rank ever uses has neither.
+    Every trained parameter is taken to have a gradient, and the optimizer to have made a step.
     """
     shape, method = layout.shape, layout.method
     parameters = masters = gradients = state = outer = 0
@@ -70,18 +69,19 @@ def _optimizer_bytes(
 ) -> int:
     """Bytes of the state of one parameter, of which this rank updates a part of this shape."""
     numel = math.prod(updated)
-    if optimizer.name == "sgd":
+    match optimizer.name:
         # The first gradient is copied, in its own dtype.
-        return numel * parameter.gradient if optimizer.momentum else 0
-    if optimizer.name == "muon" and parameter.by_muon:
-        return numel * parameter.gradient
-    if optimizer.name == "adafactor":
-        statistics = numel
-        # Of a matrix those of its rows and columns
-        if len(updated) > 1:
-            *batch, rows, columns = updated
-            statistics = math.prod(batch) * (rows + columns)
-        return _STEP_BYTES + statistics * parameter.stored
+        case "sgd":
+            return numel * parameter.gradient if optimizer.momentum else 0
+        case "muon" if parameter.by_muon:
+            return numel * parameter.gradient
+        case "adafactor":
+            statistics = numel
+            # Of a matrix those of its rows and columns
+            if len(updated) > 1:
+                *batch, rows, columns = updated
+                statistics = math.prod(batch) * (rows + columns)
+            return _STEP_BYTES + statistics * parameter.stored
     # Adam, AdamW, and what Muon leaves to AdamW: two moments, or three.
     moments = 3 if optimizer.amsgrad and optimizer.name != "muon" else 2
     return _STEP_BYTES + moments * numel * parameter.stored

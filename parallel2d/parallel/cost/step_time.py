@@ -79,8 +79,7 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """``samples_per_s``: of the whole job. ``mfu``: model FLOPs per second over the peak of the
-    dtype that computes."""
+    """``samples_per_s``: of the whole job. ``mfu``: model FLOPs over the peak of what computes."""
 
     seconds: StepSeconds
     samples_per_s: float
@@ -119,6 +118,8 @@ class _Estimate:
 
     def of_step(self, over_tensor: tuple[float, float] | None, flops: int | None) -> StepEstimate:
         layout = self._layout
+        if flops is None:
+            raise _NotKnownError("the model's FLOPs are not known")
         forward, recomputed = self._compute(flops)
         groups, after_update = self._groups(forward, recomputed)
         schedule = StepSchedule(
@@ -132,18 +133,23 @@ class _Estimate:
         update = self._update()
         seconds = step_seconds(groups, schedule, update=update, between_steps=after_update)
         if not layout.method.replicas_equal:
-            added = self._exchanges(seconds.total)
+            # Each fragment of ``sync=diloco`` is one collective.
+            sync, sent = self._sync, 0.0
+            for group, count in self._traffic.groups:
+                sent += count * self._traffic.updated(group)
+            once = self._collective("all_reduce", sent / sync.fragments, "replicate")
+            exchange = sync.fragments * once
+            added = exchange_seconds(
+                exchange, seconds.total, sync.every, sync.fragments, sync.delay
+            )
             seconds = step_seconds(groups, schedule, update=update, between_steps=added)
         samples_per_s = layout.global_batch_size / seconds.total
-        assert flops is not None
         mfu = samples_per_s * flops / (self._peak() * layout.shape.world_size)
         return StepEstimate(seconds, samples_per_s, mfu)
 
-    def _compute(self, flops: int | None) -> tuple[float, float]:
+    def _compute(self, flops: int) -> tuple[float, float]:
         """Seconds of forward of one micro-batch on one rank, and of computing it again."""
         layout = self._layout
-        if flops is None:
-            raise _NotKnownError("the model's FLOPs are not known")
         if layout.config.cpu_offload:
             raise _NotKnownError(
                 "copies to and from the memory of the host (cpu_offload) have no model"
@@ -184,17 +190,15 @@ class _Estimate:
         place = self._places[axis]
         if sent == 0 or place.ranks == 1:
             return 0.0
-        found = collective_seconds(
-            collective, sent, place, self._cluster, self._layout.workload.device_type
-        )
+        device_type = self._layout.workload.device_type
+        found = collective_seconds(collective, sent, place, self._cluster, device_type)
         if found is None:
             key = "inside_node" if place.is_inside else "between_nodes"
             raise _NotKnownError(f"cluster.{key} is not known")
         return found
 
     def _tensor(self, over_tensor: tuple[float, float] | None) -> float:
-        """Seconds of what a step sends over the tensor axis, with the latencies of all its
-        collectives, which wait for each other."""
+        """Seconds of what a step sends over the tensor axis, one collective after the other."""
         place = self._places["tensor"]
         if place.ranks == 1:
             return 0.0
@@ -208,8 +212,7 @@ class _Estimate:
         return once + max(0.0, passes - 1) * latency
 
     def _groups(self, forward: float, recomputed: float) -> tuple[list[GroupSeconds], float]:
-        """The groups in the order of forward, the root first, and the seconds of what replicas
-        gather after the update."""
+        """The groups as forward runs them, the root first; seconds of gathers after the update."""
         layout, traffic = self._layout, self._traffic
         whole = sum(count * group.gathered_bytes for group, count in traffic.groups)
         frees = layout.config.strategy.reshard_after_forward
@@ -251,9 +254,8 @@ class _Estimate:
             collective = reductions[0][0]
             sent = sum(size for _, size in reductions)
             last = order[bucket[-1]]
-            seconds[last] = seconds[last]._replace(
-                reduce=self._collective(collective, sent, "replicate")
-            )
+            reduce = self._collective(collective, sent, "replicate")
+            seconds[last] = seconds[last]._replace(reduce=reduce)
 
     def _update(self) -> float:
         """Seconds of the optimizer: it reads and writes parameters and its state, and reads
@@ -263,16 +265,6 @@ class _Estimate:
             raise _NotKnownError("cluster.device.memory_gb_per_s is not known")
         states = state_bytes(self._layout)
         return (3 * states.gradients + 2 * states.optimizer) / (speed * 1e9)
-
-    def _exchanges(self, step: float) -> float:
-        """Seconds per step that the exchanges of ``sync=diloco`` add to one of ``step``."""
-        sent = 0.0
-        for group, count in self._traffic.groups:
-            sent += count * self._traffic.updated(group)
-        fragments = self._sync.fragments
-        # Each fragment is one collective.
-        exchange = fragments * self._collective("all_reduce", sent / fragments, "replicate")
-        return exchange_seconds(exchange, step, self._sync.every, fragments, self._sync.delay)
 
 
 def step_seconds(

@@ -51,22 +51,16 @@ def on_fake_tensors(twin: nn.Module, device_type: str) -> Iterator[None]:
     """Inside, parameters, buffers and whatever is made have no storage, and their ``device`` is
     ``device_type``: some models refuse to run on plain meta tensors, which are twice as fast.
     ``twin``, all of it on meta, cannot be used outside any more."""
-    with FakeTensorMode():
-        _replace_by_fake_tensors(twin, device_type)
-        yield
-
-
-def _replace_by_fake_tensors(twin: nn.Module, device_type: str) -> None:
     made: dict[int, Any] = {}
-    for module in twin.modules():
-        for owned in (module._parameters, module._buffers):
-            for name, value in owned.items():
-                if value is None:
-                    continue
-                # Once for each tensor: tied parameters stay tied.
-                if id(value) not in made:
-                    made[id(value)] = _fake(value, device_type)
-                owned[name] = made[id(value)]
+    with FakeTensorMode():
+        for module in twin.modules():
+            for owned in (module._parameters, module._buffers):
+                for name, value in owned.items():
+                    # Once for each tensor: tied parameters stay tied.
+                    if value is not None and id(value) not in made:
+                        made[id(value)] = _fake(value, device_type)
+                    owned[name] = made.get(id(value))
+        yield
 
 
 def _fake(value: Tensor, device_type: str) -> Tensor:
@@ -105,9 +99,7 @@ def _cast_at_its_border(module: nn.Module, policy: MixedPrecisionPolicy) -> None
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     def cast(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            return tensor.to(dtype)
-        return tensor
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return tree_map_only(Tensor, cast, values)
 
@@ -123,8 +115,7 @@ class TensorTraffic(NamedTuple):
     sums_ring_passes: float
 
     def of_step(self, accumulation: int, during_accumulation: str) -> tuple[float, float]:
-        """Bytes and ring passes of a step. The sums come in every backward, or once with
-        ``none``."""
+        """Bytes and ring passes of a step. Sums come in every backward, or once with ``none``."""
         sums = 1 if during_accumulation == "none" else accumulation
         return (
             accumulation * self.passes_bytes + sums * self.sums_bytes,
@@ -141,8 +132,7 @@ def count_tensor_axis(
 ) -> TensorTraffic | None:
     """``twin``: from `tensor_twin`. It runs forward and backward of one micro-batch of ``layout``
     on tensors without storage, on every rank alike; ``counter``, a dry `CommunicationMeter`, counts
-    its collectives instead of running them. None, and the reason logged, for a model that such
-    tensors cannot run.
+    its collectives instead of running them. None, and the reason logged, where it cannot run.
     """
     problem: Exception | None = None
     # Meta tensors are twice as fast, and some models only run on tensors with a real device.

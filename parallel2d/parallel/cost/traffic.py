@@ -41,13 +41,11 @@ class AxisTraffic:
         self.layout = layout
         shard = layout.shape.shard
         # What each group moves, and the number of equal groups
-        self.groups: list[tuple[GroupTraffic, int]] = []
-        for parameters, count in layout.equal_groups:
-            self.groups.append((group_traffic(parameters, shard), count))
+        self.groups = [(group_traffic(each, shard), count) for each, count in layout.equal_groups]
 
     def gathered(self, group: GroupTraffic) -> float:
         """By one all-gather of the parameters over the shard axis."""
-        return self._over_shard("all_gather", group.gathered_bytes)
+        return self._sent("shard", "all_gather", group.gathered_bytes)
 
     def scattered(self, group: GroupTraffic) -> tuple[str, float]:
         """By one reduction of the gradients over the shard axis, and its collective. Torch's own
@@ -55,17 +53,16 @@ class AxisTraffic:
         is_ours = self.layout.config.sync.engine == "parallel2d"
         is_exchanged = is_ours and group.reduced_itemsize < 4
         collective = "all_to_all" if is_exchanged else "reduce_scatter"
-        return collective, self._over_shard(collective, group.reduced_bytes)
+        return collective, self._sent("shard", collective, group.reduced_bytes)
 
     def reduced(self, group: GroupTraffic) -> tuple[str, float]:
         """By one reduction of the gradients between replicas, and its collective."""
         collective, whole = self.layout.method.gradients(group)
-        return collective, self._between(collective, whole)
+        return collective, self._sent("replicate", collective, whole)
 
     def updated(self, group: GroupTraffic) -> float:
-        """By what crosses of its parameters between replicas, once in `method.update_period`
-        updates."""
-        return self._between(*self.layout.method.parameters(group))
+        """By what crosses of its parameters between replicas, once per `method.update_period`."""
+        return self._sent("replicate", *self.layout.method.parameters(group))
 
     def per_step(self, group: GroupTraffic) -> tuple[float, float]:
         """Over the replicate and over the shard axis in a step.
@@ -86,12 +83,10 @@ class AxisTraffic:
         replicate = method.reductions(accumulation) * sent
         return replicate + self.updated(group) / method.update_period, shard
 
-    def _over_shard(self, collective: str, part: float) -> float:
-        ranks = self.layout.shape.shard
-        return sent_bytes(collective, part * ranks, ranks, self.layout.workload.device_type)
-
-    def _between(self, collective: str, whole: float) -> float:
-        ranks = self.layout.shape.replicate
+    def _sent(self, axis: str, collective: str, size: float) -> float:
+        ranks = getattr(self.layout.shape, axis)
+        # A group counts this rank's parts, of which the shard axis has one on each rank.
+        whole = size * ranks if axis == "shard" else size
         return sent_bytes(collective, whole, ranks, self.layout.workload.device_type)
 
 
@@ -114,7 +109,6 @@ def predicted_bytes(layout: Layout, over_tensor: float | None = None) -> dict[st
 
 
 def exact_bytes(layout: Layout) -> float:
-    """Bytes that a rank would send per step over the ``replicate`` axis if gradients were reduced
-    there in fp32, once per step."""
+    """Bytes per step of a rank over ``replicate`` if gradients were reduced there once, in fp32."""
     numel = sum(count * group.reduced_numel for group, count in AxisTraffic(layout).groups)
     return sent_bytes("all_reduce", 4 * numel, layout.shape.replicate, layout.workload.device_type)

@@ -21,14 +21,14 @@ def predict_updates(layout: Layout) -> dict[str, float]:
     """Bytes that the first rank, with Muon a rank on average, sends per update over each mesh axis,
     ``{axis: bytes}``; empty when updates are local."""
     found: dict[str, float] = defaultdict(float)
-    optimizer = layout.workload.optimizer.name
     for group, count in layout.equal_groups:
         for parameter in filter(lambda each: each.is_trained, group):
             sent: dict[str, float] = {}
-            if optimizer == "adafactor":
-                sent = _adafactor(parameter, layout)
-            elif optimizer == "muon" and parameter.by_muon:
-                sent = owner_bytes(parameter.whole, _axes_of(parameter, layout))
+            match layout.workload.optimizer.name:
+                case "adafactor":
+                    sent = _adafactor(parameter, layout)
+                case "muon" if parameter.by_muon:
+                    sent = owner_bytes(parameter.whole, _axes_of(parameter, layout))
             for axis, size in sent.items():
                 found[axis] += count * size
     return dict(found)

@@ -1,7 +1,6 @@
 """Reduces gradients over the replicate axis: in which micro-batch, in which order, in which form.
 
-`methods/` says what crosses the axis and when, `wires/` in which form, `engine/` reduces gradients
-by both.
+`methods/` says what crosses the axis and when, `wires/` in which form, `engine/` does it by both.
 """
 
 from parallel2d.parallel.sync.engine.accumulation import (

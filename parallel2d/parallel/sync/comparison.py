@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.base.exchange import all_gather
 from parallel2d.parallel.mesh import axis_positions, mesh_shape
+from parallel2d.parallel.sync.wires.blocks import key_of
 from parallel2d.parallel.weights.geometry import local_part
 
 _HASH_BITS = 20  # so that fp64 adds the squares of up to 8,192 ranks exactly
@@ -42,7 +43,7 @@ class ReplicaComparison:
         hash of this rank's tensors, and its square."""
         vector = torch.zeros(len(self._groups), self._places, 2, dtype=torch.float64)
         for number, tensors in enumerate(self._groups.values()):
-            value = _short(hashes_of(list(tensors.values())))
+            value = key_of(*hashes_of(list(tensors.values()))) % 2**_HASH_BITS
             vector[number, self._place] = torch.tensor([value, value**2], dtype=torch.float64)
         return vector.flatten()
 
@@ -92,8 +93,7 @@ def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _hash_of(local: Tensor) -> Tensor:
-    """int64: the sum of the elements' bits, each times an odd number that depends on its place,
-    modulo 2**64."""
+    """int64: the sum of the elements' bits, each times an odd number of its place, modulo 2**64."""
     # A product with an odd number has another value for every other factor, so a single element
     # that differs always shows.
     # Of as many bytes as an element, or half of a complex one, has
@@ -106,12 +106,3 @@ def _hash_of(local: Tensor) -> Tensor:
         # The places are spread, so that exchanged neighbours show too.
         total += (piece * (places * 0x9E3779B97F4A7C1 * 2 + 1)).sum()
     return total
-
-
-def _short(hashes: Sequence[int]) -> int:
-    """20 bits of several hashes."""
-    mixed = 0
-    for value in hashes:
-        mixed = (mixed * 0x100000001B3 + value) % 2**64
-    mixed = (mixed ^ (mixed >> 29)) * 0x9E3779B97F4A7C15 % 2**64
-    return mixed >> (64 - _HASH_BITS)

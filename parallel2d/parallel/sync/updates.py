@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,8 +37,7 @@ def attach_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     must hear of them. `parallel2d.build_optimizer` does this.
 
     With several optimizers attach the one that steps last. Raises `ConfigError` for a model that
-    did not come from `parallel2d.parallelize`, and for an optimizer that has whole parameters where
-    replicas own parts.
+    did not come from `parallel2d.parallelize`, or an optimizer of whole parameters that are split.
     """
     engine_of(model).updates.attach(optimizer)
 
@@ -59,8 +59,7 @@ def set_step(model: nn.Module, step: int) -> None:
 
 @contextmanager
 def outer_parameters(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model`` has the parameters that all replicas share, for validation and export.
-    They are its own but with ``sync=diloco``."""
+    """Inside, ``model`` has the parameters that replicas share: others with ``sync=diloco``."""
     outer = outer_sync(model)
     if outer is None:
         yield
@@ -83,9 +82,8 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
         shared |= engine.updates.shared_values()
         for group in engine.groups:
             # Frozen parameters have no others.
-            found[group.called] = {
-                each.name: shared.get(each.name, each.sharded) for each in group.parameters
-            }
+            values = {each.name: shared.get(each.name, each.sharded) for each in group.parameters}
+            found[group.called] = values
     # Parameters without dimensions are in no group.
     alone: dict[str, Tensor] = {}
     for name, parameter in parameters_by_name(model).items():
@@ -98,8 +96,7 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raises `ConfigError`, with the parameter and the ranks, when replicas differ in a single bit
-    of what must be equal. Collective over the world; the train command does it every
-    ``sync.compare_every`` steps."""
+    of what must be equal. Collective over the world; see ``sync.compare_every``."""
     comparison = ReplicaComparison(mesh, replicated_tensors(model))
     vector = comparison.vector()
     if not has_cpu_backend():
@@ -109,8 +106,7 @@ def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def finish_updates(model: nn.Module) -> None:
-    """At the end of training: with ``sync=diloco`` a last outer step with what the replicas have
-    not shared yet. Collective."""
+    """At the end of training: with ``sync=diloco`` a last outer step with the rest. Collective."""
     outer = outer_sync(model)
     if outer is not None:
         reshard(model)
@@ -144,8 +140,7 @@ def register_sync_hook(model: nn.Module, hook: Hook, state: Any = None) -> None:
 
 
 def replicate_group(model: nn.Module) -> dist.ProcessGroup:
-    """The process group on which the gradients of ``model`` are reduced over the replicas. Raises
-    `ConfigError` as `register_sync_hook` does."""
+    """The process group over the replicas. Raises `ConfigError` as `register_sync_hook` does."""
     return _buckets_of(model).group
 
 
@@ -159,20 +154,18 @@ def _buckets_of(model: nn.Module) -> BucketQueue:
     return buckets
 
 
+@dataclass
 class HookReduction:
     """A function of the user's; see `parallel2d.register_sync_hook`."""
 
-    # Hooks may start other collectives when the first is done, and all replicas must start
-    # collectives in one order.
+    state: Any
+    hook: Hook
+    # Hooks may start further collectives, and all replicas must start them in one order.
     most_in_flight: int | None = 1
-
-    def __init__(self, state: Any, hook: Hook) -> None:
-        self._state = state
-        self._hook = hook
 
     def start(self, bucket: Bucket) -> Wait:
         flat = bucket.buffer()
-        answer = self._hook(self._state, bucket)
+        answer = self.hook(self.state, bucket)
 
         def wait() -> None:
             result = answer.wait() if isinstance(answer, torch._C.Future) else answer

@@ -23,19 +23,9 @@ import torch
 from torch import Tensor
 
 from parallel2d.base.exchange import sendable
-from parallel2d.base.files import is_count, printable
+from parallel2d.base.files import is_count, printable, tensor_file
 from parallel2d.base.files.folder import Folder, Progress, open_folder
-from parallel2d.base.files.tensor_file import (
-    DTYPES,
-    ByteSource,
-    DamagedCheckpointError,
-    Entry,
-    check_description,
-    parse_json,
-    read_header,
-    read_rows,
-    without_collector,
-)
+from parallel2d.base.files.tensor_file import DTYPES, ByteSource, DamagedCheckpointError, Entry
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region
 from parallel2d.training.progress import LARGEST_COUNT, problems_of_state
 
@@ -63,8 +53,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint: dtype by safetensors name, whole shape, and the chunks that tile
-    it."""
+    """A tensor: dtype by safetensors name, whole shape, and the chunks that tile it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -120,13 +109,12 @@ class Manifest:
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
     @classmethod
-    @without_collector()
+    @tensor_file.without_collector()
     def decode(cls, data: bytes, what: str = MANIFEST) -> Manifest:
-        """Raises `DamagedCheckpointError`, naming ``what``, for anything but a manifest that
-        `encode` could have written."""
+        """Raises `DamagedCheckpointError`, naming ``what``, for what `encode` cannot have made."""
         if len(data) > MAX_BYTES:
             raise DamagedCheckpointError(f"{what}: {len(data)} bytes, more than {MAX_BYTES}")
-        content = parse_json(data, what)
+        content = tensor_file.parse_json(data, what)
         try:
             require(_check_facts(content))
             files = {}
@@ -155,6 +143,7 @@ class Checkpoint:
     def __init__(self, folder: Folder, manifest: Manifest, *, exact: bool = True) -> None:
         """``exact=False``: files may hold more than the manifest takes from them."""
         self.folder, self.manifest, self._exact = folder, manifest, exact
+        self.tensors = manifest.tensors
         self._files: dict[str, tuple[ByteSource, dict[str, Entry]]] = {}
         # File -> chunk -> dtype and shape.
         self._expected: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
@@ -166,16 +155,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str, mapped: bool = True) -> Checkpoint:
-        """The checkpoint at a local path or fsspec address; its manifest is checked, its files are
-        not yet."""
+        """The checkpoint at a path or fsspec address; its manifest is checked, files are not."""
         folder = open_folder(path, mapped)
-        return cls(
-            folder, Manifest.decode(folder.read(MANIFEST, MAX_BYTES), f"{folder.label}/{MANIFEST}")
-        )
-
-    @property
-    def tensors(self) -> dict[str, StoredTensor]:
-        return self.manifest.tensors
+        data = folder.read(MANIFEST, MAX_BYTES)
+        return cls(folder, Manifest.decode(data, f"{folder.label}/{MANIFEST}"))
 
     def _file(self, name: str) -> tuple[ByteSource, dict[str, Entry]]:
         if name in self._files:
@@ -184,7 +167,7 @@ class Checkpoint:
         source, size = self.folder.source(name), self.manifest.files[name].bytes
         if source.size != size:
             raise DamagedCheckpointError(f"{what}: {source.size} bytes, the manifest says {size}")
-        header = read_header(source, what)
+        header = tensor_file.read_header(source, what)
         expected = self._expected.get(name, {})
         taken = header if self._exact else header.keys() & expected
         # Of the right size, the file may still be that of another checkpoint.
@@ -199,8 +182,7 @@ class Checkpoint:
         return source, header
 
     def verify(self, files: list[str] | None = None, progress: Progress | None = None) -> None:
-        """Checks size, structure and SHA-256 of ``files`` (default all). ``progress`` gets the
-        bytes read since the last call."""
+        """Checks size, structure and SHA-256 of ``files`` (all). ``progress`` gets bytes read."""
         for name in self.manifest.files if files is None else files:
             self._file(name)
             if self.folder.digest(name, progress) != self.manifest.files[name].sha256:
@@ -210,8 +192,7 @@ class Checkpoint:
                 )
 
     def copy_into(self, name: str, region: Region, destination: Tensor) -> None:
-        """Fills ``destination``, of the shape of ``region``, with that rectangle of the tensor;
-        dtypes are converted."""
+        """Fills ``destination``, shaped as ``region``, with that rectangle, converting dtypes."""
         tensor = self.tensors[name]
         for chunk in tensor.chunks:
             common = chunk.region.intersect(region)
@@ -221,14 +202,13 @@ class Checkpoint:
             entry = header[chunk_key(name, tensor.shape, chunk.region)]
             # Whole rows are read: those are consecutive in the file. A tensor without dims is one.
             rows, *others = common.slices_in(chunk.region) or (slice(0, 1),)
-            values = read_rows(source, entry, rows.start, rows.stop)
+            values = tensor_file.read_rows(source, entry, rows.start, rows.stop)
             for dim, part in enumerate(others, start=1):
                 values = values.narrow(dim, part.start, part.stop - part.start)
             destination[common.slices_in(region)].copy_(values)
 
     def fill(self, tensor: Tensor, name: str) -> None:
-        """Copies this rank's part of the stored tensor ``name``, of the same shape, into
-        ``tensor``."""
+        """Copies this rank's part of the stored tensor ``name`` into ``tensor``, of its shape."""
         region = local_region(tensor)
         if region.numel:
             self.copy_into(name, region, local_part(tensor.detach()).view(region.lengths))
@@ -279,24 +259,28 @@ def check_optimizer_facts(optimizer: dict[str, Any]) -> Iterator[tuple[object, s
     """For `require`: what `describe_optimizer` gives, or nothing."""
     groups, scalars = optimizer.get("groups", []), optimizer.get("scalars", {})
     yield isinstance(groups, list), "the optimizer's groups are no list"
+    problem = "the optimizer's groups do not list parameter names"
     for group in groups:
-        names = group.get("parameters") if isinstance(group, dict) else None
-        lists_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        yield lists_names, "the optimizer's groups do not list parameter names"
+        yield isinstance(group, dict), problem
+        names = group.get("parameters")
+        yield isinstance(names, list), problem
+        yield all(isinstance(name, str) for name in names), problem
         is_mapping = isinstance(group.get("settings", {}), dict)
         yield is_mapping, "the settings of the optimizer's groups are no mapping"
-    by_name = isinstance(scalars, dict) and all(isinstance(each, dict) for each in scalars.values())
-    yield by_name, "the optimizer's scalars are no mapping of names"
+    problem = "the optimizer's scalars are no mapping of names"
+    yield isinstance(scalars, dict), problem
+    yield all(isinstance(each, dict) for each in scalars.values()), problem
 
 
 def _check_file(name: str, item: Any) -> Iterator[tuple[object, str]]:
     is_name = _FILE_NAME.fullmatch(name)
     yield is_name, f"{printable(name)!r} cannot be the name of a file of a checkpoint"
-    has_size = isinstance(item, dict) and is_count(item.get("bytes"))
-    yield has_size, f"the size of {name} is missing or impossible"
-    sha256 = item.get("sha256")
-    has_sum = isinstance(sha256, str) and _SHA256.fullmatch(sha256)
-    yield has_sum, f"the checksum of {name} is missing or impossible"
+    problem = f"the size of {name} is missing or impossible"
+    yield isinstance(item, dict), problem
+    yield is_count(item.get("bytes")), problem
+    problem = f"the checksum of {name} is missing or impossible"
+    yield isinstance(item.get("sha256"), str), problem
+    yield _SHA256.fullmatch(item["sha256"]), problem
 
 
 def _decode_tensor(
@@ -304,7 +288,7 @@ def _decode_tensor(
 ) -> StoredTensor:
     match item:
         case {"dtype": dtype, "shape": shape, "chunks": list(listed), **others} if not others:
-            check_description(name, dtype, shape, what)
+            tensor_file.check_description(name, dtype, shape, what)
         case _:
             raise ValueError(f"{printable(name)} is not described by dtype, shape and chunks")
     shape = tuple(shape)
@@ -359,23 +343,20 @@ def _tiling(shape: Sequence[int], regions: Sequence[Region]) -> Iterator[tuple[o
     signed = [*((region, 1) for region in regions), (Region.whole(shape), -1)]
     for region, sign in signed:
         ends = [(region.offsets[dim], region.offsets[dim] + region.lengths[dim]) for dim in cut]
-        for which, corner in zip(
-            itertools.product((0, 1), repeat=len(cut)), itertools.product(*ends), strict=True
-        ):
+        sides = itertools.product((0, 1), repeat=len(cut))
+        for which, corner in zip(sides, itertools.product(*ends), strict=True):
             corners[corner] += -sign if sum(which) % 2 else sign
     yield not any(corners.values()), "its chunks overlap"
 
 
 def content_digest(content: Mapping[str, Any]) -> str:
     """SHA-256 over the sorted JSON of a manifest without its ``sha256``."""
-    return hashlib.sha256(
-        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def chunk_key(name: str, shape: Sequence[int], region: Region) -> str:
-    """The name of a chunk inside its file: the tensor's own when it is all of it, otherwise with
-    the offsets behind ``@``."""
+    """A chunk's name in its file: the tensor's own for all of it, else with ``@`` and offsets."""
     if region.lengths == tuple(shape):
         return name
     return f"{name}@{','.join(map(str, region.offsets))}"

@@ -2,8 +2,7 @@
 `Resume.run`.
 
 Candidates are the run's own store, the copies elsewhere and the path in ``checkpoint.resume``. Rank
-0 chooses, and broadcasts the manifest. Verification is spread over the ranks, so that each file is
-read once.
+0 chooses, and broadcasts the manifest. Ranks share the verification: each file is read once.
 """
 
 from __future__ import annotations
@@ -276,7 +275,6 @@ def _find(path: str) -> str:
 
 
 def _read_manifest(path: str, follow: bool) -> bytes:
-    """The manifest of the checkpoint at ``path``. Raises `DamagedCheckpointError`."""
     # A checkpoint of the run's own is never a link: somebody has put it there.
     if not follow and not is_remote(path) and os.path.islink(path):
         raise DamagedCheckpointError("it is a symbolic link, which is not followed")

@@ -3,8 +3,7 @@ CPU, `write_checkpoint` writes and publishes it. `Checkpointer` decides when.
 
 The training loop waits for staging alone. The rest may run in a thread, because it communicates
 over a process group of its own. Rank 0 opens the folder, all ranks write, rank 0 gathers their
-answers, writes the manifest and renames, and the outcome is broadcast, so that an error is the same
-on every rank.
+answers, writes the manifest, renames and broadcasts the outcome: errors are the same everywhere.
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ class Group:
         return answer
 
     def agree(self, work: Callable[[], object]) -> None:
-        """Runs ``work`` on every rank; an error on any rank is raised on all, once each has
-        answered. Collective."""
+        """Runs ``work`` on every rank; an error on any is raised on all in the end. Collective."""
         error: Exception | None = None
         try:
             work()
@@ -143,8 +141,7 @@ def plan_writes(
     computes the same from placements and mesh coordinates.
 
     Over all ranks every element is written exactly once; with ``nodes``, the node of each rank,
-    exactly once by every node whose ranks hold it. ``tensors`` must come in the same order on every
-    rank.
+    exactly once by every node whose ranks hold it. All ranks give ``tensors`` in the same order.
     """
     for name, held, written, tensor in _plan(tensors, mesh, nodes, local_region):
         values = local_part(tensor).detach().reshape(held.lengths)
@@ -158,8 +155,7 @@ def plan_of_replica(
     replica: int,
 ) -> Iterator[tuple[str, Region, Region, Tensor]]:
     """Yields (name, rectangle held, part of it written, tensor) as `plan_writes` does for the rank
-    in this rank's place of ``replica``, of tensors that are split over the replicas. Nodes must be
-    alike."""
+    in this rank's place of ``replica``, of tensors split over the replicas. Nodes must be alike."""
     split = [(name, tensor) for name, tensor in tensors if "replicate" in split_dims(tensor)]
 
     def region_of(tensor: Tensor) -> Region:
@@ -182,8 +178,7 @@ def _plan(
     rank, ranks = (0, 1) if mesh is None else (mesh.get_rank(), mesh.size())
     for name, tensor in tensors:
         axes, holders = _holders(tensor, mesh)
-        # Sizes differ by a row between shards; the mean is the same on every rank, so all deal out
-        # alike.
+        # Sizes differ by a row between shards; the mean is the same, so all ranks deal out alike.
         size = tensor.numel() * tensor.element_size() * len(holders) // ranks
         # Every node keeps a copy: its ranks share the work among themselves.
         if nodes is not None:
@@ -255,8 +250,7 @@ class Staging:
             buffer.copy_(values, non_blocking=values.is_cuda)
             is_on_gpu |= values.is_cuda
             parts.append((name, tuple(whole[name].shape), region, buffer))
-        # Copies into page-locked memory run beside this thread, and training would change what is
-        # being copied.
+        # Copies into page-locked memory run beside this thread, and training would change values.
         if is_on_gpu:
             torch.cuda.synchronize()
         return Snapshot(state.manifest, parts)
@@ -268,8 +262,7 @@ def write_checkpoint(
     """Writes and publishes ``snapshot``. Collective over ``group``. Returns (error or None, bytes
     written), alike on all ranks; never raises for a fault of the storage.
 
-    ``exists(step)`` runs on rank 0 and clears the way for this step's name: it returns a reason to
-    skip, or None.
+    ``exists(step)`` runs on rank 0 and clears the way: it returns a reason to skip, or None.
     """
     step = snapshot.manifest.step
     place = error = None

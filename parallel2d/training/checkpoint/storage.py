@@ -69,8 +69,7 @@ def open_store(root: str) -> Store:
 
 
 def find_checkpoint(path: str) -> str:
-    """The checkpoint folder that ``path`` means: itself, or the newest of a run directory or
-    ``checkpoints`` folder."""
+    """The checkpoint that ``path`` means: itself, or the newest of a run, or of its folder."""
     if os.path.isfile(path):
         return path
     for root in (path, f"{path.rstrip('/')}/checkpoints"):
@@ -118,8 +117,7 @@ class LocalStore:
         return place
 
     def write(self, place: str, name: str, blocks: Blocks) -> StoredFile:
-        """Writes, flushes, drops from the page cache and reads back: what is counted as written is
-        what the disk returns."""
+        """Writes, flushes, drops cached pages and reads back: what the disk returns counts."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(os.path.join(place, name), flags, 0o666)
         with os.fdopen(descriptor, "rb+") as file:
@@ -140,8 +138,7 @@ class LocalStore:
         self.write(place, MANIFEST, [manifest])
         # The names of the files must be on disk before the one that publishes them.
         flush_folder(place)
-        # Renaming onto an existing folder would succeed silently only when that is empty; any other
-        # is an error here.
+        # Renaming onto an existing folder would succeed silently when that is empty.
         if os.path.lexists(self.path_of(step)):
             raise CheckpointError(f"{step_name(step)} exists already")
         os.rename(place, self.path_of(step))
@@ -175,8 +172,7 @@ class LocalStore:
 
 
 class RemoteStore:
-    """Behind fsspec, where folders cannot be renamed: the manifest, written last, is the
-    publication."""
+    """Behind fsspec, without renames: the manifest, written last, is the publication."""
 
     def __init__(self, root: str) -> None:
         import fsspec
@@ -237,8 +233,7 @@ class RemoteStore:
             self.filesystem.rm(path, recursive=True)
 
     def move_aside(self, step: int) -> str:
-        """Copies the files, then deletes the old ones, manifest first: the best an object store can
-        do."""
+        """Copies the files, then deletes the old ones, manifest first: nothing can be renamed."""
         source = f"{self._path}/{step_name(step)}"
         name = _free_name(step, lambda name: self.filesystem.exists(f"{self._path}/{name}"))
         self.filesystem.makedirs(f"{self._path}/{name}", exist_ok=True)

@@ -2,8 +2,7 @@
 
 Preparation is resumable, and its output has the same bytes whatever the number of workers. Work is
 done in units: the shards of a unit are moved into place and then its record ``unit-00007.json`` is
-written, so a kill loses at most the units in progress. The manifest is written last, and a folder
-without it is not readable.
+written, so a kill loses at most the units in progress. The manifest, which readers need, is last.
 """
 
 from __future__ import annotations
@@ -118,8 +117,7 @@ def prepare(
         lock: descriptor of the folder's lock (`folder_lock`), which the caller holds.
         progress: called with the number of units that are done.
 
-    Raises `ConfigError` for input that is empty or has more bad rows than allowed. Nothing is
-    published then.
+    Raises `ConfigError`, and publishes nothing, for empty input and too many bad rows.
     """
     tokenizer = load_tokenizer(config.tokenizer, config.end_token)
     # How many bad rows are allowed changes no shard.
@@ -136,9 +134,7 @@ def prepare(
     for leftover in folder.glob("*.tmp"):
         leftover.unlink(missing_ok=True)
     threshold = int(config.validation_fraction * reading.HASH_RANGE)
-    jobs = []
-    for number, unit in enumerate(units):
-        jobs.append(UnitJob(folder, number, unit, config, threshold, signature))
+    jobs = [UnitJob(folder, n, unit, config, threshold, signature) for n, unit in enumerate(units)]
     records: list[Record] = []
     with contextlib.closing(_records(jobs, tokenizer, lock)) as found:  # it ends its workers
         for record in found:
@@ -161,8 +157,7 @@ def prepare(
 
 
 def _records(jobs: list[UnitJob], tokenizer: Tokenizer, lock: int) -> Generator[Record]:
-    """Yields the record of each job, in order. Units that an earlier run finished are kept; the
-    others are read by workers, or here."""
+    """Yields the record of each job, in order, from an earlier run, a worker, or made here."""
     left = [job for job in jobs if _record(job) is None]
     with contextlib.ExitStack() as stack:
         workers = _fork_workers(stack, left, lock)

@@ -96,8 +96,7 @@ def find_units(config: DataConfig) -> tuple[list[Unit], str]:
 
 
 def find_files(path: str) -> list[SourceFile]:
-    """The files that a path names, sorted by relative name: a file, the files of a folder that are
-    not hidden, or the matches of a glob."""
+    """Files that a path names, sorted: one, those of a folder that are not hidden, or of a glob."""
     start = Path(path).expanduser()
     if start.is_dir():
         return _files_below(start)
@@ -235,8 +234,7 @@ def document_bytes(config: DataConfig) -> int:
 
 
 def _text_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
-    """Yields bytes that end at line ends, or between characters of a line that is longer than a
-    document."""
+    """Yields bytes that end at line ends, or inside a line that is longer than a document."""
     # The bound matters where files are not cut: what is read at a time is allocated before.
     size, carried, inside_line = min(document_bytes(config), ROW_BYTES), b"", False
     with _open(path) as file:
@@ -349,8 +347,7 @@ def _open(path: str) -> IO[bytes]:
 
 
 class _Decompressed(io.RawIOBase):
-    """Passes on what a decompressor gives. Raises OSError where it is more than any text expands
-    to: a few bytes may expand to terabytes."""
+    """Passes on decompressed bytes. Raises OSError where they are more than text expands to."""
 
     def __init__(self, file: IO[bytes], stream: Any) -> None:
         self._file, self._stream, self._given = file, stream, 0
@@ -387,8 +384,7 @@ def _open_parquet(path: str) -> Any:
 
 
 def _open_data_set(config: DataConfig) -> Any:
-    """The `datasets.Dataset` that ``data=hf`` names. Raises `ConfigError` if it cannot be
-    loaded."""
+    """The `datasets.Dataset` of ``data=hf``. Raises `ConfigError` if it cannot be loaded."""
     path = str(config.path)
     datasets = _library("datasets", "hf-datasets", f"data=hf data.path={path}")
     try:

@@ -37,8 +37,7 @@ class Samples(Protocol):
     def read(
         self, index: int, inputs: NDArray[Any], targets: Array, document_ids: Array | None
     ) -> None:
-        """Fills ``inputs`` and ``targets``, of the shapes of `shape`, with the sample at ``index``.
-        Any thread may call it."""
+        """Fills both, shaped as in `shape`, with the sample at ``index``. Called by any thread."""
 
 
 class _TokenSamples:
@@ -47,8 +46,7 @@ class _TokenSamples:
         self.shape = token_sequences(seq_len)
 
     def _fill(self, start: int, count: int, inputs: Array, targets: Array) -> None:
-        """``count`` tokens as inputs, those that follow them as targets, and the end id for the
-        rest of the row."""
+        """``count`` tokens as inputs, the next ones as targets; the rest of the row: end ids."""
         tokens = self._split.ids(start, count + 1)
         inputs[:count], targets[:count] = tokens[:-1], tokens[1:]
         inputs[count:], targets[count:] = self._end_id, IGNORED
@@ -57,8 +55,7 @@ class _TokenSamples:
 
 
 class PackedSamples(_TokenSamples):
-    """Sample i reads tokens i·T .. (i+1)·T of the split: each token but the first is a target
-    exactly once.
+    """Sample i reads tokens i·T .. (i+1)·T: each token but the first is a target exactly once.
 
     The last sample is padded with the end id, without targets. With ``intra_document_masking`` the
     first token of a document is not a target either: it would be predicted from another document.
@@ -74,7 +71,6 @@ class PackedSamples(_TokenSamples):
         return -(-max(0, self._split.tokens - 1) // self.seq_len)
 
     def read(self, index: int, inputs: Array, targets: Array, document_ids: Array | None) -> None:
-        """Fills int64 [T] rows with sample ``index``."""
         start = index * self.seq_len
         count = min(self.seq_len, self._split.tokens - 1 - start)
         self._fill(start, count, inputs, targets)
@@ -89,14 +85,12 @@ class PackedSamples(_TokenSamples):
 
 
 class PaddedSamples(_TokenSamples):
-    """Sample i is document i, cut to T + 1 tokens. The rest of the row is padded with the end id,
-    without targets."""
+    """Sample i is document i, cut to T + 1 tokens. The row ends with end ids, without targets."""
 
     def __len__(self) -> int:
         return self._split.documents
 
     def read(self, index: int, inputs: Array, targets: Array, document_ids: Array | None) -> None:
-        """Fills int64 [T] rows with sample ``index``."""
         begin, end = self._split.document_span(index)
         count = min(self.seq_len, end - begin - 1)
         self._fill(begin, count, inputs, targets)
@@ -117,15 +111,14 @@ class SampleStream:
     """Samples addressed by position.
 
     Args:
-        components: what is read, samples of one shape; several make a mixture.
+        components: what is read, all of one shape; several make a mixture.
         schedule: which component is read at a position.
         seed, name: choose the order; streams of other names are independent of this one.
         intra_document_masking: batches contain document ids.
         context: positions at the start of every sequence whose targets are ignored.
         epochs: number of epochs; 0 reads epoch after epoch without end.
         end: see `End`.
-        threads: samples of a batch that are read at once. More than one helps where reading means
-            decoding, not copying.
+        threads: samples of a batch read at once; several help where reading means decoding.
     """
 
     def __init__(
@@ -142,11 +135,8 @@ class SampleStream:
         threads: int = 1,
     ) -> None:
         lengths = [len(component) for component in components]
-        assert len({component.shape for component in components}) == 1
         self._components, self._schedule = components, schedule
-        self._orders = [
-            Order(length, seed, f"{name}/{number}") for number, length in enumerate(lengths)
-        ]
+        self._orders = [Order(size, seed, f"{name}/{n}") for n, size in enumerate(lengths)]
         self._length = schedule.positions_before_repeat(lengths)
         self.shape = components[0].shape
         self._hash = SampleHash(self.shape)

@@ -99,8 +99,7 @@ class ShardWriter:
         self._files[kind].write(data)
 
     def finish(self) -> dict[str, Any]:
-        """Flushes the shard to disk and returns its entry of the manifest. No file is kept for a
-        shard without documents."""
+        """Flushes the shard to disk, if it has documents; returns its entry of the manifest."""
         entries = {}
         for kind, file in self._files.items():
             if self.documents and (kind != "mask" or self._masked):
@@ -151,8 +150,7 @@ class TokenSplit:
         return np.concatenate(parts).astype(np.bool_)
 
     def document_ends(self, start: int, count: int) -> NDArray[np.int64]:
-        """Ends of documents, in tokens from the start of the split, that lie in ``start + 1 ..
-        start + count``."""
+        """Ends of documents, in tokens of the split, that lie in ``start + 1 .. start + count``."""
         parts = []
         for shard, a, b in self._ranges(start, count):
             ends = self._array(shard, "ends")
@@ -203,8 +201,7 @@ class TokenSplit:
 
 
 class TokenStore:
-    """A prepared folder. Raises `ConfigError` if it is unfinished, of another format, or a file has
-    another size."""
+    """A prepared folder. Raises `ConfigError` if it is unfinished, of another format or size."""
 
     def __init__(self, folder: Path) -> None:
         self.manifest = read_manifest(folder)
@@ -299,8 +296,7 @@ def shard_files(manifest: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def verify(folder: Path) -> int:
-    """Reads every file against its sha256 and returns the number of bytes. Raises `ConfigError`
-    that names a bad file."""
+    """Reads all files against their sha256; returns bytes. Raises `ConfigError` that names one."""
     total = 0
     for name, entry in shard_files(read_manifest(folder)):
         with open(folder / name, "rb") as file:

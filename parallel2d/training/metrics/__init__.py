@@ -1,2 +1,1 @@
-"""What a run measures, and where it is written: files and the console. Nothing here changes what
-the loop does."""
+"""What a run measures, and where it is written. Nothing here changes what the loop does."""

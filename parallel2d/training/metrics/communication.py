@@ -38,7 +38,7 @@ from parallel2d.base.config import AXES
 from parallel2d.base.runtime import on_teardown
 from parallel2d.parallel.cost.collectives import sent_bytes
 from parallel2d.parallel.mesh import axis_names
-from parallel2d.training.metrics.phases import named
+from parallel2d.training.metrics.phases import named, seconds_between
 
 # One of torch's functions with the arguments it was called with
 _Call = functools.partial[Any]
@@ -46,8 +46,7 @@ _Call = functools.partial[Any]
 
 class StreamWaits:
     """``stream_class``: whose ``wait_event`` and ``record_event`` are wrapped (``wait_stream`` is
-    made of both); ``current()``: the stream in which operators run now; ``timed_event()``: a new
-    event with timing enabled."""
+    made of both); ``current()``: the current stream; ``timed_event()``: a new event that times."""
 
     def __init__(
         self, stream_class: Any, current: Callable[[], Any], timed_event: Callable[[], Any]
@@ -90,8 +89,7 @@ class StreamWaits:
 
     def around(self, axis: str, call: Callable[[], Any]) -> tuple[Any, tuple[Any, Any]]:
         """Runs ``call``, which puts a collective of ``axis``, or the wait for one, into the current
-        stream. Returns its result and the events before and after it; in the compute stream all of
-        that time is exposed."""
+        stream. Returns its result and both events; in the compute stream all of it is exposed."""
         stream = self._current()
         result, events = self._between_events(stream, call)
         self._axis_of[stream.cuda_stream] = axis
@@ -117,12 +115,6 @@ class StreamWaits:
         # between reduce-scatter and all-reduce, waits for that axis too.
         if axis is not None:
             self._axis_of[stream.cuda_stream] = axis
-
-
-def seconds_between(before: Any, after: Any) -> float:
-    """Seconds from one recorded event to the other; waits for the second on the host."""
-    after.synchronize()
-    return float(before.elapsed_time(after)) / 1e3
 
 
 @dataclass(slots=True)
@@ -170,8 +162,7 @@ class CommunicationMeter:
     """Counts what this rank sends over each axis of ``mesh``; see [Note: what is counted].
 
     ``dry``: collectives are counted and not run; only for tensors without storage. ``device_type``:
-    whose bytes a dry meter counts; default: that of the mesh. One meter can be installed at a time
-    in a process.
+    whose bytes a dry meter counts; default: the mesh's. A process installs one meter at a time.
     """
 
     def __init__(
@@ -256,13 +247,11 @@ class CommunicationMeter:
         return self._axes[axis].bytes
 
     def ring_passes_over(self, axis: str) -> int:
-        """How often a ring through the ranks of ``axis`` was gone round since `start`: twice by an
-        all-reduce, once by any other collective."""
+        """How often a ring of ``axis`` was gone round since `start`: twice by an all-reduce."""
         return self._axes[axis].ring_passes
 
     def position(self) -> tuple[int, str]:
-        """Collectives begun in this step, and the last of them with its axis, for people. Callable
-        from any thread."""
+        """Collectives begun in this step, and the last with its axis, in words; from any thread."""
         begun = sum(tally.calls for tally in self._axes.values())
         last = self._last
         if not begun or last is None:
@@ -344,8 +333,7 @@ class CommunicationMeter:
         return self._held_up(tally, device_type, call)
 
     def _held_up(self, tally: _Tally | None, device_type: str, call: _Call) -> Any:
-        """Runs ``call``, which waits for a collective of ``tally``; on GPU that holds the current
-        stream up, not the thread."""
+        """Runs ``call``, a wait for a collective of ``tally``; on GPU only the stream waits."""
         if tally is None:
             return call()
         if self._streams and device_type == "cuda":

@@ -1,5 +1,4 @@
-"""What rank 0 shows on the console, in 80 columns: a header, then a live display on a terminal or
-plain lines elsewhere (`ConsoleDisplay`)."""
+"""What rank 0 shows on the console, in 80 columns, live or as plain lines (`ConsoleDisplay`)."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ _LINE_EVERY_S = 5.0  # of plain lines
 class ConsoleDisplay:
     """``mode``: ``rich`` (a bar and the newest row, live; off a terminal the same as plain),
     ``plain`` (a row every few seconds), ``silent``. ``unit``: what is counted, in short.
-    ``label``: what every line begins with, where several jobs print to one terminal: then there is
-    no bar."""
+    ``label``: what lines begin with where several jobs print to one terminal: there is no bar."""
 
     def __init__(self, mode: str, steps: int, unit: str = "tok", label: str = "") -> None:
         self._steps, self._unit = steps, unit
@@ -51,8 +49,7 @@ class ConsoleDisplay:
     def step(
         self, row: dict[str, Any], eta_s: float | None, checkpoint_age_s: float | None = None
     ) -> None:
-        """Shows one logged row. ``eta_s``: seconds that the rest will take; ``checkpoint_age_s``:
-        since the last save."""
+        """Shows a row. ``eta_s``: of the steps to come; ``checkpoint_age_s``: of the last save."""
         now, step = time.monotonic(), row[keys.STEP]
         since_last_s = now - self._last_shown
         is_due = step in (1, self._steps) or since_last_s > _LINE_EVERY_S

@@ -14,8 +14,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-# Names in a trace, in the order of the loop; rows have others for the same phases, see
-# `metrics.keys`
+# Names in a trace, in the order of the loop; `metrics.keys` has those of rows
 _TRACE_NAMES = ("forward_backward", "data", "agree", "update")
 _HISTORY = 200_000  # allocations and frees that a memory snapshot holds
 _active = False  # whether a step of this process is traced now
@@ -24,6 +23,12 @@ _active = False  # whether a step of this process is traced now
 def named(name: str) -> contextlib.AbstractContextManager[Any]:
     """A region of the trace called ``name``; costs one comparison while no step is traced."""
     return torch.profiler.record_function(name) if _active else contextlib.nullcontext()
+
+
+def seconds_between(before: Any, after: Any) -> float:
+    """Seconds from one recorded event to the other; waits for the second on the host."""
+    after.synchronize()
+    return float(before.elapsed_time(after)) / 1e3
 
 
 class PhaseClock:
@@ -41,8 +46,7 @@ class PhaseClock:
         self.mark("")
 
     def mark(self, phase: str) -> None:
-        """Ends ``phase``, which began at the mark before. A phase may end several times in a step:
-        its parts add up."""
+        """Ends ``phase``, which began at the mark before. The parts of a phase add up."""
         ended = len(self._marks)
         self._marks.append((phase, self._now()))
         self._region.close()
@@ -55,8 +59,7 @@ class PhaseClock:
         seconds: dict[str, float] = {}
         for (_, begin), (phase, end) in zip(self._marks, self._marks[1:], strict=False):
             if isinstance(end, torch.Event):
-                end.synchronize()
-                length = begin.elapsed_time(end) / 1e3  # type: ignore[union-attr]
+                length = seconds_between(begin, end)
             else:
                 length = end - begin  # type: ignore[operator]
             seconds[phase] = seconds.get(phase, 0.0) + length

@@ -1,5 +1,4 @@
-"""The file ``metrics.jsonl``: a line of it (`parse_row`), and what a restart undid
-(`set_aside_after`)."""
+"""``metrics.jsonl``: a line of it (`parse_row`), what a restart undid (`set_aside_after`)."""
 
 from __future__ import annotations
 

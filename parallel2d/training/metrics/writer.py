@@ -1,8 +1,7 @@
 """Writes rows to ``metrics.jsonl`` and ``tensorboard/``, on rank 0 only: `MetricsWriter`.
 
 TensorBoard gives each folder of event files a colour. So what is measured for each axis is also
-written to a folder of that axis, under a tag that all axes share, and a chart of the tag shows them
-in colours of their own.
+written to a folder of that axis, under one tag for all, whose chart has a colour for each.
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ class MetricsWriter:
         """Opens both, to go on after ``from_step``; a restart undid the steps of later rows.
         Raises OSError.
 
-        Returns the last row that was written before, undone or not, and the last one that stands;
-        None where there is none.
+        Returns the last row that was there, undone or not, and the last one that stands; or None.
         """
         found = set_aside_after(self._path, from_step)
         # Without a buffer, which would keep what a full disk has refused for the next row.
@@ -116,8 +114,7 @@ class MetricsWriter:
         return found
 
     def write(self, row: Row, busy_s: Sequence[float] = ()) -> None:
-        """``row`` must hold ``step``; numbers become scalars, non-finite ones are written as null.
-        ``busy_s``: of each rank."""
+        """``row`` holds ``step``; numbers that are not finite become null. ``busy_s``: by rank."""
         assert self._file is not None, "begin() comes first"
         clean = dict(row)
         for key, value in row.items():
@@ -125,7 +122,12 @@ class MetricsWriter:
             if isinstance(value, float) and not math.isfinite(value):
                 clean[key] = None
         try:
-            self._append(self._file, json.dumps(clean).encode() + b"\n")
+            os.stat(self._path)  # a deleted file can still be written to, and nobody would see it
+            end, line = self._file.seek(0, os.SEEK_END), json.dumps(clean).encode() + b"\n"
+            if self._file.write(line) < len(line):
+                # The rest did not fit, and no row may follow half of another.
+                self._file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
         except OSError as error:
             if not self._lost_rows:
                 first = f"{self._path} cannot be written, from step {row[keys.STEP]} on"
@@ -134,14 +136,6 @@ class MetricsWriter:
         self._rows += 1
         with self._reported_once():
             self._write_events(row, busy_s)
-
-    def _append(self, file: FileIO, line: bytes) -> None:
-        os.stat(self._path)  # a deleted file can still be written to, and nobody would see it
-        end = file.seek(0, os.SEEK_END)
-        if file.write(line) < len(line):
-            # The rest did not fit, and no row may follow half of another.
-            file.truncate(end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
 
     def _write_events(self, row: Row, busy_s: Sequence[float]) -> None:
         if not self._events:
@@ -192,8 +186,7 @@ class MetricsWriter:
 
 class _EventFile:
     """A file of TensorBoard's in ``folder``, which drops the steps after ``from_step`` that earlier
-    files hold. Written in the calling thread: that of torch's ``SummaryWriter`` prints a traceback
-    where the disk is full."""
+    files hold. Written in this thread: ``SummaryWriter``'s prints a traceback on a full disk."""
 
     def __init__(self, folder: str, from_step: int) -> None:
         # Imported here and below, so that only runs with TensorBoard wait for it.
@@ -251,8 +244,7 @@ def _introduction(writer: MetricsWriter) -> Iterator[Any]:
 
 
 def _mark_compared(summary: Any) -> None:
-    """TensorBoard shows the first few columns of its table: those that are marked as different
-    between runs, then the others by name."""
+    """TensorBoard's table shows a few columns: first those marked as different between runs."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     for value in summary.value:
@@ -263,8 +255,7 @@ def _mark_compared(summary: Any) -> None:
 
 
 def _of_axis(axis: str, scalars: Mapping[str, float]) -> dict[str, float]:
-    """What was measured for ``axis``, by the tags that all axes share; nothing in the first row of
-    a process."""
+    """What was measured for ``axis``, by the tags that all axes share; nothing in a first row."""
     moved: dict[str, float] = {}
     for quantity, (tag, scale) in OF_AN_AXIS.items():
         key = keys.communication_key(axis, quantity)

@@ -1,5 +1,4 @@
-"""How a run ended: `summarize` writes ``summary.json`` and says it in a few lines, `note_failure`
-keeps the error of a run that failed."""
+"""How a run ended: `summarize` writes and says it, `note_failure` keeps the error of a failure."""
 
 from __future__ import annotations
 
@@ -176,8 +175,7 @@ def _read_summary(run_dir: str, part: str) -> dict[str, Any]:
 
 
 def read_objective(run_dir: str) -> float | None:
-    """The last value of ``train.objective``, NaN where it was not finite; None where it was never
-    measured, or no run ended here."""
+    """The last ``train.objective``, NaN where not finite; None: not measured, or no run ended."""
     objective = _read_summary(run_dir, "objective")
     return _number(objective.get("value")) if objective.get("measured") is True else None
 
@@ -192,8 +190,7 @@ def objective_missing(name: str, run_dir: str) -> str:
 
 
 def note_failure(run_dir: str, text: str) -> None:
-    """Adds the error of a run to its ``train.log``. What cannot be written is not worth another
-    error."""
+    """Adds the error of a run to its ``train.log``, if that can be written."""
     stamped = f"{time.strftime('%H:%M:%S')} {text}\n"
     with contextlib.suppress(OSError), open(os.path.join(run_dir, "train.log"), "a") as file:
         file.write(stamped)

@@ -92,9 +92,9 @@ def _segment(value: Any) -> Segment:
     """Raises ValueError, TypeError or KeyError for JSON that is none."""
     known = {item.name for item in dataclasses.fields(Segment)}
     segment = Segment(**{name: value[name] for name in known & set(value)})
-    are_counts = files.is_count(segment.number) and files.is_count(segment.first_step)
-    are_kinds = all(isinstance(getattr(segment, name), kind) for name, kind in _KINDS.items())
-    if not are_counts or not are_kinds or not files.is_number(segment.begun_s):
+    are_right = [isinstance(getattr(segment, name), kind) for name, kind in _KINDS.items()]
+    are_right += map(files.is_count, (segment.number, segment.first_step))
+    if not all(are_right) or not files.is_number(segment.begun_s):
         raise ValueError("no segment")
     return dataclasses.replace(segment, command=tuple(map(str, segment.command)))
 
@@ -154,8 +154,7 @@ class RunTakenOver(RuntimeError):  # noqa: N818  (named after what happened; it 
 
 
 class RunClaim:
-    """Rank 0's mark in the run directory, from the start of a run to its end; nothing before
-    `take`, nor on other ranks."""
+    """Rank 0's mark in the run directory during a run; nothing before `take`, nor elsewhere."""
 
     def __init__(self, run_dir: str) -> None:
         self._path = os.path.join(run_dir, _OWNER)
@@ -174,8 +173,7 @@ class RunClaim:
         self._seen = _identity(self._path)
 
     def check(self) -> None:
-        """Raises `RunTakenOver` naming who took the directory. Reads the file only when its inode
-        or its modification time has changed."""
+        """Raises `RunTakenOver`, naming who. Reads the file only if its inode or time changed."""
         if self._seen is None:
             return
         try:
@@ -188,9 +186,8 @@ class RunClaim:
         known = mark if isinstance(mark, dict) else {}
         if known.get("token") == self._token:
             return
-        host, process, since = (
-            files.printable(known.get(key)) for key in ("host", "process", "time")
-        )
+        shown = [files.printable(known.get(key)) for key in ("host", "process", "time")]
+        host, process, since = shown
         raise RunTakenOver(
             f"another start of this run, on {host} (process {process}, {since}), has taken over "
             f"{os.path.dirname(self._path)}: this one ends without writing anything more"
@@ -222,13 +219,19 @@ def accept_start(
     """
     run_dir = job.run_dir
     earlier = read_segments(run_dir)
+    certified = job.certified
+    if job.restarted and earlier:
+        # Workers that replace others may be on another layout than that which was certified.
+        last = earlier[-1]
+        same = [last.layout.get(key) == layout.get(key) for key in ("mesh", "ranks", "strategy")]
+        certified = last.certified and all(same)
     segment = Segment(
         number=max((each.number for each in earlier), default=0) + 1,
         first_step=finished_steps + 1,
         restarted=job.restarted,
         begun=time.strftime("%F %T %z"),
         begun_s=time.time(),
-        certified=_is_certified(job, layout, earlier),
+        certified=certified,
         command=job.overrides,
         config=dataclasses.asdict(job.config),
         layout=layout,
@@ -252,15 +255,6 @@ def accept_start(
     log.info("%s %d, at step %d: %s", what, segment.number, segment.first_step, words)
     begun_before_s = earlier[-1].begun_s if earlier else 0.0
     return AcceptedStart(segment, tuple(changes), begun_before_s)
-
-
-def _is_certified(job: Job, layout: dict[str, Any], earlier: list[Segment]) -> bool:
-    """Whether workers that replace others are on the layout that was certified, too."""
-    if not job.restarted or not earlier:
-        return job.certified
-    before = earlier[-1]
-    same = all(before.layout.get(key) == layout.get(key) for key in ("mesh", "ranks", "strategy"))
-    return before.certified and same
 
 
 def _own_version() -> str:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.parallel import fsdp_internals
-from parallel2d.parallel.sync.engine.replica_reducer import engines_in
+from parallel2d.parallel.sync.engine.replica_reducer import engines_in, reducers_in
 
 Batch = TypeVar("Batch")
 
@@ -31,17 +31,15 @@ _NOTHING = object()
 def accumulate(
     model: nn.Module, micro_batches: Iterable[Batch], mode: str = "reduce_scatter_only"
 ) -> Iterator[Batch]:
-    """Yields the micro-batches of one global batch; ``model`` is set up for each before it is
-    yielded.
+    """Yields the micro-batches of one global batch; before each, ``model`` is set up for it.
 
     Run forward and backward inside the loop. Whatever ends the loop early, an exception or
     ``break`` included, what was accumulated apart from ``.grad`` is dropped and the model
     synchronizes fully afterwards. Raises ValueError for an unknown mode.
     """
-    _check_mode(mode)
-    remaining = iter(micro_batches)
-    batch = next(remaining, _NOTHING)
-    try:
+    with _ready_afterwards(model, mode):
+        remaining = iter(micro_batches)
+        batch = next(remaining, _NOTHING)
         while batch is not _NOTHING:
             # Read one ahead: the model must be set up before the last one runs.
             following = next(remaining, _NOTHING)
@@ -49,28 +47,29 @@ def accumulate(
             yield batch  # type: ignore[misc]
             batch = following
         # Where the last micro-batch had no backward pass on this rank, something is left.
-        for engine in engines_in(model):
+        for engine in reducers_in(model):
             if engine.batch.pending:
                 engine.finish()
-    # `break` ends a generator by GeneratorExit, which is no Exception.
-    except BaseException:
-        discard_accumulated(model)
-        raise
-    finally:
-        _set_up(model, "full", last=True)
 
 
 @contextmanager
 def no_sync(model: nn.Module, mode: str = "reduce_scatter_only") -> Iterator[None]:
-    """Backward passes inside accumulate; the first one after the context reduces the sum over the
-    replicate axis.
+    """Backward passes inside accumulate; the first one after it reduces the sum over the replicas.
 
     ``mode="none"`` omits even the reduce-scatter. Safe against exceptions.
     """
-    _check_mode(mode)
-    _set_up(model, mode, last=False)
+    with _ready_afterwards(model, mode):
+        _set_up(model, mode, last=False)
+        yield
+
+
+@contextmanager
+def _ready_afterwards(model: nn.Module, mode: str) -> Iterator[None]:
+    if mode not in MODES:
+        raise ValueError(f"during_accumulation={mode!r} is not one of {', '.join(MODES)}")
     try:
         yield
+    # `break` ends a generator by GeneratorExit, which is no Exception.
     except BaseException:
         discard_accumulated(model)
         raise
@@ -103,11 +102,6 @@ def clear_with_gradients(model: nn.Module) -> None:
             engine.batch.clear_gradients(set_to_none)
 
     model.zero_grad = clear  # type: ignore[method-assign]
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in MODES:
-        raise ValueError(f"during_accumulation={mode!r} is not one of {', '.join(MODES)}")
 
 
 def _set_up(model: nn.Module, mode: str, last: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -42,8 +43,7 @@ class Bucket:
         self._parts: list[Tensor] = []
 
     def index(self) -> int:
-        """Its number in the order of reduction, from 0: the groups that a backward pass ends first
-        come first."""
+        """Its number in the order of reduction, from 0: what backward ends first comes first."""
         return self._index
 
     def is_last(self) -> bool:
@@ -51,8 +51,7 @@ class Bucket:
         return self._last
 
     def buffer(self) -> Tensor:
-        """All gradients, flat and real: those of this replica before the reduction, their mean over
-        the replicas after it."""
+        """All gradients, flat and real: this replica's, or after the reduction their mean."""
         assert self._flat is not None, "the bucket is not being reduced"
         # Collectives and hooks take real tensors: a complex number is sent as two.
         return as_real(self._flat).view(-1)
@@ -71,8 +70,7 @@ class Bucket:
         return [parameter.sharded for parameter in self.trained]
 
     def parts(self) -> list[Tensor]:
-        """Views of `buffer`, one for each parameter in the order of `parameters`; complex ones as
-        real numbers."""
+        """Views of `buffer`, in the order of `parameters`; complex ones as real numbers."""
         return [as_real(each) for each in self._parts]
 
     def release(self) -> None:
@@ -150,6 +148,7 @@ class Reduction(Protocol):
         the parameters. Collective: every replica starts the same buckets in the same order."""
 
 
+@dataclass(eq=False)
 class BucketQueue:
     """Puts the groups of one model into buckets and reduces them over the replicate axis.
 
@@ -162,21 +161,16 @@ class BucketQueue:
     ``reduction_for``: what reduces a bucket, from what is sent.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device_type: str,
-        states: Sequence[GroupState],
-        bucket_bytes: int,
-        reduction_for: Callable[[Wire], Reduction],
-    ) -> None:
-        self.group = group
-        self.reduction_for = reduction_for
-        self._states = states
-        self._bucket_bytes = bucket_bytes
+    group: dist.ProcessGroup
+    device_type: str
+    states: Sequence[GroupState]
+    bucket_bytes: int
+    reduction_for: Callable[[Wire], Reduction]
+
+    def __post_init__(self) -> None:
         self._stream: torch.Stream | None = None
-        if device_type != "cpu":
-            self._stream = torch.Stream(device_type)
+        if self.device_type != "cpu":
+            self._stream = torch.Stream(self.device_type)
         # Those of this global batch; empty until the first is needed.
         self._buckets: list[Bucket] = []
         # The index of the bucket that is started next.
@@ -217,10 +211,10 @@ class BucketQueue:
     def _remaining(self) -> list[Bucket]:
         """The buckets that are not started yet, in their order."""
         if not self._buckets:
-            states = [state for state in self._states if state.group.trained]
+            states = [state for state in self.states if state.group.trained]
             sizes = [state.gradient_bytes for state in states]
             kinds = [(state.wire, state.gradient_dtype) for state in states]
-            filled = fill_buckets(sizes, kinds, self._bucket_bytes)
+            filled = fill_buckets(sizes, kinds, self.bucket_bytes)
             for index, members in enumerate(filled):
                 inside = [states[each] for each in members]
                 self._buckets.append(Bucket(index, inside, last=index == len(filled) - 1))

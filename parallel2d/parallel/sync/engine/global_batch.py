@@ -1,13 +1,35 @@
-"""Keeps what a model has of the gradients of one global batch, and drops it: `GlobalBatch`."""
+"""What a model has of the gradients of one global batch (`GlobalBatch`), and the agreement of all
+ranks on which parameters any of them has used (`UsedParameterAgreement`).
+
+[Note: unused parameters] Zeros stand in for missing gradients, also inside the shard axis, so that
+all ranks reduce the same. An optimizer would take zeros for gradients, decay weights and move by
+its momentum. So ranks agree on which parameters any of them has used, and the others have no
+gradient afterwards, as in one process. In a loop of one's own that is one small all-reduce at the
+end of the last backward pass; the trainer makes it part of its own agreement.
+
+The same sum shows whether a rank cannot go on, and whether the ranks of a shard group have issued
+different collectives.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.exchange import all_gather
+from parallel2d.parallel.mesh import (
+    axis_names,
+    axis_positions,
+    has_cpu_backend,
+    mesh_shape,
+    sum_over_data_ranks,
+)
 from parallel2d.parallel.sync.engine.buckets import BucketQueue
 from parallel2d.parallel.sync.engine.group_state import GroupState, clear_gradients
 
@@ -23,6 +45,7 @@ class ScalarGradient(Protocol):
     def rest(self) -> None: ...
 
 
+@dataclass(eq=False)
 class GlobalBatch:
     """The gradients of one global batch.
 
@@ -31,29 +54,19 @@ class GlobalBatch:
     ``clear_updated``: drops the gradients of the parts that this replica updates.
     """
 
-    def __init__(
-        self,
-        device_type: str,
-        states: Sequence[GroupState],
-        scalars: Sequence[ScalarGradient] = (),
-        buckets: BucketQueue | None = None,
-        clear_updated: Callable[[bool], None] | None = None,
-    ) -> None:
-        self.states = states
-        self.scalars = scalars
-        self.buckets = buckets
-        self._device_type = device_type
-        self._clear_updated = clear_updated
-        # Whether gradients were added that are not reduced over the replicas.
-        self.pending = False
-        # Whether ranks have agreed on what the gradients hold.
-        self.agreed = True
+    device_type: str
+    states: Sequence[GroupState]
+    scalars: Sequence[ScalarGradient] = ()
+    buckets: BucketQueue | None = None
+    clear_updated: Callable[[bool], None] | None = None
+    pending: bool = False  # whether gradients were added that are not reduced over the replicas
+    agreed: bool = True  # whether ranks have agreed on what the gradients hold
 
     def join_streams(self) -> None:
         """Lets the current stream wait for the reduced gradients."""
         if self.buckets is not None:
             self.buckets.join_stream()
-        elif self._device_type != "cpu":
+        elif self.device_type != "cpu":
             # With a single replica, gradients come from the streams of torch.
             current = torch.accelerator.current_stream()
             for state in self.states:
@@ -84,5 +97,137 @@ class GlobalBatch:
 
     def _clear(self, set_to_none: bool) -> None:
         clear_gradients([state.group for state in self.states], set_to_none)
-        if self._clear_updated is not None:
-            self._clear_updated(set_to_none)
+        if self.clear_updated is not None:
+            self.clear_updated(set_to_none)
+
+
+class IssueOrder(Protocol):
+    """The order of the collectives of this rank's shard group:
+    `parallelize.collective_order.CollectiveOrder`, which says what its methods do."""
+
+    def end_backward(self) -> None: ...
+    def acknowledge(self) -> None: ...
+    def digest(self) -> int: ...
+    def differing_on_other_hosts(self) -> str: ...
+
+
+class UsedParameterAgreement:
+    """Agrees on the used parameters of ``batch``: at once (`agree`), or as a part of a sum of the
+    caller's, who sums `vector` over all ranks and passes it to `agree_on`.
+
+    ``mesh``: the ranks that make the same updates. ``order``: None where nothing is gathered or
+    reduced over the shard axis.
+    """
+
+    def __init__(self, mesh: DeviceMesh, batch: GlobalBatch, order: IssueOrder | None) -> None:
+        self._mesh = mesh
+        self._shape = mesh_shape(mesh)
+        self._batch = batch
+        self._order = order
+        self._replica = axis_positions(mesh).get("replicate", 0)
+        self._parameters = sum(len(state.used) for state in batch.states)
+        # Why this rank cannot go on; empty when it can.
+        self.fault = ""
+        # Whether the caller sums `vector`.
+        self.deferred = False
+
+    def defer(self) -> None:
+        """Leaves the agreement to the caller, after each backward pass that ends a global batch. A
+        caller whose tensors have no storage, and so no values to agree on, may omit it."""
+        self.deferred = True
+
+    def vector(self) -> Tensor:
+        """fp64 [1 + parameters + 3 * replicas], on CPU: whether this rank cannot go on, for each
+        parameter whether it used it, then what `_digests` returns."""
+        failed = torch.tensor([float(bool(self.fault))], dtype=torch.float64)
+        used: list[bool] = []
+        for state in self._batch.states:
+            used.extend(state.used)
+        return torch.cat([failed, torch.tensor(used, dtype=torch.float64), self._digests()])
+
+    def agree_on(self, summed: Tensor) -> None:
+        """Removes the gradients of parameters that no rank used, and calls the hooks of the others.
+
+        ``summed``: the sum of `vector` over all ranks. Raises `ConfigError`, with the same message
+        on all ranks, when one cannot go on, and when ranks of a shard group differ. Collective over
+        the data ranks then.
+        """
+        message = self._failure_in(summed)
+        if message is not None:
+            # That of the first rank that has one
+            for axis in ("shard", "replicate"):
+                if axis in axis_names(self._mesh):
+                    messages = all_gather(message, self._mesh.get_group(axis))
+                    message = next(filter(None, messages), "")
+            if self._order is not None:
+                self._order.acknowledge()
+            self._batch.reset()
+            raise ConfigError(message)
+        used = (summed[1 : 1 + self._parameters] > 0).tolist()
+        begin = 0
+        for state in self._batch.states:
+            end = begin + len(state.used)
+            state.apply_used(used[begin:end])
+            begin = end
+        self._batch.agreed = True
+
+    def agree(self) -> None:
+        """Sums `vector` and the gradients of scalars over the data ranks in one all-reduce, and
+        applies both. Collective over the data ranks."""
+        vector, scalars = self.vector(), self._batch.scalars
+        own = torch.zeros(len(scalars), 2, dtype=torch.float64)
+        for row, scalar in zip(own, scalars, strict=True):
+            gradient = scalar.gradient
+            if gradient is not None:
+                row[0] = gradient.double().cpu()
+                row[1] = 1.0  # it was used
+        device = "cpu" if has_cpu_backend() else self._mesh.device_type
+        # One all-reduce for all: such small ones cost their latency.
+        parts = torch.cat([vector, own.flatten()]).to(device)
+        summed = sum_over_data_ranks(parts, self._mesh).cpu()
+        self.agree_on(summed[: len(vector)])
+        totals = summed[len(vector) :].view(-1, 2)
+        for scalar, (total, users) in zip(scalars, totals, strict=True):
+            scalar.set_mean(total / self._shape.data_ranks if users > 0 else None)
+            scalar.rest()
+
+    def abandon(self, error: ConfigError) -> BaseException:
+        """Takes part in what the other ranks still do in this global batch, with zeros, so that
+        none of them waits forever; returns the error that all ranks then raise."""
+        # The trainer's agreement tells the others.
+        if self.deferred:
+            return error
+        if self._batch.buckets is not None:
+            self._batch.buckets.finish(with_zeros=True)
+        self.fault = str(error)
+        try:
+            self.agree()
+        except ConfigError as agreed:
+            return agreed
+        return error
+
+    def _digests(self) -> Tensor:
+        """fp64 [3 * replicas]: one, the hash of what was issued and its square, in the row of this
+        replica.
+
+        The hashes of a shard group are equal if the sum of their squares is that of equal numbers.
+        """
+        digests = torch.zeros(self._shape.replicate, 3, dtype=torch.float64)
+        if self._order is not None:
+            # 20 bits, so that fp64 adds the squares of up to 8,192 ranks exactly.
+            value = self._order.digest() % 2**20
+            digests[self._replica] = torch.tensor([1, value, value**2], dtype=torch.float64)
+        return digests.flatten()
+
+    def _failure_in(self, summed: Tensor) -> str | None:
+        """What this rank knows of why ranks cannot go on, perhaps nothing; None: all can."""
+        if summed[0] > 0:
+            return self.fault
+        ranks, total, squares = summed[1 + self._parameters :].view(-1, 3).unbind(1)
+        different = squares * ranks != total**2
+        if not different.any():
+            return None
+        # The ranks of a replica without differences have no message of their own.
+        if self._order is not None and different[self._replica]:
+            return self._order.differing_on_other_hosts()
+        return ""

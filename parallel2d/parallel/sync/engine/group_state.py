@@ -16,14 +16,12 @@ from parallel2d.parallel.weights.geometry import pieces_of
 
 
 class GroupState:
-    """The state of a group in the current global batch. ``wire``: in which its gradients are sent
-    to other replicas."""
+    """A group in the current global batch. ``wire``: in which gradients go to other replicas."""
 
     def __init__(self, group: FSDPGroup, wire: Wire) -> None:
         self.group = group
         self.wire = wire
-        # By parameter, frozen ones included: whether this rank holds a gradient of it. After the
-        # agreement: whether any rank does.
+        # By parameter, frozen ones included: whether this rank has a gradient; once agreed, any.
         self.used = [False] * len(group.parameters)
         # Forwards that autograd recorded and no backward pass has ended since; 2 means several.
         self.forwards = 0
@@ -53,8 +51,6 @@ class GroupState:
         """Whether this rank has a gradient that is not reduced over the shard axis."""
         return any(parameter.has_whole_gradient for parameter in self.group.trained)
 
-    # Forward and backward passes
-
     def count_forward(self) -> None:
         """Called at each forward of the group that autograd records."""
         self.forwards = min(self.forwards + 1, 2)
@@ -62,8 +58,7 @@ class GroupState:
 
     def start_reduction(self) -> bool:
         """Its reduction over the shard axis begins; whether this rank has gradients for it. Raises
-        RuntimeError in a backward pass that autograd records, and when the group's gradients of
-        this pass were final."""
+        RuntimeError in a backward pass that autograd records, and where gradients were final."""
         # Gradients are enabled in a backward pass only with create_graph=True.
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -83,12 +78,6 @@ class GroupState:
         self.repeats |= self.started
         self.started = True
         return any_gradient
-
-    def set_final(self) -> None:
-        """Decides, after a reduction over the shard axis, whether another one may follow."""
-        # A group that ran twice is reduced twice. It is final at the end of the backward pass.
-        ran_once = self.forwards == 1
-        self.final = ran_once and not self.repeats
 
     def end_backward(self) -> None:
         """Called at the end of every backward pass."""
@@ -114,8 +103,6 @@ class GroupState:
             parameter.forget_hooks()
         self.group.discard()
 
-    # Used parameters
-
     def note_used(self) -> None:
         """Brings `used` up to date with this pass."""
         for number, parameter in enumerate(self.group.parameters):
@@ -140,11 +127,8 @@ class GroupState:
                 parameter.call_hooks(updated)
             parameter.forget_hooks()
 
-    # Means of earlier backward passes
-
     def set_aside_means(self) -> None:
-        """Takes gradients out that are averaged already, where sending them again in a narrow dtype
-        would round them again."""
+        """Takes out means that a narrow dtype would round again."""
         were_averaged = self.averaged
         self.averaged = False
         # In 32 bits or more they stay: averaging equal gradients again rounds once, in fp32.
@@ -192,8 +176,7 @@ def cast_gradient(parameter: FSDPParameter, dtype: torch.dtype) -> None:
 def make_uniform(parameters: Sequence[FSDPParameter]) -> None:
     """Gives the whole gradients of a group one dtype, in which torch reduces them.
 
-    They differ where some are sums of micro-batches, which are in `gradient_dtype`, and where a
-    module casts its own weights.
+    They differ where some are sums of micro-batches, and where a module casts its own weights.
     """
     dtypes = {parameter.whole_gradient_dtype for parameter in parameters}
     # None: there is no gradient before the first forward.
@@ -208,8 +191,7 @@ def make_uniform(parameters: Sequence[FSDPParameter]) -> None:
 @torch.no_grad()
 def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
     """Adds the parts of gradients over the tensor axis that have fewer than 32 bits, in fp32 and in
-    one all-reduce. Returns whether there were any: their sums are in `gradient_dtype`, while the
-    group must have one dtype.
+    one all-reduce. Returns whether there were any: the group must then have the dtype of sums.
 
     torch would add them in the dtype that computes (pytorch issue 190626).
     """

@@ -27,9 +27,13 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals import FSDPGroup
 from parallel2d.parallel.mesh import axis_names, inherit_timeout, mesh_shape, without_replicas
 from parallel2d.parallel.sync.engine.buckets import BucketQueue
-from parallel2d.parallel.sync.engine.global_batch import GlobalBatch, ScalarGradient
+from parallel2d.parallel.sync.engine.global_batch import (
+    GlobalBatch,
+    IssueOrder,
+    ScalarGradient,
+    UsedParameterAgreement,
+)
 from parallel2d.parallel.sync.engine.group_state import GroupState, cast_gradient, make_uniform
-from parallel2d.parallel.sync.engine.used_parameters import IssueOrder, UsedParameterAgreement
 from parallel2d.parallel.sync.methods.method import ReplicatedModel, SyncMethod, UpdateFollower
 from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 
@@ -87,15 +91,11 @@ class ReplicaReducer:
 
     @property
     def may_defer_agreement(self) -> bool:
-        """Whether the agreement can wait: not where scalars have to be summed first, and not where
-        each replica agrees on its own."""
+        """Whether the agreement can wait: no scalars are summed before, and all replicas agree."""
         return not self.batch.scalars and self.method.replicas_equal
 
-    # Hooks that torch calls
-
     def _before_reduction(self, state: GroupState) -> None:
-        """Autograd has the group's gradients of this pass, and they are about to be reduced over
-        the shard axis."""
+        """Autograd has the group's gradients of this pass, and the shard axis will reduce them."""
         group = state.group
         any_gradient = state.start_reduction()
         self.batch.pending = True
@@ -124,7 +124,8 @@ class ReplicaReducer:
         for parameter in state.group.trained:
             parameter.give_hooks_back()
         if self.batch.buckets is not None and state.group.crosses_replicas:
-            state.set_final()
+            # A group that ran twice is reduced twice. It is final at the end of the backward pass.
+            state.final = state.forwards == 1 and not state.repeats
             self.batch.buckets.start_final()
 
     def end_backward(self) -> None:
@@ -134,8 +135,6 @@ class ReplicaReducer:
             state.end_backward()
         if crosses_replicas:
             self.finish()
-
-    # The end of a global batch
 
     def finish(self) -> None:
         """Reduces what is left, waits for all, and agrees on used parameters.
@@ -171,8 +170,7 @@ class ReplicaReducer:
             self.agreement.agree()
 
     def _hook_never_called(self) -> str:
-        """The message for a hook of `register_hook`, which autograd would never call; empty when
-        there is none."""
+        """The message for a hook of `register_hook`, which would never be called; or nothing."""
         for group in self.groups:
             for parameter in group.trained:
                 if parameter.sharded._backward_hooks:
@@ -201,20 +199,13 @@ def own_replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     axis = axis_names(mesh).index("replicate")
     # One row for each group: the ranks that differ in the replicate axis alone.
     rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh_shape(mesh).replicate)
-    own = None
-    # Each rank makes all groups, also those it is not in: torch requires that.
-    for ranks in rows.tolist():
-        group = dist.new_group(ranks, group_desc=GROUP_NAME)
-        if dist.get_rank() in ranks:
-            own = group
-    assert own is not None
+    own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), group_desc=GROUP_NAME)
     inherit_timeout(own, mesh.device_type)
     return own
 
 
 class TorchReducer:
-    """The engine of ``sync.engine=torch``: the second axis of `fully_shard` reduces over the
-    replicas, on process groups of its own.
+    """The engine of ``sync.engine=torch``: `fully_shard`'s second axis, on groups of its own.
 
     It stays for comparison. Its partial sums do not record which parameters they hold, so
     parameters that ranks or micro-batches use differently may get each other's gradients; it adds
@@ -228,9 +219,6 @@ class TorchReducer:
         self.batch = GlobalBatch(mesh.device_type, states)
         self.update_mesh = mesh
         self.updates = UpdateFollower()
-
-    def finish(self) -> None:
-        """Does nothing: backward has reduced everything."""
 
 
 Engine = ReplicaReducer | TorchReducer
@@ -247,12 +235,7 @@ def register_engine(model: nn.Module, engine: Engine) -> None:
 
 def engines_in(model: nn.Module) -> list[Engine]:
     """The engines of ``model`` and of modules below it."""
-    found = []
-    for module in model.modules():
-        engine = vars(module).get(_ENGINE)
-        if engine is not None:
-            found.append(engine)
-    return found
+    return [vars(module)[_ENGINE] for module in model.modules() if _ENGINE in vars(module)]
 
 
 def reducers_in(model: nn.Module) -> list[ReplicaReducer]:

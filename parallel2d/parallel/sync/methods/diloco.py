@@ -13,7 +13,7 @@ goes on while a fragment is on its way: what arrives is mixed with the replica's
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -39,7 +39,7 @@ from parallel2d.parallel.sync.methods.outer_parameter import (
 )
 from parallel2d.parallel.sync.wires import WIRES, Wire
 from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys
-from parallel2d.parallel.sync.wires.exchange import begin_mean, expected_mean
+from parallel2d.parallel.sync.wires.exchange import ExactMean, Exchange, expected_mean
 from parallel2d.parallel.weights.geometry import Region, as_real, first_position, local_part
 from parallel2d.parallel.weights.named_tensors import parameters_by_name, register_masters
 
@@ -55,15 +55,9 @@ class DiLoCo(SyncMethod):
         super().__init__(config)
         # In which changes are sent
         self.change_wire = self.named_wire or WIRES["fp32"]
-        # What ``auto`` stands for
-        self.mix = 0.5 if config.delay else 0.0
-        self.outer_lr, self.outer_momentum = 0.7, 0.6
-        if config.mix != "auto":
-            self.mix = float(config.mix)
-        if config.outer_lr != "auto":
-            self.outer_lr = float(config.outer_lr)
-        if config.outer_momentum != "auto":
-            self.outer_momentum = float(config.outer_momentum)
+        self.mix = _number(config.mix, auto=0.5 if config.delay else 0.0)
+        self.outer_lr = _number(config.outer_lr, auto=0.7)
+        self.outer_momentum = _number(config.outer_momentum, auto=0.6)
         self.update_period = config.every
         self.shortest_period = max(config.delay + 1, config.fragments, 3)
         # The outer parameter, its momentum, and what was not sent yet
@@ -90,6 +84,10 @@ class DiLoCo(SyncMethod):
         return Started(OuterSync(self, model), None)
 
 
+def _number(setting: float | str, auto: float) -> float:
+    return auto if setting == "auto" else float(setting)
+
+
 class OuterSync(UpdateFollower):
     """The outer parameters of one model, which are its master values."""
 
@@ -97,7 +95,6 @@ class OuterSync(UpdateFollower):
     replicas_differ = True  # as `weights.named_tensors.MasterValues`
 
     def __init__(self, method: DiLoCo, replicated: ReplicatedModel) -> None:
-        super().__init__()
         self._method = method
         self._config = method.config
         self._replicated = replicated
@@ -106,8 +103,7 @@ class OuterSync(UpdateFollower):
         self.replicas = self._group.size()
         self.replica = dist.get_group_rank(self._group, dist.get_rank())
         self.steps = 0  # updates of the replica's parameters
-        # This rank's share of the squared norm of the mean change that the last update applied;
-        # None where it was no outer step
+        # This rank's share of the squared norm of the last update's change; None: no outer step
         self.squared_change: Tensor | None = None
         # The step at which `finish` was called, if it was.
         self.finished_after = 0
@@ -144,13 +140,16 @@ class OuterSync(UpdateFollower):
         )
         register_masters(model, self)
 
-    # After each update of the replica's parameters
-
     @torch.no_grad()
     def after_update(self) -> None:
-        """Counts an update, sends the fragments that are due, and applies those that arrive.
-        Collective over the replicas in some steps."""
-        self._check_trained()
+        """Counts an update, sends what is due, applies what arrives. Collective in some steps."""
+        trained = {name for name, each in self._all.items() if each.requires_grad}
+        changed = sorted(trained.symmetric_difference(self.parameters))
+        if changed:
+            raise ConfigError(
+                f"sync=diloco: {first_five(changed, ', ')}: frozen or unfrozen after parallelize, "
+                "which decides what replicas share; do it before"
+            )
         self.steps += 1
         self.squared_change = None
         delay = self._config.delay
@@ -183,17 +182,7 @@ class OuterSync(UpdateFollower):
             fragment.sent_after = self.steps
         self.finished_after = self.steps
 
-    def _check_trained(self) -> None:
-        trained = {name for name, each in self._all.items() if each.requires_grad}
-        changed = sorted(trained.symmetric_difference(self.parameters))
-        if changed:
-            raise ConfigError(
-                f"sync=diloco: {first_five(changed, ', ')}: frozen or unfrozen after parallelize, "
-                "which decides what replicas share; do it before"
-            )
-
     def _send(self, fragment: Fragment) -> None:
-        """Begins the exchange of ``fragment``."""
         changes: list[Tensor] = []
         means: list[Tensor] = []
         pieces: list[Piece] = []
@@ -203,7 +192,13 @@ class OuterSync(UpdateFollower):
             changes.append(as_real(parameter.change()))
             means.append(as_real(local_part(parameter.mean)))
             pieces.append(Piece(keys.of(parameter.name), first_position(parameter.outer)))
-        fragment.pending = begin_mean(self._method.change_wire, self._group, changes, means, pieces)
+        wire = self._method.change_wire
+        if wire.rounds:
+            # Where the wire keeps the rest, what is not sent stays in the changes.
+            coder, keeps_rest = wire.coder(changes, pieces), wire.keeps_rest
+            fragment.pending = Exchange(self._group, coder, changes, means, keeps_rest=keeps_rest)
+        else:
+            fragment.pending = ExactMean(self._group, changes, means)
         fragment.sent_after = self.steps
 
     def receive(self) -> None:
@@ -249,14 +244,13 @@ class OuterSync(UpdateFollower):
             yield
             return
         self._shown = True
-        for parameter in self.parameters.values():
-            parameter.show_outer()
         try:
-            yield
+            with ExitStack() as shown:
+                for parameter in self.parameters.values():
+                    shown.enter_context(parameter.outer_shown())
+                yield
         finally:
             self._shown = False
-            for parameter in self.parameters.values():
-                parameter.show_own()
 
     # As `weights.named_tensors.MasterValues`
 
@@ -292,12 +286,9 @@ class OuterSync(UpdateFollower):
             if parameter.residual is not None:
                 parameter.residual.zero_()
 
-    # Saving and loading
-
     def resume(self, steps: int, finished_after: int, arrived: Container[str]) -> list[str]:
         """Goes on after ``steps`` updates, ``finished_after`` as it was. ``arrived``: parameters of
-        which a mean was received that is not applied. Returns those of them that are still to be
-        applied."""
+        which a mean was received that is not applied. Returns those still to be applied."""
         self.steps = steps
         self.finished_after = finished_after
         expected: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
@@ -49,13 +50,12 @@ class EveryStep(SyncMethod):
         wire = self.named_wire
         if wire is not None and wire.dtype is None:
             return wire.bytes_of(group.reduced_shapes)
-        item = group.reduced_itemsize if wire is None else wire.item_bytes
+        item = self.item_bytes(auto=group.reduced_itemsize)
         # No dtype wider than that of the gradients is sent.
         return group.reduced_numel * min(item, group.sum_itemsize)
 
     def buffer_bytes(self, sums: Sequence[int], item_bytes: int) -> int:
-        wire = self.named_wire
-        item = item_bytes if wire is None else wire.item_bytes
+        item = self.item_bytes(auto=item_bytes)
         # What is not rounded is reduced in place.
         if item >= 4:
             return 0
@@ -86,20 +86,19 @@ class EveryStepByTorch(EveryStep):
         return 0
 
 
+@dataclass
 class AllReduce:
     """An all-reduce in place, in the dtype of the gradients or in a narrower one of 32 bits."""
 
+    group: dist.ProcessGroup
     most_in_flight: int | None = None
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
 
     def start(self, bucket: Bucket) -> Wait:
         flat = sent = bucket.buffer()
         # Nothing is sent in a dtype that is wider than the gradients.
         if bucket.wire.item_bytes < flat.dtype.itemsize:
             sent = flat.to(bucket.wire.dtype)
-        work = dist.all_reduce(sent, dist.ReduceOp.AVG, group=self._group, async_op=True)
+        work = dist.all_reduce(sent, dist.ReduceOp.AVG, group=self.group, async_op=True)
 
         def wait() -> None:
             work.wait()
@@ -109,20 +108,20 @@ class AllReduce:
         return wait
 
 
+@dataclass
 class RoundedReduction:
     """Sends what the wire rounds, and adds in fp32; see [Note: rounded exchange]."""
 
+    group: dist.ProcessGroup
+    keys: RoundingKeys
     most_in_flight: int | None = 2  # each holds two buffers in what is sent
-
-    def __init__(self, group: dist.ProcessGroup, keys: RoundingKeys) -> None:
-        self._group = group
-        self._keys = keys
 
     def start(self, bucket: Bucket) -> Wait:
         if bucket.wire.dtype is not None:
             # A cast needs to know nothing about parameters.
             whole = [bucket.buffer()]
-            return Exchange(self._group, bucket.wire.coder(whole, ()), whole).finish
+            return Exchange(self.group, bucket.wire.coder(whole, ()), whole, whole).finish
         gradients = bucket.parts()
-        pieces = [Piece(self._keys.of(each.name), each.start) for each in bucket.trained]
-        return Exchange(self._group, bucket.wire.coder(gradients, pieces), gradients).finish
+        pieces = [Piece(self.keys.of(each.name), each.start) for each in bucket.trained]
+        coder = bucket.wire.coder(gradients, pieces)
+        return Exchange(self.group, coder, gradients, gradients).finish

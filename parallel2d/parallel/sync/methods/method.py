@@ -26,10 +26,8 @@ class UpdateFollower:
 
     # Whether anything happens, so that an optimizer must be attached.
     follows = False
-
-    def __init__(self) -> None:
-        # The optimizer whose updates are followed
-        self._optimizer: torch.optim.Optimizer | None = None
+    # The optimizer whose updates are followed
+    _optimizer: torch.optim.Optimizer | None = None
 
     def make(self, model: nn.Module) -> None:
         """Called once, when the parameters of ``model`` have their values. Collective."""
@@ -89,8 +87,7 @@ class GroupTraffic(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What replicas send at once. ``size``: bytes that each has of it, before the collective
-    divides or repeats them."""
+    """What replicas send at once. ``size``: bytes before the collective divides or repeats them."""
 
     collective: str
     size: int
@@ -112,8 +109,7 @@ class ReplicatedModel(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A method at work on one model. ``reduction_for``: how buckets of gradients are reduced, from
-    what is sent; None: they are not."""
+    """A method at work. ``reduction_for``: what reduces buckets, by wire; None: nothing does."""
 
     updates: UpdateFollower
     reduction_for: Callable[[Wire], Reduction] | None
@@ -124,8 +120,7 @@ class SyncMethod:
 
     ``crosses``: whether anything does. ``splits_updates``: whether each replica updates its own
     rows of the parameters. ``replicas_equal``: whether all replicas have the same parameters after
-    every update, and so send the same in every step. ``description``: for people, with numbers for
-    ``auto``.
+    every update, and so send the same in every step. ``description``: for people, without ``auto``.
 
     ``update_period``: after how many updates the parameters of a group cross; ``shortest_period``:
     the least ``sync.every`` that shows all that happens, 0 where a step does. ``shared_copies``:
@@ -154,6 +149,10 @@ class SyncMethod:
         """In which values are sent where the shard axis sends ``dtype``."""
         return self.named_wire or wire_of(dtype)
 
+    def item_bytes(self, auto: int) -> int:
+        """Bytes of an element as it is sent; ``auto``: where ``sync.wire`` is that."""
+        return auto if self.named_wire is None else self.named_wire.item_bytes
+
     def reductions(self, accumulation: int) -> int:
         """How often gradients are reduced in a step of ``accumulation`` micro-batches."""
         return 0
@@ -179,8 +178,7 @@ class SyncMethod:
         self, values: Sequence[Tensor], cut: Sequence[Region], keys: RoundingKeys, name: str
     ) -> Tensor:
         """What one process would compute in the place of reductions, for proofs: the mean of
-        ``values``, the gradients of the replicas for the whole parameter ``name``, as it arrives;
-        see `expected_mean`."""
+        ``values``, the replicas' gradients of the whole parameter ``name``; see `expected_mean`."""
         (value,) = values
         return value
 

@@ -3,7 +3,9 @@ parts of a model that are exchanged together (`Fragment`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -58,27 +60,26 @@ class OuterParameter:
         """What the replica goes on from, also while the model has the outer values."""
         return self.own if self._own_values is None else self._own_values
 
-    def show_outer(self) -> None:
-        """Gives the model the outer values."""
-        self._own_values = self.own.detach().clone()
+    @contextmanager
+    def outer_shown(self) -> Iterator[None]:
+        """Inside, the model has the outer values."""
+        own = self._own_values = self.own.detach().clone()
         self.take(0.0)
+        try:
+            yield
+        finally:
+            local_part(self.own.detach()).copy_(local_part(own))
+            self._own_values = None
 
-    def show_own(self) -> None:
-        """Gives the model the replica's own values back."""
-        assert self._own_values is not None
-        local_part(self.own.detach()).copy_(local_part(self._own_values))
-        self._own_values = None
 
-
+@dataclass(eq=False)
 class Fragment:
-    """Parameters that are exchanged together. ``begins``: the steps, modulo the period, after which
-    they are sent."""
+    """Parameters that are exchanged together."""
 
-    def __init__(self, parameters: Sequence[OuterParameter], begins: int) -> None:
-        self.parameters = parameters
-        self.begins = begins
-        self.sent_after = 0  # the step after which it was last sent
-        self.pending: PendingMean | None = None
+    parameters: Sequence[OuterParameter]
+    begins: int  # the steps, modulo the period, after which they are sent
+    sent_after: int = 0  # the step after which they were last sent
+    pending: PendingMean | None = None
 
     @property
     def in_flight(self) -> bool:
@@ -93,8 +94,7 @@ def split_in_fragments(
     least, so that equal layers are dealt out in turn.
 
     A unit that is larger than a part is dealt out by parameter. Sizes are those of whole
-    parameters, so that all ranks make the same parts. Raises `ConfigError` for more parts than
-    there are parameters.
+    parameters, so that all ranks make the same. Raises `ConfigError` for more than there can be.
     """
     sizes = {name: parameter.outer.numel() for name, parameter in parameters.items()}
     pieces = _pieces_of_units(units, sizes, sum(sizes.values()) / count)

@@ -7,14 +7,14 @@ replicas (`OwnedParameters.after_update`). That sends as many bytes as an all-re
 gradients, and the optimizer state is divided by the number of replicas.
 
 Owned rows are views of the sharded parameters. Where updates are sent in a narrower dtype they are
-tensors of their own, which keep what rounding would lose; all replicas, the owner too, compute with
-the rounded values.
+tensors of their own, which keep what rounding loses; all replicas compute with rounded values.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -88,25 +88,31 @@ class OwnedParameters(UpdateFollower):
     """The parts of one model's parameters that this replica updates.
 
     ``wire``: in which updated parameters are sent; None: as they are stored. ``bucket_bytes``:
-    parameters are gathered in pieces of about this size.
+    parameters are gathered in pieces of about this size. Collective over the world.
     """
 
     follows = True
     replicas_differ = False  # as `weights.named_tensors.MasterValues`
 
     def __init__(self, model: ReplicatedModel, wire: Wire | None, bucket_bytes: int) -> None:
-        super().__init__()
         self._model = model
         self._wire = None if wire is None else wire.dtype
         self._bucket_bytes = bucket_bytes
         self._replicas = model.group.size()
         self._replica = dist.get_group_rank(model.group, dist.get_rank())
-        self._mesh = _from_inside_out(model.mesh)
+        # The axes from the inside out: the order in which a parameter is split when replicas split
+        # what the others leave. Placements on the usual order would need torch's strided shards,
+        # which put rows elsewhere where sizes do not divide.
+        shape = mesh_shape(model.mesh)
+        ranks = model.mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor)
+        names = ("tensor", "shard", "replicate")
+        inside_out = ranks.permute(2, 1, 0).contiguous()
+        self._mesh = DeviceMesh(model.mesh.device_type, inside_out, mesh_dim_names=names)
         # By axes: making a mesh of some of them takes a millisecond.
         self._meshes = {self._mesh.mesh_dim_names: self._mesh}
         self._owned: dict[int, nn.Parameter] = {}
-        # Those whose parts are tensors of their own
-        self._masters: list[FSDPParameter] = []
+        # By name, those whose parts are tensors of their own
+        self._masters: dict[str, FSDPParameter] = {}
 
     @torch.no_grad()
     def make(self, model: nn.Module) -> None:
@@ -115,7 +121,7 @@ class OwnedParameters(UpdateFollower):
             rows = self.rows(local_part(whole.detach()), self._replica)
             if self._wire is not None and whole.requires_grad:
                 rows = rows.clone()
-                self._masters.append(parameter)
+                self._masters[parameter.name] = parameter
             owned = nn.Parameter(self._as_dtensor(rows, whole), whole.requires_grad)
             # Any dtype: that of gradients may differ from the parameter's.
             owned.grad_dtype = None
@@ -147,8 +153,7 @@ class OwnedParameters(UpdateFollower):
         @functools.wraps(zero_grad)
         def clear(set_to_none: bool = True) -> None:
             zero_grad(set_to_none)
-            # Sums that are not reduced over the replicas are in the sharded parameters, which the
-            # optimizer does not have.
+            # Sums not reduced over replicas are in sharded parameters, which the optimizer lacks.
             clear_gradients(self._model.groups, set_to_none)
 
         optimizer.zero_grad = clear  # type: ignore[method-assign]
@@ -159,16 +164,16 @@ class OwnedParameters(UpdateFollower):
 
     def masters(self) -> dict[str, Tensor]:
         """By name, the parts that are tensors of their own; none where they are views."""
-        return {parameter.name: self.owned(parameter) for parameter in self._masters}
+        return {name: self.owned(parameter) for name, parameter in self._masters.items()}
 
     def masters_were_loaded(self) -> None:
         """Sends the parts to all replicas. Collective."""
-        self._gather(self._masters)
+        self._gather(list(self._masters.values()))
 
     @torch.no_grad()
     def parameters_were_changed(self) -> None:
         """Takes over what differs from the rounded parts."""
-        for parameter in self._masters:
+        for parameter in self._masters.values():
             rows = self.rows(local_part(parameter.sharded), self._replica)
             owned = local_part(self.owned(parameter))
             is_rounded = owned.to(self._wire).to(rows.dtype) == rows
@@ -202,11 +207,8 @@ class OwnedParameters(UpdateFollower):
         begin = min(replica * size, rows)
         return local.narrow(0, begin, min(size, rows - begin))
 
-    # Gradients
-
     def take_gradient(self, parameter: FSDPParameter, rows: Tensor) -> None:
-        """Moves the reduced gradient of ``parameter`` to the owned part, of which ``rows`` are
-        those, and adds it to what is there."""
+        """Adds the reduced ``rows`` to the gradient of the owned part of ``parameter``."""
         if parameter.sharded.is_complex():
             rows = torch.view_as_complex(rows)
         parameter.set_gradient(None)
@@ -218,14 +220,11 @@ class OwnedParameters(UpdateFollower):
             owned.grad = self._as_dtensor(rows, parameter.sharded)
 
     def clear_gradients(self, set_to_none: bool) -> None:
-        """Drops the gradients of the parts, or sets them to zero."""
         for owned in self._owned.values():
             if set_to_none:
                 owned.grad = None
             elif owned.grad is not None:
                 local_part(owned.grad).zero_()
-
-    # Updates
 
     @torch.no_grad()
     def after_update(self) -> None:
@@ -233,8 +232,7 @@ class OwnedParameters(UpdateFollower):
         `ConfigError` for a parameter that was unfrozen and whose rows would be rounded for good."""
         trained = [each for each in self._parameters() if each.sharded.requires_grad]
         if self._wire is not None:
-            known = {id(parameter) for parameter in self._masters}
-            new = [parameter.name for parameter in trained if id(parameter) not in known]
+            new = [each.name for each in trained if each.name not in self._masters]
             if new:
                 raise ConfigError(
                     f"strategy=hybrid_full sync.wire=bf16: {first_five(new, ', ')}: unfrozen after "
@@ -262,12 +260,11 @@ class OwnedParameters(UpdateFollower):
         own = [local_part(self.owned(parameter)) for parameter in parameters]
         locals_ = [local_part(parameter.sharded) for parameter in parameters]
         # The first replica never owns fewer rows than another.
-        largest = sum(self.rows(local, 0).numel() for local in locals_)
+        largest = sum(as_real(self.rows(local, 0)).numel() for local in locals_)
         sent = torch.cat([as_real(rows).reshape(-1) for rows in own])
         if self._wire is not None:
             sent = sent.to(self._wire)
-        factor = 2 if own[0].is_complex() else 1
-        sent = torch.nn.functional.pad(sent, (0, largest * factor - sent.numel()))
+        sent = torch.nn.functional.pad(sent, (0, largest - sent.numel()))
         received = sent.new_empty(self._replicas * sent.numel())
         work = dist.all_gather_single(received, sent, group=self._model.group, async_op=True)
 
@@ -285,6 +282,7 @@ class OwnedParameters(UpdateFollower):
         return wait
 
 
+@dataclass
 class ScatterToOwners:
     """Reduces the gradients of a bucket to the replicas that own them, and frees the others.
 
@@ -293,25 +291,23 @@ class ScatterToOwners:
     that costs less than an all-reduce; an all-to-all costs half.
     """
 
+    group: dist.ProcessGroup
+    owners: OwnedParameters
     most_in_flight: int | None = 2
-
-    def __init__(self, group: dist.ProcessGroup, owners: OwnedParameters) -> None:
-        self._group = group
-        self._owners = owners
-        self._replica = dist.get_group_rank(group, dist.get_rank())
 
     def start(self, bucket: Bucket) -> Wait:
         """Begins to average the owned rows of the bucket over the replicas."""
-        replicas = self._group.size()
+        replicas = self.group.size()
+        own_replica = dist.get_group_rank(self.group, dist.get_rank())
         gradients = bucket.parts()
-        shapes = [self._owners.rows(each, self._replica).shape for each in gradients]
+        shapes = [self.owners.rows(each, own_replica).shape for each in gradients]
         flat: list[Tensor] = []
         sizes: list[int] = []
         for replica in range(replicas):
-            rows = [self._owners.rows(each, replica) for each in gradients]
+            rows = [self.owners.rows(each, replica) for each in gradients]
             flat.extend(piece.reshape(-1) for piece in rows)
             sizes.append(sum(piece.numel() for piece in rows))
-        own = sizes[self._replica]
+        own = sizes[own_replica]
         wide = torch.promote_types(gradients[0].dtype, torch.float32)
         sent = torch.cat(flat)
         if bucket.wire.item_bytes < sent.dtype.itemsize:
@@ -325,31 +321,16 @@ class ScatterToOwners:
         for parameter in bucket.trained:
             parameter.set_gradient(None)
         received = sent.new_empty(replicas * own)
-        work = dist.all_to_all_single(
-            received, sent, [own] * replicas, sizes, group=self._group, async_op=True
-        )
+        parts = [own] * replicas
+        work = dist.all_to_all_single(received, sent, parts, sizes, group=self.group, async_op=True)
 
         def wait() -> None:
             work.wait()
-            contributions = received.chunk(replicas) if own else ()
             mean = torch.zeros(own, dtype=wide, device=device)
-            for contribution in contributions:
+            for contribution in received.chunk(replicas):
                 mean += contribution
             mean /= replicas
             for parameter, rows in zip(bucket.trained, pieces_of(mean, shapes), strict=True):
-                self._owners.take_gradient(parameter, rows)
+                self.owners.take_gradient(parameter, rows)
 
         return wait
-
-
-def _from_inside_out(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks with the axes tensor, shard, replicate: the order in which a parameter is
-    split when replicas split what the other axes leave. Collective over the world.
-
-    Placements on the usual order would need torch's strided shards, which put rows elsewhere where
-    sizes do not divide.
-    """
-    shape = mesh_shape(mesh)
-    ranks = mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor).permute(2, 1, 0)
-    names = ("tensor", "shard", "replicate")
-    return DeviceMesh(mesh.device_type, ranks.contiguous(), mesh_dim_names=names)

@@ -22,11 +22,11 @@ from parallel2d.parallel.sync.wires.blocks import (
 from parallel2d.parallel.weights.geometry import pieces_of
 
 
+@dataclass(frozen=True)
 class CastCoder:
-    """Codes values by casting them: one value a row."""
+    """Codes values by casting them to ``dtype``: one value a row."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    dtype: torch.dtype
 
     def rows(self, tensors: Sequence[Tensor]) -> Tensor:
         """[values, 1]."""
@@ -34,7 +34,7 @@ class CastCoder:
 
     def encode(self, rows: Tensor, first: int, stage: int) -> Tensor:
         """The rows in this coder's dtype."""
-        return rows.to(self._dtype)
+        return rows.to(self.dtype)
 
     def decode(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
         """The rows in ``dtype``."""
@@ -72,8 +72,7 @@ class Wire:
 
     @property
     def rounds(self) -> bool:
-        """Whether values are rounded, and so exchanged and added in fp32; others are all-reduced
-        as they are."""
+        """Whether values are rounded, and so exchanged and added in fp32, not all-reduced."""
         return self.bits < 32
 
     @property
@@ -93,8 +92,7 @@ class Wire:
         if self.dtype is not None:
             return CastCoder(self.dtype)
         noise = BlockNoise(pieces, [tensor.numel() for tensor in tensors], tensors[0].device)
-        # What is sent later may be rounded to the nearest code, which takes half as much as
-        # rounding at random.
+        # What is sent later may be rounded to the nearest, which takes half as much as at random.
         return BlockCoder(BlockCode(self.bits), noise, nearest=self.keeps_rest)
 
 

@@ -32,8 +32,7 @@ class BlockCode:
 
     @property
     def largest(self) -> int:
-        """The largest code of a finite value: 126 or 6. The code above it, of either sign, is
-        infinity."""
+        """The largest finite code: 126 or 6. The code above it, of either sign, is infinity."""
         return 2 ** (self.bits - 1) - 2
 
     @property
@@ -52,7 +51,9 @@ class BlockCode:
         codes = blocks.div(divisor).add_(noise).floor_()
         codes.clamp_(-self.largest, self.largest)
         # Infinities have been clamped; a NaN is still one.
-        codes = torch.where(finite, codes, self._not_finite(blocks))
+        infinite = blocks.sign().mul_(self.largest + 1)
+        not_finite = torch.where(blocks.isnan(), -self.largest - 2, infinite)
+        codes = torch.where(finite, codes, not_finite)
         return torch.cat([scale.view(torch.uint8), self._packed(codes.to(torch.int8))], dim=1)
 
     def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -63,11 +64,6 @@ class BlockCode:
         values.masked_fill_(codes == -self.largest - 2, torch.nan)
         values.masked_fill_(codes == self.largest + 1, torch.inf)
         return values.masked_fill_(codes == -self.largest - 1, -torch.inf)
-
-    def _not_finite(self, blocks: Tensor) -> Tensor:
-        """The codes of values that are not finite; any for others."""
-        infinite = blocks.sign().mul_(self.largest + 1)
-        return torch.where(blocks.isnan(), -self.largest - 2, infinite)
 
     def _packed(self, codes: Tensor) -> Tensor:
         """int8 codes as bytes."""
@@ -102,8 +98,7 @@ class Piece:
 class BlockCoder:
     """Codes tensors by blocks of 256 values with one scale each; see [Note: block codes].
 
-    ``noise``: for the stochastic rounding of the tensors that are sent; ``nearest``: contributions
-    are rounded to the nearest code instead.
+    ``noise``: for stochastic rounding; ``nearest``: contributions take the nearest code instead.
     """
 
     def __init__(self, code: BlockCode, noise: BlockNoise, nearest: bool) -> None:
@@ -124,30 +119,23 @@ class BlockCoder:
 
     def put_back(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
         """Copies the blocks' values."""
-        begin = 0
-        for tensor in tensors:
-            count = blocks_of(tensor.numel())
-            values = rows[begin : begin + count].view(-1)[: tensor.numel()]
-            tensor.copy_(values.view(tensor.shape))
-            begin += count
+        counts = [blocks_of(tensor.numel()) for tensor in tensors]
+        for tensor, part in zip(tensors, rows.split(counts), strict=True):
+            tensor.copy_(part.view(-1)[: tensor.numel()].view(tensor.shape))
 
 
 def to_blocks(tensors: Sequence[Tensor]) -> Tensor:
-    """[blocks, 256] of all ``tensors``; each begins a new block, and the last one of each is
-    filled up with zeros."""
+    """[blocks, 256] of all ``tensors``; each begins a block, its last one is filled with zeros."""
     counts = [blocks_of(tensor.numel()) for tensor in tensors]
     first = tensors[0]
     blocks = torch.zeros(sum(counts), BLOCK, dtype=first.dtype, device=first.device)
-    begin = 0
-    for tensor, count in zip(tensors, counts, strict=True):
-        blocks[begin : begin + count].view(-1)[: tensor.numel()] = tensor.reshape(-1)
-        begin += count
+    for tensor, part in zip(tensors, blocks.split(counts), strict=True):
+        part.view(-1)[: tensor.numel()] = tensor.reshape(-1)
     return blocks
 
 
 class BlockNoise:
-    """Random numbers in [0, 1) for the blocks that `to_blocks` makes of tensors with ``numels``
-    values."""
+    """Random numbers in [0, 1) for the blocks of `to_blocks`, of tensors with ``numels`` values."""
 
     def __init__(
         self, pieces: Sequence[Piece], numels: Sequence[int], device: torch.device
@@ -198,8 +186,7 @@ class RoundingKeys:
 
 
 def key_of(*parts: int | str) -> int:
-    """A 32-bit number for ``parts``, such as a seed, a step and a name; signed, as int32 holds
-    it."""
+    """A 32-bit number, signed as in int32, for ``parts`` such as a seed, a step and a name."""
     text = "/".join(str(part) for part in parts)
     digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little", signed=True)
@@ -214,8 +201,7 @@ def contribution_stage(replica: int) -> int:
 
 
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
-    """fp32 numbers in [0, 1), one for each pair of ``keys`` and ``positions``, which are int32 and
-    broadcast against each other.
+    """fp32 numbers in [0, 1) for pairs of ``keys`` and ``positions``, int32 that are broadcast.
 
     The hash is the finalizer of MurmurHash3 (Appleby), which mixes all 32 bits.
     """

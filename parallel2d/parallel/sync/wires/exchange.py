@@ -26,31 +26,12 @@ from parallel2d.parallel.sync.wires.blocks import (
 from parallel2d.parallel.weights.geometry import Region, as_real, pieces_of
 
 
-def begin_mean(
-    wire: Wire,
-    group: dist.ProcessGroup,
-    tensors: Sequence[Tensor],
-    results: Sequence[Tensor],
-    pieces: Sequence[Piece],
-) -> PendingMean:
-    """Begins to average ``tensors`` over the replicas of ``group``, sent in ``wire``, into
-    ``results``. ``pieces``: for the random numbers of each tensor. Collective.
-
-    Where ``wire`` keeps the rest, what is not sent stays in ``tensors``.
-    """
-    if not wire.rounds:
-        return ExactMean(group, tensors, results)
-    coder = wire.coder(tensors, pieces)
-    return Exchange(group, coder, tensors, results, keeps_rest=wire.keeps_rest)
-
-
 class Exchange:
     """One average over the replicas of ``group``, begun when it is made. Collective: all replicas
     make them, and call their methods, in the same order.
 
-    ``tensors``: this replica's values. `finish` writes the mean into ``results``, by default into
-    ``tensors``. ``keeps_rest``: what rounding takes from this replica's values stays in
-    ``tensors``, for its next message.
+    ``tensors``: this replica's values. `finish` writes the mean into ``results``, which may be the
+    same. ``keeps_rest``: what rounding takes away stays in ``tensors``, for the next message.
     """
 
     def __init__(
@@ -58,13 +39,13 @@ class Exchange:
         group: dist.ProcessGroup,
         coder: Coder,
         tensors: Sequence[Tensor],
-        results: Sequence[Tensor] | None = None,
+        results: Sequence[Tensor],
         *,
         keeps_rest: bool = False,
     ) -> None:
         self._group = group
         self._coder = coder
-        self._results = tensors if results is None else results
+        self._results = results
         self._replicas = group.size()
         self._replica = dist.get_group_rank(group, dist.get_rank())
         self._dtype = torch.promote_types(tensors[0].dtype, torch.float32)
@@ -151,12 +132,11 @@ def expected_mean(
     *,
     sent_back: bool = True,
 ) -> Tensor:
-    """Computes in one process what `begin_mean` writes into its results: the mean of ``values``,
+    """Computes in one process what an `Exchange` writes into its results: the mean of ``values``,
     one from each replica, of the whole parameter ``name``. For proofs.
 
     ``cut``: the parts of it that the ranks of a replica hold, on which the blocks of a code depend;
-    ``sent_back``: whether owners send the mean to all, rounded. What ``wire`` keeps of them stays
-    in ``values``.
+    ``sent_back``: whether owners send the mean, rounded. What ``wire`` keeps stays in ``values``.
     """
     mean = torch.empty_like(values[0])
     for region in cut:

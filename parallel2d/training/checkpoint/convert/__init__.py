@@ -1,9 +1,7 @@
-"""Weights in other formats: `open_source` reads them, `convert` writes them, with one tensor in
-memory at a time.
+"""Weights in other formats: `open_source` reads them, `convert` writes them, one tensor at a time.
 
 The target is complete or absent: it is written beside its place and renamed into it. An existing
-target is never overwritten. Optimizer state is converted between our format, ``torch.save`` and
-safetensors on request.
+target is never overwritten. Our format, ``torch.save`` and safetensors take optimizer state too.
 """
 
 from __future__ import annotations
@@ -20,21 +18,9 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import flush_folder
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DTYPES
-from parallel2d.training.checkpoint.convert.formats import (
-    Source,
-    read_ours,
-    read_safetensors,
-    read_torch,
-    write_ours,
-    write_safetensors,
-    write_torch,
-)
-from parallel2d.training.checkpoint.convert.hugging_face import (
-    llama_arguments,
-    read_llama,
-    write_adapter,
-    write_model,
-)
+from parallel2d.training.checkpoint.convert import formats, hugging_face
+from parallel2d.training.checkpoint.convert.formats import Source
+from parallel2d.training.checkpoint.convert.hugging_face import llama_arguments
 from parallel2d.training.checkpoint.manifest import MANIFEST
 from parallel2d.training.checkpoint.state import names_under
 from parallel2d.training.checkpoint.storage import find_checkpoint
@@ -54,7 +40,7 @@ def open_source(path: str) -> Source:
     checkpoint, one safetensors file, a ``torch.save`` file, and a folder of Hugging Face's Llama.
     Raises `ConfigError` for anything else."""
     if is_remote(path):
-        return read_ours(find_checkpoint(path))
+        return formats.read_ours(find_checkpoint(path))
     if os.path.isfile(path):
         status = os.stat(path)
         stored = status.st_blocks * 512
@@ -63,16 +49,16 @@ def open_source(path: str) -> Source:
             sizes = f"{status.st_size} bytes, of which {stored} are on the disk"
             raise ConfigError(f"{path} has {sizes}: no writer of weights leaves such holes")
         if path.endswith(".safetensors"):
-            return read_safetensors(path)
+            return formats.read_safetensors(path)
         if path.endswith(_TORCH):
-            return read_torch(path)
+            return formats.read_torch(path)
         raise ConfigError(f"{path}: a file must end in .safetensors or {', '.join(_TORCH)}")
     if os.path.isdir(path):
         found = find_checkpoint(path)
         if os.path.lexists(os.path.join(found, MANIFEST)):
-            return read_ours(found)
+            return formats.read_ours(found)
         if os.path.lexists(os.path.join(path, "config.json")):
-            return read_llama(path)
+            return hugging_face.read_llama(path)
         raise ConfigError(f"{path} holds neither {MANIFEST} (ours) nor config.json (Hugging Face)")
     raise ConfigError(f"{path}: there is no such file or folder")
 
@@ -119,16 +105,17 @@ def convert(
         raise ConfigError("the source holds no optimizer state")
     chosen = _chosen(source, dtype, optimizer, progress)
     with _published(target) as place:
-        if format == "hf":
-            return write_model(chosen, place, shard_bytes, arguments or {})
-        if format == "peft":
-            return write_adapter(chosen, place)
-        if format == "torch":
-            write_torch(chosen, place)
-        elif format == "safetensors":
-            write_safetensors(chosen, place)
-        else:
-            write_ours(chosen, place, shard_bytes)
+        match format:
+            case "hf":
+                return hugging_face.write_model(chosen, place, shard_bytes, arguments or {})
+            case "peft":
+                return hugging_face.write_adapter(chosen, place)
+            case "torch":
+                formats.write_torch(chosen, place)
+            case "safetensors":
+                formats.write_safetensors(chosen, place)
+            case _:
+                formats.write_ours(chosen, place, shard_bytes)
     return len(chosen.tensors)
 
 
@@ -161,8 +148,7 @@ def _chosen(
 
 @contextlib.contextmanager
 def _published(target: str) -> Iterator[str]:
-    """A path beside ``target``. What was written there becomes ``target``, or is removed after an
-    error."""
+    """A path beside ``target``: what is there at the end becomes ``target``; nothing on error."""
     parent, name = os.path.split(os.path.abspath(target))
     os.makedirs(parent, exist_ok=True)
     place = os.path.join(parent, f".converting-{name}-{os.urandom(4).hex()}")

@@ -21,21 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.files import is_count, printable
+from parallel2d.base.files import is_count, printable, tensor_file
 from parallel2d.base.files.folder import LocalFolder
-from parallel2d.base.files.tensor_file import (
-    DTYPE_NAMES,
-    DTYPES,
-    ByteSource,
-    DamagedCheckpointError,
-    Entry,
-    check_description,
-    encode_header,
-    parse_json,
-    read_file,
-    read_rows,
-    tensor_bytes,
-)
+from parallel2d.base.files.tensor_file import DTYPES, ByteSource, DamagedCheckpointError, Entry
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.training.checkpoint.manifest import (
     MANIFEST,
@@ -77,20 +65,19 @@ class Source:
         described = [(stored, *self.tensors[name]) for name, stored in names.items()]
 
         def blocks() -> Iterator[bytes | memoryview]:
-            yield encode_header(described, {"format": "pt", **metadata})
+            yield tensor_file.encode_header(described, {"format": "pt", **metadata})
             for name in names:
-                yield tensor_bytes(self.read(name))
+                yield tensor_file.tensor_bytes(self.read(name))
 
         folder, file = os.path.split(path)
         return LocalStore(folder).write(folder, file, blocks())
 
 
 def facts_in(text: Any, what: str) -> dict[str, Any]:
-    """Reads what `Source.facts_text` wrote, checked for its kinds; nothing where another program
-    has written the file."""
+    """Reads what `Source.facts_text` wrote, checked for kinds; nothing in other files."""
     if not isinstance(text, str):
         return {}
-    content = parse_json(text.encode(), f"{what}: metadata")
+    content = tensor_file.parse_json(text.encode(), f"{what}: metadata")
     facts = {key: content[key] for key in _FACTS if key in content}
     try:
         require(_check_kinds(facts))
@@ -155,7 +142,7 @@ def read_safetensors(path: str) -> Source:
     """One file of any writer; the facts are in the header of one of ours."""
     folder, name = os.path.split(path)
     source = LocalFolder(folder or ".", mapped=False).source(name)
-    header, metadata = read_file(source, name)
+    header, metadata = tensor_file.read_file(source, name)
     # Optimizer state is marked in a flat file, and weights are not.
     places = {}
     for flat, entry in header.items():
@@ -178,13 +165,12 @@ def source_of(
     def read(name: str) -> Tensor:
         source, entry = places[name]
         # A tensor without dims is one row.
-        return read_rows(source, entry, 0, (*entry.shape, 1)[0])
+        return tensor_file.read_rows(source, entry, 0, (*entry.shape, 1)[0])
 
     return Source(kind, described, read, **facts)
 
 
-# What a child process may take to open a file beside what reading it takes: seconds on the CPU and
-# bytes for half a million tensors.
+# What a child may take beside what reading takes: seconds, and bytes for half a million tensors.
 MOST_SECONDS, MOST_BYTES = 20, 2**30
 _BYTES_A_SECOND = 2**28
 # How many times a value may be seen through views, and a size that is always allowed.
@@ -207,7 +193,7 @@ def read_torch(path: str) -> Source:
             tied = facts.setdefault("tied", {})
             tied[name.removeprefix("model/")] = first[place].removeprefix("model/")
         else:
-            described[name] = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
+            described[name] = tensor_file.DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
     return Source("torch", described, file.read, **facts)
 
 
@@ -312,8 +298,8 @@ def _interpret(content: Any, label: str) -> tuple[dict[str, Tensor], dict[str, A
             raise ConfigError(
                 f"{label} is not a file of weights alone: {printable(name)} is no plain tensor"
             )
-        dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
-        check_description(name, dtype, list(tensor.shape), label)
+        dtype = tensor_file.DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+        tensor_file.check_description(name, dtype, list(tensor.shape), label)
     return found, facts
 
 
@@ -366,7 +352,7 @@ def write_torch(source: Source, path: str) -> None:
     with zipfile.ZipFile(path, "a") as archive, open(path, "r+b") as file:
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         for number, fake_id in enumerate(fakes):
-            data = tensor_bytes(source.read(names[fake_id]))
+            data = tensor_file.tensor_bytes(source.read(names[fake_id]))
             entry = entries[f"data/{number}"]
             # Values follow a header of 30 bytes, which ends with the lengths of the name and the
             # extra field that stand between.

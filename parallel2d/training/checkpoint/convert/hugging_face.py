@@ -14,7 +14,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +28,7 @@ from parallel2d.models import adapters, huggingface
 from parallel2d.parallel.weights.pretrained import has_weights, read_headers
 from parallel2d.training.checkpoint.convert.formats import Source, source_of
 
-# Our Llama and the library's. The weights are the same: both rotate the two halves of a head
-# against each other.
+# Our Llama and the library's. The weights are the same: both rotate the two halves of a head.
 _TOP = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -93,8 +92,7 @@ def _one_message(what: str) -> Iterator[None]:
 
 def read_llama(path: str) -> Source:
     """The Llama of a folder under our names. Raises `ConfigError` for another model, and for one
-    that computes something ours does not: biases, scaled rotary embedding, heads whose size is not
-    dim / heads."""
+    that computes what ours does not: biases, scaled rotary embedding, heads not of dim / heads."""
     what = os.path.basename(os.path.abspath(path))
     with _one_message(f"{what}/config.json"):
         arguments = _arguments_of(huggingface.saved_config(path, None, {}))
@@ -117,8 +115,7 @@ def read_llama(path: str) -> Source:
 
 
 def _arguments_of(config: Any) -> dict[str, Any]:
-    """Our arguments for a model with a configuration of the library's. Raises ValueError for what
-    ours cannot be."""
+    """Our arguments for the library's configuration. Raises ValueError for what ours cannot be."""
     if config.model_type != "llama":
         raise ValueError(f"a {config.model_type} cannot be converted, only a llama")
     arguments: dict[str, Any] = {ours: getattr(config, name) for ours, name in _ARGUMENTS.items()}
@@ -196,8 +193,7 @@ def write_model(source: Source, folder: str, shard_bytes: int, given: Mapping[st
 
     ``given``: for the built-in Llama, arguments that the source does not tell; for a ``model=hf``
     run, ``path`` and ``tokenizer``: where the folder of its model.path and the file of its
-    data.tokenizer are now. Raises `ConfigError` for settings that describe no model, and for
-    weights that do not fit it.
+    data.tokenizer are now. Raises `ConfigError` for settings of no model, and weights of another.
     """
     settings = source.layout.get("model")
     of_library = isinstance(settings, dict) and settings.get("family") == "hf"
@@ -226,21 +222,21 @@ def write_model(source: Source, folder: str, shard_bytes: int, given: Mapping[st
     return len(stored)
 
 
+@dataclass
 class _Values:
     """The values of parameters by the library's names, read when they are asked for."""
 
-    def __init__(self, source: Source, stored: Mapping[str, str]) -> None:
-        self._source, self._stored = source, stored
+    source: Source
+    stored: Mapping[str, str]
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._source.read(self._stored[name])
+        return self.source.read(self.stored[name])
 
 
 def _library_model(
     layout: Mapping[str, Any], folder: str, path: str | None = None, tokenizer: str | None = None
 ) -> Any:
-    """The model, on meta, of a run with this ``layout``. The files that belong to it are copied to
-    ``folder``."""
+    """The model of this ``layout``, on meta. The files that belong to it go to ``folder``."""
     if layout.get("adapters"):
         raise ConfigError(
             "the checkpoint is of a run that trained adapters (model.adapter): --to peft writes "
