@@ -368,6 +368,25 @@ def without_replicas(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[names]
 
 
+def ranks_of(mesh: DeviceMesh) -> torch.Tensor:
+    """int64 [replicate, shard, tensor] of the ranks of ``mesh``."""
+    shape = mesh_shape(mesh)
+    return mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor)
+
+
+def route_in_replica(mesh: DeviceMesh) -> list[tuple[int, dist.ProcessGroup]]:
+    """(source, group) of the broadcasts by which the first rank of a replica reaches this one: over
+    the shard axis, then over the tensor axis."""
+    at, shape, ranks = axis_positions(mesh), mesh_shape(mesh), ranks_of(mesh)
+    own = ranks[at.get("replicate", 0)]
+    route = []
+    if shape.shard > 1 and at.get("tensor", 0) == 0:
+        route.append((int(own[0, 0]), mesh.get_group("shard")))
+    if shape.tensor > 1:
+        route.append((int(own[at.get("shard", 0), 0]), mesh.get_group("tensor")))
+    return route
+
+
 def data_coordinate(mesh: DeviceMesh) -> int:
     """This rank's number among the data ranks: its place over replicate x shard, equal for all its
     tensor ranks."""

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.parallel.fsdp_internals import FSDPParameter
-from parallel2d.parallel.mesh import axis_names, mesh_shape
+from parallel2d.parallel.mesh import axis_names, ranks_of
 from parallel2d.parallel.model_structure import update_as
 from parallel2d.parallel.sync.engine.buckets import Bucket, Wait, fill_buckets
 from parallel2d.parallel.sync.engine.group_state import clear_gradients, keep_until_done
@@ -349,7 +349,6 @@ def _from_inside_out(mesh: DeviceMesh) -> DeviceMesh:
     Placements on the usual order would need torch's strided shards, which put rows elsewhere where
     sizes do not divide.
     """
-    shape = mesh_shape(mesh)
-    ranks = mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor).permute(2, 1, 0)
+    ranks = ranks_of(mesh).permute(2, 1, 0)
     names = ("tensor", "shard", "replicate")
     return DeviceMesh(mesh.device_type, ranks.contiguous(), mesh_dim_names=names)
