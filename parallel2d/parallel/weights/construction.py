@@ -18,7 +18,7 @@ import itertools
 import random
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -284,7 +284,10 @@ def own_constructor(model: nn.Module) -> Callable[[], nn.Module] | None:
         )
     if call is None or not (inside or unreachable(model)):
         return None
-    return functools.partial(_call_again, model)
+    calls: dict[nn.Module, _Call] = {}
+    _collect_calls(model, calls)
+    # In their order, in which they draw.
+    return functools.partial(_call_again, sorted(calls.items(), key=lambda each: each[1].number))
 
 
 def forget_constructors(model: nn.Module) -> None:
@@ -294,16 +297,14 @@ def forget_constructors(model: nn.Module) -> None:
         vars(module).pop(_WRITTEN, None)
 
 
-def _call_again(model: nn.Module) -> nn.Module:
-    calls: dict[nn.Module, _Call] = {}
-    _collect_calls(model, calls)
+def _call_again(calls: Sequence[tuple[nn.Module, _Call]]) -> nn.Module:
+    """The last of the modules, made again, with the others where they were arguments."""
     made: dict[nn.Module, nn.Module] = {}
 
     def replaced(leaf: Any) -> Any:
         return made.get(leaf, leaf) if isinstance(leaf, nn.Module) else leaf
 
-    # In their order, in which they draw.
-    for module, call in sorted(calls.items(), key=lambda each: each[1].number):
+    for module, call in calls:
         if call.rebound:
             raise ConfigError(
                 f"{call.kind.__name__} changes its argument {first_five(call.rebound, ', ')} "
@@ -312,7 +313,7 @@ def _call_again(model: nn.Module) -> nn.Module:
             )
         arguments, keywords = tree_map(replaced, (call.arguments, call.keywords))
         made[module] = call.kind(*arguments, **keywords)
-    return made[model]
+    return made[calls[-1][0]]
 
 
 def _collect_calls(module: nn.Module, calls: dict[nn.Module, _Call]) -> None:
