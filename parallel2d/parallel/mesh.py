@@ -377,13 +377,13 @@ def ranks_of(mesh: DeviceMesh) -> torch.Tensor:
 def route_in_replica(mesh: DeviceMesh) -> list[tuple[int, dist.ProcessGroup]]:
     """(source, group) of the broadcasts by which the first rank of a replica reaches this one: over
     the shard axis, then over the tensor axis."""
-    at, shape, ranks = axis_positions(mesh), mesh_shape(mesh), ranks_of(mesh)
-    own = ranks[at.get("replicate", 0)]
+    own = ranks_of(mesh)[axis_positions(mesh).get("replicate", 0)]
+    shard, tensor = (own == dist.get_rank()).nonzero()[0].tolist()
     route = []
-    if shape.shard > 1 and at.get("tensor", 0) == 0:
+    if tensor == 0 and len(own) > 1:
         route.append((int(own[0, 0]), mesh.get_group("shard")))
-    if shape.tensor > 1:
-        route.append((int(own[at.get("shard", 0), 0]), mesh.get_group("tensor")))
+    if own.shape[1] > 1:
+        route.append((int(own[shard, 0]), mesh.get_group("tensor")))
     return route
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.config import ParallelConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.parallelize import parallelize
-from parallel2d.parallel.weights.construction import recorded_on_meta
+from parallel2d.parallel.weights.construction import build_on_meta
 from parallel2d.parallel.weights.initial_values import Initializer
 
 
@@ -54,7 +54,7 @@ def model_sharded_context(
             not on meta (built outside), or what `parallel2d.parallelize` raises; of several
             outermost modules, those before the one it refuses are parallelized.
     """
-    with recorded_on_meta() as built:
+    with build_on_meta() as built:
         yield
     outermost = _outermost(built)
     if not outermost:

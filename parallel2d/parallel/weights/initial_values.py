@@ -171,7 +171,7 @@ class InitialWeights:
         # The initializer of a module would reach into parts of it that are of another unit. If it
         # has parameters of its own it must run nevertheless: nothing else sets them.
         is_complete = not any(parameter.is_meta for parameter in module.parameters())
-        reset = _initializer_of(module)
+        reset = initializer_of(module)
         if not has_values and (is_complete or owns_itself(module)):
             if self.init is not None:
                 run(self.init, module, fqn_of(name))
@@ -217,27 +217,13 @@ def _places_on_meta(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[_Place
                     yield fqn_of(join_names(name, key)), held, key, tensor
 
 
-def _initializer_of(module: nn.Module) -> Callable[[], object] | None:
+def initializer_of(module: nn.Module) -> Callable[[], object] | None:
     # nn.MultiheadAttention and nn.Transformer have theirs under the second name.
     for attribute in ("reset_parameters", "_reset_parameters"):
         reset = getattr(module, attribute, None)
         if callable(reset):
             return reset
     return None
-
-
-def unreachable(model: nn.Module) -> list[str]:
-    """FQNs of the parameters on meta that no initializer can set: none of a module around them.
-    Nothing is drawn, so an initializer that omits a parameter is not found here."""
-    if callable(getattr(model, "_init_weights", None)):
-        return []
-    # An initializer may set all that is below its module.
-    within_reach: set[int] = set()
-    for module in model.modules():
-        if _initializer_of(module) is not None:
-            within_reach.update(map(id, module.parameters()))
-    on_meta = {name: each for name, each in parameters_by_name(model).items() if each.is_meta}
-    return [name for name, parameter in on_meta.items() if id(parameter) not in within_reach]
 
 
 def no_initializer(names: Sequence[str]) -> ConfigError:

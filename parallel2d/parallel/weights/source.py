@@ -4,7 +4,7 @@ checks that all ranks hold the same model."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import chain
 
 import torch
@@ -17,14 +17,7 @@ from parallel2d.base.exchange import all_gather, broadcast, raise_together
 from parallel2d.base.memory import free_memory
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.mesh import ranks_of, route_in_replica
-from parallel2d.parallel.weights.construction import (
-    build_for_real,
-    forget_constructors,
-    late_writes,
-    outline,
-    own_constructor,
-    refuse_late_writes,
-)
+from parallel2d.parallel.weights.construction import build_for_real, outline, own_constructor
 from parallel2d.parallel.weights.initial_values import (
     Initializer,
     InitialWeights,
@@ -34,7 +27,7 @@ from parallel2d.parallel.weights.initial_values import (
     plan_weights,
 )
 from parallel2d.parallel.weights.named_tensors import all_tensors, ties_of
-from parallel2d.parallel.weights.whole_tensors import Route, fill, has_wholes
+from parallel2d.parallel.weights.whole_tensors import Route, fill
 
 
 class WeightSource:
@@ -78,12 +71,10 @@ class WeightSource:
             )
         self._initial: InitialWeights | None = None
         self._construct: Callable[[], nn.Module] | None = None
-        self._repeats_calls = False
         if is_drawn and init is None:
             self._construct = construct or own_constructor(model)
-            self._repeats_calls = construct is None
-            self._bytes = sum(each.nbytes for each in chain(model.parameters(), model.buffers()))
             self._outline = outline(model)
+            self._bytes = sum(each.nbytes for each in chain(model.parameters(), model.buffers()))
 
     def remember(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
         """Keeps what `fill` needs of ``model`` as it is before the transforms. Collective. Raises
@@ -101,81 +92,68 @@ class WeightSource:
         cannot be made."""
         if not self._on_meta:
             return
-        late = set(late_writes(model)) if self._repeats_calls else set()
-        forget_constructors(model)
         allocate(model, mesh.device_type, offload=offload)
-        if self._source is not None:
-            self._send(all_tensors(model), self._source)
-            return
-        # Weights that are loaded into the allocated model are not drawn.
-        given = self._given(model) if self._given is not None else ()
-        left = _without(model, given)
-        refuse_late_writes(late.intersection(left))
-        if self._initial is not None:
-            self._initial.write(model, self._seed or 0, mesh.device_type, given=given)
-        elif any(isinstance(each, nn.Parameter) for each in left.values()):
+        here: dict[str, Tensor] = all_tensors(model)
+        route: int | Route | None = self._source
+        if route is None:
+            # Weights that are loaded into the allocated model are not drawn.
+            given = self._given(model) if self._given is not None else ()
+            if self._initial is not None:
+                self._initial.write(model, self._seed or 0, mesh.device_type, given=given)
+                return
+            loaded = {id(each) for name, each in here.items() if name in given}
+            here = {name: each for name, each in here.items() if id(each) not in loaded}
+            if not any(isinstance(each, nn.Parameter) for each in here.values()):
+                return
             self._build(mesh, topology)
-            self._send(left, route_in_replica(mesh))
-
-    def _send(self, here: Mapping[str, Tensor], source: int | Route) -> None:
-        """Fills ``here`` with what was received, which is then let go of. Buffers too: those of
-        other ranks may have been on meta, or drawn. Collective."""
-        # A tied parameter is sent once.
+            route = route_in_replica(mesh)
+        # Buffers too: those of the other ranks may have been on meta. What is tied is sent once.
         pairs = {id(each): (each, self._received.get(name)) for name, each in here.items()}
-        fill(pairs.values(), source)
+        fill(pairs.values(), route)
         self._received = {}
 
     def _build(self, mesh: DeviceMesh, topology: Topology) -> None:
         """Builds the model for real on the first rank of each replica. Collective. Raises
         `ConfigError` on every rank when one of them cannot, or gets other weights."""
         assert self._construct is not None
-        builds = has_wholes(route_in_replica(mesh))
-        # Before any of them takes memory.
-        _raise_everywhere(self._lack_of_memory(mesh, topology) if builds else None)
+        rank, builders = dist.get_rank(), ranks_of(mesh)[:, 0, 0].tolist()
+        host = topology.hosts[rank]
+        count = sum(topology.hosts[builder] == host for builder in builders)
+        needed, free = count * self._bytes / 2**30, free_memory() / 2**30
         problem = weights = None
-        if builds:
+        if rank in builders and needed > free:
+            problem = (
+                f"the model's constructor sets initial values: to build it on {host}, {count} times, "
+                f"takes {needed:.3g} GiB, and {free:.3g} are free; give model.init (init=), which "
+                "sets the values of one module at a time"
+            )
+        # Before any of them takes memory.
+        _raise_any(problem)
+        if rank in builders:
             try:
                 model = build_for_real(self._construct, self._seed or 0, self._outline)
                 self._received = {name: each.detach() for name, each in all_tensors(model).items()}
                 weights = _digest(model)
             except ConfigError as error:
                 problem = str(error)
-        _raise_everywhere(problem, weights)
-
-    def _lack_of_memory(self, mesh: DeviceMesh, topology: Topology) -> str | None:
-        """What is said where the models that are built on this host do not fit in its memory."""
-        host = topology.hosts[dist.get_rank()]
-        hosts = [topology.hosts[rank] for rank in ranks_of(mesh)[:, 0, 0].tolist()]
-        needed, free = self._bytes * hosts.count(host) / 2**30, free_memory() / 2**30
-        if needed <= free:
-            return None
-        return (
-            f"the model's constructor sets initial values: its {hosts.count(host)} replicas on "
-            f"{host} take {needed:.3g} GiB to build and {free:.3g} are free; give a function that "
-            "sets the values of one module at a time, model.init (init=)"
-        )
+            except Exception as error:
+                problem = f"the model cannot be built for real: {type(error).__name__}: {error}"
+        digests = _raise_any(problem, weights)
+        if len(set(digests.values())) > 1:
+            raise ConfigError(
+                f"ranks {list(digests)} built the model under one seed and got different weights: "
+                "its constructor must draw from the generators of torch, NumPy and Python alone"
+            )
 
 
-def _without(model: nn.Module, given: Container[str]) -> dict[str, Tensor]:
-    """FQN -> tensor of what is not ``given`` under any of its names."""
-    here = all_tensors(model)
-    loaded = {id(each) for name, each in here.items() if name in given}
-    return {name: each for name, each in here.items() if id(each) not in loaded}
-
-
-def _raise_everywhere(problem: str | None, weights: str | None = None) -> None:
-    """Raises `ConfigError` on every rank with the first ``problem`` of any, and where ranks have
-    built other ``weights``, None where nothing was built. Collective."""
-    found = all_gather((problem, weights))
+def _raise_any(problem: str | None, value: str | None = None) -> dict[int, str]:
+    """Raises `ConfigError` on every rank with the first ``problem`` of any. Returns the values of
+    all ranks that have one. Collective."""
+    found = all_gather((problem, value))
     for first, _ in found:
         if first is not None:
             raise ConfigError(first)
-    built = {rank: text for rank, (_, text) in enumerate(found) if text is not None}
-    if len(set(built.values())) > 1:
-        raise ConfigError(
-            f"ranks {list(built)} built the model under one seed and got different weights: its "
-            "constructor must draw from the generators of torch, NumPy and Python alone"
-        )
+    return {rank: value for rank, (_, value) in enumerate(found) if value is not None}
 
 
 def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:

@@ -89,7 +89,7 @@ def fill(pairs: Pairs, source: int | Route | None) -> None:
         kept = local_region(tensor)
         size = tensor.dtype.itemsize
         for piece in Region.whole(tensor.shape).pieces(tensor.shape, PIECE_BYTES // size):
-            if has_wholes(route):
+            if route[0][0] == dist.get_rank():
                 assert whole is not None
                 values = whole[piece.slices].to(device=local.device, dtype=local.dtype).contiguous()
             else:
@@ -104,11 +104,6 @@ def fill(pairs: Pairs, source: int | Route | None) -> None:
             common = kept.intersect(piece)
             if common is not None:
                 local[common.slices_in(kept)].copy_(values[common.slices_in(piece)])
-
-
-def has_wholes(route: Route) -> bool:
-    """Whether ``route`` begins at this rank: all others receive first."""
-    return not route or route[0][0] == dist.get_rank()
 
 
 @contextmanager
