@@ -246,5 +246,5 @@ def test_what_cannot_be_built_again_is_refused_by_name_on_every_rank(ranks):
     *told, memory = first
     for text, expected in zip(told, REFUSED.values(), strict=True):
         assert expected in text
-    assert ", 2 times, takes" in memory
-    assert "model.init (init=)" in memory
+    assert memory.startswith("the model's constructor sets its values: 2 on ")
+    assert "are free; give model.init (init=)" in memory

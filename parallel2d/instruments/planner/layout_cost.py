@@ -375,7 +375,7 @@ def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: 
             allow_cross_node=config.allow_cross_node,
             device_type="cpu",
         )
-        model = apply_on_fake_tensors(plain, parts.module, mesh, fake, parts.init, topology)
+        model = apply_on_fake_tensors(plain, parts.module, mesh, fake, topology)
         with fake:
             build_optimizer(model, workload.optimizer)
             for engine in reducers_in(model):

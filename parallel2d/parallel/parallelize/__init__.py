@@ -127,7 +127,6 @@ def apply_on_fake_tensors(
     model: nn.Module,
     mesh: DeviceMesh,
     fake: FakeTensorMode,
-    init: Initializer | None,
     topology: Topology,
 ) -> nn.Module:
     """As `apply_layout`, for a ``model`` on meta whose parameters become tensors of ``fake``,
@@ -136,7 +135,9 @@ def apply_on_fake_tensors(
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
     given = set(map(fqn_of, names))
-    source = WeightSource(model, seed=0, init=init, broadcast_from=None, given=lambda _: given)
+    source = WeightSource(
+        model, seed=0, init=lambda *_: None, broadcast_from=None, given=lambda _: given
+    )
     _transform(layout, model, mesh, source, topology, seed=0)
     with fake:
         _fill(layout, model, mesh, source, topology)

@@ -150,18 +150,20 @@ class _Recorder(TorchFunctionMode):
 
     def note_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         """What is not tied has a value here. It counts as written to unless ``module`` itself
-        registers it, for the first time, and has an initializer that sets it again."""
+        registers it, for the first time, and an initializer around it sets it again."""
         if param.untyped_storage() in self._writers:
             return
         self._writers[param.untyped_storage()] = None
-        repeated = initializer_of(module) is not None and module._parameters.get(name) is None
-        if not repeated or _writer() is not vars(module).get(_MADE_BY):
+        modules = _constructing() or []
+        repeated = module._parameters.get(name) is None and modules[:1] == [module]
+        if not (repeated and any(map(initializer_of, modules))):
             self._note_written(param)
 
     def _note_written(self, tensor: Tensor) -> None:
-        writer = _writer()
-        if writer is not None:
-            self._writers[tensor.untyped_storage()] = writer
+        modules = _constructing()
+        if modules is not None:
+            calls = [vars(module)[_MADE_BY] for module in modules]
+            self._writers[tensor.untyped_storage()] = next(iter(calls), _NO_CALL)
 
     def mark_modules(self) -> None:
         """Notes at each module what wrote to its parameters."""
@@ -174,10 +176,10 @@ class _Recorder(TorchFunctionMode):
                     vars(module).setdefault(_WRITTEN_BY, {})[name] = writer
 
 
-def _writer() -> _Call | None:
-    """The innermost constructor that runs; None inside of what is called again where values are
-    drawn."""
-    innermost = _NO_CALL
+def _constructing() -> list[nn.Module] | None:
+    """The modules whose constructors run, the innermost first; None inside of what is called again
+    where values are drawn."""
+    found = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -187,10 +189,11 @@ def _writer() -> _Call | None:
             library = str(frame.f_globals.get("__name__")).startswith("transformers.")
             if library or code.co_name in _NOT_ITS_OWN:
                 return None
-            if code.co_name == "__init__" and innermost is _NO_CALL:
-                innermost = vars(owner).get(_MADE_BY, _NO_CALL)
+            # Not one around the context.
+            if code.co_name == "__init__" and _MADE_BY in vars(owner):
+                found.append(owner)
         frame = frame.f_back
-    return innermost
+    return found
 
 
 def own_constructor(model: nn.Module) -> Callable[[], nn.Module] | None:

@@ -123,9 +123,8 @@ class WeightSource:
         problem = weights = None
         if rank in builders and needed > free:
             problem = (
-                f"the model's constructor sets initial values: to build it on {host}, {count} times, "
-                f"takes {needed:.3g} GiB, and {free:.3g} are free; give model.init (init=), which "
-                "sets the values of one module at a time"
+                f"the model's constructor sets its values: {count} on {host} take {needed:.3g} GiB "
+                f"and {free:.3g} are free; give model.init (init=), called module by module"
             )
         # Before any of them takes memory.
         _raise_any(problem)
