@@ -35,11 +35,8 @@ from parallel2d.parallel.model_structure import fqn_of, held_parameters, join_na
 from parallel2d.parallel.weights.initial_values import initializer_of, is_unset, no_initializer
 from parallel2d.parallel.weights.named_tensors import all_tensors, ties_of
 
-_DRAWS = {
-    *(Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.bernoulli_),
-    *(Tensor.log_normal_, Tensor.cauchy_),
-}
-# Names of methods of tensors that write to them
+# Names of methods of tensors: those that draw, and all that write
+_DRAWS = ("normal_", "uniform_", "exponential_", "bernoulli_", "log_normal_", "cauchy_")
 _WRITES = re.compile(r"__setitem__|(?!requires_grad_|detach_|share_memory_)[a-z]\w*_")
 # The first two are called again where values are drawn; the third casts and moves.
 _NOT_ITS_OWN = ("reset_parameters", "_reset_parameters", "_apply")
@@ -134,12 +131,12 @@ class _Recorder(TorchFunctionMode):
         tensor = kwargs.get("out", next(iter([*args, *kwargs.values()]), None))
         if not (isinstance(tensor, Tensor) and tensor.is_meta):
             return function(*args, **kwargs)
-        module = getattr(function, "__module__", None)
+        name, module = (getattr(function, key, "") for key in ("__name__", "__module__"))
         # Some initializers look at `is_meta` alone, and return.
         initializes = "torch.nn.init" in (module, sys._getframe(1).f_globals.get("__name__"))
-        if initializes or _WRITES.fullmatch(getattr(function, "__name__", "")):
+        if initializes or _WRITES.fullmatch(name):
             self._note_written(tensor)
-        if function in _DRAWS or module == "torch.nn.init":
+        if name in _DRAWS or module == "torch.nn.init":
             return tensor
         if function == Tensor.data.__set__:  # type: ignore[attr-defined]
             writer = self._writers.get(tensor.untyped_storage())
@@ -183,14 +180,15 @@ def _constructing() -> list[nn.Module] | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(owner, nn.Module):
-            # Models of transformers have `_init_weights`.
-            library = str(frame.f_globals.get("__name__")).startswith("transformers.")
-            if library or code.co_name in _NOT_ITS_OWN:
+        # Models of transformers have `_init_weights`.
+        library = str(frame.f_globals.get("__name__")).startswith("transformers.")
+        repeated = library or code.co_name in _NOT_ITS_OWN
+        if code.co_argcount and (repeated or code.co_name == "__init__"):
+            owner = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(owner, nn.Module) and repeated:
                 return None
             # Not one around the context.
-            if code.co_name == "__init__" and _MADE_BY in vars(owner):
+            if isinstance(owner, nn.Module) and _MADE_BY in vars(owner):
                 found.append(owner)
         frame = frame.f_back
     return found

@@ -133,10 +133,9 @@ class WeightSource:
                 model = build_for_real(self._construct, self._seed or 0, self._outline)
                 self._received = {name: each.detach() for name, each in all_tensors(model).items()}
                 weights = _digest(model)
-            except ConfigError as error:
-                problem = str(error)
             except Exception as error:
                 problem = f"the model cannot be built for real: {type(error).__name__}: {error}"
+                problem = str(error) if isinstance(error, ConfigError) else problem
         digests = _raise_any(problem, weights)
         if len(set(digests.values())) > 1:
             raise ConfigError(
