@@ -291,9 +291,9 @@ def test_zero_grad_drops_what_no_sync_has_left(ranks):
 
 
 class Spectral(nn.Module):
-    def __init__(self, dtype=torch.complex64):
+    def __init__(self, make=torch.ones):
         super().__init__()
-        self.weight = nn.Parameter(torch.full((4,), 1 + 1j, dtype=dtype))
+        self.weight = nn.Parameter(make(4, dtype=torch.complex64))
 
     def forward(self, x):
         return (x * self.weight).real
@@ -305,7 +305,7 @@ def _kinds_of_numbers():
 
     def unset():
         with build_on_meta():
-            model = nn.Sequential(Spectral(), nn.Linear(4, 4))
+            model = nn.Sequential(Spectral(torch.empty), nn.Linear(4, 4))
         parallelize(model, mesh, seed=0)
 
     def different(value):

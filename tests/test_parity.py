@@ -60,7 +60,8 @@ CHEAPEST = [
 def initial_model(kind: type[training.Llama] = training.Llama) -> torch.nn.Module:
     """The model with the weights that seed 0 and its names give, built without mesh or process group."""
     from parallel2d.parallel.model_structure import find_blocks
-    from parallel2d.parallel.weights.initial_values import build_on_meta, plan_weights
+    from parallel2d.parallel.weights.construction import build_on_meta
+    from parallel2d.parallel.weights.initial_values import plan_weights
 
     with build_on_meta():
         model = training.build_llama(kind)

@@ -92,23 +92,6 @@ def test_what_cannot_run_is_refused(capsys, tmp_path, monkeypatch):
     assert "plans one job: give one value for each key, without -m" in capsys.readouterr().err
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, inputs):
-        return self.inner(inputs) * self.scale
-
-
-def test_a_parameter_that_no_initializer_sets_is_refused_as_training_refuses_it():
-    words = ["model=custom", "model.target=test_planner_command:Scaled", "data=images"]
-    words += ["data.path=here", "data.image_size=8", "plan.verify=false"]
-    with pytest.raises(ConfigError, match="no initializer sets scale: give the module that owns"):
-        cost_of(compose(words).config)
-
-
 class Looking(nn.Module):
     def __init__(self, vocabulary: int) -> None:
         super().__init__()

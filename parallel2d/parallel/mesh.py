@@ -351,6 +351,25 @@ def without_replicas(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[names]
 
 
+def ranks_of(mesh: DeviceMesh) -> torch.Tensor:
+    """int64 [replicate, shard, tensor] of the ranks of ``mesh``."""
+    shape = mesh_shape(mesh)
+    return mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor)
+
+
+def route_in_replica(mesh: DeviceMesh) -> list[tuple[int, dist.ProcessGroup]]:
+    """(source, group) of the broadcasts by which the first rank of a replica reaches this one: over
+    the shard axis, then over the tensor axis."""
+    own = ranks_of(mesh)[axis_positions(mesh).get("replicate", 0)]
+    shard, tensor = (own == dist.get_rank()).nonzero()[0].tolist()
+    route = []
+    if tensor == 0 and len(own) > 1:
+        route.append((int(own[0, 0]), mesh.get_group("shard")))
+    if own.shape[1] > 1:
+        route.append((int(own[shard, 0]), mesh.get_group("tensor")))
+    return route
+
+
 def data_coordinate(mesh: DeviceMesh) -> int:
     """This rank's number among the data ranks, equal for all tensor ranks of one data rank."""
     shape = mesh_shape(mesh)

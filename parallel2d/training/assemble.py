@@ -139,6 +139,7 @@ def build_trainer(
         init=parts.init,
         broadcast_from=None,
         given=parts.weights,
+        construct=parts.construct,
     )
     model = apply_layout(layout, parts.module, mesh, source, topology, config.train.seed)
     optimizer = build_optimizer(model, config.optimizer)

@@ -17,7 +17,8 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.models import adapters, huggingface, llama
 from parallel2d.parallel.chunked_head import find_head
 from parallel2d.parallel.loss import cross_entropy_sum
-from parallel2d.parallel.weights.initial_values import Initializer, build_on_meta
+from parallel2d.parallel.weights.construction import build_on_meta
+from parallel2d.parallel.weights.initial_values import Initializer
 from parallel2d.parallel.weights.pretrained import has_weights, load_pretrained
 
 Loss = Callable[..., Tensor]  # of what the model returns and the targets
@@ -51,6 +52,8 @@ class ModelParts:
     context: Callable[[int], int] = lambda _seq_len: 0
     reads: str | None = "tokens"  # or `images`; None: a model of somebody's own may read either
     images: ImageInput = ImageInput()
+    # builds the module with the values that its constructor sets; None: they are drawn
+    construct: Callable[[], nn.Module] | None = None
 
     def loss_in_training(self, z_loss: float) -> Loss:
         return functools.partial(self.loss, z_loss=z_loss) if z_loss else self.loss
@@ -86,17 +89,9 @@ def build_model(config: Any) -> ModelParts:
 
 
 def _build_custom(config: CustomModel, loss: Loss) -> ModelParts:
-    factory = load_reference("model.target", config.target)
-    try:
-        with build_on_meta():
-            built = factory(**config.arguments)
-    except Exception as error:
-        what = f"model.target={config.target} with arguments {config.arguments}"
-        raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
-    if not isinstance(built, nn.Module):
-        raise ConfigError(
-            f"model.target={config.target} returned {type(built).__name__}, not an nn.Module"
-        )
+    construct = functools.partial(_call_factory, config)
+    with build_on_meta():
+        built = construct()
     init = load_reference("model.init", config.init) if config.init else None
     # The factory may have built a model of the transformers library, which has a configuration.
     size, channels = huggingface.image_input(getattr(built, "config", None))
@@ -108,7 +103,23 @@ def _build_custom(config: CustomModel, loss: Loss) -> ModelParts:
         vocab_size=None,
         reads=None,
         images=ImageInput(size, channels),
+        construct=construct if init is None else None,
     )
+
+
+def _call_factory(config: CustomModel) -> nn.Module:
+    """The model of ``model.target``, on meta or with values."""
+    factory = load_reference("model.target", config.target)
+    try:
+        built = factory(**config.arguments)
+    except Exception as error:
+        what = f"model.target={config.target} with arguments {config.arguments}"
+        raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
+    if not isinstance(built, nn.Module):
+        raise ConfigError(
+            f"model.target={config.target} returned {type(built).__name__}, not an nn.Module"
+        )
+    return built
 
 
 def _library_module(config: HuggingFaceModel, what: str) -> nn.Module:

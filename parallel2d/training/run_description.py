@@ -22,7 +22,7 @@ from parallel2d.base.topology import Topology
 from parallel2d.parallel.cost.flops import count_flops, peak_flops
 from parallel2d.parallel.cost.tensor_twin import TensorTraffic, count_tensor_axis, tensor_twin
 from parallel2d.parallel.cost.traffic import exact_bytes, predicted_bytes
-from parallel2d.parallel.mesh import crosses_hosts, draw_mesh
+from parallel2d.parallel.mesh import crosses_hosts, draw_mesh, ranks_of
 from parallel2d.parallel.parallelize.layout import Layout
 from parallel2d.training.data.batch import SampleShape
 from parallel2d.training.data.opening import OpenData
@@ -156,7 +156,7 @@ def describe_run(
     return RunFacts(
         job=job,
         layout=layout,
-        ranks=mesh.mesh.reshape(tuple(getattr(layout.shape, axis) for axis in AXES)),
+        ranks=ranks_of(mesh),
         topology=runtime.topology,
         device=runtime.device,
         model=type(parts.module).__name__,

@@ -41,7 +41,7 @@ class CustomModel:
     )
     arguments: dict[str, Any] = option({}, "Arguments of the factory: model.arguments.depth=12")
     init: str | None = _reference(
-        None, "package.module:function(module, name), sets its tensors; null: reset_parameters"
+        None, "package.module:function(module, name), sets its tensors; null: the factory does"
     )
     loss: str | None = _reference(
         None, "package.module:function(output, targets) -> summed loss; null: cross-entropy"

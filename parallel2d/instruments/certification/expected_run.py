@@ -31,6 +31,7 @@ from parallel2d.parallel.sync.methods.diloco import ExpectedOuter
 from parallel2d.parallel.sync.methods.method import SyncMethod
 from parallel2d.parallel.sync.updates import outer_sync
 from parallel2d.parallel.sync.wires.blocks import RoundingKeys
+from parallel2d.parallel.weights.construction import build_for_real, outline, own_constructor
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.parallel.weights.initial_values import (
     Initializer,
@@ -63,6 +64,7 @@ class Subject:
     init: Initializer | None
     weights: Callable[[nn.Module], Container[str]] | None  # as of `parallelize`
     notes: list[str]
+    construct: Callable[[], nn.Module] | None = None  # as of `WeightSource`
 
     @property
     def method(self) -> SyncMethod:
@@ -90,6 +92,11 @@ def switch_dropout_off(model: nn.Module) -> bool:
 def plain_copy(subject: Subject) -> nn.Module:
     """The user's module with its own first weights, or those that `parallelize` draws."""
     module = copy.deepcopy(subject.plain)
+    construct = subject.construct
+    if construct is None and subject.init is None and subject.weights is None:
+        construct = own_constructor(module)
+    if construct is not None:
+        module = build_for_real(construct, subject.seed, outline(module))
     cast_storage(module, Precision.of(subject.config.precision, module))
     if has_meta_parameters(module, subject.seed):
         initial = plan_weights(module, [], subject.init)

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import gc
-import os
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from parallel2d.base.config import Job, LlamaModel
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import broadcast
+from parallel2d.base.memory import free_memory
 from parallel2d.base.runtime import Runtime
 from parallel2d.instruments.certification.certificate import Certificate
 from parallel2d.instruments.certification.expected_run import Subject
@@ -95,6 +95,7 @@ def _subject(trainer: Trainer, notes: list[str]) -> Subject:
         init=parts.init,
         weights=parts.weights,
         notes=notes,
+        construct=parts.construct,
     )
 
 
@@ -155,4 +156,4 @@ def _bytes_needed(model: Any) -> float:
 def free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return float(free_memory())

@@ -52,7 +52,6 @@ from parallel2d.parallel.parallelize.layout import Layout
 from parallel2d.parallel.parallelize.preconditions import check_parameters
 from parallel2d.parallel.sync import accumulate
 from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
-from parallel2d.parallel.weights.initial_values import check_initializers
 from parallel2d.training.assemble import lay_out, plan_batches, resolve_mesh
 from parallel2d.training.data.batch import SampleShape, labelled_images, token_sequences
 from parallel2d.training.data.feed import BatchPlan
@@ -151,9 +150,6 @@ class JobCosts:
             self._device_type = "cuda" if torch.cuda.is_available() else "cpu"
         module = self.parts.module
         check_parameters(module)
-        # Weights that are read from files need none.
-        if self.parts.weights is None:
-            check_initializers(module, self.parts.init)
         plan_groups(module, config.optimizer)
         self._sample = _planned_sample(config, self.parts)
         self._parameters = sum(value.numel() for value in module.parameters())
@@ -361,7 +357,7 @@ def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: 
             allow_cross_node=config.allow_cross_node,
             device_type="cpu",
         )
-        model = apply_on_fake_tensors(plain, parts.module, mesh, fake, parts.init, topology)
+        model = apply_on_fake_tensors(plain, parts.module, mesh, fake, topology)
         with fake:
             build_optimizer(model, workload.optimizer)
             for engine in reducers_in(model):

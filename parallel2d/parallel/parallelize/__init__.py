@@ -37,7 +37,8 @@ from parallel2d.parallel.parallelize.sharding import shard, synchronize
 from parallel2d.parallel.parallelize.tensor_parallel import apply_tensor_parallel
 from parallel2d.parallel.sync import clear_with_gradients
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of
-from parallel2d.parallel.weights.initial_values import Initializer, build_on_meta
+from parallel2d.parallel.weights.construction import build_on_meta
+from parallel2d.parallel.weights.initial_values import Initializer
 from parallel2d.parallel.weights.source import WeightSource
 
 __all__ = ["build_on_meta", "parallelize"]
@@ -62,8 +63,9 @@ def parallelize(
 
     Args:
         model: any ``nn.Module``. Built under `build_on_meta` its weights are drawn here, from
-            ``seed`` and the FQNs alone; built with real weights they are kept, after a
-            check that all ranks hold the same.
+            ``seed`` and the FQNs alone, or, where its constructor sets some by itself, those that
+            the constructor gives in one process under ``torch.manual_seed(seed)``; built with
+            real weights they are kept, after a check that all ranks hold the same.
         mesh: from `parallel2d.build_mesh`, or your own with axes named ``replicate``, ``shard`` and
             optionally ``tensor``.
         config: strategy, bucketing, precision, activation checkpointing, compilation, prefetch,
@@ -71,7 +73,7 @@ def parallelize(
         seed: of the initial weights, required when parameters are on meta; and of what
             ``sync.wire`` rounds at random.
         init: ``init(module, name)`` sets the parameters that ``module`` owns; default: each
-            module's own initializer.
+            module's own initializer, or the constructor.
         tensor_plan: module pattern -> parallel style or word
             (`parallelize.tensor_parallel`); required when the mesh has a tensor axis.
         broadcast_from: the rank whose weights and buffers all ranks start from. The others may hold
@@ -113,7 +115,7 @@ def apply_layout(
     """Makes of ``model`` what ``layout`` says, which `resolve` has found for it on this mesh; the
     rest of `parallelize`, after `check`. ``seed``: of what ``sync.wire`` rounds at random."""
     _transform(layout, model, mesh, source, topology, seed)
-    _fill(layout, model, mesh, source)
+    _fill(layout, model, mesh, source, topology)
     # Errors for calls that would go wrong.
     guard(model, mesh)
     clear_with_gradients(model)
@@ -125,7 +127,6 @@ def apply_on_fake_tensors(
     model: nn.Module,
     mesh: DeviceMesh,
     fake: FakeTensorMode,
-    init: Initializer | None,
     topology: Topology,
 ) -> nn.Module:
     """As `apply_layout`, for a ``model`` on meta whose parameters become tensors of ``fake``,
@@ -134,10 +135,12 @@ def apply_on_fake_tensors(
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
     given = set(map(fqn_of, names))
-    source = WeightSource(model, seed=0, init=init, broadcast_from=None, given=lambda _: given)
+    source = WeightSource(
+        model, seed=0, init=lambda *_: None, broadcast_from=None, given=lambda _: given
+    )
     _transform(layout, model, mesh, source, topology, seed=0)
     with fake:
-        _fill(layout, model, mesh, source)
+        _fill(layout, model, mesh, source, topology)
     return model
 
 
@@ -170,7 +173,9 @@ def _transform(
     prefetch_parameters(model, mesh, config.prefetch)
 
 
-def _fill(layout: Layout, model: nn.Module, mesh: DeviceMesh, source: WeightSource) -> None:
+def _fill(
+    layout: Layout, model: nn.Module, mesh: DeviceMesh, source: WeightSource, topology: Topology
+) -> None:
     """Weights on this rank."""
-    source.fill(model, mesh.device_type, offload=layout.config.cpu_offload)
+    source.fill(model, mesh, topology, offload=layout.config.cpu_offload)
     engine_of(model).updates.make(model)

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.config import ParallelConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.parallelize import parallelize
-from parallel2d.parallel.weights.initial_values import Initializer, build_on_meta
+from parallel2d.parallel.weights.construction import build_on_meta
+from parallel2d.parallel.weights.initial_values import Initializer
 
 
 @contextmanager
@@ -54,20 +54,8 @@ def model_sharded_context(
             not on meta (built outside), or what `parallel2d.parallelize` raises; of several
             outermost modules, those before the one it refuses are parallelized.
     """
-    built: list[weakref.ref[nn.Module]] = []
-    construct = nn.Module.__init__
-
-    # Every module calls this constructor, whatever its class.
-    def construct_and_remember(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        built.append(weakref.ref(self))
-
-    nn.Module.__init__ = construct_and_remember  # type: ignore[method-assign]
-    try:
-        with build_on_meta():
-            yield
-    finally:
-        nn.Module.__init__ = construct  # type: ignore[method-assign]
+    with build_on_meta() as built:
+        yield
     outermost = _outermost(built)
     if not outermost:
         raise ConfigError(

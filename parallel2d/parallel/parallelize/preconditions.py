@@ -19,7 +19,7 @@ from parallel2d.base.config.parallel import AUTOMATIC
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
 from parallel2d.base.topology import Topology
-from parallel2d.parallel.mesh import check_placement, has_cpu_backend, mesh_shape
+from parallel2d.parallel.mesh import check_placement, has_cpu_backend, ranks_of
 from parallel2d.parallel.parallelize.float8 import check_float8
 
 
@@ -27,9 +27,7 @@ def check(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, topology: 
     """Raises `ConfigError` for what a `Layout` does not show: where the ranks are, what their
     devices can do, which software they run, and what else holds the model's parameters.
     Collective."""
-    shape = mesh_shape(mesh)
-    ranks = mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor)
-    check_placement(ranks, topology, config.allow_cross_node)
+    check_placement(ranks_of(mesh), topology, config.allow_cross_node)
     check_float8(config.precision, mesh.device_type)
     _check_same_torch()
     _check_no_optimizer(model)

@@ -1,5 +1,5 @@
-"""Initial values that depend on a seed and on names alone: `build_on_meta` builds a model without
-values, `plan_weights` and `InitialWeights.write` give it their slices after it was sharded.
+"""Initial values that depend on a seed and on names alone: `plan_weights` and
+`InitialWeights.write` give a model on meta its slices of them after it was sharded.
 
 [Note: mesh-independent weights] A module's initial values depend on the seed and on fully
 qualified names (FQNs) alone. Before any transform a blueprint of the model (structure without
@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.models import adapters
@@ -38,51 +36,6 @@ from parallel2d.parallel.weights.named_tensors import all_tensors, parameters_by
 from parallel2d.parallel.weights.whole_tensors import copy_part
 
 Initializer = Callable[[nn.Module, str], None]
-
-_DRAWS = {
-    *(Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.bernoulli_),
-    *(Tensor.log_normal_, Tensor.cauchy_),
-}
-
-
-class _NothingToDraw(TorchFunctionMode):
-    """Skips the drawing of initial values for tensors on meta, which hold none. On meta, drawing
-    would be decomposed in Python, for which torch loads its whole compiler: a second per
-    process."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function in _DRAWS or getattr(function, "__module__", None) == "torch.nn.init":
-            # Initializers take the tensor first, and return it.
-            tensor = next(iter([*args, *kwargs.values()]))
-            if isinstance(tensor, Tensor) and tensor.is_meta:
-                return tensor
-        return function(*args, **kwargs)
-
-
-@contextmanager
-def build_on_meta() -> Iterator[None]:
-    """Inside, every parameter that a module registers goes to the meta device; buffers stay real,
-    so that tables which a constructor computes are right without being computed again. Costs one
-    parameter of memory at a time."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            # Subclasses of Parameter and attributes that a library hangs on it are kept.
-            attributes = dict(param.__dict__)
-            param = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
-            param.__dict__.update(attributes)
-        register(self, name, param)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
-        with _NothingToDraw():
-            yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def has_meta_parameters(model: nn.Module, seed: int | None) -> bool:
@@ -143,7 +96,7 @@ class InitialWeights:
         parameters = parameters_by_name(model)
         unset += [name for name, parameter in parameters.items() if id(parameter) not in written]
         if unset:
-            raise _no_initializer(unset)
+            raise no_initializer(unset)
 
     def _units(self, given: set[str]) -> Iterator[list[tuple[str, nn.Module]]]:
         """(name, module) of what is drawn together: first the model without its blocks, then each
@@ -192,7 +145,7 @@ class InitialWeights:
             # The transforms may have taken a buffer out of the model.
             if tensor is None or id(tensor) in written:
                 continue
-            if _is_unset(value):
+            if is_unset(value):
                 unset.append(fqn)
             written.add(id(tensor))
             copy_part(tensor, value)
@@ -218,7 +171,7 @@ class InitialWeights:
         # The initializer of a module would reach into parts of it that are of another unit. If it
         # has parameters of its own it must run nevertheless: nothing else sets them.
         is_complete = not any(parameter.is_meta for parameter in module.parameters())
-        reset = _initializer_of(module)
+        reset = initializer_of(module)
         if not has_values and (is_complete or owns_itself(module)):
             if self.init is not None:
                 run(self.init, module, fqn_of(name))
@@ -264,7 +217,7 @@ def _places_on_meta(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[_Place
                     yield fqn_of(join_names(name, key)), held, key, tensor
 
 
-def _initializer_of(module: nn.Module) -> Callable[[], object] | None:
+def initializer_of(module: nn.Module) -> Callable[[], object] | None:
     # nn.MultiheadAttention and nn.Transformer have theirs under the second name.
     for attribute in ("reset_parameters", "_reset_parameters"):
         reset = getattr(module, attribute, None)
@@ -273,25 +226,7 @@ def _initializer_of(module: nn.Module) -> Callable[[], object] | None:
     return None
 
 
-def check_initializers(model: nn.Module, init: Initializer | None) -> None:
-    """Raises `ConfigError` naming every parameter on meta that no initializer can set, as `write`
-    does. Nothing is drawn, so an initializer that omits a parameter is not found here."""
-    library = callable(getattr(model, "_init_weights", None))
-    # Adapters have initializers of their own.
-    if init is not None or library or adapters.settings_of(model):
-        return
-    # An initializer may set all that is below its module.
-    within_reach: set[int] = set()
-    for module in model.modules():
-        if _initializer_of(module) is not None:
-            within_reach.update(map(id, module.parameters()))
-    on_meta = {name: each for name, each in parameters_by_name(model).items() if each.is_meta}
-    unset = [name for name, parameter in on_meta.items() if id(parameter) not in within_reach]
-    if unset:
-        raise _no_initializer(unset)
-
-
-def _no_initializer(names: Sequence[str]) -> ConfigError:
+def no_initializer(names: Sequence[str]) -> ConfigError:
     owned = "them" if len(names) > 1 else "it"
     return ConfigError(
         f"no initializer sets {', '.join(names)}: give the module that owns {owned} a "
@@ -301,7 +236,7 @@ def _no_initializer(names: Sequence[str]) -> ConfigError:
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    """A parameter or buffer like ``tensor``, on CPU, of which `_is_unset` is true."""
+    """A parameter or buffer like ``tensor``, on CPU, of which `is_unset` is true."""
     dtype = tensor.dtype
     if not isinstance(tensor, nn.Parameter):
         # Integers that nothing sets are zeros, which may be what is wanted.
@@ -321,7 +256,7 @@ def _without_values(tensor: Tensor) -> Tensor:
     return nn.Parameter(values, tensor.requires_grad)
 
 
-def _is_unset(value: Tensor) -> bool:
+def is_unset(value: Tensor) -> bool:
     """Whether a part of ``value``, or an integer ``value`` as a whole, is as `_without_values` made
     it."""
     if value.is_floating_point() or value.is_complex():

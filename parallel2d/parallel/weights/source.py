@@ -10,10 +10,14 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.base.exchange import all_gather, broadcast, raise_together
-from parallel2d.parallel.model_structure import fqn_of
+from parallel2d.base.memory import free_memory
+from parallel2d.base.topology import Topology
+from parallel2d.parallel.mesh import ranks_of, route_in_replica
+from parallel2d.parallel.weights.construction import build_for_real, outline, own_constructor
 from parallel2d.parallel.weights.initial_values import (
     Initializer,
     InitialWeights,
@@ -23,12 +27,13 @@ from parallel2d.parallel.weights.initial_values import (
     plan_weights,
 )
 from parallel2d.parallel.weights.named_tensors import all_tensors, ties_of
-from parallel2d.parallel.weights.whole_tensors import fill
+from parallel2d.parallel.weights.whole_tensors import Route, fill
 
 
 class WeightSource:
     """The weights that a model starts from: those it has, those of one rank, or, for a model on
-    meta, values drawn from a seed."""
+    meta, values drawn from a seed or set by its constructor. See [Note: constructors that
+    initialize]."""
 
     def __init__(
         self,
@@ -38,9 +43,11 @@ class WeightSource:
         init: Initializer | None,
         broadcast_from: int | None,
         given: Callable[[nn.Module], Container[str]] | None,
+        construct: Callable[[], nn.Module] | None = None,
     ) -> None:
         """Takes the weights that one rank gives the others out of ``model``. Collective. Arguments
-        are those of `parallel2d.parallelize`, ``given`` is its ``weights``.
+        are those of `parallel2d.parallelize`, ``given`` is its ``weights``. ``construct`` builds
+        the model with its values; None: what was recorded of it.
 
         Raises `ConfigError` when ranks have different models, and for arguments that exclude each
         other.
@@ -63,28 +70,88 @@ class WeightSource:
                 "parallel2d.build_on_meta"
             )
         self._initial: InitialWeights | None = None
+        self._construct: Callable[[], nn.Module] | None = None
+        if is_drawn and init is None:
+            self._construct = construct or own_constructor(model)
+            self._outline = outline(model)
+            self._bytes = sum(each.nbytes for each in chain(model.parameters(), model.buffers()))
 
     def remember(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
         """Keeps what `fill` needs of ``model`` as it is before the transforms. Collective. Raises
         `ConfigError` when ranks hold different weights."""
         if not self._on_meta:
             check_equal_on_all_ranks(model)
-        elif self._source is None:
+        elif self._source is None and self._construct is None:
             self._initial = plan_weights(model, blocks, self._init)
 
-    def fill(self, model: nn.Module, device_type: str, *, offload: bool) -> None:
+    def fill(
+        self, model: nn.Module, mesh: DeviceMesh, topology: Topology, *, offload: bool
+    ) -> None:
         """Gives ``model``, sharded by now, storage where it has none, in CPU memory with
-        ``offload``, and its weights. Collective."""
-        if self._on_meta:
-            allocate(model, device_type, offload=offload)
-        if self._source is not None:
-            # Buffers too: those of the other ranks may have been on meta.
-            here = chain(model.named_parameters(), model.named_buffers())
-            fill([(each, self._received.get(fqn_of(name))) for name, each in here], self._source)
-        if self._initial is not None:
+        ``offload``, and its weights. Collective. Raises `ConfigError` on every rank when they
+        cannot be made."""
+        if not self._on_meta:
+            return
+        allocate(model, mesh.device_type, offload=offload)
+        here: dict[str, Tensor] = all_tensors(model)
+        route: int | Route | None = self._source
+        if route is None:
             # Weights that are loaded into the allocated model are not drawn.
             given = self._given(model) if self._given is not None else ()
-            self._initial.write(model, self._seed or 0, device_type, given=given)
+            if self._initial is not None:
+                self._initial.write(model, self._seed or 0, mesh.device_type, given=given)
+                return
+            loaded = {id(each) for name, each in here.items() if name in given}
+            here = {name: each for name, each in here.items() if id(each) not in loaded}
+            if not any(isinstance(each, nn.Parameter) for each in here.values()):
+                return
+            self._build(mesh, topology)
+            route = route_in_replica(mesh)
+        # Buffers too: those of the other ranks may have been on meta. What is tied is sent once.
+        pairs = {id(each): (each, self._received.get(name)) for name, each in here.items()}
+        fill(pairs.values(), route)
+        self._received = {}
+
+    def _build(self, mesh: DeviceMesh, topology: Topology) -> None:
+        """Builds the model for real on the first rank of each replica. Collective. Raises
+        `ConfigError` on every rank when one of them cannot, or gets other weights."""
+        assert self._construct is not None
+        rank, builders = dist.get_rank(), ranks_of(mesh)[:, 0, 0].tolist()
+        host = topology.hosts[rank]
+        count = sum(topology.hosts[builder] == host for builder in builders)
+        needed, free = count * self._bytes / 2**30, free_memory() / 2**30
+        problem = weights = None
+        if rank in builders and needed > free:
+            problem = (
+                f"the model's constructor sets its values: {count} on {host} take {needed:.3g} GiB "
+                f"and {free:.3g} are free; give model.init (init=), called module by module"
+            )
+        # Before any of them takes memory.
+        _raise_any(problem)
+        if rank in builders:
+            try:
+                model = build_for_real(self._construct, self._seed or 0, self._outline)
+                self._received = {name: each.detach() for name, each in all_tensors(model).items()}
+                weights = _digest(model)
+            except Exception as error:
+                problem = f"the model cannot be built for real: {type(error).__name__}: {error}"
+                problem = str(error) if isinstance(error, ConfigError) else problem
+        digests = _raise_any(problem, weights)
+        if len(set(digests.values())) > 1:
+            raise ConfigError(
+                f"ranks {list(digests)} built the model under one seed and got different weights: "
+                "its constructor must draw from the generators of torch, NumPy and Python alone"
+            )
+
+
+def _raise_any(problem: str | None, value: str | None = None) -> dict[int, str]:
+    """Raises `ConfigError` on every rank with the first ``problem`` of any. Returns the values of
+    all ranks that have one. Collective."""
+    found = all_gather((problem, value))
+    for first, _ in found:
+        if first is not None:
+            raise ConfigError(first)
+    return {rank: value for rank, (_, value) in enumerate(found) if value is not None}
 
 
 def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
@@ -149,6 +216,17 @@ def check_same_structure(model: nn.Module) -> None:
 def check_equal_on_all_ranks(model: nn.Module) -> None:
     """Raises `ConfigError` when ranks hold different weights, which sharding would mix silently.
     Collective."""
+    digests = all_gather(_digest(model))
+    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if different:
+        raise ConfigError(
+            f"ranks {different} hold other weights than rank 0: build the model under the same "
+            "torch.manual_seed on every rank, or under parallel2d.build_on_meta with seed="
+        )
+
+
+def _digest(model: nn.Module) -> str:
+    """Differs when any parameter does."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         data = parameter.detach()
@@ -158,10 +236,4 @@ def check_equal_on_all_ranks(model: nn.Module) -> None:
         wide = data.double() if data.is_floating_point() else data.long()
         sums = wide.sum().item(), wide.square().sum().item()
         digest.update(f"{name} {tuple(parameter.shape)} {sums}".encode())
-    digests = all_gather(digest.hexdigest())
-    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if different:
-        raise ConfigError(
-            f"ranks {different} hold other weights than rank 0: build the model under the same "
-            "torch.manual_seed on every rank, or under parallel2d.build_on_meta with seed="
-        )
+    return digest.hexdigest()

@@ -4,7 +4,7 @@ fills parts from whole ones, `summon_full_params` and `apply_full` show a model'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,6 +23,9 @@ PIECE_BYTES = 16 * 2**20  # of a tensor that are sent, or read from a file, at o
 
 # (a tensor of which this rank holds a part, the whole one; None on ranks that do not have it)
 Pairs = Iterable[tuple[Tensor, Tensor | None]]
+
+# The broadcasts that bring this rank what the first rank of all has: of which rank, in which group
+Route = Sequence[tuple[int, dist.ProcessGroup | None]]
 
 
 @torch.no_grad()
@@ -65,10 +68,10 @@ def copy_part(tensor: Tensor, other: Tensor) -> None:
 
 
 @torch.no_grad()
-def fill(pairs: Pairs, source: int | None) -> None:
-    """Fills this rank's part of each tensor from the whole one: that of rank ``source``, or, for
-    None, this rank's own, by `copy_part`. Collective in the first case: all ranks go through the
-    same tensors in the same order.
+def fill(pairs: Pairs, source: int | Route | None) -> None:
+    """Fills this rank's part of each tensor from the whole one: that of rank ``source``, or of the
+    rank at which a route begins, or, for None and an empty route, this rank's own, by `copy_part`.
+    Collective in the other cases: all ranks go through the same tensors in the same order.
 
     Values are sent `PIECE_BYTES` at a time, in the dtype of the tensor they are for, whatever its
     shape: other ranks never hold more than one piece beside their part.
@@ -76,8 +79,9 @@ def fill(pairs: Pairs, source: int | None) -> None:
     # Pieces arrive in one buffer: with one of its own each, a process group that lets go of them
     # late would hold many.
     buffer = torch.empty(0, dtype=torch.uint8)
+    route: Route = [(source, None)] if isinstance(source, int) else source or []
     for tensor, whole in pairs:
-        if source is None:
+        if not route:
             assert whole is not None
             copy_part(tensor, whole)
             continue
@@ -85,7 +89,7 @@ def fill(pairs: Pairs, source: int | None) -> None:
         kept = local_region(tensor)
         size = tensor.dtype.itemsize
         for piece in Region.whole(tensor.shape).pieces(tensor.shape, PIECE_BYTES // size):
-            if dist.get_rank() == source:
+            if route[0][0] == dist.get_rank():
                 assert whole is not None
                 values = whole[piece.slices].to(device=local.device, dtype=local.dtype).contiguous()
             else:
@@ -95,7 +99,8 @@ def fill(pairs: Pairs, source: int | None) -> None:
                     buffer = torch.empty(bytes_, dtype=torch.uint8, device=local.device)
                 values = buffer[:bytes_].view(local.dtype).view(piece.lengths)
             # A broadcast, because replicas keep the same rows, and a rank part of a row.
-            dist.broadcast(values, src=source)
+            for root, group in route:
+                dist.broadcast(values, src=root, group=group)
             common = kept.intersect(piece)
             if common is not None:
                 local[common.slices_in(kept)].copy_(values[common.slices_in(piece)])

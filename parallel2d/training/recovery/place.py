@@ -10,15 +10,13 @@ import shutil
 import stat
 from dataclasses import dataclass
 
-import psutil
-
 from parallel2d.base.files import private_folders as folders
+from parallel2d.base.memory import free_memory
 
 # set by a launcher, one folder per node's agent, which it removes when the job ends
 VARIABLE = "PARALLEL2D_MEMORY_DIR"
 SHARED_MEMORY = "/dev/shm"
 _TOKEN = "node"
-_CGROUPS = "/sys/fs/cgroup"
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def room(root: str) -> int:
     """Bytes that may be put into ``root`` now: free in its file system, and in the memory that this
     machine or container has left, of which a tenth stays free."""
     free = os.statvfs(root)
-    return min(free.f_bavail * free.f_frsize, int(0.9 * _free_memory()))
+    return min(free.f_bavail * free.f_frsize, int(0.9 * free_memory()))
 
 
 def used(path: str) -> int:
@@ -84,29 +82,6 @@ def used(path: str) -> int:
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(folder, name)).st_blocks * 512
     return total
-
-
-def _free_memory() -> int:
-    available = int(psutil.virtual_memory().available)
-    with contextlib.suppress(OSError, ValueError):  # no limit reads "max", which is no number
-        with open("/proc/self/cgroup") as file:
-            group = next(line.strip().split("::", 1)[1] for line in file if line.startswith("0::"))
-        # The limit may be that of this group or of any around it.
-        while True:
-            with contextlib.suppress(OSError, ValueError):
-                facts = {}
-                for name in ("max", "current", "stat"):
-                    with open(os.path.join(_CGROUPS, group.lstrip("/"), f"memory.{name}")) as file:
-                        facts[name] = file.read()
-                # Cached contents of files that nobody used lately count as used, and are given back
-                # when needed.
-                words = facts["stat"].split()
-                cached = int(words[words.index("inactive_file") + 1])
-                available = min(available, int(facts["max"]) - int(facts["current"]) + cached)
-            if group in ("", "/"):
-                break
-            group = os.path.dirname(group)
-    return max(available, 0)
 
 
 def _token(root: str) -> str:

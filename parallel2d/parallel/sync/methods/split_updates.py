@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.parallel.fsdp_internals import FSDPParameter
-from parallel2d.parallel.mesh import axis_names, mesh_shape
+from parallel2d.parallel.mesh import axis_names, ranks_of
 from parallel2d.parallel.model_structure import update_as
 from parallel2d.parallel.sync.engine.buckets import Bucket, Wait, fill_buckets
 from parallel2d.parallel.sync.engine.group_state import clear_gradients, keep_until_done
@@ -103,10 +103,8 @@ class OwnedParameters(UpdateFollower):
         # The axes from the inside out: the order in which a parameter is split when replicas split
         # what the others leave. Placements on the usual order would need torch's strided shards,
         # which put rows elsewhere where sizes do not divide.
-        shape = mesh_shape(model.mesh)
-        ranks = model.mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor)
         names = ("tensor", "shard", "replicate")
-        inside_out = ranks.permute(2, 1, 0).contiguous()
+        inside_out = ranks_of(model.mesh).permute(2, 1, 0).contiguous()
         self._mesh = DeviceMesh(model.mesh.device_type, inside_out, mesh_dim_names=names)
         # By axes: making a mesh of some of them takes a millisecond.
         self._meshes = {self._mesh.mesh_dim_names: self._mesh}
