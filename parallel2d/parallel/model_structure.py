@@ -3,9 +3,11 @@ repeated blocks (`find_blocks`), and which parameters are tied."""
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from types import FunctionType
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -31,6 +33,49 @@ def fqn_of(name: str) -> str:
     # The name of a wrapped module itself ends with what its wrapper calls it.
     name = name.removesuffix("._orig_mod")
     return name.removesuffix("._checkpoint_wrapped_module")
+
+
+# Where modules keep what is registered
+_REGISTERED = ("_parameters", "_modules", "_buffers")
+
+
+def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """What ``module`` holds beside parameters, buffers and modules. None of modules that keep
+    references up to date themselves, as recurrent layers do."""
+    if type(module).__setattr__ is not nn.Module.__setattr__:
+        return []
+    return [(key, value) for key, value in vars(module).items() if key not in _REGISTERED]
+
+
+def tensors_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[Tensor]:
+    """The tensors in ``value``, in plain containers, closures, default and partial arguments.
+    ``outer``: ids of what it is in, which it may hold itself."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if id(value) in outer:
+        return
+    inside = outer | {id(value)}
+    for inner in _held_by(value):
+        yield from tensors_in(inner, inside)
+
+
+def _held_by(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list | tuple | set):
+        yield from value
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, FunctionType):
+        yield from (value.__defaults__, value.__kwdefaults__)
+        for cell in value.__closure__ or ():
+            # An empty cell belongs to a variable that is not assigned yet.
+            try:
+                yield cell.cell_contents
+            except ValueError:
+                continue
+    # Other objects are not opened: they may be anything, and have attributes that run code.
 
 
 Updated = TypeVar("Updated", bound=Tensor)

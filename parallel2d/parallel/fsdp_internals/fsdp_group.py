@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.fsdp_internals.parameter_watch import ParameterWatch
 from parallel2d.parallel.fsdp_internals.sharded_model import groups, in_backward
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.weights.geometry import first_position
@@ -45,6 +46,7 @@ class FSDPGroup:
         # The dtype in which its gradients are sent over the shard axis
         self.wire = torch.float32
         self.parameters: list[FSDPParameter] = []
+        self.watches: list[ParameterWatch] = []
         for parameter in group.fsdp_params:
             name = names[id(parameter.sharded_param)]
             self.parameters.append(FSDPParameter(parameter, name))
@@ -84,6 +86,63 @@ class FSDPGroup:
 
         group.pre_forward = pre_forward  # type: ignore[assignment, method-assign]
 
+    def watch(
+        self,
+        storages: dict[int, str],
+        before: Callable[[FSDPGroup], None],
+        after: Callable[[FSDPGroup, Any], Any],
+    ) -> None:
+        """Calls ``before`` when a forward of the group begins, and ``after`` with what it returns,
+        while its parameters are gathered; what ``after`` returns takes its place. ``storages``:
+        gets the names of gathered parameters."""
+        for parameter, torchs in zip(self.parameters, self._group.fsdp_params, strict=True):
+            self.watches.append(ParameterWatch(torchs, parameter.name, storages))
+        group = self._group
+        gather, begin, end = group.unshard, group.pre_forward, group.post_forward
+        known = False
+
+        def unshard(async_op: bool = False) -> None:
+            self._follow_updates()
+            gather(async_op)
+
+        def pre_forward(*given: Any) -> Any:
+            nonlocal known
+            if group._training_state != TrainingState.FORWARD:
+                before(self)
+            result = begin(*given)
+            if not known:
+                known = True
+                for watch in self.watches:
+                    watch.remember()
+            return result
+
+        def post_forward(module: nn.Module, inputs: Any, output: Any) -> Any:
+            return end(module, inputs, after(self, output))
+
+        group.unshard = unshard  # type: ignore[method-assign]
+        group.pre_forward = pre_forward  # type: ignore[method-assign]
+        group.post_forward = post_forward  # type: ignore[method-assign]
+
+    def _follow_updates(self) -> None:
+        """Has parameters gathered anew that changed since they were gathered, and counts that as
+        what it is for autograd: a change in place."""
+        updated = [watch for watch in self.watches if watch.updated()]
+        if not updated:
+            return
+        for watch in updated:
+            watch.invalidate()
+        if self._group._all_gather_result is not None:
+            self._group.wait_for_unshard()
+        self.release()
+
+    def release(self) -> None:
+        """Drops the gathered parameters: the sharded ones take their places."""
+        self._group._to_sharded()
+
+    @property
+    def _has_run(self) -> bool:
+        return any(hasattr(each, "_unsharded_param") for each in self._group.fsdp_params)
+
     def around_backward(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Calls ``before`` when autograd has the group's gradients and they are not reduced yet,
         and ``after`` when the sharded ones have been accumulated.
@@ -100,8 +159,7 @@ class FSDPGroup:
             before()
             # A group that never ran has no whole parameters, which torch makes in the first forward
             # and asks for all the same.
-            has_run = any(hasattr(each, "_unsharded_param") for each in group.fsdp_params)
-            if group.reduce_grads or has_run:
+            if group.reduce_grads or self._has_run:
                 original(*unused)
             after()
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import socket
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Container, Mapping
+from itertools import chain
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -19,8 +19,22 @@ from parallel2d.base.config.parallel import AUTOMATIC
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
 from parallel2d.base.topology import Topology
+from parallel2d.parallel.fsdp_internals import storage_of
 from parallel2d.parallel.mesh import check_placement, has_cpu_backend, mesh_shape
+from parallel2d.parallel.model_structure import fqn_of, plain_attributes, tensors_in
 from parallel2d.parallel.parallelize.float8 import check_float8
+
+
+# An attribute of parameters that sharding has replaced: the name of each
+_SHARDED_AS = "_parallel2d_sharded_as"
+
+
+def mark_as_sharded(model: nn.Module, ignored: Container[str]) -> None:
+    """Has `check_parameters` refuse another model with the parameters of ``model``, those with the
+    names ``ignored`` apart."""
+    for name, parameter in model.named_parameters():
+        if fqn_of(name) not in ignored:
+            setattr(parameter, _SHARDED_AS, name)
 
 
 def check(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, topology: Topology) -> None:
@@ -98,6 +112,13 @@ def check_parameters(model: nn.Module) -> None:
     without a size."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
+        earlier = getattr(parameter, _SHARDED_AS, None)
+        if earlier is not None and parameter.requires_grad:
+            raise ConfigError(
+                f"{name} is {earlier} of another model, which parallelize has sharded: it would be "
+                "two parameters from now on; put both models into one nn.Module and parallelize "
+                "that, or give this one a copy"
+            )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(
                 f"{name} has no size yet: run one forward pass of the model before parallelize, or "
@@ -110,6 +131,7 @@ def check_parameters(model: nn.Module) -> None:
                 "replaces the parameter: call register_post_accumulate_grad_hook on the parameters "
                 "of the model that parallelize returns"
             )
+    memory = _memory_of(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             called = name or "the model"
@@ -118,26 +140,34 @@ def check_parameters(model: nn.Module) -> None:
                 "weight in forward, which writes to a gathered copy and is lost; use max_norm=None "
                 "and rescale the weight after the optimizer's step"
             )
-        # Others keep their own references up to date, as recurrent layers do.
-        if type(module).__setattr__ is nn.Module.__setattr__:
-            _check_references(name, module, names)
+        _check_references(name, module, names, memory)
 
 
-def _check_references(name: str, module: nn.Module, names: Mapping[int, str]) -> None:
-    """Raises `ConfigError` when a plain attribute of ``module`` holds parameters.
+def _check_references(
+    name: str,
+    module: nn.Module,
+    names: Mapping[int, str],
+    memory: Mapping[int, list[tuple[int, int, nn.Parameter]]],
+) -> None:
+    """Raises `ConfigError` when a plain attribute or a buffer of ``module`` holds parameters or
+    shares their memory.
 
-    ``names``: of the model's parameters, by id.
+    ``names``: of the model's parameters, by id. ``memory``: begin and end of each in its storage.
     """
-    # Where torch keeps what is registered, which sharding replaces properly.
-    registered = ("_parameters", "_modules", "_buffers")
-    plain = [(key, value) for key, value in vars(module).items() if key not in registered]
-    for attribute, value in plain:
-        for held in _parameters_in(value):
-            # A frozen one that the model does not have stays as it is: sharding leaves it alone.
-            if id(held) not in names and not held.requires_grad:
-                continue
+    for attribute, value in chain(plain_attributes(module), module._buffers.items()):
+        for held in tensors_in(value):
+            if isinstance(held, nn.Parameter):
+                # A frozen one that the model does not have stays as it is: sharding leaves it.
+                if id(held) not in names and not held.requires_grad:
+                    continue
+                known = names.get(id(held), "a parameter that the model does not know")
+            else:
+                shared = _sharing(held, memory)
+                # A view of a frozen one that has its values goes on having them.
+                if shared is None or not (shared.requires_grad or shared.is_meta):
+                    continue
+                known = f"the memory of {names[id(shared)]}"
             path = f"{name}.{attribute}".removeprefix(".")
-            known = names.get(id(held), "a parameter that the model does not know")
             raise ConfigError(
                 f"{path} holds {known} in a plain {type(value).__name__}: it would keep the value "
                 "of today, because sharding replaces parameters; use nn.ParameterList or "
@@ -145,18 +175,36 @@ def _check_references(name: str, module: nn.Module, names: Mapping[int, str]) ->
             )
 
 
-def _parameters_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[nn.Parameter]:
-    """The parameters in ``value`` and in the plain containers inside it. ``outer``: ids of the
-    containers that it is in, one of which it may be itself."""
-    if isinstance(value, nn.Parameter):
-        yield value
-        return
-    # Other objects are not opened: they may be anything, and have attributes that run code.
-    if not isinstance(value, dict | list | tuple | set) or id(value) in outer:
-        return
-    inside = outer | {id(value)}
-    for inner in value.values() if isinstance(value, dict) else value:
-        yield from _parameters_in(inner, inside)
+def _memory_of(model: nn.Module) -> dict[int, list[tuple[int, int, nn.Parameter]]]:
+    """By number of the storage (begin, end, parameter) of each parameter in it."""
+    found: dict[int, list[tuple[int, int, nn.Parameter]]] = {}
+    for parameter in model.parameters():
+        storage = storage_of(parameter)
+        if storage is not None:
+            found.setdefault(storage, []).append((*_extent(parameter), parameter))
+    return found
+
+
+def _sharing(
+    tensor: Tensor, memory: Mapping[int, list[tuple[int, int, nn.Parameter]]]
+) -> nn.Parameter | None:
+    """The parameter whose memory ``tensor`` shares."""
+    # Files that are mapped put many tensors, one after the other, into one storage.
+    for begin, end, parameter in memory.get(storage_of(tensor) or 0, ()):
+        first, last = _extent(tensor)
+        if first < end and begin < last:
+            return parameter
+    return None
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Begin and end of ``tensor`` in its storage, in bytes."""
+    begin = tensor.storage_offset()
+    if not tensor.numel():
+        return begin, begin
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = begin + sum((size - 1) * stride for size, stride in steps)
+    return begin * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
 def check_offload(cpu_offload: bool, device_type: str, replicate: int = 1) -> None:

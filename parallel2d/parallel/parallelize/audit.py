@@ -1,0 +1,289 @@
+"""Errors for scripts that write to, swap or misuse parameters of a parallelized model, which would
+lose what they wrote or train wrongly without one: `audit` installs them.
+
+[Note: audited forwards] What costs a few integers for each parameter is compared in every forward.
+Values of gathered parameters and the attributes of modules are looked through in the first two
+forwards with gradients, the first two without, and every ``sync.compare_every`` steps. A write may
+show on some ranks alone, those whose part was written to: where a backward pass follows, its
+agreement tells the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+
+from parallel2d.parallel import fsdp_internals
+from parallel2d.parallel.fsdp_internals import FSDPGroup
+from parallel2d.parallel.mesh import mesh_shape
+from parallel2d.parallel.model_structure import fqn_of, plain_attributes, tensors_in
+from parallel2d.parallel.sync.engine.replica_reducer import ReplicaReducer, engine_of
+
+_AUDITED = 2  # forwards with gradients, and as many without
+_INSTEAD = (
+    "change parameters in place under torch.no_grad() after optimizer.step(), or with "
+    "parallel2d.apply_full(model, function)"
+)
+
+
+def audit(model: nn.Module, mesh: DeviceMesh, compare_every: int) -> None:
+    """Installs the errors on ``model``, which has its weights."""
+    _watch_process()
+    watch = _Audit(model, mesh, compare_every)
+    _audits.add(watch)
+    model.register_forward_pre_hook(watch.begin, prepend=True)
+    model.register_forward_hook(watch.end)
+
+
+class _Audit:
+    """What is compared of one model."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, compare_every: int) -> None:
+        self._model = model
+        self._engine = engine_of(model)
+        self._shape = mesh_shape(mesh)
+        self._compare_every = compare_every
+        # By number the names of gathered parameters, once they have been
+        self._storages: dict[int, str] = {}
+        self._begun: Counter[bool] = Counter()
+        self._auditing = False
+        # The attributes that are managed parameters; those of `ignored` are no `DTensor`s.
+        self._managed: dict[nn.Module, set[str]] = {}
+        for module in model.modules():
+            held = module._parameters.items()
+            self._managed[module] = {key for key, each in held if isinstance(each, DTensor)}
+        self._states = self._engine.batch.states
+        for state in self._states:
+            state.group.watch(self._storages, self._enter, self._leave)
+            for inner in state.group.modules:
+                # torch ends the forward of a group of several modules with that of the last one.
+                if len(state.group.modules) > 1:
+                    inner.register_forward_hook(lambda _module, _inputs, output: self._own(output))
+
+    # Forwards of the model
+
+    def begin(self, *_: Any) -> None:
+        if fsdp_internals.in_backward():
+            return
+        recorded = torch.is_grad_enabled()
+        self._begun[recorded] += 1
+        self._auditing = self._begun[recorded] <= _AUDITED or self._is_due
+        # No backward pass has come that could tell the others.
+        if isinstance(self._engine, ReplicaReducer) and not self._engine.batch.pending:
+            fault, self._engine.fault = self._engine.fault, ""
+            if fault:
+                raise RuntimeError(fault)
+        for watch in chain.from_iterable(s.group.watches for s in self._states):
+            if watch.reassigned():
+                raise RuntimeError(
+                    f"{watch.name}.data was set to another tensor, which has no effect on a sharded "
+                    f"parameter: {watch.name}.data.copy_(value) with a value that is sharded alike, "
+                    f"or {_INSTEAD}"
+                )
+
+    @property
+    def _is_due(self) -> bool:
+        if not self._compare_every or not isinstance(self._engine, ReplicaReducer):
+            return False
+        return self._engine.keys.step % self._compare_every == 0
+
+    def end(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+        self._check_modules()
+        self._auditing = False
+        if torch.is_grad_enabled() or fsdp_internals.in_backward():
+            return None
+        output = self._own(output)
+        # Where no backward will follow, whoever asks for parameters gets the sharded ones.
+        for state in self._states:
+            if not state.forwards:
+                state.group.release()
+        return output
+
+    def _check_modules(self) -> None:
+        """Raises RuntimeError for a trained parameter that nothing averages over the ranks, and for
+        what keeps the memory of a gathered one, which is freed."""
+        trains = torch.is_grad_enabled() and self._shape.data_ranks > 1
+        modules = [("", self._model)]
+        while modules:
+            prefix, module = modules.pop()
+            managed = self._managed.get(module, ())
+            for attribute, each in module._parameters.items():
+                if attribute not in managed and each is not None:
+                    self._refuse_kept(prefix, attribute, each)
+                    if trains and each.requires_grad:
+                        raise RuntimeError(
+                            f"{_fqn(prefix, attribute)} was added or unfrozen after parallelize, "
+                            "and nothing averages its gradient over the ranks: add it before "
+                            "parallelize, trainable"
+                        )
+            if self._auditing:
+                for attribute, value in chain(plain_attributes(module), module._buffers.items()):
+                    for held in tensors_in(value):
+                        self._refuse_kept(prefix, attribute, held)
+            for key, child in module._modules.items():
+                if child is not None:
+                    modules.append((f"{prefix}{key}.", child))
+
+    def _refuse_kept(self, prefix: str, attribute: str, held: Tensor) -> None:
+        name = self._storages.get(fsdp_internals.storage_of(held) or 0)
+        if name is not None:
+            raise RuntimeError(
+                f"{_fqn(prefix, attribute)} keeps {name} as it was gathered for a forward, whose "
+                "memory is freed: keep a clone(), or return it from forward"
+            )
+
+    # Forwards of groups
+
+    def _enter(self, group: FSDPGroup) -> None:
+        for watch in group.watches:
+            expected = watch.registered
+            for module, attribute in watch.places:
+                if module._parameters.get(attribute) is not expected:
+                    self._refuse_misplaced(watch.name)
+
+    def _refuse_misplaced(self, name: str) -> None:
+        raise RuntimeError(
+            f"{name} is not the parameter that parallelize has sharded: torch.func."
+            "functional_call(model, weights), load_state_dict(assign=True) after a forward and "
+            f"parameters that are set anew have no effect here; {_INSTEAD}"
+        )
+
+    def _leave(self, group: FSDPGroup, output: Any) -> Any:
+        for watch in group.watches:
+            if watch.written() or (self._auditing and watch.differs()):
+                self._report(
+                    f"{watch.name} was written to while it was gathered, in the forward of "
+                    f"{group.called} or before its backward: what is written there is lost; "
+                    f"{_INSTEAD}"
+                )
+                break
+        return self._own(output)
+
+    def _report(self, message: str) -> None:
+        """Raises RuntimeError; in a forward with gradients the end of the backward pass raises."""
+        if isinstance(self._engine, ReplicaReducer) and torch.is_grad_enabled():
+            self._engine.fault = self._engine.fault or message
+        else:
+            raise RuntimeError(message)
+
+    def _own(self, output: Any) -> Any:
+        """Has what a group returns share no memory with gathered parameters, which is freed."""
+        if any(map(self._is_shared, tree_leaves(output))):
+            return tree_map(lambda leaf: leaf.clone() if self._is_shared(leaf) else leaf, output)
+        return output
+
+    def _is_shared(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and fsdp_internals.storage_of(leaf) in self._storages
+
+    # Calls from elsewhere
+
+    def name_of(self, tensor: Tensor, call: str) -> str | None:
+        """The name of the parameter that ``tensor`` is, if ``call`` cannot compute its gradient."""
+        for state in self._states:
+            for parameter in state.group.parameters:
+                if parameter.sharded is tensor:
+                    return parameter.name
+        name = getattr(tensor, fsdp_internals.GATHERED, None)
+        if name is None or tensor.untyped_storage()._cdata not in self._storages:
+            return None
+        # Gradients that backward leaves in a parameter are averaged, those that grad returns not.
+        ranks = self._shape.shard if call == "backward" else self._shape.data_ranks
+        return name if ranks > 1 else None
+
+    @property
+    def awaiting(self) -> Iterator[str]:
+        """The groups with a forward whose backward is still to come."""
+        return (state.group.called for state in self._states if state.forwards)
+
+
+def _fqn(prefix: str, attribute: str) -> str:
+    return fqn_of(f"{prefix}{attribute}")
+
+
+# All that are alive
+_audits: weakref.WeakSet[_Audit] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_process() -> None:
+    """Installs, once, what belongs to no model: hooks of optimizers, autograd's two functions, and
+    numbers from `DTensor`s."""
+    register_optimizer_step_pre_hook(_refuse_gathered)
+    register_optimizer_step_post_hook(_count_update)
+    torch.autograd.backward = _checked(torch.autograd.backward, "backward", 5)
+    torch.autograd.grad = _checked(torch.autograd.grad, "grad", 1)
+    fsdp_internals.refuse_numbers_of_parts()
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def _refuse_gathered(optimizer: Optimizer, *_: Any) -> None:
+    for parameter in _parameters_of(optimizer):
+        name = getattr(parameter, fsdp_internals.GATHERED, None)
+        if name is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was built while {name} was gathered, between a forward "
+                "and its backward, and would train nothing: build it after parallelize(), before "
+                "the first forward"
+            )
+
+
+def _count_update(optimizer: Optimizer, *_: Any) -> None:
+    """Counts an update as a change in place: updates of many `DTensor`s at once count nowhere."""
+    updated = []
+    for parameter in _parameters_of(optimizer):
+        if isinstance(parameter, DTensor) and parameter.grad is not None:
+            updated.append(parameter)
+    if updated:
+        torch.autograd.graph.increment_version(updated)
+
+
+def _checked(call: Callable[..., Any], called: str, position: int) -> Callable[..., Any]:
+    """``call``, torch.autograd's function ``called``, whose argument ``inputs`` is at
+    ``position``."""
+
+    @functools.wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        inputs = kwargs.get("inputs", args[position] if len(args) > position else None)
+        for given in tree_leaves(inputs):
+            for watch in _audits:
+                name = watch.name_of(given, called) if isinstance(given, Tensor) else None
+                if name is not None:
+                    raise RuntimeError(
+                        f"torch.autograd.{called}() with inputs={name}: autograd computes gradients "
+                        "of gathered parameters, and nothing averages these over the ranks; call "
+                        "loss.backward() without inputs and read .grad (freeze the others with "
+                        "requires_grad_(False))"
+                    )
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            groups = list(chain.from_iterable(watch.awaiting for watch in _audits))
+            if not groups:
+                raise
+            raise RuntimeError(
+                f"parameters of {groups[0]} were changed between a forward and its backward, which "
+                "needs the values of before: call loss.backward() before optimizer.step() and other "
+                "changes"
+            ) from error
+
+    return checked
