@@ -102,7 +102,7 @@ class FSDPGroup:
         known = False
 
         def unshard(async_op: bool = False) -> None:
-            self._follow_updates()
+            self._drop_outdated()
             gather(async_op)
 
         def pre_forward(*given: Any) -> Any:
@@ -123,7 +123,12 @@ class FSDPGroup:
         group.pre_forward = pre_forward  # type: ignore[method-assign]
         group.post_forward = post_forward  # type: ignore[method-assign]
 
-    def _follow_updates(self) -> None:
+    def follow_update(self) -> None:
+        """To be called after an update: gathered parameters are those of before."""
+        if self._group.is_unsharded:
+            self._drop_outdated()
+
+    def _drop_outdated(self) -> None:
         """Has parameters gathered anew that changed since they were gathered, and counts that as
         what it is for autograd: a change in place."""
         updated = [watch for watch in self.watches if watch.updated()]

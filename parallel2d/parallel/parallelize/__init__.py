@@ -120,6 +120,7 @@ def apply_layout(
     mark_as_sharded(model, layout.ignored)
     _transform(layout, model, mesh, source, topology, seed)
     _fill(layout, model, mesh, source)
+    mark_as_sharded(model, layout.ignored)
     # Errors for calls that would go wrong.
     guard(model, mesh)
     audit(model, mesh, layout.config.sync.compare_every)

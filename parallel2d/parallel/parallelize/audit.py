@@ -10,10 +10,12 @@ agreement tells the others.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from itertools import chain
 from typing import Any
 
@@ -31,7 +33,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from parallel2d.parallel import fsdp_internals
 from parallel2d.parallel.fsdp_internals import FSDPGroup
 from parallel2d.parallel.mesh import mesh_shape
-from parallel2d.parallel.model_structure import fqn_of, plain_attributes, tensors_in
+from parallel2d.parallel.model_structure import (
+    fqn_of,
+    held_parameters,
+    join_names,
+    plain_attributes,
+    tensors_in,
+)
 from parallel2d.parallel.sync.engine.replica_reducer import ReplicaReducer, engine_of
 
 _AUDITED = 2  # forwards with gradients, and as many without
@@ -65,7 +73,7 @@ class _Audit:
         # The attributes that are managed parameters; those of `ignored` are no `DTensor`s.
         self._managed: dict[nn.Module, set[str]] = {}
         for module in model.modules():
-            held = module._parameters.items()
+            held = held_parameters(module)
             self._managed[module] = {key for key, each in held if isinstance(each, DTensor)}
         self._states = self._engine.batch.states
         for state in self._states:
@@ -80,6 +88,8 @@ class _Audit:
     def begin(self, *_: Any) -> None:
         if fsdp_internals.in_backward():
             return
+        if not self._begun:
+            self._check_places()
         recorded = torch.is_grad_enabled()
         self._begun[recorded] += 1
         self._auditing = self._begun[recorded] <= _AUDITED or self._is_due
@@ -95,6 +105,15 @@ class _Audit:
                     f"parameter: {watch.name}.data.copy_(value) with a value that is sharded alike, "
                     f"or {_INSTEAD}"
                 )
+
+    def _check_places(self) -> None:
+        """Raises RuntimeError where a module has something else than a sharded parameter: in the
+        first forward torch takes over what is there."""
+        for name, module in self._model.named_modules():
+            for attribute in self._managed.get(module, ()):
+                found = module._parameters.get(attribute)
+                if not (isinstance(found, nn.Parameter) and isinstance(found, DTensor)):
+                    raise _misplaced(fqn_of(join_names(name, attribute)))
 
     @property
     def _is_due(self) -> bool:
@@ -154,14 +173,7 @@ class _Audit:
             expected = watch.registered
             for module, attribute in watch.places:
                 if module._parameters.get(attribute) is not expected:
-                    self._refuse_misplaced(watch.name)
-
-    def _refuse_misplaced(self, name: str) -> None:
-        raise RuntimeError(
-            f"{name} is not the parameter that parallelize has sharded: torch.func."
-            "functional_call(model, weights), load_state_dict(assign=True) after a forward and "
-            f"parameters that are set anew have no effect here; {_INSTEAD}"
-        )
+                    raise _misplaced(watch.name)
 
     def _leave(self, group: FSDPGroup, output: Any) -> Any:
         for watch in group.watches:
@@ -183,14 +195,31 @@ class _Audit:
 
     def _own(self, output: Any) -> Any:
         """Has what a group returns share no memory with gathered parameters, which is freed."""
-        if any(map(self._is_shared, tree_leaves(output))):
-            return tree_map(lambda leaf: leaf.clone() if self._is_shared(leaf) else leaf, output)
-        return output
+        if not any(map(self._is_shared, tree_leaves(output))):
+            return output
+        return tree_map(self._own_leaf, output)
 
     def _is_shared(self, leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and fsdp_internals.storage_of(leaf) in self._storages
+        if isinstance(leaf, Tensor):
+            return fsdp_internals.storage_of(leaf) in self._storages
+        # A leaf for torch, which all the same puts its hooks on the tensors inside.
+        return is_dataclass(leaf) and any(map(self._is_shared, tree_leaves(vars(leaf))))
+
+    def _own_leaf(self, leaf: Any) -> Any:
+        if not self._is_shared(leaf):
+            return leaf
+        if isinstance(leaf, Tensor):
+            return leaf.clone()
+        copied = copy.copy(leaf)
+        vars(copied).update(tree_map(self._own_leaf, vars(leaf)))
+        return copied
 
     # Calls from elsewhere
+
+    def follow_update(self) -> None:
+        """Puts the sharded parameters back where gathered ones have the values of before."""
+        for state in self._states:
+            state.group.follow_update()
 
     def name_of(self, tensor: Tensor, call: str) -> str | None:
         """The name of the parameter that ``tensor`` is, if ``call`` cannot compute its gradient."""
@@ -209,6 +238,14 @@ class _Audit:
     def awaiting(self) -> Iterator[str]:
         """The groups with a forward whose backward is still to come."""
         return (state.group.called for state in self._states if state.forwards)
+
+
+def _misplaced(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} is not the parameter that parallelize has sharded: torch.func.functional_call(model, "
+        "weights), load_state_dict(assign=True) after a forward and parameters that are set anew "
+        f"have no effect here; {_INSTEAD}"
+    )
 
 
 def _fqn(prefix: str, attribute: str) -> str:
@@ -251,8 +288,11 @@ def _count_update(optimizer: Optimizer, *_: Any) -> None:
     for parameter in _parameters_of(optimizer):
         if isinstance(parameter, DTensor) and parameter.grad is not None:
             updated.append(parameter)
-    if updated:
-        torch.autograd.graph.increment_version(updated)
+    if not updated:
+        return
+    torch.autograd.graph.increment_version(updated)
+    for watch in _audits:
+        watch.follow_update()
 
 
 def _checked(call: Callable[..., Any], called: str, position: int) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from parallel2d.base.config import ParallelConfig
 from parallel2d.base.config.checks import validated
@@ -24,8 +25,7 @@ from parallel2d.parallel.mesh import check_placement, has_cpu_backend, mesh_shap
 from parallel2d.parallel.model_structure import fqn_of, plain_attributes, tensors_in
 from parallel2d.parallel.parallelize.float8 import check_float8
 
-
-# An attribute of parameters that sharding has replaced: the name of each
+# An attribute of parameters of a sharded model, and of those that sharding has replaced: the name
 _SHARDED_AS = "_parallel2d_sharded_as"
 
 
@@ -113,7 +113,8 @@ def check_parameters(model: nn.Module) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         earlier = getattr(parameter, _SHARDED_AS, None)
-        if earlier is not None and parameter.requires_grad:
+        # A frozen one goes on being the same in both, unless it is that of a sharded module.
+        if earlier is not None and (parameter.requires_grad or isinstance(parameter, DTensor)):
             raise ConfigError(
                 f"{name} is {earlier} of another model, which parallelize has sharded: it would be "
                 "two parameters from now on; put both models into one nn.Module and parallelize "
