@@ -25,8 +25,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, FSDPParameter, fsdp_groups
-from parallel2d.parallel.fsdp_internals.parameter_watch import (
+from parallel2d.parallel.fsdp_internals.group_watch import (
     GATHERED,
+    GroupWatch,
     refuse_numbers_of_parts,
     storage_of,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "FSDPGroup",
     "FSDPParameter",
     "ForwardOrder",
+    "GroupWatch",
     "ReduceScatter",
     "RunningForward",
     "after_backward",
@@ -110,7 +112,7 @@ KEPT: dict[type, tuple[str, ...]] = {
         "_reduce_dtype", "_training_state",
     ),
     FSDPParam: (
-        "sharded_param", "sharded_size", "sharded_state", "mesh_info", "post_forward_mesh_info",
+        "sharded_param", "sharded_size", "mesh_info", "post_forward_mesh_info",
         "reduce_dtype",
         "unsharded_accumulated_grad", "padded_sharded_param_size", "_module_info",
         "_sharded_local_tensor", "_unsharded_param",

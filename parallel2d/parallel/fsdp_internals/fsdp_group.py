@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.fsdp_internals.parameter_watch import ParameterWatch
+from parallel2d.parallel.fsdp_internals.group_watch import GroupWatch
 from parallel2d.parallel.fsdp_internals.sharded_model import groups, in_backward
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.weights.geometry import first_position
@@ -46,7 +46,9 @@ class FSDPGroup:
         # The dtype in which its gradients are sent over the shard axis
         self.wire = torch.float32
         self.parameters: list[FSDPParameter] = []
-        self.watches: list[ParameterWatch] = []
+        self.watch: GroupWatch | None = None
+        # Whether its parameters were last changed between a forward and its backward
+        self.changed_in_graph = False
         for parameter in group.fsdp_params:
             name = names[id(parameter.sharded_param)]
             self.parameters.append(FSDPParameter(parameter, name))
@@ -86,42 +88,43 @@ class FSDPGroup:
 
         group.pre_forward = pre_forward  # type: ignore[assignment, method-assign]
 
-    def watch(
+    def begin_watch(
         self,
         storages: dict[int, str],
-        before: Callable[[FSDPGroup], None],
+        before: Callable[[GroupWatch], None],
         after: Callable[[FSDPGroup, Any], Any],
-    ) -> None:
+    ) -> GroupWatch:
         """Calls ``before`` when a forward of the group begins, and ``after`` with what it returns,
         while its parameters are gathered; what ``after`` returns takes its place. ``storages``:
         gets the names of gathered parameters."""
-        for parameter, torchs in zip(self.parameters, self._group.fsdp_params, strict=True):
-            self.watches.append(ParameterWatch(torchs, parameter.name, storages))
         group = self._group
+        self.watch = watch = GroupWatch(group, [each.name for each in self.parameters], storages)
         gather, begin, end = group.unshard, group.pre_forward, group.post_forward
         known = False
 
         def unshard(async_op: bool = False) -> None:
-            self._drop_outdated()
+            # What was gathered ahead is of this pass.
+            if group._all_gather_result is None:
+                self._drop_outdated()
             gather(async_op)
 
         def pre_forward(*given: Any) -> Any:
             nonlocal known
             if group._training_state != TrainingState.FORWARD:
-                before(self)
+                before(watch)
             result = begin(*given)
             if not known:
                 known = True
-                for watch in self.watches:
-                    watch.remember()
+                watch.remember()
             return result
 
         def post_forward(module: nn.Module, inputs: Any, output: Any) -> Any:
             return end(module, inputs, after(self, output))
 
         group.unshard = unshard  # type: ignore[method-assign]
-        group.pre_forward = pre_forward  # type: ignore[method-assign]
-        group.post_forward = post_forward  # type: ignore[method-assign]
+        group.pre_forward = pre_forward  # type: ignore[assignment, method-assign]
+        group.post_forward = post_forward  # type: ignore[assignment, method-assign]
+        return watch
 
     def follow_update(self) -> None:
         """To be called after an update: gathered parameters are those of before."""
@@ -129,16 +132,10 @@ class FSDPGroup:
             self._drop_outdated()
 
     def _drop_outdated(self) -> None:
-        """Has parameters gathered anew that changed since they were gathered, and counts that as
-        what it is for autograd: a change in place."""
-        updated = [watch for watch in self.watches if watch.updated()]
-        if not updated:
-            return
-        for watch in updated:
-            watch.invalidate()
-        if self._group._all_gather_result is not None:
-            self._group.wait_for_unshard()
-        self.release()
+        if self.watch is not None and self.watch.take_updates():
+            # torch keeps the positions of forwards until backward reaches them.
+            self.changed_in_graph = bool(self._group._post_forward_indices)
+            self.release()
 
     def release(self) -> None:
         """Drops the gathered parameters: the sharded ones take their places."""

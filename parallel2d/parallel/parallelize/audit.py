@@ -3,9 +3,9 @@ lose what they wrote or train wrongly without one: `audit` installs them.
 
 [Note: audited forwards] What costs a few integers for each parameter is compared in every forward.
 Values of gathered parameters and the attributes of modules are looked through in the first two
-forwards with gradients, the first two without, and every ``sync.compare_every`` steps. A write may
-show on some ranks alone, those whose part was written to: where a backward pass follows, its
-agreement tells the others.
+forwards, in the fourth, the eighth and so on, apart with gradients and without, and every
+``sync.compare_every`` steps. A write may show on some ranks alone, those whose part was written to:
+where a backward pass follows, its agreement tells the others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel2d.parallel import fsdp_internals
-from parallel2d.parallel.fsdp_internals import FSDPGroup
+from parallel2d.parallel.fsdp_internals import FSDPGroup, GroupWatch
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.model_structure import (
     fqn_of,
@@ -42,7 +42,6 @@ from parallel2d.parallel.model_structure import (
 )
 from parallel2d.parallel.sync.engine.replica_reducer import ReplicaReducer, engine_of
 
-_AUDITED = 2  # forwards with gradients, and as many without
 _INSTEAD = (
     "change parameters in place under torch.no_grad() after optimizer.step(), or with "
     "parallel2d.apply_full(model, function)"
@@ -76,8 +75,10 @@ class _Audit:
             held = held_parameters(module)
             self._managed[module] = {key for key, each in held if isinstance(each, DTensor)}
         self._states = self._engine.batch.states
+        self._watches: list[GroupWatch] = []
         for state in self._states:
-            state.group.watch(self._storages, self._enter, self._leave)
+            watch = state.group.begin_watch(self._storages, self._enter, self._leave)
+            self._watches.append(watch)
             for inner in state.group.modules:
                 # torch ends the forward of a group of several modules with that of the last one.
                 if len(state.group.modules) > 1:
@@ -92,28 +93,31 @@ class _Audit:
             self._check_places()
         recorded = torch.is_grad_enabled()
         self._begun[recorded] += 1
-        self._auditing = self._begun[recorded] <= _AUDITED or self._is_due
+        number = self._begun[recorded]
+        # Powers of two, so that all of them together cost little.
+        self._auditing = number & (number - 1) == 0 or self._is_due
         # No backward pass has come that could tell the others.
         if isinstance(self._engine, ReplicaReducer) and not self._engine.batch.pending:
             fault, self._engine.fault = self._engine.fault, ""
             if fault:
                 raise RuntimeError(fault)
-        for watch in chain.from_iterable(s.group.watches for s in self._states):
-            if watch.reassigned():
+        for watch in self._watches:
+            name = watch.reassigned()
+            if name:
                 raise RuntimeError(
-                    f"{watch.name}.data was set to another tensor, which has no effect on a sharded "
-                    f"parameter: {watch.name}.data.copy_(value) with a value that is sharded alike, "
+                    f"{name}.data was set to another tensor, which has no effect on a sharded "
+                    f"parameter: use {name}.data.copy_(value) with a value that is sharded alike, "
                     f"or {_INSTEAD}"
                 )
 
     def _check_places(self) -> None:
         """Raises RuntimeError where a module has something else than a sharded parameter: in the
         first forward torch takes over what is there."""
-        for name, module in self._model.named_modules():
-            for attribute in self._managed.get(module, ()):
+        for module, managed in self._managed.items():
+            for attribute in managed:
                 found = module._parameters.get(attribute)
                 if not (isinstance(found, nn.Parameter) and isinstance(found, DTensor)):
-                    raise _misplaced(fqn_of(join_names(name, attribute)))
+                    raise _misplaced(self._fqn(module, attribute))
 
     @property
     def _is_due(self) -> bool:
@@ -137,53 +141,53 @@ class _Audit:
         """Raises RuntimeError for a trained parameter that nothing averages over the ranks, and for
         what keeps the memory of a gathered one, which is freed."""
         trains = torch.is_grad_enabled() and self._shape.data_ranks > 1
-        modules = [("", self._model)]
+        modules = [self._model]
         while modules:
-            prefix, module = modules.pop()
+            module = modules.pop()
             managed = self._managed.get(module, ())
             for attribute, each in module._parameters.items():
                 if attribute not in managed and each is not None:
-                    self._refuse_kept(prefix, attribute, each)
+                    self._refuse_kept(module, attribute, each)
                     if trains and each.requires_grad:
                         raise RuntimeError(
-                            f"{_fqn(prefix, attribute)} was added or unfrozen after parallelize, "
-                            "and nothing averages its gradient over the ranks: add it before "
-                            "parallelize, trainable"
+                            f"{self._fqn(module, attribute)} was added or unfrozen after "
+                            "parallelize, and nothing averages its gradient over the ranks: add it "
+                            "before parallelize, trainable"
                         )
             if self._auditing:
                 for attribute, value in chain(plain_attributes(module), module._buffers.items()):
                     for held in tensors_in(value):
-                        self._refuse_kept(prefix, attribute, held)
-            for key, child in module._modules.items():
-                if child is not None:
-                    modules.append((f"{prefix}{key}.", child))
+                        self._refuse_kept(module, attribute, held)
+            modules += [child for child in module._modules.values() if child is not None]
 
-    def _refuse_kept(self, prefix: str, attribute: str, held: Tensor) -> None:
+    def _refuse_kept(self, module: nn.Module, attribute: str, held: Tensor) -> None:
         name = self._storages.get(fsdp_internals.storage_of(held) or 0)
         if name is not None:
             raise RuntimeError(
-                f"{_fqn(prefix, attribute)} keeps {name} as it was gathered for a forward, whose "
-                "memory is freed: keep a clone(), or return it from forward"
+                f"{self._fqn(module, attribute)} keeps {name} as it was gathered for a forward, "
+                "whose memory is freed: keep a clone(), or return it from forward"
             )
+
+    def _fqn(self, module: nn.Module, attribute: str) -> str:
+        named = self._model.named_modules()
+        return fqn_of(next(join_names(name, attribute) for name, each in named if each is module))
 
     # Forwards of groups
 
-    def _enter(self, group: FSDPGroup) -> None:
-        for watch in group.watches:
-            expected = watch.registered
-            for module, attribute in watch.places:
+    def _enter(self, watch: GroupWatch) -> None:
+        for name, expected, places in zip(watch.names, watch.registered, watch.places, strict=True):
+            for module, attribute in places:
                 if module._parameters.get(attribute) is not expected:
-                    raise _misplaced(watch.name)
+                    raise _misplaced(name)
 
     def _leave(self, group: FSDPGroup, output: Any) -> Any:
-        for watch in group.watches:
-            if watch.written() or (self._auditing and watch.differs()):
-                self._report(
-                    f"{watch.name} was written to while it was gathered, in the forward of "
-                    f"{group.called} or before its backward: what is written there is lost; "
-                    f"{_INSTEAD}"
-                )
-                break
+        assert group.watch is not None
+        name = group.watch.written(by_value=self._auditing)
+        if name:
+            self._report(
+                f"{name} was written to while it was gathered, in the forward of {group.called} or "
+                f"before its backward: what is written there is lost; {_INSTEAD}"
+            )
         return self._own(output)
 
     def _report(self, message: str) -> None:
@@ -235,21 +239,17 @@ class _Audit:
         return name if ranks > 1 else None
 
     @property
-    def awaiting(self) -> Iterator[str]:
-        """The groups with a forward whose backward is still to come."""
-        return (state.group.called for state in self._states if state.forwards)
+    def changed(self) -> list[str]:
+        """The groups that were changed between a forward and its backward."""
+        return [state.group.called for state in self._states if state.group.changed_in_graph]
 
 
 def _misplaced(name: str) -> RuntimeError:
     return RuntimeError(
-        f"{name} is not the parameter that parallelize has sharded: torch.func.functional_call(model, "
-        "weights), load_state_dict(assign=True) after a forward and parameters that are set anew "
-        f"have no effect here; {_INSTEAD}"
+        f"{name} is not the parameter that parallelize has sharded: torch.func.functional_call("
+        "model, weights), load_state_dict(assign=True) after a forward and parameters that are "
+        f"set anew have no effect here; {_INSTEAD}"
     )
-
-
-def _fqn(prefix: str, attribute: str) -> str:
-    return fqn_of(f"{prefix}{attribute}")
 
 
 # All that are alive
@@ -276,9 +276,9 @@ def _refuse_gathered(optimizer: Optimizer, *_: Any) -> None:
         name = getattr(parameter, fsdp_internals.GATHERED, None)
         if name is not None:
             raise RuntimeError(
-                f"{type(optimizer).__name__} was built while {name} was gathered, between a forward "
-                "and its backward, and would train nothing: build it after parallelize(), before "
-                "the first forward"
+                f"{type(optimizer).__name__} was built while {name} was gathered, between a "
+                "forward and its backward, and would train nothing: build it after parallelize(), "
+                "before the first forward"
             )
 
 
@@ -307,23 +307,24 @@ def _checked(call: Callable[..., Any], called: str, position: int) -> Callable[.
                 name = watch.name_of(given, called) if isinstance(given, Tensor) else None
                 if name is not None:
                     raise RuntimeError(
-                        f"torch.autograd.{called}() with inputs={name}: autograd computes gradients "
-                        "of gathered parameters, and nothing averages these over the ranks; call "
-                        "loss.backward() without inputs and read .grad (freeze the others with "
-                        "requires_grad_(False))"
+                        f"torch.autograd.{called}() with inputs={name}: autograd computes "
+                        "gradients of gathered parameters, and nothing averages these over the "
+                        "ranks; call loss.backward() without inputs and read .grad (freeze the "
+                        "others with requires_grad_(False))"
                     )
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
-            groups = list(chain.from_iterable(watch.awaiting for watch in _audits))
+            groups = list(chain.from_iterable(watch.changed for watch in _audits))
+            # It may be another tensor of the script.
             if not groups:
                 raise
             raise RuntimeError(
                 f"parameters of {groups[0]} were changed between a forward and its backward, which "
-                "needs the values of before: call loss.backward() before optimizer.step() and other "
-                "changes"
+                "needs the values of before: call loss.backward() before optimizer.step() and "
+                "other changes"
             ) from error
 
     return checked

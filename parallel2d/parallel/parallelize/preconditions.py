@@ -200,7 +200,7 @@ def _sharing(
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """Begin and end of ``tensor`` in its storage, in bytes."""
-    begin = tensor.storage_offset()
+    begin = int(tensor.storage_offset())
     if not tensor.numel():
         return begin, begin
     steps = zip(tensor.shape, tensor.stride(), strict=True)
