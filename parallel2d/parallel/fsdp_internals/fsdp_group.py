@@ -47,8 +47,8 @@ class FSDPGroup:
         self.wire = torch.float32
         self.parameters: list[FSDPParameter] = []
         self.watch: GroupWatch | None = None
-        # Whether its parameters were last changed between a forward and its backward
-        self.changed_in_graph = False
+        # More forwards than these that await their backward: its parameters changed in between.
+        self.forwards_after_change = 2
         for parameter in group.fsdp_params:
             name = names[id(parameter.sharded_param)]
             self.parameters.append(FSDPParameter(parameter, name))
@@ -133,8 +133,9 @@ class FSDPGroup:
 
     def _drop_outdated(self) -> None:
         if self.watch is not None and self.watch.take_updates():
-            # torch keeps the positions of forwards until backward reaches them.
-            self.changed_in_graph = bool(self._group._post_forward_indices)
+            # A forward sees what changed before it, anything else what changed after one.
+            in_forward = self._group._training_state == TrainingState.FORWARD
+            self.forwards_after_change = 1 if in_forward else 0
             self.release()
 
     def release(self) -> None:

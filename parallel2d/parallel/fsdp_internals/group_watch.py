@@ -73,16 +73,16 @@ class GroupWatch:
         if wrappers == self._wrappers:
             return ""
         changed = map(ne, wrappers, self._wrappers)
-        earlier = zip(self.names, sharded, self._locals, strict=True)
-        # Conversions and loading replace the local tensor too.
-        kept = [
-            name
-            for name, each, local in compress(earlier, changed)
-            if each._local_tensor is local()
-        ]
+        names = []
+        for name, each, earlier in compress(
+            zip(self.names, sharded, self._locals, strict=True), changed
+        ):
+            # Conversions and loading replace the local tensor too.
+            if each._local_tensor is earlier():
+                names.append(name)
         self._wrappers = wrappers
         self._locals = [weakref.ref(each._local_tensor) for each in sharded]
-        return next(iter(kept), "")
+        return next(iter(names), "")
 
     def take_updates(self) -> bool:
         """Whether sharded parameters were changed since the last call. Counts that as what it is

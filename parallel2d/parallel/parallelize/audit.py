@@ -70,10 +70,10 @@ class _Audit:
         self._begun: Counter[bool] = Counter()
         self._auditing = False
         # The attributes that are managed parameters; those of `ignored` are no `DTensor`s.
-        self._managed: dict[nn.Module, set[str]] = {}
+        self._managed: dict[nn.Module, list[str]] = {}
         for module in model.modules():
             held = held_parameters(module)
-            self._managed[module] = {key for key, each in held if isinstance(each, DTensor)}
+            self._managed[module] = [key for key, each in held if isinstance(each, DTensor)]
         self._states = self._engine.batch.states
         self._watches: list[GroupWatch] = []
         for state in self._states:
@@ -241,7 +241,11 @@ class _Audit:
     @property
     def changed(self) -> list[str]:
         """The groups that were changed between a forward and its backward."""
-        return [state.group.called for state in self._states if state.group.changed_in_graph]
+        found = []
+        for state in self._states:
+            if state.forwards > state.group.forwards_after_change:
+                found.append(state.group.called)
+        return found
 
 
 def _misplaced(name: str) -> RuntimeError:
