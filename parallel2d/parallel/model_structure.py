@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CellType, FunctionType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -35,16 +35,14 @@ def fqn_of(name: str) -> str:
     return name.removesuffix("._checkpoint_wrapped_module")
 
 
-# Where modules keep what is registered
-_REGISTERED = ("_parameters", "_modules", "_buffers")
-
-
 def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """What ``module`` holds beside parameters, buffers and modules. None of modules that keep
-    references up to date themselves, as recurrent layers do."""
+    """What ``module`` holds beside parameters and modules, buffers too. Empty for modules that keep
+    such references up to date themselves, as recurrent layers do."""
     if type(module).__setattr__ is not nn.Module.__setattr__:
         return []
-    return [(key, value) for key, value in vars(module).items() if key not in _REGISTERED]
+    registered = ("_parameters", "_modules", "_buffers")
+    plain = [(key, value) for key, value in vars(module).items() if key not in registered]
+    return [*plain, *module._buffers.items()]
 
 
 def tensors_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[Tensor]:
@@ -53,29 +51,22 @@ def tensors_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[Tens
     if isinstance(value, Tensor):
         yield value
         return
-    if id(value) in outer:
-        return
-    inside = outer | {id(value)}
-    for inner in _held_by(value):
-        yield from tensors_in(inner, inside)
-
-
-def _held_by(value: Any) -> Iterator[Any]:
+    inner: Iterable[Any] = ()
     if isinstance(value, dict):
-        yield from value.values()
+        inner = value.values()
     elif isinstance(value, list | tuple | set):
-        yield from value
+        inner = value
     elif isinstance(value, functools.partial):
-        yield from (value.func, value.args, value.keywords)
+        inner = (value.func, value.args, value.keywords)
     elif isinstance(value, FunctionType):
-        yield from (value.__defaults__, value.__kwdefaults__)
-        for cell in value.__closure__ or ():
-            # An empty cell belongs to a variable that is not assigned yet.
-            try:
-                yield cell.cell_contents
-            except ValueError:
-                continue
+        # An empty cell is that of a variable without a value.
+        cells = [each for each in value.__closure__ or () if each != CellType()]
+        closure = [each.cell_contents for each in cells]
+        inner = (value.__defaults__, value.__kwdefaults__, closure)
     # Other objects are not opened: they may be anything, and have attributes that run code.
+    if id(value) not in outer:
+        for each in inner:
+            yield from tensors_in(each, outer | {id(value)})
 
 
 Updated = TypeVar("Updated", bound=Tensor)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, FSDPParameter, fsdp_groups
 from parallel2d.parallel.fsdp_internals.group_watch import (
-    GATHERED,
+    GATHERED_AS,
     GroupWatch,
     refuse_numbers_of_parts,
     storage_of,
@@ -46,7 +46,7 @@ from parallel2d.parallel.fsdp_internals.sharded_model import (
 )
 
 __all__ = [
-    "GATHERED",
+    "GATHERED_AS",
     "KEPT",
     "REACHED",
     "AllGather",

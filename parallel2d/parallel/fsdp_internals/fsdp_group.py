@@ -46,9 +46,6 @@ class FSDPGroup:
         # The dtype in which its gradients are sent over the shard axis
         self.wire = torch.float32
         self.parameters: list[FSDPParameter] = []
-        self.watch: GroupWatch | None = None
-        # More forwards than these that await their backward: its parameters changed in between.
-        self.forwards_after_change = 2
         for parameter in group.fsdp_params:
             name = names[id(parameter.sharded_param)]
             self.parameters.append(FSDPParameter(parameter, name))
@@ -88,63 +85,45 @@ class FSDPGroup:
 
         group.pre_forward = pre_forward  # type: ignore[assignment, method-assign]
 
-    def begin_watch(
+    def watch(
         self,
         storages: dict[int, str],
-        before: Callable[[GroupWatch], None],
-        after: Callable[[FSDPGroup, Any], Any],
+        before: Callable[[GroupWatch, bool], None],
+        after: Callable[[FSDPGroup, GroupWatch, Any], Any],
     ) -> GroupWatch:
-        """Calls ``before`` when a forward of the group begins, and ``after`` with what it returns,
-        while its parameters are gathered; what ``after`` returns takes its place. ``storages``:
-        gets the names of gathered parameters."""
+        """Calls ``before``, and whether its parameters are gathered already, when a forward of the
+        group begins, and ``after`` with what it returns, in whose place is what ``after`` returns,
+        while they are gathered. Gathers anew what changed since. ``storages``: as `GroupWatch`."""
         group = self._group
-        self.watch = watch = GroupWatch(group, [each.name for each in self.parameters], storages)
+        watch = GroupWatch(group, [each.name for each in self.parameters], storages)
         gather, begin, end = group.unshard, group.pre_forward, group.post_forward
-        known = False
+        has_run = False
 
         def unshard(async_op: bool = False) -> None:
             # What was gathered ahead is of this pass.
-            if group._all_gather_result is None:
-                self._drop_outdated()
+            if group._all_gather_result is None and watch.take_updates():
+                self.release()
             gather(async_op)
 
         def pre_forward(*given: Any) -> Any:
-            nonlocal known
+            nonlocal has_run
             if group._training_state != TrainingState.FORWARD:
-                before(watch)
+                before(watch, group.is_unsharded)
             result = begin(*given)
-            if not known:
-                known = True
+            if not has_run:
                 watch.remember()
+                has_run = True
             return result
 
         def post_forward(module: nn.Module, inputs: Any, output: Any) -> Any:
-            return end(module, inputs, after(self, output))
+            return end(module, inputs, after(self, watch, output))
 
-        group.unshard = unshard  # type: ignore[method-assign]
-        group.pre_forward = pre_forward  # type: ignore[assignment, method-assign]
-        group.post_forward = post_forward  # type: ignore[assignment, method-assign]
+        vars(group).update(unshard=unshard, pre_forward=pre_forward, post_forward=post_forward)
         return watch
 
-    def follow_update(self) -> None:
-        """To be called after an update: gathered parameters are those of before."""
-        if self._group.is_unsharded:
-            self._drop_outdated()
-
-    def _drop_outdated(self) -> None:
-        if self.watch is not None and self.watch.take_updates():
-            # A forward sees what changed before it, anything else what changed after one.
-            in_forward = self._group._training_state == TrainingState.FORWARD
-            self.forwards_after_change = 1 if in_forward else 0
-            self.release()
-
     def release(self) -> None:
-        """Drops the gathered parameters: the sharded ones take their places."""
+        """Drops gathered parameters: the sharded ones take their places."""
         self._group._to_sharded()
-
-    @property
-    def _has_run(self) -> bool:
-        return any(hasattr(each, "_unsharded_param") for each in self._group.fsdp_params)
 
     def around_backward(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Calls ``before`` when autograd has the group's gradients and they are not reduced yet,
@@ -162,7 +141,8 @@ class FSDPGroup:
             before()
             # A group that never ran has no whole parameters, which torch makes in the first forward
             # and asks for all the same.
-            if group.reduce_grads or self._has_run:
+            has_run = any(hasattr(each, "_unsharded_param") for each in group.fsdp_params)
+            if group.reduce_grads or has_run:
                 original(*unused)
             after()
 

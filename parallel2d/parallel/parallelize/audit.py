@@ -2,20 +2,18 @@
 lose what they wrote or train wrongly without one: `audit` installs them.
 
 [Note: audited forwards] What costs a few integers for each parameter is compared in every forward.
-Values of gathered parameters and the attributes of modules are looked through in the first two
-forwards, in the fourth, the eighth and so on, apart with gradients and without, and every
-``sync.compare_every`` steps. A write may show on some ranks alone, those whose part was written to:
-where a backward pass follows, its agreement tells the others.
+Values of gathered parameters and attributes of modules are looked through in the forwards 1, 2, 4,
+8 and so on, apart with gradients and without, and every ``sync.compare_every`` steps. A write may
+show on some ranks alone, those whose part was written to: where a backward pass follows, its
+agreement tells the others.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass
 from itertools import chain
 from typing import Any
 
@@ -23,15 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import Optimizer, optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel2d.parallel import fsdp_internals
-from parallel2d.parallel.fsdp_internals import FSDPGroup, GroupWatch
+from parallel2d.parallel.fsdp_internals import GATHERED_AS, FSDPGroup, GroupWatch, storage_of
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.model_structure import (
     fqn_of,
@@ -40,11 +34,17 @@ from parallel2d.parallel.model_structure import (
     plain_attributes,
     tensors_in,
 )
+from parallel2d.parallel.parallelize.preconditions import SHARDED_AS
 from parallel2d.parallel.sync.engine.replica_reducer import ReplicaReducer, engine_of
 
 _INSTEAD = (
     "change parameters in place under torch.no_grad() after optimizer.step(), or with "
     "parallel2d.apply_full(model, function)"
+)
+_MISPLACED = (
+    "is not the parameter that parallelize has sharded: torch.func.functional_call(model, values), "
+    "load_state_dict(assign=True) after a forward and parameters that are set anew have no effect "
+    f"here; {_INSTEAD}"
 )
 
 
@@ -63,7 +63,7 @@ class _Audit:
     def __init__(self, model: nn.Module, mesh: DeviceMesh, compare_every: int) -> None:
         self._model = model
         self._engine = engine_of(model)
-        self._shape = mesh_shape(mesh)
+        self._averages = mesh_shape(mesh).data_ranks > 1
         self._compare_every = compare_every
         # By number the names of gathered parameters, once they have been
         self._storages: dict[int, str] = {}
@@ -76,13 +76,13 @@ class _Audit:
             self._managed[module] = [key for key, each in held if isinstance(each, DTensor)]
         self._states = self._engine.batch.states
         self._watches: list[GroupWatch] = []
-        for state in self._states:
-            watch = state.group.begin_watch(self._storages, self._enter, self._leave)
-            self._watches.append(watch)
-            for inner in state.group.modules:
-                # torch ends the forward of a group of several modules with that of the last one.
-                if len(state.group.modules) > 1:
-                    inner.register_forward_hook(lambda _module, _inputs, output: self._own(output))
+        # The versions of sharded parameters of which a forward with gradients has computed
+        self._recorded: dict[GroupWatch, list[int]] = {}
+        for group in [state.group for state in self._states]:
+            self._watches.append(group.watch(self._storages, self._enter, self._leave))
+            # torch ends the forward of a group of several modules with that of the last one.
+            for inner in group.modules[1:] and group.modules:
+                inner.register_forward_hook(lambda _module, _inputs, output: self._own(output))
 
     # Forwards of the model
 
@@ -91,24 +91,22 @@ class _Audit:
             return
         if not self._begun:
             self._check_places()
-        recorded = torch.is_grad_enabled()
-        self._begun[recorded] += 1
-        number = self._begun[recorded]
-        # Powers of two, so that all of them together cost little.
-        self._auditing = number & (number - 1) == 0 or self._is_due
-        # No backward pass has come that could tell the others.
-        if isinstance(self._engine, ReplicaReducer) and not self._engine.batch.pending:
-            fault, self._engine.fault = self._engine.fault, ""
-            if fault:
-                raise RuntimeError(fault)
-        for watch in self._watches:
-            name = watch.reassigned()
-            if name:
-                raise RuntimeError(
-                    f"{name}.data was set to another tensor, which has no effect on a sharded "
-                    f"parameter: use {name}.data.copy_(value) with a value that is sharded alike, "
-                    f"or {_INSTEAD}"
-                )
+        self._begun[torch.is_grad_enabled()] += 1
+        number = self._begun[torch.is_grad_enabled()]
+        self._auditing = number & (number - 1) == 0
+        if isinstance(self._engine, ReplicaReducer):
+            if self._compare_every:
+                self._auditing |= self._engine.keys.step % self._compare_every == 0
+            # No backward pass has come that could tell the others.
+            if self._engine.fault and not self._engine.batch.pending:
+                raise RuntimeError(self._engine.fault)
+        name = next(filter(None, [watch.reassigned() for watch in self._watches]), "")
+        if name:
+            raise RuntimeError(
+                f"{name}.data was set to another tensor, which has no effect on a sharded "
+                f"parameter: use {name}.data.copy_(value) with a value that is sharded alike, or "
+                f"{_INSTEAD}"
+            )
 
     def _check_places(self) -> None:
         """Raises RuntimeError where a module has something else than a sharded parameter: in the
@@ -117,13 +115,7 @@ class _Audit:
             for attribute in managed:
                 found = module._parameters.get(attribute)
                 if not (isinstance(found, nn.Parameter) and isinstance(found, DTensor)):
-                    raise _misplaced(self._fqn(module, attribute))
-
-    @property
-    def _is_due(self) -> bool:
-        if not self._compare_every or not isinstance(self._engine, ReplicaReducer):
-            return False
-        return self._engine.keys.step % self._compare_every == 0
+                    raise RuntimeError(f"{self._fqn(module, attribute)} {_MISPLACED}")
 
     def end(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         self._check_modules()
@@ -140,28 +132,29 @@ class _Audit:
     def _check_modules(self) -> None:
         """Raises RuntimeError for a trained parameter that nothing averages over the ranks, and for
         what keeps the memory of a gathered one, which is freed."""
-        trains = torch.is_grad_enabled() and self._shape.data_ranks > 1
+        trains = torch.is_grad_enabled() and self._averages
         modules = [self._model]
         while modules:
             module = modules.pop()
+            modules += [child for child in module._modules.values() if child is not None]
             managed = self._managed.get(module, ())
             for attribute, each in module._parameters.items():
-                if attribute not in managed and each is not None:
-                    self._refuse_kept(module, attribute, each)
-                    if trains and each.requires_grad:
-                        raise RuntimeError(
-                            f"{self._fqn(module, attribute)} was added or unfrozen after "
-                            "parallelize, and nothing averages its gradient over the ranks: add it "
-                            "before parallelize, trainable"
-                        )
+                if attribute in managed or each is None:
+                    continue
+                self._refuse_kept(module, attribute, each)
+                if trains and each.requires_grad:
+                    raise RuntimeError(
+                        f"{self._fqn(module, attribute)} was added or unfrozen after parallelize, "
+                        "and nothing averages its gradient over the ranks: add it before "
+                        "parallelize, trainable"
+                    )
             if self._auditing:
-                for attribute, value in chain(plain_attributes(module), module._buffers.items()):
+                for attribute, value in plain_attributes(module):
                     for held in tensors_in(value):
                         self._refuse_kept(module, attribute, held)
-            modules += [child for child in module._modules.values() if child is not None]
 
     def _refuse_kept(self, module: nn.Module, attribute: str, held: Tensor) -> None:
-        name = self._storages.get(fsdp_internals.storage_of(held) or 0)
+        name = self._storages.get(storage_of(held) or 0)
         if name is not None:
             raise RuntimeError(
                 f"{self._fqn(module, attribute)} keeps {name} as it was gathered for a forward, "
@@ -174,86 +167,44 @@ class _Audit:
 
     # Forwards of groups
 
-    def _enter(self, watch: GroupWatch) -> None:
-        for name, expected, places in zip(watch.names, watch.registered, watch.places, strict=True):
+    def _enter(self, watch: GroupWatch, gathered: bool) -> None:
+        expected = watch.registered(gathered)
+        for name, one, places in zip(watch.names, expected, watch.places, strict=True):
             for module, attribute in places:
-                if module._parameters.get(attribute) is not expected:
-                    raise _misplaced(name)
+                if module._parameters.get(attribute) is not one:
+                    raise RuntimeError(f"{name} {_MISPLACED}")
 
-    def _leave(self, group: FSDPGroup, output: Any) -> Any:
-        assert group.watch is not None
-        name = group.watch.written(by_value=self._auditing)
+    def _leave(self, group: FSDPGroup, watch: GroupWatch, output: Any) -> Any:
+        name = watch.written(by_value=self._auditing)
         if name:
-            self._report(
+            message = (
                 f"{name} was written to while it was gathered, in the forward of {group.called} or "
                 f"before its backward: what is written there is lost; {_INSTEAD}"
             )
-        return self._own(output)
-
-    def _report(self, message: str) -> None:
-        """Raises RuntimeError; in a forward with gradients the end of the backward pass raises."""
-        if isinstance(self._engine, ReplicaReducer) and torch.is_grad_enabled():
+            if not (torch.is_grad_enabled() and isinstance(self._engine, ReplicaReducer)):
+                raise RuntimeError(message)
             self._engine.fault = self._engine.fault or message
-        else:
-            raise RuntimeError(message)
+        if torch.is_grad_enabled():
+            self._recorded[watch] = watch.versions
+        return self._own(output)
 
     def _own(self, output: Any) -> Any:
         """Has what a group returns share no memory with gathered parameters, which is freed."""
         if not any(map(self._is_shared, tree_leaves(output))):
             return output
-        return tree_map(self._own_leaf, output)
+        return tree_map(lambda leaf: leaf.clone() if self._is_shared(leaf) else leaf, output)
 
     def _is_shared(self, leaf: Any) -> bool:
-        if isinstance(leaf, Tensor):
-            return fsdp_internals.storage_of(leaf) in self._storages
-        # A leaf for torch, which all the same puts its hooks on the tensors inside.
-        return is_dataclass(leaf) and any(map(self._is_shared, tree_leaves(vars(leaf))))
+        return isinstance(leaf, Tensor) and storage_of(leaf) in self._storages
 
-    def _own_leaf(self, leaf: Any) -> Any:
-        if not self._is_shared(leaf):
-            return leaf
-        if isinstance(leaf, Tensor):
-            return leaf.clone()
-        copied = copy.copy(leaf)
-        vars(copied).update(tree_map(self._own_leaf, vars(leaf)))
-        return copied
-
-    # Calls from elsewhere
-
-    def follow_update(self) -> None:
-        """Puts the sharded parameters back where gathered ones have the values of before."""
-        for state in self._states:
-            state.group.follow_update()
-
-    def name_of(self, tensor: Tensor, call: str) -> str | None:
-        """The name of the parameter that ``tensor`` is, if ``call`` cannot compute its gradient."""
-        for state in self._states:
-            for parameter in state.group.parameters:
-                if parameter.sharded is tensor:
-                    return parameter.name
-        name = getattr(tensor, fsdp_internals.GATHERED, None)
-        if name is None or tensor.untyped_storage()._cdata not in self._storages:
-            return None
-        # Gradients that backward leaves in a parameter are averaged, those that grad returns not.
-        ranks = self._shape.shard if call == "backward" else self._shape.data_ranks
-        return name if ranks > 1 else None
-
-    @property
-    def changed(self) -> list[str]:
-        """The groups that were changed between a forward and its backward."""
-        found = []
-        for state in self._states:
-            if state.forwards > state.group.forwards_after_change:
-                found.append(state.group.called)
-        return found
-
-
-def _misplaced(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"{name} is not the parameter that parallelize has sharded: torch.func.functional_call("
-        "model, weights), load_state_dict(assign=True) after a forward and parameters that are "
-        f"set anew have no effect here; {_INSTEAD}"
-    )
+    def changed(self) -> Iterator[FSDPGroup]:
+        """The groups that were changed after a forward whose backward is to come, with the sharded
+        parameters in the places of the gathered ones of before."""
+        for state, watch in zip(self._states, self._watches, strict=True):
+            if state.forwards and watch.take_updates():
+                state.group.release()
+            if state.forwards and self._recorded.get(watch) is not watch.versions:
+                yield state.group
 
 
 # All that are alive
@@ -262,71 +213,67 @@ _audits: weakref.WeakSet[_Audit] = weakref.WeakSet()
 
 @functools.cache
 def _watch_process() -> None:
-    """Installs, once, what belongs to no model: hooks of optimizers, autograd's two functions, and
-    numbers from `DTensor`s."""
-    register_optimizer_step_pre_hook(_refuse_gathered)
-    register_optimizer_step_post_hook(_count_update)
-    torch.autograd.backward = _checked(torch.autograd.backward, "backward", 5)
-    torch.autograd.grad = _checked(torch.autograd.grad, "grad", 1)
+    """Installs, once, what belongs to no model."""
+    optimizer.register_optimizer_step_pre_hook(_refuse_gathered)
+    optimizer.register_optimizer_step_post_hook(_count_update)
+    torch.autograd.backward = _checked(torch.autograd.backward, "backward", 5, SHARDED_AS)
+    # Gradients that backward leaves in gathered parameters are averaged, those that it returns not.
+    torch.autograd.grad = _checked(torch.autograd.grad, "grad", 1, SHARDED_AS, GATHERED_AS)
     fsdp_internals.refuse_numbers_of_parts()
 
 
-def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+def _changed_groups() -> list[FSDPGroup]:
+    return list(chain.from_iterable(watch.changed() for watch in _audits))
 
 
-def _refuse_gathered(optimizer: Optimizer, *_: Any) -> None:
-    for parameter in _parameters_of(optimizer):
-        name = getattr(parameter, fsdp_internals.GATHERED, None)
+def _parameters_of(stepping: Optimizer) -> Iterator[Tensor]:
+    return chain.from_iterable(group["params"] for group in stepping.param_groups)
+
+
+def _refuse_gathered(stepping: Optimizer, *_: Any) -> None:
+    for parameter in _parameters_of(stepping):
+        name = getattr(parameter, GATHERED_AS, None)
         if name is not None:
             raise RuntimeError(
-                f"{type(optimizer).__name__} was built while {name} was gathered, between a "
+                f"{type(stepping).__name__} was built while {name} was gathered, between a "
                 "forward and its backward, and would train nothing: build it after parallelize(), "
                 "before the first forward"
             )
 
 
-def _count_update(optimizer: Optimizer, *_: Any) -> None:
+def _count_update(stepping: Optimizer, *_: Any) -> None:
     """Counts an update as a change in place: updates of many `DTensor`s at once count nowhere."""
-    updated = []
-    for parameter in _parameters_of(optimizer):
-        if isinstance(parameter, DTensor) and parameter.grad is not None:
-            updated.append(parameter)
-    if not updated:
-        return
-    torch.autograd.graph.increment_version(updated)
-    for watch in _audits:
-        watch.follow_update()
+    updated = [each for each in _parameters_of(stepping) if each.grad is not None]
+    torch.autograd.graph.increment_version(each for each in updated if isinstance(each, DTensor))
+    _changed_groups()
 
 
-def _checked(call: Callable[..., Any], called: str, position: int) -> Callable[..., Any]:
-    """``call``, torch.autograd's function ``called``, whose argument ``inputs`` is at
-    ``position``."""
+def _checked(
+    call: Callable[..., Any], called: str, position: int, *marks: str
+) -> Callable[..., Any]:
+    """``call``, torch.autograd's function ``called``, whose argument ``inputs`` is at ``position``
+    and may hold no tensors with the attributes ``marks``."""
 
     @functools.wraps(call)
     def checked(*args: Any, **kwargs: Any) -> Any:
         inputs = kwargs.get("inputs", args[position] if len(args) > position else None)
         for given in tree_leaves(inputs):
-            for watch in _audits:
-                name = watch.name_of(given, called) if isinstance(given, Tensor) else None
-                if name is not None:
-                    raise RuntimeError(
-                        f"torch.autograd.{called}() with inputs={name}: autograd computes "
-                        "gradients of gathered parameters, and nothing averages these over the "
-                        "ranks; call loss.backward() without inputs and read .grad (freeze the "
-                        "others with requires_grad_(False))"
-                    )
+            name = next(filter(None, [getattr(given, mark, "") for mark in marks]), "")
+            if name:
+                raise RuntimeError(
+                    f"torch.autograd.{called}() with inputs={name}: autograd computes gradients of "
+                    "gathered parameters, and nothing averages these over the ranks; call "
+                    "loss.backward() without inputs and read .grad (freeze the others with "
+                    "requires_grad_(False))"
+                )
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            groups = list(chain.from_iterable(watch.changed for watch in _audits))
             # It may be another tensor of the script.
-            if not groups:
+            if "modified by an inplace operation" not in str(error) or not _changed_groups():
                 raise
             raise RuntimeError(
-                f"parameters of {groups[0]} were changed between a forward and its backward, which "
+                f"parameters of {_changed_groups()[0].called} were changed between a forward and its backward, which "
                 "needs the values of before: call loss.backward() before optimizer.step() and "
                 "other changes"
             ) from error

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import socket
+from collections import defaultdict
 from collections.abc import Container, Mapping
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from parallel2d.parallel.model_structure import fqn_of, plain_attributes, tensor
 from parallel2d.parallel.parallelize.float8 import check_float8
 
 # An attribute of parameters of a sharded model, and of those that sharding has replaced: the name
-_SHARDED_AS = "_parallel2d_sharded_as"
+SHARDED_AS = "_parallel2d_sharded_as"
 
 
 def mark_as_sharded(model: nn.Module, ignored: Container[str]) -> None:
@@ -34,7 +34,7 @@ def mark_as_sharded(model: nn.Module, ignored: Container[str]) -> None:
     names ``ignored`` apart."""
     for name, parameter in model.named_parameters():
         if fqn_of(name) not in ignored:
-            setattr(parameter, _SHARDED_AS, name)
+            setattr(parameter, SHARDED_AS, name)
 
 
 def check(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, topology: Topology) -> None:
@@ -112,7 +112,7 @@ def check_parameters(model: nn.Module) -> None:
     without a size."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
-        earlier = getattr(parameter, _SHARDED_AS, None)
+        earlier = getattr(parameter, SHARDED_AS, None)
         # A frozen one goes on being the same in both, unless it is that of a sharded module.
         if earlier is not None and (parameter.requires_grad or isinstance(parameter, DTensor)):
             raise ConfigError(
@@ -132,7 +132,10 @@ def check_parameters(model: nn.Module) -> None:
                 "replaces the parameter: call register_post_accumulate_grad_hook on the parameters "
                 "of the model that parallelize returns"
             )
-    memory = _memory_of(model)
+    by_storage: dict[int | None, list[nn.Parameter]] = defaultdict(list)
+    for parameter in model.parameters():
+        by_storage[storage_of(parameter)].append(parameter)
+    by_storage.pop(None, None)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             called = name or "the model"
@@ -141,71 +144,48 @@ def check_parameters(model: nn.Module) -> None:
                 "weight in forward, which writes to a gathered copy and is lost; use max_norm=None "
                 "and rescale the weight after the optimizer's step"
             )
-        _check_references(name, module, names, memory)
+        _check_references(name, module, names, by_storage)
 
 
 def _check_references(
     name: str,
     module: nn.Module,
     names: Mapping[int, str],
-    memory: Mapping[int, list[tuple[int, int, nn.Parameter]]],
+    by_storage: Mapping[int | None, list[nn.Parameter]],
 ) -> None:
     """Raises `ConfigError` when a plain attribute or a buffer of ``module`` holds parameters or
-    shares their memory.
-
-    ``names``: of the model's parameters, by id. ``memory``: begin and end of each in its storage.
-    """
-    for attribute, value in chain(plain_attributes(module), module._buffers.items()):
+    shares their memory. ``names``: of the model's parameters, by id."""
+    for attribute, value in plain_attributes(module):
         for held in tensors_in(value):
-            if isinstance(held, nn.Parameter):
-                # A frozen one that the model does not have stays as it is: sharding leaves it.
-                if id(held) not in names and not held.requires_grad:
-                    continue
+            known = ""
+            # A frozen one that the model does not have stays as it is: sharding leaves it alone.
+            if isinstance(held, nn.Parameter) and (id(held) in names or held.requires_grad):
                 known = names.get(id(held), "a parameter that the model does not know")
-            else:
-                shared = _sharing(held, memory)
-                # A view of a frozen one that has its values goes on having them.
-                if shared is None or not (shared.requires_grad or shared.is_meta):
-                    continue
-                known = f"the memory of {names[id(shared)]}"
-            path = f"{name}.{attribute}".removeprefix(".")
-            raise ConfigError(
-                f"{path} holds {known} in a plain {type(value).__name__}: it would keep the value "
-                "of today, because sharding replaces parameters; use nn.ParameterList or "
-                "nn.ParameterDict, or ask the module that owns it"
-            )
+            elif not isinstance(held, nn.Parameter):
+                for parameter in by_storage.get(storage_of(held), ()):
+                    # A view of a frozen one goes on having its values, if it has them.
+                    changes = parameter.requires_grad or parameter.is_meta
+                    if changes and _overlap(held, parameter):
+                        known = f"the memory of {names[id(parameter)]}"
+            if known:
+                path = f"{name}.{attribute}".removeprefix(".")
+                raise ConfigError(
+                    f"{path} holds {known} in a plain {type(value).__name__}: it would keep the "
+                    "value of today, because sharding replaces parameters; use nn.ParameterList or "
+                    "nn.ParameterDict, or ask the module that owns it"
+                )
 
 
-def _memory_of(model: nn.Module) -> dict[int, list[tuple[int, int, nn.Parameter]]]:
-    """By number of the storage (begin, end, parameter) of each parameter in it."""
-    found: dict[int, list[tuple[int, int, nn.Parameter]]] = {}
-    for parameter in model.parameters():
-        storage = storage_of(parameter)
-        if storage is not None:
-            found.setdefault(storage, []).append((*_extent(parameter), parameter))
-    return found
-
-
-def _sharing(
-    tensor: Tensor, memory: Mapping[int, list[tuple[int, int, nn.Parameter]]]
-) -> nn.Parameter | None:
-    """The parameter whose memory ``tensor`` shares."""
-    # Files that are mapped put many tensors, one after the other, into one storage.
-    for begin, end, parameter in memory.get(storage_of(tensor) or 0, ()):
-        first, last = _extent(tensor)
-        if first < end and begin < last:
-            return parameter
-    return None
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Begin and end of ``tensor`` in its storage, in bytes."""
-    begin = int(tensor.storage_offset())
-    if not tensor.numel():
-        return begin, begin
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = begin + sum((size - 1) * stride for size, stride in steps)
-    return begin * tensor.itemsize, (last + 1) * tensor.itemsize
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors in one storage share memory. Files that are mapped put many tensors, one
+    after the other, into one storage."""
+    ranges = []
+    for tensor in (one, other):
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        length = 1 + sum((size - 1) * stride for size, stride in steps)
+        begin = tensor.storage_offset() * tensor.itemsize
+        ranges.append((begin, begin + length * tensor.itemsize))
+    return max(ranges)[0] < min(ranges)[1] and 0 not in (one.numel(), other.numel())
 
 
 def check_offload(cpu_offload: bool, device_type: str, replicate: int = 1) -> None:
