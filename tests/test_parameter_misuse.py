@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 
@@ -148,7 +147,6 @@ def _number(training):
     # With `ddp` every rank has all of it.
     value = float(training.model.head.weight.norm())
     assert value == pytest.approx(training.model.head.weight.full_tensor().norm().item())
-    raise RuntimeError("a number was asked of a DTensor: it is right")
 
 
 def _grad(training):
@@ -157,11 +155,12 @@ def _grad(training):
 
 def _grad_of_gathered(training):
     loss = training.forward()
-    torch.autograd.grad(loss, training.live[0])
+    parameters = [each for each in training.model.parameters() if each.requires_grad]
+    torch.autograd.grad(loss, parameters)
 
 
 def _backward_to_inputs(training):
-    training.forward().backward(inputs=training.live)
+    training.forward().backward(inputs=training.optimizer.param_groups[0]["params"])
 
 
 def _update_between(training):
@@ -226,12 +225,11 @@ def _refusals(strategy):
     mesh = build_mesh(MeshSpec(**MESHES[strategy]), strategy)
     told = {}
     for name, (act, settings, _) in REFUSED.items():
-        with contextlib.suppress(RuntimeError, ConfigError):
-            told[name] = ""
-            try:
-                act(Training(mesh, strategy, **settings))
-            except (RuntimeError, ConfigError) as error:
-                told[name] = str(error)
+        told[name] = ""
+        try:
+            act(Training(mesh, strategy, **settings))
+        except (RuntimeError, ConfigError) as error:
+            told[name] = str(error)
     return told
 
 
@@ -331,11 +329,12 @@ def _results(strategy):
 
 @pytest.mark.parametrize("strategy", MESHES)
 def test_misuse_of_parameters_is_right_or_refused_by_name(ranks, strategy):
-    # One shard per replica: these are right with it.
-    right = ("number", "backward") if strategy == "ddp" else ()
+    # Every rank has the whole parameter.
+    right = ("number",) if strategy == "ddp" else ()
     for told in ranks.run(4, _refusals, strategy):
         for name, (_, _, expected) in REFUSED.items():
             if name in right:
+                assert not told[name]
                 continue
             assert re.search(expected, told[name]), f"{name}: {told[name]!r}"
     alone = _results(None)

@@ -112,8 +112,7 @@ KEPT: dict[type, tuple[str, ...]] = {
         "_reduce_dtype", "_training_state",
     ),
     FSDPParam: (
-        "sharded_param", "sharded_size", "mesh_info", "post_forward_mesh_info",
-        "reduce_dtype",
+        "sharded_param", "sharded_size", "mesh_info", "post_forward_mesh_info", "reduce_dtype",
         "unsharded_accumulated_grad", "padded_sharded_param_size", "_module_info",
         "_sharded_local_tensor", "_unsharded_param",
     ),

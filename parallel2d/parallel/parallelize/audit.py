@@ -90,7 +90,12 @@ class _Audit:
         if fsdp_internals.in_backward():
             return
         if not self._begun:
-            self._check_places()
+            # In the first forward torch takes over what is there.
+            for module, managed in self._managed.items():
+                for attribute in managed:
+                    found = module._parameters.get(attribute)
+                    if not (isinstance(found, nn.Parameter) and isinstance(found, DTensor)):
+                        raise RuntimeError(f"{self._fqn(module, attribute)} {_MISPLACED}")
         self._begun[torch.is_grad_enabled()] += 1
         number = self._begun[torch.is_grad_enabled()]
         self._auditing = number & (number - 1) == 0
@@ -107,15 +112,6 @@ class _Audit:
                 f"parameter: use {name}.data.copy_(value) with a value that is sharded alike, or "
                 f"{_INSTEAD}"
             )
-
-    def _check_places(self) -> None:
-        """Raises RuntimeError where a module has something else than a sharded parameter: in the
-        first forward torch takes over what is there."""
-        for module, managed in self._managed.items():
-            for attribute in managed:
-                found = module._parameters.get(attribute)
-                if not (isinstance(found, nn.Parameter) and isinstance(found, DTensor)):
-                    raise RuntimeError(f"{self._fqn(module, attribute)} {_MISPLACED}")
 
     def end(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         self._check_modules()
@@ -261,21 +257,20 @@ def _checked(
             name = next(filter(None, [getattr(given, mark, "") for mark in marks]), "")
             if name:
                 raise RuntimeError(
-                    f"torch.autograd.{called}() with inputs={name}: autograd computes gradients of "
-                    "gathered parameters, and nothing averages these over the ranks; call "
-                    "loss.backward() without inputs and read .grad (freeze the others with "
-                    "requires_grad_(False))"
+                    f"torch.autograd.{called}() with inputs={name}: nothing averages what autograd "
+                    "computes for it over the ranks; call loss.backward() without inputs and read "
+                    ".grad (requires_grad_(False) freezes the others)"
                 )
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
+            changed = _changed_groups()
             # It may be another tensor of the script.
-            if "modified by an inplace operation" not in str(error) or not _changed_groups():
+            if "modified by an inplace operation" not in str(error) or not changed:
                 raise
             raise RuntimeError(
-                f"parameters of {_changed_groups()[0].called} were changed between a forward and its backward, which "
-                "needs the values of before: call loss.backward() before optimizer.step() and "
-                "other changes"
+                f"parameters of {changed[0].called} were changed between a forward and its "
+                "backward, which needs those of before: call loss.backward() before optimizer.step()"
             ) from error
 
     return checked

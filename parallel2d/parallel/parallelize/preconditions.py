@@ -25,11 +25,11 @@ from parallel2d.parallel.mesh import check_placement, has_cpu_backend, mesh_shap
 from parallel2d.parallel.model_structure import fqn_of, plain_attributes, tensors_in
 from parallel2d.parallel.parallelize.float8 import check_float8
 
-# An attribute of parameters of a sharded model, and of those that sharding has replaced: the name
+# An attribute of the parameters of a sharded model, and of those they have replaced: the name
 SHARDED_AS = "_parallel2d_sharded_as"
 
 
-def mark_as_sharded(model: nn.Module, ignored: Container[str]) -> None:
+def mark_sharded(model: nn.Module, ignored: Container[str]) -> None:
     """Has `check_parameters` refuse another model with the parameters of ``model``, those with the
     names ``ignored`` apart."""
     for name, parameter in model.named_parameters():
