@@ -3,9 +3,11 @@ repeated blocks (`find_blocks`), and which parameters are tied."""
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CellType, FunctionType
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -31,6 +33,40 @@ def fqn_of(name: str) -> str:
     # The name of a wrapped module itself ends with what its wrapper calls it.
     name = name.removesuffix("._orig_mod")
     return name.removesuffix("._checkpoint_wrapped_module")
+
+
+def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """What ``module`` holds beside parameters and modules, buffers too. Empty for modules that keep
+    such references up to date themselves, as recurrent layers do."""
+    if type(module).__setattr__ is not nn.Module.__setattr__:
+        return []
+    registered = ("_parameters", "_modules", "_buffers")
+    plain = [(key, value) for key, value in vars(module).items() if key not in registered]
+    return [*plain, *module._buffers.items()]
+
+
+def tensors_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[Tensor]:
+    """The tensors in ``value``, in plain containers, closures, default and partial arguments.
+    ``outer``: ids of what it is in, which it may hold itself."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    inner: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list | tuple | set):
+        inner = value
+    elif isinstance(value, functools.partial):
+        inner = (value.func, value.args, value.keywords)
+    elif isinstance(value, FunctionType):
+        # An empty cell is that of a variable without a value.
+        cells = [each for each in value.__closure__ or () if each != CellType()]
+        closure = [each.cell_contents for each in cells]
+        inner = (value.__defaults__, value.__kwdefaults__, closure)
+    # Other objects are not opened: they may be anything, and have attributes that run code.
+    if id(value) not in outer:
+        for each in inner:
+            yield from tensors_in(each, outer | {id(value)})
 
 
 Updated = TypeVar("Updated", bound=Tensor)

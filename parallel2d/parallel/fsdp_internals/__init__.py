@@ -25,6 +25,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, FSDPParameter, fsdp_groups
+from parallel2d.parallel.fsdp_internals.group_watch import (
+    GATHERED_AS,
+    GroupWatch,
+    refuse_numbers_of_parts,
+    storage_of,
+)
 from parallel2d.parallel.fsdp_internals.sharded_model import (
     ForwardOrder,
     RunningForward,
@@ -40,12 +46,14 @@ from parallel2d.parallel.fsdp_internals.sharded_model import (
 )
 
 __all__ = [
+    "GATHERED_AS",
     "KEPT",
     "REACHED",
     "AllGather",
     "FSDPGroup",
     "FSDPParameter",
     "ForwardOrder",
+    "GroupWatch",
     "ReduceScatter",
     "RunningForward",
     "after_backward",
@@ -56,9 +64,11 @@ __all__ = [
     "in_backward",
     "prefetch_in_forward",
     "reduce_over_shard_alone",
+    "refuse_numbers_of_parts",
     "reset_iteration",
     "set_asynchronous_gathers",
     "states",
+    "storage_of",
 ]
 
 # What the package reaches on classes and modules.
@@ -78,8 +88,11 @@ REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (AllGather, ("allocate", "__call__")),
     (ReduceScatter, ("allocate", "__call__")),
     (TrainingState, ("IDLE", "FORWARD")),
-    (DTensor, ("_local_tensor",)),
-    (Tensor, ("_post_accumulate_grad_hooks",)),
+    (DTensor, ("_local_tensor", "_op_dispatcher")),
+    (DTensor._op_dispatcher, ("_custom_op_handlers",)),
+    (torch.UntypedStorage, ("_cdata",)),
+    (torch.ops.aten, ("_local_scalar_dense",)),
+    (Tensor, ("_post_accumulate_grad_hooks", "_version")),
     (torch, ("_C", "_dynamo")),
     (torch._C, ("_current_graph_task_id",)),
 )  # fmt: skip
@@ -93,12 +106,14 @@ KEPT: dict[type, tuple[str, ...]] = {
     FSDPCommContext: ("post_forward_order",),
     FSDPParamGroup: (
         "modules", "fsdp_params", "mesh_info", "mp_policy", "post_forward_mesh_info",
-        "reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params", "_all_gather_result",
-        "_orig_dtype", "_partial_reduce_output", "_post_forward_indices", "_post_reduce_event",
+        "unshard", "post_forward", "is_unsharded", "reduce_grads", "all_reduce_grads",
+        "reduce_scatter_unused_params", "_all_gather_result", "_orig_dtype",
+        "_partial_reduce_output", "_post_forward_indices", "_post_reduce_event",
         "_reduce_dtype", "_training_state",
     ),
     FSDPParam: (
         "sharded_param", "sharded_size", "mesh_info", "post_forward_mesh_info", "reduce_dtype",
-        "unsharded_accumulated_grad", "_unsharded_param",
+        "unsharded_accumulated_grad", "padded_sharded_param_size", "_module_info",
+        "_sharded_local_tensor", "_unsharded_param",
     ),
 }  # fmt: skip

@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.fsdp_internals.group_watch import GroupWatch
 from parallel2d.parallel.fsdp_internals.sharded_model import groups, in_backward
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.weights.geometry import first_position
@@ -83,6 +84,46 @@ class FSDPGroup:
             return original(*given)
 
         group.pre_forward = pre_forward  # type: ignore[assignment, method-assign]
+
+    def watch(
+        self,
+        storages: dict[int, str],
+        before: Callable[[GroupWatch, bool], None],
+        after: Callable[[FSDPGroup, GroupWatch, Any], Any],
+    ) -> GroupWatch:
+        """Calls ``before``, and whether its parameters are gathered already, when a forward of the
+        group begins, and ``after`` with what it returns, in whose place is what ``after`` returns,
+        while they are gathered. Gathers anew what changed since. ``storages``: as `GroupWatch`."""
+        group = self._group
+        watch = GroupWatch(group, [each.name for each in self.parameters], storages)
+        gather, begin, end = group.unshard, group.pre_forward, group.post_forward
+        has_run = False
+
+        def unshard(async_op: bool = False) -> None:
+            # What was gathered ahead is of this pass.
+            if group._all_gather_result is None and watch.take_updates():
+                self.release()
+            gather(async_op)
+
+        def pre_forward(*given: Any) -> Any:
+            nonlocal has_run
+            if group._training_state != TrainingState.FORWARD:
+                before(watch, group.is_unsharded)
+            result = begin(*given)
+            if not has_run:
+                watch.remember()
+                has_run = True
+            return result
+
+        def post_forward(module: nn.Module, inputs: Any, output: Any) -> Any:
+            return end(module, inputs, after(self, watch, output))
+
+        vars(group).update(unshard=unshard, pre_forward=pre_forward, post_forward=post_forward)
+        return watch
+
+    def release(self) -> None:
+        """Drops gathered parameters: the sharded ones take their places."""
+        self._group._to_sharded()
 
     def around_backward(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Calls ``before`` when autograd has the group's gradients and they are not reduced yet,

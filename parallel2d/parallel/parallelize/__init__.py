@@ -24,13 +24,14 @@ from parallel2d.parallel.parallelize.activation_checkpointing import (
     checkpoint_activations,
     select_without_hooks,
 )
+from parallel2d.parallel.parallelize.audit import audit
 from parallel2d.parallel.parallelize.compilation import compile_blocks
 from parallel2d.parallel.parallelize.float8 import convert_to_float8
 from parallel2d.parallel.parallelize.guards import guard
 from parallel2d.parallel.parallelize.ignored import cast_ignored, ignored_parameters
 from parallel2d.parallel.parallelize.layout import Layout, resolve
 from parallel2d.parallel.parallelize.precision import cast_storage
-from parallel2d.parallel.parallelize.preconditions import check, check_arguments
+from parallel2d.parallel.parallelize.preconditions import check, check_arguments, mark_sharded
 from parallel2d.parallel.parallelize.prefetch import prefetch_parameters
 from parallel2d.parallel.parallelize.scalars import keep_whole, scalar_places
 from parallel2d.parallel.parallelize.sharding import shard, synchronize
@@ -114,10 +115,13 @@ def apply_layout(
 ) -> nn.Module:
     """Makes of ``model`` what ``layout`` says, which `resolve` has found for it on this mesh; the
     rest of `parallelize`, after `check`. ``seed``: of what ``sync.wire`` rounds at random."""
+    mark_sharded(model, layout.ignored)
     _transform(layout, model, mesh, source, topology, seed)
     _fill(layout, model, mesh, source, topology)
+    mark_sharded(model, layout.ignored)
     # Errors for calls that would go wrong.
     guard(model, mesh)
+    audit(model, mesh, layout.config.sync.compare_every)
     clear_with_gradients(model)
     return model
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 import socket
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections import defaultdict
+from collections.abc import Container, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from parallel2d.base.config import ParallelConfig
 from parallel2d.base.config.checks import validated
@@ -19,8 +20,21 @@ from parallel2d.base.config.parallel import AUTOMATIC
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
 from parallel2d.base.topology import Topology
+from parallel2d.parallel.fsdp_internals import storage_of
 from parallel2d.parallel.mesh import check_placement, has_cpu_backend, ranks_of
+from parallel2d.parallel.model_structure import fqn_of, plain_attributes, tensors_in
 from parallel2d.parallel.parallelize.float8 import check_float8
+
+# An attribute of the parameters of a sharded model, and of those they have replaced: the name
+SHARDED_AS = "_parallel2d_sharded_as"
+
+
+def mark_sharded(model: nn.Module, ignored: Container[str]) -> None:
+    """Has `check_parameters` refuse another model with the parameters of ``model``, those with the
+    names ``ignored`` apart."""
+    for name, parameter in model.named_parameters():
+        if fqn_of(name) not in ignored:
+            setattr(parameter, SHARDED_AS, name)
 
 
 def check(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, topology: Topology) -> None:
@@ -96,6 +110,14 @@ def check_parameters(model: nn.Module) -> None:
     without a size."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
+        earlier = getattr(parameter, SHARDED_AS, None)
+        # A frozen one goes on being the same in both, unless it is that of a sharded module.
+        if earlier is not None and (parameter.requires_grad or isinstance(parameter, DTensor)):
+            raise ConfigError(
+                f"{name} is {earlier} of another model, which parallelize has sharded: it would be "
+                "two parameters from now on; put both models into one nn.Module and parallelize "
+                "that, or give this one a copy"
+            )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(
                 f"{name} has no size yet: run one forward pass of the model before parallelize, or "
@@ -108,6 +130,10 @@ def check_parameters(model: nn.Module) -> None:
                 "replaces the parameter: call register_post_accumulate_grad_hook on the parameters "
                 "of the model that parallelize returns"
             )
+    by_storage: dict[int | None, list[nn.Parameter]] = defaultdict(list)
+    for parameter in model.parameters():
+        by_storage[storage_of(parameter)].append(parameter)
+    by_storage.pop(None, None)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             called = name or "the model"
@@ -116,45 +142,48 @@ def check_parameters(model: nn.Module) -> None:
                 "weight in forward, which writes to a gathered copy and is lost; use max_norm=None "
                 "and rescale the weight after the optimizer's step"
             )
-        # Others keep their own references up to date, as recurrent layers do.
-        if type(module).__setattr__ is nn.Module.__setattr__:
-            _check_references(name, module, names)
+        _check_references(name, module, names, by_storage)
 
 
-def _check_references(name: str, module: nn.Module, names: Mapping[int, str]) -> None:
-    """Raises `ConfigError` when a plain attribute of ``module`` holds parameters.
-
-    ``names``: of the model's parameters, by id.
-    """
-    # Where torch keeps what is registered, which sharding replaces properly.
-    registered = ("_parameters", "_modules", "_buffers")
-    plain = [(key, value) for key, value in vars(module).items() if key not in registered]
-    for attribute, value in plain:
-        for held in _parameters_in(value):
+def _check_references(
+    name: str,
+    module: nn.Module,
+    names: Mapping[int, str],
+    by_storage: Mapping[int | None, list[nn.Parameter]],
+) -> None:
+    """Raises `ConfigError` when a plain attribute or a buffer of ``module`` holds parameters or
+    shares their memory. ``names``: of the model's parameters, by id."""
+    for attribute, value in plain_attributes(module):
+        for held in tensors_in(value):
+            known = ""
             # A frozen one that the model does not have stays as it is: sharding leaves it alone.
-            if id(held) not in names and not held.requires_grad:
-                continue
-            path = f"{name}.{attribute}".removeprefix(".")
-            known = names.get(id(held), "a parameter that the model does not know")
-            raise ConfigError(
-                f"{path} holds {known} in a plain {type(value).__name__}: it would keep the value "
-                "of today, because sharding replaces parameters; use nn.ParameterList or "
-                "nn.ParameterDict, or ask the module that owns it"
-            )
+            if isinstance(held, nn.Parameter) and (id(held) in names or held.requires_grad):
+                known = names.get(id(held), "a parameter that the model does not know")
+            elif not isinstance(held, nn.Parameter):
+                for parameter in by_storage.get(storage_of(held), ()):
+                    # A view of a frozen one goes on having its values, if it has them.
+                    changes = parameter.requires_grad or parameter.is_meta
+                    if changes and _overlap(held, parameter):
+                        known = f"the memory of {names[id(parameter)]}"
+            if known:
+                path = f"{name}.{attribute}".removeprefix(".")
+                raise ConfigError(
+                    f"{path} holds {known} in a plain {type(value).__name__}: it would keep the "
+                    "value of today, because sharding replaces parameters; use nn.ParameterList or "
+                    "nn.ParameterDict, or ask the module that owns it"
+                )
 
 
-def _parameters_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[nn.Parameter]:
-    """The parameters in ``value`` and in the plain containers inside it. ``outer``: ids of the
-    containers that it is in, one of which it may be itself."""
-    if isinstance(value, nn.Parameter):
-        yield value
-        return
-    # Other objects are not opened: they may be anything, and have attributes that run code.
-    if not isinstance(value, dict | list | tuple | set) or id(value) in outer:
-        return
-    inside = outer | {id(value)}
-    for inner in value.values() if isinstance(value, dict) else value:
-        yield from _parameters_in(inner, inside)
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors in one storage share memory. Files that are mapped put many tensors, one
+    after the other, into one storage."""
+    ranges = []
+    for tensor in (one, other):
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        length = 1 + sum((size - 1) * stride for size, stride in steps)
+        begin = tensor.storage_offset() * tensor.itemsize
+        ranges.append((begin, begin + length * tensor.itemsize))
+    return max(ranges)[0] < min(ranges)[1] and 0 not in (one.numel(), other.numel())
 
 
 def check_offload(cpu_offload: bool, device_type: str, replicate: int = 1) -> None:

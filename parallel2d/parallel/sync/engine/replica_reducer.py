@@ -83,6 +83,8 @@ class ReplicaReducer:
         # The ranks whose gradients are averaged
         self.update_mesh = mesh if method.replicas_equal else without_replicas(mesh)
         self.agreement = UsedParameterAgreement(self.update_mesh, self.batch, order)
+        # Why this rank cannot go on after this global batch; empty when it can.
+        self.fault = ""
         for state in states:
             before = functools.partial(self._before_reduction, state)
             after = functools.partial(self._after_reduction, state)
@@ -143,7 +145,8 @@ class ReplicaReducer:
         group did not run the same groups, and when a gradient hook could not be called.
         """
         self.updates.check_attached()
-        self.agreement.fault = self._hook_never_called()
+        self.agreement.fault = self.fault or self._hook_never_called()
+        self.fault = ""
         # Ranks that differ must stop here: the collectives below would never be answered.
         if self._order is not None:
             try:

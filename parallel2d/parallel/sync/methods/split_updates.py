@@ -238,6 +238,8 @@ class OwnedParameters(UpdateFollower):
                     "before"
                 )
         self._gather(trained)
+        # The optimizer counts its updates of the parts alone.
+        torch.autograd.graph.increment_version([each.sharded for each in trained])
 
     @torch.no_grad()
     def _gather(self, parameters: Sequence[FSDPParameter]) -> None:

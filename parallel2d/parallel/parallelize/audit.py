@@ -1,0 +1,276 @@
+"""Errors for scripts that write to, swap or misuse parameters of a parallelized model, which would
+lose what they wrote or train wrongly without one: `audit` installs them.
+
+[Note: audited forwards] What costs a few integers for each parameter is compared in every forward.
+Values of gathered parameters and attributes of modules are looked through in the forwards 1, 2, 4,
+8 and so on, apart with gradients and without, and every ``sync.compare_every`` steps. A write may
+show on some ranks alone, those whose part was written to: where a backward pass follows, its
+agreement tells the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer, optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from parallel2d.parallel import fsdp_internals
+from parallel2d.parallel.fsdp_internals import GATHERED_AS, FSDPGroup, GroupWatch, storage_of
+from parallel2d.parallel.mesh import mesh_shape
+from parallel2d.parallel.model_structure import (
+    fqn_of,
+    held_parameters,
+    join_names,
+    plain_attributes,
+    tensors_in,
+)
+from parallel2d.parallel.parallelize.preconditions import SHARDED_AS
+from parallel2d.parallel.sync.engine.replica_reducer import ReplicaReducer, engine_of
+
+_INSTEAD = (
+    "change parameters in place under torch.no_grad() after optimizer.step(), or with "
+    "parallel2d.apply_full(model, function)"
+)
+_MISPLACED = (
+    "is not the parameter that parallelize has sharded: torch.func.functional_call(model, values), "
+    "load_state_dict(assign=True) after a forward and parameters that are set anew have no effect "
+    f"here; {_INSTEAD}"
+)
+
+
+def audit(model: nn.Module, mesh: DeviceMesh, compare_every: int) -> None:
+    """Installs the errors on ``model``, which has its weights."""
+    _watch_process()
+    watch = _Audit(model, mesh, compare_every)
+    _audits.add(watch)
+    model.register_forward_pre_hook(watch.begin, prepend=True)
+    model.register_forward_hook(watch.end)
+
+
+class _Audit:
+    """What is compared of one model."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, compare_every: int) -> None:
+        self._model = model
+        self._engine = engine_of(model)
+        self._averages = mesh_shape(mesh).data_ranks > 1
+        self._compare_every = compare_every
+        # By number the names of gathered parameters, once they have been
+        self._storages: dict[int, str] = {}
+        self._begun: Counter[bool] = Counter()
+        self._auditing = False
+        # The attributes that are managed parameters; those of `ignored` are no `DTensor`s.
+        self._managed: dict[nn.Module, list[str]] = {}
+        for module in model.modules():
+            held = held_parameters(module)
+            self._managed[module] = [key for key, each in held if isinstance(each, DTensor)]
+        self._states = self._engine.batch.states
+        self._watches: list[GroupWatch] = []
+        # The versions of sharded parameters of which a forward with gradients has computed
+        self._recorded: dict[GroupWatch, list[int]] = {}
+        for group in [state.group for state in self._states]:
+            self._watches.append(group.watch(self._storages, self._enter, self._leave))
+            # torch ends the forward of a group of several modules with that of the last one.
+            for inner in group.modules[1:] and group.modules:
+                inner.register_forward_hook(lambda _module, _inputs, output: self._own(output))
+
+    # Forwards of the model
+
+    def begin(self, *_: Any) -> None:
+        if fsdp_internals.in_backward():
+            return
+        if not self._begun:
+            # In the first forward torch takes over what is there.
+            for module, managed in self._managed.items():
+                for attribute in managed:
+                    found = module._parameters.get(attribute)
+                    if not (isinstance(found, nn.Parameter) and isinstance(found, DTensor)):
+                        raise RuntimeError(f"{self._fqn(module, attribute)} {_MISPLACED}")
+        self._begun[torch.is_grad_enabled()] += 1
+        number = self._begun[torch.is_grad_enabled()]
+        self._auditing = number & (number - 1) == 0
+        if isinstance(self._engine, ReplicaReducer):
+            if self._compare_every:
+                self._auditing |= self._engine.keys.step % self._compare_every == 0
+            # No backward pass has come that could tell the others.
+            if self._engine.fault and not self._engine.batch.pending:
+                raise RuntimeError(self._engine.fault)
+        name = next(filter(None, [watch.reassigned() for watch in self._watches]), "")
+        if name:
+            raise RuntimeError(
+                f"{name}.data was set to another tensor, which has no effect on a sharded "
+                f"parameter: use {name}.data.copy_(value) with a value that is sharded alike, or "
+                f"{_INSTEAD}"
+            )
+
+    def end(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+        self._check_modules()
+        self._auditing = False
+        if torch.is_grad_enabled() or fsdp_internals.in_backward():
+            return None
+        output = self._own(output)
+        # Where no backward will follow, whoever asks for parameters gets the sharded ones.
+        for state in self._states:
+            if not state.forwards:
+                state.group.release()
+        return output
+
+    def _check_modules(self) -> None:
+        """Raises RuntimeError for a trained parameter that nothing averages over the ranks, and for
+        what keeps the memory of a gathered one, which is freed."""
+        trains = torch.is_grad_enabled() and self._averages
+        modules = [self._model]
+        while modules:
+            module = modules.pop()
+            modules += [child for child in module._modules.values() if child is not None]
+            managed = self._managed.get(module, ())
+            for attribute, each in module._parameters.items():
+                if attribute in managed or each is None:
+                    continue
+                self._refuse_kept(module, attribute, each)
+                if trains and each.requires_grad:
+                    raise RuntimeError(
+                        f"{self._fqn(module, attribute)} was added or unfrozen after parallelize, "
+                        "and nothing averages its gradient over the ranks: add it before "
+                        "parallelize, trainable"
+                    )
+            if self._auditing:
+                for attribute, value in plain_attributes(module):
+                    for held in tensors_in(value):
+                        self._refuse_kept(module, attribute, held)
+
+    def _refuse_kept(self, module: nn.Module, attribute: str, held: Tensor) -> None:
+        name = self._storages.get(storage_of(held) or 0)
+        if name is not None:
+            raise RuntimeError(
+                f"{self._fqn(module, attribute)} keeps {name} as it was gathered for a forward, "
+                "whose memory is freed: keep a clone(), or return it from forward"
+            )
+
+    def _fqn(self, module: nn.Module, attribute: str) -> str:
+        named = self._model.named_modules()
+        return fqn_of(next(join_names(name, attribute) for name, each in named if each is module))
+
+    # Forwards of groups
+
+    def _enter(self, watch: GroupWatch, gathered: bool) -> None:
+        expected = watch.registered(gathered)
+        for name, one, places in zip(watch.names, expected, watch.places, strict=True):
+            for module, attribute in places:
+                if module._parameters.get(attribute) is not one:
+                    raise RuntimeError(f"{name} {_MISPLACED}")
+
+    def _leave(self, group: FSDPGroup, watch: GroupWatch, output: Any) -> Any:
+        name = watch.written(by_value=self._auditing)
+        if name:
+            message = (
+                f"{name} was written to while it was gathered, in the forward of {group.called} or "
+                f"before its backward: what is written there is lost; {_INSTEAD}"
+            )
+            if not (torch.is_grad_enabled() and isinstance(self._engine, ReplicaReducer)):
+                raise RuntimeError(message)
+            self._engine.fault = self._engine.fault or message
+        if torch.is_grad_enabled():
+            self._recorded[watch] = watch.versions
+        return self._own(output)
+
+    def _own(self, output: Any) -> Any:
+        """Has what a group returns share no memory with gathered parameters, which is freed."""
+        if not any(map(self._is_shared, tree_leaves(output))):
+            return output
+        return tree_map(lambda leaf: leaf.clone() if self._is_shared(leaf) else leaf, output)
+
+    def _is_shared(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and storage_of(leaf) in self._storages
+
+    def changed(self) -> Iterator[FSDPGroup]:
+        """The groups that were changed after a forward whose backward is to come, with the sharded
+        parameters in the places of the gathered ones of before."""
+        for state, watch in zip(self._states, self._watches, strict=True):
+            if state.forwards and watch.take_updates():
+                state.group.release()
+            if state.forwards and self._recorded.get(watch) is not watch.versions:
+                yield state.group
+
+
+# All that are alive
+_audits: weakref.WeakSet[_Audit] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_process() -> None:
+    """Installs, once, what belongs to no model."""
+    optimizer.register_optimizer_step_pre_hook(_refuse_gathered)
+    optimizer.register_optimizer_step_post_hook(_count_update)
+    torch.autograd.backward = _checked(torch.autograd.backward, "backward", 5, SHARDED_AS)
+    # Gradients that backward leaves in gathered parameters are averaged, those that it returns not.
+    torch.autograd.grad = _checked(torch.autograd.grad, "grad", 1, SHARDED_AS, GATHERED_AS)
+    fsdp_internals.refuse_numbers_of_parts()
+
+
+def _changed_groups() -> list[FSDPGroup]:
+    return list(chain.from_iterable(watch.changed() for watch in _audits))
+
+
+def _parameters_of(stepping: Optimizer) -> Iterator[Tensor]:
+    return chain.from_iterable(group["params"] for group in stepping.param_groups)
+
+
+def _refuse_gathered(stepping: Optimizer, *_: Any) -> None:
+    for parameter in _parameters_of(stepping):
+        name = getattr(parameter, GATHERED_AS, None)
+        if name is not None:
+            raise RuntimeError(
+                f"{type(stepping).__name__} was built while {name} was gathered, between a "
+                "forward and its backward, and would train nothing: build it after parallelize(), "
+                "before the first forward"
+            )
+
+
+def _count_update(stepping: Optimizer, *_: Any) -> None:
+    """Counts an update as a change in place: updates of many `DTensor`s at once count nowhere."""
+    updated = [each for each in _parameters_of(stepping) if each.grad is not None]
+    torch.autograd.graph.increment_version(each for each in updated if isinstance(each, DTensor))
+    _changed_groups()
+
+
+def _checked(
+    call: Callable[..., Any], called: str, position: int, *marks: str
+) -> Callable[..., Any]:
+    """``call``, torch.autograd's function ``called``, whose argument ``inputs`` is at ``position``
+    and may hold no tensors with the attributes ``marks``."""
+
+    @functools.wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        inputs = kwargs.get("inputs", args[position] if len(args) > position else None)
+        for given in tree_leaves(inputs):
+            name = next(filter(None, [getattr(given, mark, "") for mark in marks]), "")
+            if name:
+                raise RuntimeError(
+                    f"torch.autograd.{called}() with inputs={name}: nothing averages what autograd "
+                    "computes for it over the ranks; call loss.backward() without inputs and read "
+                    ".grad (requires_grad_(False) freezes the others)"
+                )
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            changed = _changed_groups()
+            # It may be another tensor of the script.
+            if "modified by an inplace operation" not in str(error) or not changed:
+                raise
+            raise RuntimeError(
+                f"parameters of {changed[0].called} were changed between a forward and its "
+                "backward, which needs those of before: call loss.backward() before optimizer.step()"
+            ) from error
+
+    return checked
