@@ -17,7 +17,7 @@ from parallel2d.parallel.parallelize.layout import without_storage
 from parallel2d.parallel.sync.average import common_values, move_averages
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of
 from parallel2d.parallel.weights.geometry import local_part
-from parallel2d.parallel.weights.named_tensors import all_tensors, parameters_by_name
+from parallel2d.parallel.weights.named_tensors import all_tensors, parameters_by_name, reshard
 from parallel2d.parallel.weights.source import WeightSource
 
 _COPY = "_parallel2d_copy"  # an attribute of the model
@@ -27,15 +27,15 @@ Copier = Callable[[bool], nn.Module]  # makes a copy, frozen or not
 def copier(model: nn.Module, transforms: Callable[[nn.Module, WeightSource], nn.Module]) -> Copier:
     """What copies ``model``, which is plain now and to which ``transforms`` are applied next."""
     blueprint: Any = None
+    reason = f"deepcopy: {type(model).__name__} cannot be copied: "
     try:
         blueprint = without_storage(model)
-        reason = ""
     except Exception as error:  # a module may hold anything, such as a lock
-        reason = str(error)
+        reason += str(error)
 
     def make(frozen: bool) -> nn.Module:
         if blueprint is None:
-            raise ConfigError(f"deepcopy: {type(model).__name__} cannot be copied: {reason}")
+            raise ConfigError(reason)
         twin: nn.Module = copy.deepcopy(blueprint)
         trained = {name: each.requires_grad for name, each in parameters_by_name(model).items()}
         for name, parameter in parameters_by_name(twin).items():
@@ -58,9 +58,18 @@ def copier(model: nn.Module, transforms: Callable[[nn.Module, WeightSource], nn.
         modes = {fqn_of(name): module.training for name, module in model.named_modules()}
         for name, module in twin.named_modules():
             module.training = modes[fqn_of(name)] and not frozen
+        twin.register_forward_hook(_free_if_frozen)
         return twin
 
     return make
+
+
+def _free_if_frozen(module: nn.Module, *_: Any) -> None:
+    """After a forward, frees gathered parameters that no backward pass would free: averages are
+    taken of the sharded ones."""
+    is_trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+    if not is_trained:
+        reshard(module)
 
 
 def allow_copies(model: nn.Module, make: Copier) -> None:
