@@ -78,7 +78,9 @@ def _statistics_and_pickles():
     twin = sharded_copy(model)
     with logged("parallel2d", logging.WARNING) as said:
         results = reduce(model(x).detach(), op="max"), reduce(model(x).detach(), op="min")
-    assert torch.equal(*results) and torch.equal(twin(x), model(x)) and not said
+    assert torch.equal(*results)
+    assert torch.equal(twin(x), model(x))
+    assert not said
     mean = 0.1 * model.linear(x).mean(0)
     assert torch.allclose(model.norm.running_mean, mean.detach(), rtol=1e-12, atol=0)
     # A pickle of sharded tensors is warned of, once; copies and whole states are not.
@@ -90,7 +92,9 @@ def _statistics_and_pickles():
         assert not said
         torch.save(model.state_dict(), io.BytesIO())
         torch.save(model.state_dict(), io.BytesIO())
-    assert len(said) == 1 and "torch.save" in said[0] and "parallel2d.save_full" in said[0]
+    assert len(said) == 1
+    assert "torch.save" in said[0]
+    assert "parallel2d.save_full" in said[0]
 
 
 def _copied(what):

@@ -11,6 +11,11 @@ from pathlib import Path
 
 import jobs
 import pytest
+import torch
+from training import largest_difference
+
+from parallel2d.checkpoint import main
+from parallel2d.training.checkpoint import Checkpoint
 
 
 @pytest.fixture
@@ -48,6 +53,50 @@ def test_stops_and_other_layouts_change_neither_batches_nor_losses(ranks, folder
         assert found == (pytest.approx(expected, rel=bound, abs=0) if bound else expected), key
     undone = sorted((folder / "moved").glob("metrics.before-restart-*.jsonl"))
     assert [json.loads(path.read_text().splitlines()[-1])["step"] for path in undone] == [3, 5]
+
+
+AVERAGED = ("train.ema=0.9", "checkpoint.every=1", "checkpoint.keep_last=0", "train.validate_every=2", "optimizer.lr=0.01")  # fmt: skip
+
+
+def saved(folder: Path, kind: str, step: int):
+    """The tensors of a kind in a checkpoint."""
+    stored = Checkpoint.open(str(folder / "checkpoints" / f"step-{step:08d}"))
+    names = [name for name in stored.tensors if name.startswith(f"{kind}/")]
+    return {name.removeprefix(f"{kind}/"): stored.read(name).numpy() for name in names}
+
+
+def validation(run_dir: Path):
+    return [row["validation/loss"] for row in jobs.rows(run_dir) if "validation/loss" in row]
+
+
+def test_averages_of_weights_go_on_on_other_layouts_and_are_what_is_validated(ranks, folder):
+    alone, moved = folder / "alone", folder / "moved"
+    ranks.run(1, jobs.run, str(folder), str(alone), (*AVERAGED, "strategy=ddp"), 4)
+    for world, word in ((4, "strategy=hybrid_full"), (2, "strategy=zero3")):
+        ranks.run(world, jobs.run, str(folder), str(moved), (*AVERAGED, word), 2)
+    for step in range(1, 5):
+        averages, weights = saved(moved, "ema", step), saved(moved, "model", step)
+        assert averages.keys() == weights.keys()
+        assert largest_difference(averages, saved(alone, "ema", step)) <= 1e-10
+        if step > 1:
+            before = saved(moved, "ema", step - 1)
+            expected = {name: 0.9 * each + 0.1 * weights[name] for name, each in before.items()}
+            assert largest_difference(averages, expected) <= 1e-14
+    found = validation(moved)
+    assert len(found) == 2
+    assert found == pytest.approx(validation(alone), rel=1e-10)
+    for kind, words in (("ema", ["--ema"]), ("model", [])):
+        target = str(folder / f"{kind}.pt")
+        assert main(["convert", str(moved), target, *words]) == 0
+        written = {name: each.numpy() for name, each in torch.load(target).items()}
+        assert largest_difference(written, saved(moved, kind, 4)) == 0
+    # A run that begins with the averages as its weights, and stays there, is validated as they were.
+    begin = str(folder / "begin")
+    assert main(["convert", str(folder / "ema.pt"), begin, "--to", "parallel2d"]) == 0
+    words = ("strategy=zero3", f"checkpoint.resume={begin}", "checkpoint.load=model_only")
+    words = (*words, "train.validate_every=1", "optimizer.lr=1e-30")
+    ranks.run(2, jobs.run, str(folder), str(folder / "again"), words, 1)
+    assert validation(folder / "again") == pytest.approx(found[-1:], rel=1e-10)
 
 
 def test_fp16_scale_and_skipped_steps_survive_a_stop_and_all_is_bitwise_the_same(ranks, folder):
