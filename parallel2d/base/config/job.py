@@ -139,8 +139,7 @@ class LoopConfig:
     z_loss: float = option(0.0, "Weight in a token's loss of the squared log-sum-exp", min=0)
     ema: float | None = option(
         None,
-        "Decay per step of moving averages of the weights, such as 0.999; null: none. They are "
-        "what is validated and sampled, saved beside the weights, and exported by `convert --ema`",
+        "Decay of averages of the weights (EMA), which are validated and saved too; null: none",
         above=0,
         max=0.999999,
     )

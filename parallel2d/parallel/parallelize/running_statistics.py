@@ -1,9 +1,10 @@
-"""Running statistics of BatchNorm, which each rank computes of its own samples: `average_buffers`
-makes them equal, and an evaluation without it is warned of once."""
+"""Running statistics of BatchNorm, which each rank has of its own samples: `average_buffers` makes
+them equal, and an evaluation without it is warned of."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,12 +25,12 @@ _BUFFERS = ("running_mean", "running_var")
 class RunningStatistics:
     """Those of ``norms``, by FQN."""
 
-    def __init__(self, mesh: DeviceMesh, norms: dict[str, nn.Module]) -> None:
+    def __init__(self, mesh: DeviceMesh, norms: Mapping[str, nn.Module]) -> None:
         self._mesh, self._norms = mesh, norms
         self._differ = self._was_said = False
 
     def before_forward(self, *_: Any) -> None:
-        """Notes or warns that ranks differ; a hook of the model. Asks no other rank."""
+        """Notes, without communication, that ranks will differ, or warns once that they do."""
         if any(norm.training for norm in self._norms.values()):
             self._differ = True
         elif self._differ and not self._was_said and dist.get_rank() == 0:
@@ -43,7 +44,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Makes them equal. Collective."""
+        """Makes them equal on all data ranks. Collective."""
         for norm in self._norms.values():
             both = torch.stack([getattr(norm, name).double() for name in _BUFFERS])
             means = sum_over_data_ranks(both, self._mesh) / mesh_shape(self._mesh).data_ranks
@@ -53,12 +54,12 @@ class RunningStatistics:
 
 
 def watch_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Finds the running statistics of ``model`` for `average_buffers`, and the warning."""
+    """Finds the running statistics of ``model``, for `average_buffers` and the warning."""
     norms = {}
     for name, module in model.named_modules():
         # None where a module keeps none. Those of SyncBatchNorm are equal.
-        kept = all(module._buffers.get(buffer) is not None for buffer in _BUFFERS)
-        if kept and not isinstance(module, nn.SyncBatchNorm):
+        has_both = all(module._buffers.get(buffer) is not None for buffer in _BUFFERS)
+        if has_both and not isinstance(module, nn.SyncBatchNorm):
             norms[fqn_of(name)] = module
     if norms and mesh_shape(mesh).data_ranks > 1:
         statistics = vars(model)[_STATISTICS] = RunningStatistics(mesh, norms)
@@ -67,10 +68,10 @@ def watch_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def average_buffers(model: nn.Module) -> None:
     """Gives ``running_mean`` and ``running_var`` of each BatchNorm their means over the data ranks,
-    so that all ranks evaluate the same model. Collective.
+    so that all evaluate the same model. Collective.
 
-    With equally many samples on each rank the mean is exactly that of the global batches; the
-    variance is that within a rank's samples.
+    With equally many samples on each rank, the mean is that of the global batches; the variance is
+    that within a rank's samples.
     """
     for module in model.modules():
         if _STATISTICS in vars(module):

@@ -1,5 +1,4 @@
-"""Exponential moving averages (EMA) of what all replicas have of a model's weights, with
-``sync=diloco`` the outer parameters. `WeightAverage` is that of ``train.ema``."""
+"""Exponential moving averages (EMA) of weights: `WeightAverage` has those of ``train.ema``."""
 
 from __future__ import annotations
 
@@ -16,41 +15,40 @@ from parallel2d.parallel.weights.named_tensors import parameters_by_name, reshar
 _AVERAGE = "_parallel2d_average"  # an attribute of the model
 
 
-def common_values(model: nn.Module) -> dict[str, Tensor]:
-    """FQN -> parameter as all replicas have it; a shared one once, under its first name."""
+def trained_values(model: nn.Module) -> dict[str, Tensor]:
+    """FQN -> trained parameter as all replicas have it: with ``sync=diloco`` the outer one."""
     # Parameters that a forward has gathered would hide the sharded ones.
     reshard(model)
-    found: dict[str, Tensor] = {**parameters_by_name(model)}
+    parameters = parameters_by_name(model)
+    found = {name: each.detach() for name, each in parameters.items() if each.requires_grad}
     for engine in reducers_in(model):
         found |= engine.updates.shared_values()
-    return {name: value.detach() for name, value in found.items()}
+    return found
 
 
 @torch.no_grad()
 def move_averages(averages: Mapping[str, Tensor], model: nn.Module, decay: float) -> None:
-    """Makes each of ``averages``, by FQN and split as the parameters of ``model``, ``decay`` times
+    """Makes each of ``averages``, split as the parameter of ``model`` with its FQN, ``decay`` times
     itself plus ``1 - decay`` times the parameter."""
-    values = common_values(model)
-    for name, average in averages.items():
-        local = local_part(average)
-        local.lerp_(local_part(values[name]).to(local), 1 - decay)
+    for name, value in trained_values(model).items():
+        if name in averages:
+            average = local_part(averages[name])
+            average.lerp_(local_part(value.detach()).to(average), 1 - decay)
 
 
 class WeightAverage:
-    """The averages of the trained parameters of ``model`` by FQN, in fp32 at least."""
+    """Averages of the trained parameters of ``model``, split as these are, in fp32 at least."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.values: dict[str, Tensor] = {}
-        parameters = parameters_by_name(model)
-        for name, value in common_values(model).items():
+        for name, value in trained_values(model).items():
             wide = torch.promote_types(value.dtype, torch.float32)
-            if parameters[name].requires_grad:
-                self.values[name] = value.clone().to(wide)
+            self.values[name] = value.detach().clone().to(wide)
         vars(model)[_AVERAGE] = self
 
     def update(self, decay: float) -> None:
-        """As `move_averages`; with 0 the averages begin anew."""
+        """As `move_averages`; with 0 they begin anew."""
         move_averages(self.values, self._model, decay)
 
     @contextmanager

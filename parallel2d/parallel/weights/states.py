@@ -42,7 +42,6 @@ from parallel2d.parallel.weights.optimizer_settings import (
 from parallel2d.parallel.weights.whole_tensors import fill, gather_tensor
 
 Key = Literal["name", "id"]
-_KINDS = ("model", "optimizer")
 Models = nn.Module | Mapping[str, nn.Module]
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 Entries = Mapping[str, Mapping[str, Any]]  # FQN of a parameter -> key, such as exp_avg -> value
@@ -209,7 +208,8 @@ def load_full_state(
     """
     if isinstance(model, Mapping) or isinstance(optimizer, Mapping):
         for name, each, own in _by_name(model, optimizer):
-            parts = {kind: state[kind].get(name) for kind in _KINDS if state and kind in state}
+            given = {kind: (state or {}).get(kind) or {} for kind in ("model", "optimizer")}
+            parts = {kind: value[name] for kind, value in given.items() if name in value}
             try:
                 load_full_state(each, own, parts, from_rank0=from_rank0, settings=settings)
             except ConfigError as error:
@@ -224,11 +224,7 @@ def _by_name(
 ) -> Iterator[tuple[str, nn.Module, torch.optim.Optimizer | None]]:
     """Name, model and optimizer of each of several."""
     given = optimizers or {}
-    if (
-        not isinstance(models, Mapping)
-        or not isinstance(given, Mapping)
-        or given.keys() - models.keys()
-    ):
+    if not (isinstance(models, Mapping) and isinstance(given, Mapping)) or set(given) - set(models):
         raise ConfigError(
             "several models and optimizers must be dicts, an optimizer by the name of its model"
         )

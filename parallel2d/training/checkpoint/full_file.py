@@ -29,13 +29,11 @@ def save_full(path: Path, model: Models, optimizer: Optimizers | None = None, **
     Memory: rank 0 holds the whole state in CPU memory, the others one whole tensor at a time.
     Raises `ConfigError` on every rank when the file cannot be written.
     """
-    state = full_state(model, optimizer, key_by="id")
+    content = full_state(model, optimizer, key_by="id") | extra
 
     def write() -> None:
         try:
-            replace(
-                os.fspath(path), lambda file: torch.save({**state, **extra}, file), durable=True
-            )
+            replace(os.fspath(path), lambda file: torch.save(content, file), durable=True)
         except Exception as error:  # of the disk, or of what an extra is
             raise ConfigError(f"save_full: {path} not written: {describe_error(error)}") from None
 
@@ -47,8 +45,7 @@ def load_full(path: Path, model: Models, optimizer: Optimizers | None = None) ->
     model's state dict alone. Returns the rest of the dict, on every rank. Collective; rank 0 reads,
     tensor by tensor, and no code in the file is run.
 
-    Raises `ConfigError` on every rank for a file that cannot be read, and for a state that does not
-    fit, before it is loaded; see `load_full_state`.
+    Raises `ConfigError` on every rank for a file that cannot be read, and as `load_full_state`.
     """
     content: dict[str, Any] = {}
 

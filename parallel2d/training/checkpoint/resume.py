@@ -248,13 +248,10 @@ class Resume:
 
         self.group.agree(fill)
         masters_were_loaded(self.model)
-        average = average_of(self.model)
-        if average is not None:
-            average.update(0.0)
-            if load == "all":
-                self.group.agree(lambda: load_averages(self.model, checkpoint))
-            if load != "all" or not names_under(["ema"], checkpoint.tensors):
-                self.group.say(f"the averages of train.ema begin with the weights of {label}")
+        restarts = load != "all" or not names_under(["ema"], checkpoint.tensors)
+        self.group.agree(lambda: load_averages(self.model, checkpoint, restart=restarts))
+        if restarts and average_of(self.model) is not None:
+            self.group.say(f"the averages of train.ema begin with the weights of {label}")
         if load == "all":
             self.group.agree(lambda: load_replica_state(self.model, checkpoint))
             if names_under(["rng"], checkpoint.tensors) and not same_ranks:

@@ -67,11 +67,15 @@ def average_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {} if average is None else _under("ema", average.values)
 
 
-def load_averages(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Fills the averages; those that ``checkpoint`` does not have keep their values. No
-    communication."""
-    for name, tensor in average_tensors(model).items():
-        _fill_if_there(tensor, name, checkpoint)
+def load_averages(model: nn.Module, checkpoint: Checkpoint, *, restart: bool) -> None:
+    """Fills the averages; with ``restart`` they begin with the weights, which have been loaded, as
+    do those that ``checkpoint`` does not have. No communication."""
+    average = average_of(model)
+    if average is None:
+        return
+    average.update(0.0)
+    for name in () if restart else average.values:
+        _fill_if_there(average.values[name], f"ema/{name}", checkpoint)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
