@@ -134,6 +134,7 @@ def test_wrong_words_are_one_clear_message(words, expected, capsys):
     (("launch.nnodes=2",), "needs launch.rdzv_endpoint"),
     (("launch.first_step_timeout=1",), "must be at least launch.timeout"),
     (("model.n_heads=128", "model.n_kv_heads=1"), "= 1 must be even"),
+    (("model.n_heads=0",), "model.n_heads=0 must be at least 1"),
     (("model=hf", "model.path=a", "model.architecture=b"), "model=hf needs either"),
     (("model=hf", "model.path=a", "data.intra_document_masking=true"), "take no document ids"),
     (("model=hf", "model.path=a", "model.adapter=[r]"), "must be arguments of peft.LoraConfig"),

@@ -95,6 +95,7 @@ def test_mode_says_which_validation_loss_is_the_best(ranks, folder):
 VALUES = (1, 5, 7, 2, 3, 6, 4, 8, 2)
 
 
+@pytest.mark.slow
 def test_a_best_is_forgotten_with_its_steps_its_checkpoint_and_its_metric(ranks, folder):
     def run(steps, *words):
         arguments = (str(folder), str(folder / "run"), ("train.steps=9", *words), steps)

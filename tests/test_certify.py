@@ -92,8 +92,9 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "sizes", "parallel", "optimizer"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(("model", "sizes", "parallel", "optimizer"), [
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in LAYOUTS[::2]), *(pytest.param(*each, marks=pytest.mark.soak) for each in LAYOUTS[1::2]),
+], ids=str)  # fmt: skip
 def test_sound_layouts_raise_no_alarm(ranks, model, sizes, parallel, optimizer):
     found = ranks.run(4, certified_runs.run, model, sizes, parallel, "", optimizer)
     assert found[0]["passed"], found[0]["lines"][:20]

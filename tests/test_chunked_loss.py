@@ -243,7 +243,8 @@ LLAMAS = [
 
 # The first six have every strategy and every other value.
 @pytest.mark.parametrize("case", [
-    *CASES[:6], *(pytest.param(case, marks=pytest.mark.slow) for case in (*CASES[6:], *LLAMAS)),
+    *CASES[:6], *(pytest.param(case, marks=pytest.mark.slow) for case in (*CASES[6::2], *LLAMAS[:3])),
+    *(pytest.param(case, marks=pytest.mark.soak) for case in (*CASES[7::2], *LLAMAS[3:])),
 ], ids=lambda case: named((getattr(case[0], "__name__", "TiedLlama"), *case[1:5])))  # fmt: skip
 def test_training_equals_plain_pytorch_on_every_layout(ranks, case):
     kind, strategy, bucketing, tensor, accumulation, more = case

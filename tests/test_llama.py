@@ -63,6 +63,7 @@ def test_heads_that_do_not_divide_are_an_error(model):
         tensor_plan(model, 4)
 
 
+@pytest.mark.slow
 def test_masked_documents_train_alike_on_every_layout(ranks, tmp_path):
     (tmp_path / "corpus.jsonl").write_text(
         "".join(f'{{"text": "{i} squared is {i * i}"}}\n' for i in range(4000))

@@ -118,7 +118,9 @@ def trained_matrices(layout: str = "") -> list[tuple]:
     ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [
+    pytest.param(each, marks=pytest.mark.slow) if each in ("ddp", "zero3", "tensor") else each for each in LAYOUTS
+])  # fmt: skip
 def test_each_matrix_is_iterated_once_and_updates_are_those_of_one_process(ranks, layout):
     found = ranks.run(LAYOUTS[layout][0], train, layout)
     expected = expected_weights(layout)

@@ -295,11 +295,10 @@ JOB = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(NO_CLUSTER is not None, reason=str(NO_CLUSTER))
 @pytest.mark.parametrize(
     ("words", "inside", "between"),
-    [(["strategy=hybrid"], "shard", "replicate"), (["strategy=zero3", "mesh.tensor=2"], "tensor", "shard")],
+    [pytest.param(["strategy=hybrid"], "shard", "replicate", marks=pytest.mark.slow), pytest.param(["strategy=zero3", "mesh.tensor=2"], "tensor", "shard", marks=pytest.mark.soak)],
 )  # fmt: skip
 def test_bytes_per_axis_are_those_that_the_kernel_counts(folder, words, inside, between):
     with Cluster(2, ranks=2) as cluster:

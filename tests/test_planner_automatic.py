@@ -93,11 +93,13 @@ def test_a_dry_run_says_what_would_be_chosen(capsys):
     assert "strategy=auto" not in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [
-    ("-m", "parallel2d.train", "launch.nproc_per_node=2"),
-    ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "parallel2d.train"),
-], ids=["own", "torchrun"])  # fmt: skip
+    pytest.param(("-m", "parallel2d.train", "launch.nproc_per_node=2"), marks=pytest.mark.slow, id="own"),
+    pytest.param(
+        ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "parallel2d.train"),
+        marks=pytest.mark.soak, id="torchrun",
+    ),
+])  # fmt: skip
 def test_a_job_runs_in_the_chosen_layout(folder, launcher):  # noqa: F811
     words = [*JOB, *SPEEDS, LITTLE, "checkpoint.every=2", "hydra.run.dir=run"]
     done = execute(folder, *words, launcher=launcher)

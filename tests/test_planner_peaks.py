@@ -138,6 +138,7 @@ def test_the_predicted_peak_of_every_layout(layout):
     assert -0.005 < error < 0.04
 
 
+@pytest.mark.slow
 def test_the_loss_in_chunks_lowers_the_predicted_peak():
     words = (*MODELS["llama, large vocabulary"], "strategy=ddp", "train.micro_batch_size=8")
     peaks = []

@@ -220,6 +220,7 @@ def test_a_server_whose_launcher_has_ended_before_ends_before_it_imports_anythin
     assert (late.returncode, late.stdout, late.stderr) == (1, b"", b"")
 
 
+@pytest.mark.slow
 def test_nothing_that_the_server_imports_asks_for_an_accelerator():
     """What it asks may start the driver, which does not survive a fork. In a process of its own,
     since here everything is imported."""

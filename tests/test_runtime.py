@@ -84,11 +84,6 @@ def check_nothing_is_left(answers: list[dict[str, Any]], resident: float) -> Non
         assert answer["unwrapped"]
 
 
-@pytest.mark.slow
-def test_a_process_can_set_up_and_tear_down_again_and_again(three_ranks):
-    check_nothing_is_left([answers[0] for answers in three_ranks], resident=24 * 2**20)
-
-
 @pytest.mark.soak
 def test_a_hundred_setups_leave_nothing_behind():
     check_nothing_is_left(
@@ -96,6 +91,7 @@ def test_a_hundred_setups_leave_nothing_behind():
     )
 
 
+@pytest.mark.slow
 def test_without_a_launcher_the_process_is_the_only_rank(one_process):
     answer = one_process[0]
     rank, world, reduced, backend, told = answer["answer"]

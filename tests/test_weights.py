@@ -328,7 +328,7 @@ def _summon(sizes):
     return found, dropped
 
 
-@pytest.mark.parametrize("sizes", [{}, {"tensor": 2}])
+@pytest.mark.parametrize("sizes", [{}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)])
 def test_whole_parameters_for_a_moment(ranks, sizes):
     for found, dropped in ranks.run(4, _summon, sizes):
         assert found == [({changed}, {doubled}) for _, (changed, doubled) in SUMMONED]
