@@ -35,7 +35,12 @@ if TYPE_CHECKING:
     from parallel2d.parallel.gradients import clip_gradient_norm, clip_gradient_value
     from parallel2d.parallel.loss import cross_entropy_sum, token_weight
     from parallel2d.parallel.mesh import MeshSpec, build_mesh, data_coordinate, mesh_shape
-    from parallel2d.parallel.parallelize import build_on_meta, parallelize
+    from parallel2d.parallel.parallelize import (
+        average_buffers,
+        build_on_meta,
+        parallelize,
+        sharded_copy,
+    )
     from parallel2d.parallel.parallelize.context import model_sharded_context
     from parallel2d.parallel.sync import (
         accumulate,
@@ -59,6 +64,7 @@ if TYPE_CHECKING:
     )
     from parallel2d.parallel.weights.whole_tensors import apply_full, sharded_modules
     from parallel2d.training.checkpoint import Checkpointer
+    from parallel2d.training.checkpoint.full_file import load_full, save_full
     from parallel2d.training.hooks import Hook, HookResult, RunView
     from parallel2d.training.optimizer import build_optimizer, set_learning_rate
 
@@ -86,6 +92,7 @@ _MODULES = {
     "accumulate": "parallel.sync",
     "apply_full": "parallel.weights.whole_tensors",
     "attach_optimizer": "parallel.sync",
+    "average_buffers": "parallel.parallelize",
     "barrier": "base.runtime",
     "build_mesh": "parallel.mesh",
     "build_on_meta": "parallel.parallelize",
@@ -100,6 +107,7 @@ _MODULES = {
     "finish_updates": "parallel.sync",
     "full_state": "parallel.weights.states",
     "limit_waiting": "base.runtime",
+    "load_full": "training.checkpoint.full_file",
     "load_full_state": "parallel.weights.states",
     "load_pretrained": "parallel.weights",
     "load_sharded_state": "parallel.weights.states",
@@ -113,9 +121,11 @@ _MODULES = {
     "parallelize": "parallel.parallelize",
     "reduce": "base.exchange",
     "rekey_optimizer_state": "parallel.weights.states",
+    "save_full": "training.checkpoint.full_file",
     "set_learning_rate": "training.optimizer",
     "set_step": "parallel.sync",
     "setup": "base.runtime",
+    "sharded_copy": "parallel.parallelize",
     "sharded_modules": "parallel.weights.whole_tensors",
     "sharded_state": "parallel.weights.states",
     "summon_full_params": "parallel.weights",
@@ -147,6 +157,7 @@ __all__ = [
     "accumulate",
     "apply_full",
     "attach_optimizer",
+    "average_buffers",
     "barrier",
     "build_mesh",
     "build_on_meta",
@@ -161,6 +172,7 @@ __all__ = [
     "finish_updates",
     "full_state",
     "limit_waiting",
+    "load_full",
     "load_full_state",
     "load_pretrained",
     "load_sharded_state",
@@ -174,9 +186,11 @@ __all__ = [
     "register_sync_hook",
     "rekey_optimizer_state",
     "replicate_group",
+    "save_full",
     "set_learning_rate",
     "set_step",
     "setup",
+    "sharded_copy",
     "sharded_modules",
     "sharded_state",
     "summon_full_params",

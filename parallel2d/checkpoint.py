@@ -72,6 +72,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--to", choices=FORMATS, help="format of the target; a file's ending tells it too")
     add("--dtype", choices=tuple(DTYPE_CHOICES), help="of the weights; default: as they are")
     add("--optimizer", action="store_true", help="carry optimizer state and position too")
+    add("--ema", action="store_true", help="averages of train.ema in the place of the weights")
     add("--shard-gib", type=float, default=5.0, help="size of a folder's data files (default 5)")
     add(
         "--model", action="append", default=[], metavar="KEY=VALUE",
@@ -118,7 +119,7 @@ def _print_table(rows: list[_Row], everything: bool) -> None:
         name, dtype, shape, chunks = row
         size = _size(_bytes([row]))
         print(f"{printable(name):<{width}}  {dtype:<8} {size:>10}  {chunks:>6}  {list(shape)}")
-    for kind in ("model", "optimizer", "sync", "replica", "rng"):
+    for kind in ("model", "ema", "optimizer", "sync", "replica", "rng"):
         chosen = _of_kind(rows, kind)
         if chosen:
             elements = sum(math.prod(shape) for _, _, shape, _ in chosen)
@@ -169,11 +170,14 @@ def run_convert(options: argparse.Namespace) -> None:
             target_format,
             dtype=DTYPE_CHOICES.get(options.dtype),
             optimizer=options.optimizer,
+            average=options.ema,
             shard_bytes=int(options.shard_gib * 2**30),
             arguments=arguments,
             progress=progress,
         )
     print(f"{options.target}: {written} tensors")
+    if source.averages and not options.ema:
+        print("not written: the averages of train.ema, which --ema takes in the place of weights")
     model = llama_arguments(source.layout)
     if target_format == "parallel2d" and model:
         words = [f"model.{key}={str(value).lower()}" for key, value in model.items()]

@@ -9,8 +9,10 @@ from unittest import mock
 
 import torch
 from checkpoint_runs import Heard, build, train_step
+from training import whole
 
 from parallel2d.base.config import CheckpointConfig
+from parallel2d.parallel.sync.average import WeightAverage
 from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.recovery import buffer as buffers
 from parallel2d.training.recovery import memory_copies
@@ -32,17 +34,19 @@ def life(
     llama: dict[str, Any] | None = None,
     end: str = "killed",
     fault: Any = None,
+    decay: float | None = None,
     **checkpoint: Any,
 ) -> dict[str, Any]:
     """Trains from where the run stands to step ``until``. ``nodes``: the memory folder of each rank. ``end``: ``killed`` leaves all
     as it is after the last copy, ``finished`` and ``preempted`` end as a trainer does. ``fault(net)`` runs on each rank before
-    anything is restored."""
+    anything is restored; ``decay``: of averages of the weights."""
     rank = torch.distributed.get_rank()
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = nodes[rank]
     try:
         torch.manual_seed(rank)
         mesh, model, optimizer = build(mesh_sizes, parallel or FP64, **(llama or {}))
+        average = WeightAverage(model) if decay else None
         settings = CheckpointConfig(every=disk_every, memory_every=every, **checkpoint)
         with Heard() as heard:
             net = memory_copies(settings, run_dir, mesh)
@@ -55,6 +59,8 @@ def life(
             for step in range(start + 1, until + 1):
                 losses[step] = train_step(model, optimizer, mesh, step)
                 draws[step] = torch.rand(()).item()
+                if average is not None and decay is not None:
+                    average.update(decay)
                 last = step == until and end == "finished"
                 saver.save_if_due(
                     step,
@@ -75,6 +81,9 @@ def life(
             "on": net is not None and net.on,
             "newest": net.newest if net is not None else None,
             "age": saver.age_steps,
+            "averages": {name: whole(each).numpy() for name, each in average.values.items()}
+            if average
+            else None,
         }
     finally:
         os.environ.pop(VARIABLE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -11,20 +12,24 @@ from checkpoint_runs import build, train_step
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 from training import build_llama, optimizer_of, whole
 
 from parallel2d import (
+    CheckpointConfig,
+    Checkpointer,
     MeshSpec,
     ParallelConfig,
     apply_full,
     build_mesh,
     build_on_meta,
     full_state,
+    load_full,
     load_full_state,
     load_sharded_state,
     parallelize,
     rekey_optimizer_state,
+    save_full,
     sharded_modules,
     sharded_state,
 )
@@ -126,6 +131,92 @@ def test_a_sharded_state_goes_back_and_to_another_layout(ranks):
 def test_a_whole_state_loads_into_an_unwrapped_model_and_comes_back(ranks, name):
     found = ranks.run(4, there_and_back, *HYBRID, name, True, "id", bare=True)
     assert found == [(True, 2)] + [(True, 0)] * 3
+
+
+def through_files(folder, mesh_sizes, config):
+    """Files of `save_full` and of a script in one process, read by each other. Returns what the script says."""
+    mesh, model, optimizer = trained(mesh_sizes, config)
+    save_full(f"{folder}/ours.pt", model, optimizer, epoch=7, args={"lr": [1e-3]})
+    first = dist.get_rank() == 0
+    if first:
+        bare = build_llama()
+        bare_optimizer = build_optimizer(bare, OPTIMIZERS["adamw"])
+        content = torch.load(f"{folder}/ours.pt")
+        bare.load_state_dict(content["model"])
+        bare_optimizer.load_state_dict(content["optimizer"])
+        states = {"model": bare.state_dict(), "optimizer": bare_optimizer.state_dict()}
+        torch.save({**states, "epoch": 8, "counts": Counter("ab")}, f"{folder}/theirs.pt")
+        torch.save(bare.state_dict(), f"{folder}/model.pt")
+        torch.save({"state_dict": bare.state_dict(), "epoch": 8}, f"{folder}/other.pt")
+        assert sorted(content) == ["args", "epoch", "model", "optimizer"]
+    expected = next_losses(mesh, model, optimizer)
+    other, other_optimizer = fresh(mesh_sizes, config)
+    extra = load_full(f"{folder}/theirs.pt", other, other_optimizer)
+    assert extra == {"epoch": 8, "counts": Counter("ab")}
+    assert next_losses(mesh, other, other_optimizer) == expected
+    assert load_full(f"{folder}/model.pt", other) == {}
+    for name, says in (
+        ("other", "it has no model, but state_dict, epoch"),
+        ("none", "No such file"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            load_full(f"{folder}/{name}.pt", other)
+    with pytest.raises(ConfigError, match="save_full: .* not written"):
+        save_full(f"{folder}/none/ours.pt", other)
+
+
+def listed(state):
+    """Every value with the keys that lead to it."""
+    return sorted(map(str, tree_flatten_with_path(state)[0]))
+
+
+def pair(seed, world):
+    """Generator and critic with an optimizer each, after a step; the critic has buffers."""
+    torch.manual_seed(seed)
+    mesh = build_mesh(MeshSpec(), "zero3" if world < 4 else "hybrid")
+    config = ParallelConfig("zero3" if world < 4 else "hybrid", precision="fp64")
+    models = {
+        "generator": parallelize(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), mesh, config),
+        "critic": parallelize(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), mesh, config),
+    }
+    optimizers = {
+        "generator": torch.optim.AdamW(models["generator"].parameters(), lr=0.1),
+        "critic": torch.optim.SGD(models["critic"].parameters(), lr=0.1, momentum=0.9),
+    }
+    return mesh, models, optimizers
+
+
+def several(folder, resumes):
+    """Whole states of a generator and a critic that were trained, or go on from the checkpoint, and come back from whole ones."""
+    mesh, models, optimizers = pair(int(resumes), dist.get_world_size())
+    checkpointer = Checkpointer(CheckpointConfig(), folder, mesh, models, optimizers)
+    if checkpointer.restore() is None:
+        models["critic"](models["generator"](torch.randn(8, 4).double())).square().sum().backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+        checkpointer.save_if_due(1, {"samples": 8}, last=True)
+        checkpointer.finish()
+    state = full_state(models, optimizers, rank0_only=False, key_by="id")
+    _, others, their_optimizers = pair(5, dist.get_world_size())
+    load_full_state(others, their_optimizers, state)
+    again = full_state(others, their_optimizers, rank0_only=False, key_by="id")
+    assert listed(again) == listed(state)
+    bare = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    bare.load_state_dict(state["model"]["critic"])
+    torch.optim.SGD(bare.parameters()).load_state_dict(state["optimizer"]["critic"])
+    del state["model"]["critic"]
+    with pytest.raises(ConfigError, match="critic: the state does not fit: it has no model"):
+        load_full_state(others, None, state)
+    with pytest.raises(ConfigError, match="an optimizer by the name of its model"):
+        full_state(others, {"critics": their_optimizers["critic"]})
+    return listed(again)
+
+
+def test_files_of_whole_tensors_and_several_models_come_and_go(ranks, tmp_path):
+    ranks.run(4, through_files, str(tmp_path), *HYBRID)
+    trained_pair = ranks.run(4, several, str(tmp_path), False)
+    resumed = ranks.run(2, several, str(tmp_path), True)
+    assert all(each == trained_pair[0] for each in (*trained_pair, *resumed))
 
 
 def is_plain(value):

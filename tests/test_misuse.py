@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import logging
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 import training
 from torch import nn
-from workers import WorkerError
+from workers import WorkerError, logged
 
 import parallel2d
 from parallel2d import (
@@ -15,15 +20,20 @@ from parallel2d import (
     MeshSpec,
     OptimizerConfig,
     ParallelConfig,
+    average_buffers,
     build_mesh,
     build_on_meta,
     clip_gradient_norm,
     data_coordinate,
+    full_state,
     no_sync,
     parallelize,
+    reduce,
+    sharded_copy,
     token_weight,
 )
 from parallel2d.base.config import BucketingConfig, PrecisionConfig
+from parallel2d.parallel.parallelize import guards
 from parallel2d.parallel.parallelize.preconditions import check_offload
 
 
@@ -35,6 +45,73 @@ def _sharded(sizes=None):
     return parallelize(
         model, mesh, ParallelConfig("hybrid"), seed=0, init=model.init_weights, tensor_plan=plan
     ), mesh
+
+
+class _Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.lock = None
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+def _normalized():
+    torch.manual_seed(0)
+    mesh = build_mesh(MeshSpec(), "hybrid")
+    model = parallelize(_Norm(), mesh, ParallelConfig("hybrid", precision="fp64"))
+    x = torch.randn(8, 4, dtype=torch.float64)
+    model(x.chunk(4)[data_coordinate(mesh)])
+    return model, x
+
+
+def _statistics_and_pickles():
+    """An evaluation with statistics that differ is warned of once, by rank 0, and not after `average_buffers`."""
+    model, x = _normalized()
+    model.eval()
+    with logged("parallel2d", logging.WARNING) as said:
+        model(x), model(x)
+    assert len(said) == (dist.get_rank() == 0)
+    assert all("norm: running_mean and running_var are of each" in line for line in said)
+    average_buffers(model)
+    twin = sharded_copy(model)
+    with logged("parallel2d", logging.WARNING) as said:
+        results = reduce(model(x).detach(), op="max"), reduce(model(x).detach(), op="min")
+    assert torch.equal(*results)
+    assert torch.equal(twin(x), model(x))
+    assert not said
+    mean = 0.1 * model.linear(x).mean(0)
+    assert torch.allclose(model.norm.running_mean, mean.detach(), rtol=1e-12, atol=0)
+    # A pickle of sharded tensors is warned of, once; copies and whole states are not.
+    guards._say_parts.cache_clear()
+    with logged("parallel2d", logging.WARNING) as said:
+        copy.deepcopy(model.state_dict())
+        sharded_copy(model).update(0.5)
+        torch.save(full_state(model), io.BytesIO())
+        assert not said
+        torch.save(model.state_dict(), io.BytesIO())
+        torch.save(model.state_dict(), io.BytesIO())
+    assert len(said) == 1
+    assert "torch.save" in said[0]
+    assert "parallel2d.save_full" in said[0]
+
+
+def _copied(what):
+    """Raises what a copy that cannot be made says."""
+    mesh = build_mesh(MeshSpec(), "hybrid")
+    net, storage = _Norm(), "bf16" if what == "narrow" else "fp32"
+    if what == "lock":
+        net.lock = threading.Lock()
+    if what == "plain":
+        sharded_copy(net)
+    precision = PrecisionConfig(storage=storage, param=storage, reduce=storage)
+    model = parallelize(net, mesh, ParallelConfig("hybrid", precision=precision), broadcast_from=0)
+    if what == "late":
+        model.register_buffer("table", torch.ones(2))
+    if what == "narrow":
+        sharded_copy(model).update(0.9)
+    copy.deepcopy(model)
 
 
 def _optimizer_first(sharded_later):
@@ -91,6 +168,10 @@ REFUSED = {
     "a split tie": (2, _tied_split_apart, None, rf"{SPLIT}0.weight whole, 2.weight as S\(0\)"),
     "a split embedding": (2, _tied_split_apart, {"0": "rowwise"}, rf"{SPLIT}0.weight as S\(0\), 2.weight whole"),
     "words": (2, _tied_split_apart, {"0": "replicate", "2": "colwise"}, rf"{SPLIT}0.weight whole, 2.weight as S\(0\)"),
+    "a copy of a plain model": (2, _copied, "plain", "_Norm did not come from parallel2d.parallelize"),
+    "a copy of a lock": (2, _copied, "lock", "deepcopy: _Norm cannot be copied: cannot pickle '_thread.lock'"),
+    "a copy of what came late": (2, _copied, "late", "deepcopy: table changed after parallelize"),
+    "an average in 16 bits": (2, _copied, "narrow", r"update\(0.9\) needs a decay in .0, 1. and precision.storage=fp32"),
 }  # fmt: skip
 
 
@@ -106,6 +187,10 @@ def test_what_is_right_beside_them_works(ranks):
     assert ranks.run(2, _optimizer_first, False) == [1, 1]
     assert ranks.run(2, _call, False)[0] == (2, 4, training.VOCAB)
     assert ranks.run(4, _feed, "data") == [1, 1, 1, 1]
+
+
+def test_statistics_that_differ_and_pickles_of_parts_are_warned_of(ranks):
+    ranks.run(4, _statistics_and_pickles)
 
 
 def _wrong_arguments():

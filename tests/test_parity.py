@@ -176,6 +176,15 @@ def test_accumulation_modes_give_the_same_result(ranks, mode, strategy):
     check(ranks, 4, {}, {"strategy": strategy}, accumulation=2, during_accumulation=mode)
 
 
+@pytest.mark.parametrize(("strategy", "tensor"), [("ddp", 1), ("zero3", 2), ("hybrid_full", 1)])
+def test_averages_and_copies_equal_those_of_plain_pytorch(ranks, strategy, tensor):
+    config = {"strategy": strategy, "precision": "fp64"}
+    world = world_of(strategy, tensor)
+    run = ranks.run(world, training.train, {"tensor": tensor}, config, steps=3, decay=0.9)[0]
+    expected = training.reference(initial_model(), steps=3, dtype=torch.float64, decay=0.9)
+    compare(run, expected, losses=1e-10, norm=1e-10, weights=1e-10)
+
+
 @pytest.mark.slow
 def test_compiled_blocks_change_nothing(ranks):
     from parallel2d.base.config import CompileConfig

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from parallel2d import (
     ChunkedHead,
@@ -25,6 +26,7 @@ from parallel2d import (
     data_coordinate,
     mesh_shape,
     parallelize,
+    sharded_copy,
     token_weight,
     updated_parameters,
 )
@@ -164,16 +166,18 @@ def train(
     seed: int = 0,
     descent: bool = False,
     loss_chunk: int | None = None,
+    decay: float | None = None,
 ) -> dict[str, Any]:
     """Trains the small Llama on this process group; returns losses, gradient norms and whole final weights (rank 0).
 
     ``llama``: changes to its sizes, or another ``kind``, with a ``plan`` of its own if it is no Llama; ``descent``: with `Descent` instead of AdamW; ``loss_chunk``: with a
-    `ChunkedHead` of so many rows."""
+    `ChunkedHead` of so many rows; ``decay``: of averages of the weights, by `sharded_copy` and by torch's ``AveragedModel``."""
     mesh, model = sharded(mesh_sizes, config, seed, **(llama or {}))
     optimizer = Descent(model.parameters(), 0.3) if descent else optimizer_of(model)
     rank, data_ranks = data_coordinate(mesh), mesh_shape(mesh).data_ranks
     head = ChunkedHead(model, loss_chunk) if loss_chunk else None
     losses, norms = [], []
+    averages = Averages(model, sharded_copy(model), decay) if decay else None
     for step in range(steps):
         tokens, targets = (
             part.chunk(data_ranks)[rank].chunk(accumulation) for part in global_batch(step)
@@ -193,16 +197,52 @@ def train(
         norms.append(clip_gradient_norm(model.parameters(), 1.0).item())
         optimizer.step()
         optimizer.zero_grad()
+        if averages:
+            averages.update()
     weights = weights_of(model)
+    if averages:
+        weights |= averages.weights()
     rank0 = torch.distributed.get_rank() == 0
     return {"losses": losses, "norms": norms, "weights": weights if rank0 else None}
 
 
-def reference(model: nn.Module, *, steps: int, dtype: torch.dtype) -> dict[str, Any]:
+class Averages:
+    """Averages of a model's weights, in ``copy`` and by torch's own class, and what evaluations with them give."""
+
+    def __init__(self, model: nn.Module, copy: Any, decay: float) -> None:
+        self.model, self.copy = model, copy
+        self.of_torch = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        self.decay = decay
+
+    @torch.no_grad()
+    def update(self) -> None:
+        if isinstance(self.copy, nn.Module):
+            for kept, each in zip(self.copy.parameters(), self.model.parameters(), strict=True):
+                kept.copy_(self.decay * kept + (1 - self.decay) * each)
+        else:
+            self.copy.update(self.decay)
+        self.of_torch.update_parameters(self.model)
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, Any]:
+        found = {
+            "evaluated": self.copy(global_batch(9)[0]),
+            "evaluated by torch": self.of_torch(global_batch(9)[0]),
+        }
+        copied = getattr(self.copy, "module", self.copy)
+        found |= {f"average.{name}": each for name, each in copied.named_parameters()}
+        found |= {f"torch.{name}": each for name, each in self.of_torch.module.named_parameters()}
+        return {name: whole(each).detach().double().numpy() for name, each in found.items()}
+
+
+def reference(
+    model: nn.Module, *, steps: int, dtype: torch.dtype, decay: float | None = None
+) -> dict[str, Any]:
     """The same run in plain PyTorch: one process, the whole global batch at once, torch's own loss and clipping."""
     model = copy.deepcopy(model).to(dtype)
     optimizer = optimizer_of(model)
     losses, norms = [], []
+    averages = Averages(model, copy.deepcopy(model), decay) if decay else None
     for step in range(steps):
         tokens, targets = global_batch(step)
         logits = model(tokens)
@@ -212,7 +252,12 @@ def reference(model: nn.Module, *, steps: int, dtype: torch.dtype) -> dict[str, 
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    return {"losses": losses, "norms": norms, "weights": weights_of(model)}
+        if averages:
+            averages.update()
+    weights = weights_of(model)
+    if averages:
+        weights |= averages.weights()
+    return {"losses": losses, "norms": norms, "weights": weights}
 
 
 def reference_in(

@@ -27,6 +27,7 @@ from parallel2d.parallel.parallelize.layout import Layout, Workload, resolve
 from parallel2d.parallel.parallelize.precision import input_dtype
 from parallel2d.parallel.parallelize.preconditions import check as check_model
 from parallel2d.parallel.parallelize.preconditions import check_parameters
+from parallel2d.parallel.sync.average import WeightAverage
 from parallel2d.parallel.weights.source import WeightSource
 from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.data.batch import SampleShape, token_sequences
@@ -95,6 +96,7 @@ def lay_out(
         config.optimizer,
         frozenset(muon_names(parts.module, config.optimizer)),
         device_type,
+        config.train.ema is not None,
     )
     plan = plan_tensor_axis(config, parts, tensor)
     return resolve(config.parallel(), mesh, parts.module, workload, tensor_plan=plan)
@@ -143,6 +145,10 @@ def build_trainer(
     )
     model = apply_layout(layout, parts.module, mesh, source, topology, config.train.seed)
     optimizer = build_optimizer(model, config.optimizer)
+    if (decay := config.train.ema) is not None:
+        average = WeightAverage(model)
+        # After the exchange between replicas, which `build_optimizer` has registered.
+        optimizer.register_step_post_hook(lambda *_: average.update(decay))
     # An export to another format needs to know the model's configuration, and its tokenizer.
     tokenizer = {"path": config.data.tokenizer, "end_token": config.data.end_token}
     record = {**facts.record(), "model": dataclasses.asdict(config.model), "tokenizer": tokenizer}

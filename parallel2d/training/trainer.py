@@ -23,6 +23,7 @@ from parallel2d.parallel.chunked_head import ChunkedHead
 from parallel2d.parallel.gradients import scale_gradients
 from parallel2d.parallel.mesh import mesh_shape, sum_over_data_ranks
 from parallel2d.parallel.parallelize.precision import input_dtype
+from parallel2d.parallel.parallelize.running_statistics import average_buffers
 from parallel2d.parallel.sync import (
     accumulate,
     finish_updates,
@@ -292,6 +293,7 @@ class Trainer:
         if not is_due or not self.validation_sets:
             return None
         begin = time.perf_counter()
+        average_buffers(self.model)
         with outer_parameters(self.model):
             losses = {key: self.validate(stream) for key, stream in self.validation_sets.items()}
         seconds["validation_s"] = time.perf_counter() - begin

@@ -137,6 +137,12 @@ class LoopConfig:
     seq_len: int = option(128, "Tokens of a sequence; images have none", min=1)
     loss_chunk: int | None = option(None, "Tokens whose logits exist at a time; null: all", min=1)
     z_loss: float = option(0.0, "Weight in a token's loss of the squared log-sum-exp", min=0)
+    ema: float | None = option(
+        None,
+        "Decay of averages of the weights (EMA), which are validated and saved too; null: none",
+        above=0,
+        max=0.999999,
+    )
     validate_every: int = option(100, "Steps between validations; 0: never", min=0)
     validate_batches: int = option(4, "Global batches per validation", min=1)
     max_skipped_steps: int = option(20, "Non-finite gradients in a row before the run fails", min=1)

@@ -9,6 +9,7 @@ import json
 import os
 import stat
 import sys
+from collections.abc import Callable
 from typing import Any, BinaryIO, TypeGuard
 
 MAX_COUNT = 2**63 - 1  # of a size or an offset
@@ -93,16 +94,24 @@ def is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-def replace(path: str, text: str, *, durable: bool = False) -> None:
-    """Gives ``path`` this content in one rename: a reader sees the old file or the whole new one,
-    and a link is not followed. ``durable``: it survives a loss of power once the folder does.
-    Raises OSError, and leaves nothing behind then."""
+def replace(
+    path: str, content: str | Callable[[BinaryIO], object], *, durable: bool = False
+) -> None:
+    """Gives ``path`` this content, a text or what a function writes, in one rename: a reader sees
+    the old file or the whole new one, and a link is not followed.
+
+    ``durable``: it survives a loss of power once the folder does. Raises OSError, and leaves
+    nothing behind then.
+    """
     # In the same folder, because a rename does not cross file systems.
     draft = f"{path}.{os.urandom(8).hex()}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with open(os.open(draft, flags, 0o666), "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(os.open(draft, flags, 0o666), "wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode())
             if durable:
                 file.flush()
                 os.fsync(file.fileno())  # before the rename, or a crash could leave an empty file

@@ -84,7 +84,7 @@ def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemo
         "activations and whole gradients": step.activations + held.whole,
         "optimizer state": states.optimizer,
         "unrounded rows": states.masters,
-        "outer parameters": states.outer,
+        "outer parameters and averages": states.outer,
     }
     shown = {name: size for name, size in by_kind.items() if size}
     return PredictedMemory(sum(shown.values()), shown)

@@ -22,8 +22,8 @@ class StateBytes:
 
     ``masters``: with ``hybrid_full`` and ``sync.wire=bf16``, the unrounded rows that this replica
     updates. ``outer``: with ``sync=diloco``, the parameters that replicas share, their momentum and
-    what was not sent yet. With ``cpu_offload`` parameters, gradients, optimizer state and outer
-    parameters are in the memory of the host.
+    what was not sent yet; with ``train.ema``, averages. With ``cpu_offload`` parameters, gradients,
+    optimizer state and outer parameters are in the memory of the host.
     """
 
     parameters: int
@@ -60,7 +60,8 @@ def state_bytes(layout: Layout) -> StateBytes:
                 masters += count * math.prod(updated) * parameter.stored
             gradients += count * math.prod(updated) * parameter.gradient
             state += count * _optimizer_bytes(updated, parameter, layout.workload.optimizer)
-            outer += count * method.shared_copies * math.prod(held) * parameter.sum_itemsize
+            copies = method.shared_copies + layout.workload.average
+            outer += count * copies * math.prod(held) * parameter.sum_itemsize
     return StateBytes(parameters, masters, gradients, state, outer, layout.buffer_bytes)
 
 

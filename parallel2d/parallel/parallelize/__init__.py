@@ -26,6 +26,7 @@ from parallel2d.parallel.parallelize.activation_checkpointing import (
 )
 from parallel2d.parallel.parallelize.audit import audit
 from parallel2d.parallel.parallelize.compilation import compile_blocks
+from parallel2d.parallel.parallelize.copies import DEEPCOPY, copier, sharded_copy
 from parallel2d.parallel.parallelize.float8 import convert_to_float8
 from parallel2d.parallel.parallelize.guards import guard
 from parallel2d.parallel.parallelize.ignored import cast_ignored, ignored_parameters
@@ -33,6 +34,7 @@ from parallel2d.parallel.parallelize.layout import Layout, resolve
 from parallel2d.parallel.parallelize.precision import cast_storage
 from parallel2d.parallel.parallelize.preconditions import check, check_arguments, mark_sharded
 from parallel2d.parallel.parallelize.prefetch import prefetch_parameters
+from parallel2d.parallel.parallelize.running_statistics import average_buffers, watch_statistics
 from parallel2d.parallel.parallelize.scalars import keep_whole, scalar_places
 from parallel2d.parallel.parallelize.sharding import shard, synchronize
 from parallel2d.parallel.parallelize.tensor_parallel import apply_tensor_parallel
@@ -42,7 +44,7 @@ from parallel2d.parallel.weights.construction import build_on_meta
 from parallel2d.parallel.weights.initial_values import Initializer
 from parallel2d.parallel.weights.source import WeightSource
 
-__all__ = ["build_on_meta", "parallelize"]
+__all__ = ["average_buffers", "build_on_meta", "parallelize", "sharded_copy"]
 
 
 def parallelize(
@@ -115,6 +117,9 @@ def apply_layout(
 ) -> nn.Module:
     """Makes of ``model`` what ``layout`` says, which `resolve` has found for it on this mesh; the
     rest of `parallelize`, after `check`. ``seed``: of what ``sync.wire`` rounds at random."""
+    copy = copier(
+        model, lambda twin, weights: apply_layout(layout, twin, mesh, weights, topology, seed)
+    )
     mark_sharded(model, layout.ignored)
     _transform(layout, model, mesh, source, topology, seed)
     _fill(layout, model, mesh, source, topology)
@@ -122,7 +127,10 @@ def apply_layout(
     # Errors for calls that would go wrong.
     guard(model, mesh)
     audit(model, mesh, layout.config.sync.compare_every)
+    watch_statistics(model, mesh)
     clear_with_gradients(model)
+    # `fully_shard` has given the class one that raises.
+    vars(model)[DEEPCOPY] = copy
     return model
 
 

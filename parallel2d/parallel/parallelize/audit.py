@@ -270,7 +270,8 @@ def _checked(
                 raise
             raise RuntimeError(
                 f"parameters of {changed[0].called} were changed between a forward and its "
-                "backward, which needs those of before: call loss.backward() before optimizer.step()"
+                "backward, which needs those of before: call loss.backward() before the update, "
+                "optimizer.step()"
             ) from error
 
     return checked

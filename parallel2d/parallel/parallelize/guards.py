@@ -6,8 +6,10 @@ Under a tensor axis they cost one small collective in the first forward.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import hashlib
+import logging
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
@@ -26,6 +28,8 @@ from parallel2d.parallel.fsdp_internals import RunningForward
 from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.weights.whole_tensors import sharded_modules
 
+log = logging.getLogger(__name__)
+
 
 def guard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Installs the errors on ``model``, after `fully_shard`."""
@@ -33,6 +37,22 @@ def guard(model: nn.Module, mesh: DeviceMesh) -> None:
     explain_calls(model)
     model.register_load_state_dict_pre_hook(_refuse_whole_tensors)
     check_tensor_ranks_share_data(model, mesh)
+    # `pickle` asks this table before it asks the tensor; `copy` does not.
+    copyreg.pickle(DTensor, _pickled)
+
+
+def _pickled(tensor: DTensor) -> Any:
+    """What a pickle of ``tensor`` holds: the part of one rank, which is said once."""
+    _say_parts()
+    return tensor.__reduce_ex__(2)
+
+
+@functools.cache
+def _say_parts() -> None:
+    log.warning(
+        "torch.save, or another pickle, of sharded tensors writes the parts that this rank has: "
+        "call parallel2d.save_full(path, model, optimizer) on all ranks to write whole ones"
+    )
 
 
 def _refuse_whole_tensors(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -58,7 +58,8 @@ class Workload:
 
     ``inputs``: shape of one sample, ``targets``: of its targets; ``input_dtype``: in which inputs
     reach the model. ``muon``: FQNs of the parameters that Muon updates. ``device_type`` decides
-    which collectives there are; empty: that of the mesh.
+    which collectives there are; empty: that of the mesh. ``average``: whether averages of the
+    weights are kept.
     """
 
     micro_batch_size: int = 1
@@ -69,6 +70,7 @@ class Workload:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     muon: frozenset[str] = frozenset()
     device_type: str = ""
+    average: bool = False
 
     def example(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
         """Zeros as inputs [n, *inputs] and targets [n, *targets] of one micro-batch."""

@@ -5,7 +5,7 @@ own way."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh import has_cpu_backend
 from parallel2d.parallel.model_structure import updated_as
+from parallel2d.parallel.sync.average import average_of
 from parallel2d.parallel.sync.comparison import ReplicaComparison
 from parallel2d.parallel.sync.engine.buckets import Bucket, BucketQueue, Wait
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of, reducers_in
@@ -59,14 +60,16 @@ def set_step(model: nn.Module, step: int) -> None:
 
 @contextmanager
 def outer_parameters(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model`` has the parameters that replicas share: others with ``sync=diloco``."""
-    outer = outer_sync(model)
-    if outer is None:
+    """Inside, ``model`` has the parameters that all replicas share, for validation and export.
+    They are its own but with ``sync=diloco``; and with ``train.ema`` their averages."""
+    outer, average = outer_sync(model), average_of(model)
+    if outer is None and average is None:
         yield
         return
     # Parameters that a forward has gathered would hide the others.
     reshard(model)
-    with outer.outer_parameters():
+    shared = nullcontext() if outer is None else outer.outer_parameters()
+    with shared, nullcontext() if average is None else average.shown():
         try:
             yield
         finally:

@@ -93,10 +93,12 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """FQN -> what is saved and loaded: a parameter, or its master value, or a persistent buffer. A
     shared one is listed once, under its first name."""
     found: dict[str, Tensor] = {**parameters_by_name(model)}
-    for masters in vars(model).get(_MASTERS_OF, []):
-        found.update(masters.masters())
     transient: set[str] = set()
     for prefix, module in model.named_modules():
+        # Several models may be parts of one.
+        for masters in vars(module).get(_MASTERS_OF, []):
+            for name, master in masters.masters().items():
+                found[join_names(fqn_of(prefix), name)] = master
         # torch has no public name for the buffers that no state dict has.
         transient.update(join_names(prefix, name) for name in module._non_persistent_buffers_set)
     for name, buffer in model.named_buffers():
@@ -129,6 +131,22 @@ def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     stepped = set(map(id, params))
     # The order of the groups may differ between runs; that of the model does not.
     return {name: each for name, each in updated_by_name(model).items() if id(each) in stepped}
+
+
+def join_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """Groups and state of several optimizers, as they are now, in what states and checkpoints take
+    for one."""
+    groups = list(chain.from_iterable(each.param_groups for each in optimizers.values()))
+    state: dict[Tensor, Any] = {}
+    for optimizer in optimizers.values():
+        # An entry that does not exist is made, so that loading fills that of the optimizer itself.
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        state |= {parameter: optimizer.state[parameter] for parameter in params}
+    # States are compared by the name of the class too.
+    name = "+".join(type(each).__name__ for each in optimizers.values())
+    joined: Any = type(name, (), {"param_groups": groups, "state": state})
+    several: torch.optim.Optimizer = joined()
+    return several
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -42,13 +42,15 @@ from parallel2d.parallel.weights.optimizer_settings import (
 from parallel2d.parallel.weights.whole_tensors import fill, gather_tensor
 
 Key = Literal["name", "id"]
+Models = nn.Module | Mapping[str, nn.Module]
+Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 Entries = Mapping[str, Mapping[str, Any]]  # FQN of a parameter -> key, such as exp_avg -> value
 
 
 @torch.no_grad()
 def full_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: Models,
+    optimizer: Optimizers | None = None,
     *,
     rank0_only: bool = True,
     cpu: bool = True,
@@ -58,6 +60,8 @@ def full_state(
     is given. Collective.
 
     Args:
+        model, optimizer: or several, ``{"critic": ..., ...}``, each optimizer by the name of its
+            model; ``state["model"]["critic"]`` is then the state of one.
         rank0_only: the other ranks get an empty dict and keep nothing.
         cpu: each tensor is moved to CPU memory as soon as it is whole.
         key_by: the keys of the optimizer's parameters: FQNs, or numbers (``id``), as
@@ -67,6 +71,13 @@ def full_state(
     tensor: the peak beside what is kept is one whole tensor. Raises `ConfigError` for another
     ``key_by``.
     """
+    if isinstance(model, Mapping) or isinstance(optimizer, Mapping):
+        states: dict[str, Any] = {}
+        for name, each, own in _by_name(model, optimizer):
+            part = full_state(each, own, rank0_only=rank0_only, cpu=cpu, key_by=key_by)
+            for kind, value in part.items():
+                states.setdefault(kind, {})[name] = value
+        return states
     if key_by not in ("name", "id"):
         raise ConfigError(f"key_by={key_by} is not one of name, id")
     keep = not (rank0_only and dist.is_initialized()) or dist.get_rank() == 0
@@ -170,8 +181,8 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor] | None, *, source: 
 
 
 def load_full_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    model: Models,
+    optimizer: Optimizers | None,
     state: Mapping[str, Any] | None,
     *,
     from_rank0: bool = True,
@@ -181,7 +192,8 @@ def load_full_state(
     returned, or plain state dicts. Collective.
 
     Args:
-        optimizer: None: the model alone is loaded.
+        model, optimizer: or several, as for `full_state`, loaded one after the other. Without an
+            optimizer the model alone is loaded.
         state: ``{"model": state dict, "optimizer": state dict}``, the optimizer's keyed by FQN or
             by number. Rank 0 alone needs it (others may pass None or ``{}``) unless ``from_rank0``
             is false.
@@ -194,8 +206,30 @@ def load_full_state(
     anything is written, when names, shapes or the class of the optimizer differ; with
     ``from_rank0=False`` on the ranks whose own state differs.
     """
+    if isinstance(model, Mapping) or isinstance(optimizer, Mapping):
+        for name, each, own in _by_name(model, optimizer):
+            given = {kind: (state or {}).get(kind) or {} for kind in ("model", "optimizer")}
+            parts = {kind: value[name] for kind, value in given.items() if name in value}
+            try:
+                load_full_state(each, own, parts, from_rank0=from_rank0, settings=settings)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
+        return
     is_sent = from_rank0 and dist.is_initialized()
     _load(model, optimizer, state or {}, 0 if is_sent else None, settings)
+
+
+def _by_name(
+    models: Models, optimizers: Optimizers | None
+) -> Iterator[tuple[str, nn.Module, torch.optim.Optimizer | None]]:
+    """Name, model and optimizer of each of several."""
+    given = optimizers or {}
+    if not (isinstance(models, Mapping) and isinstance(given, Mapping)) or set(given) - set(models):
+        raise ConfigError(
+            "several models and optimizers must be dicts, an optimizer by the name of its model"
+        )
+    for name, model in models.items():
+        yield name, model, given.get(name)
 
 
 def load_sharded_state(
@@ -272,6 +306,8 @@ def _match_model(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, 
         # A likely slip: the model's state dict itself was given.
         if any(isinstance(value, Tensor) for value in state.values()):
             problem += ': give a state dict as {"model": state_dict}'
+        elif state:
+            problem += f", but {first_five(list(map(str, state)), ', ')}"
         return {}, [problem]
     tensors = {fqn_of(name): tensor for name, tensor in given.items()}
     here = model_tensors(model)

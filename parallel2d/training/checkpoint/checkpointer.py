@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +25,15 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.parallel.mesh import AXES, axis_names
-from parallel2d.parallel.weights.named_tensors import describe_optimizer, reshard, tied_names
+from parallel2d.parallel.parallelize import average_buffers
+from parallel2d.parallel.weights.named_tensors import (
+    describe_optimizer,
+    join_optimizers,
+    masters_in,
+    reshard,
+    tied_names,
+)
+from parallel2d.parallel.weights.states import Models, Optimizers
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
 from parallel2d.training.checkpoint.resume import Copies, Resume
 from parallel2d.training.checkpoint.save import Group, SavedState, Staging, write_checkpoint
@@ -49,7 +58,8 @@ class Checkpointer:
     Args:
         run_dir: checkpoints go to ``checkpoints/`` in it unless ``config.folder`` is set.
         mesh: the job's mesh; None for a single process without one.
-        model, optimizer: sharded or plain. ``optimizer=None`` saves the model alone.
+        model, optimizer: sharded or plain, or several, ``{"generator": ..., "critic": ...}``.
+            ``optimizer=None`` saves models alone.
         layout: facts for the manifest: numbers, strings, lists and dicts.
         copies: kept between the saves; `recovery.memory_copies` makes those that
             ``config.memory_every`` asks for. None: the store alone.
@@ -69,13 +79,19 @@ class Checkpointer:
         config: CheckpointConfig,
         run_dir: str | os.PathLike[str],
         mesh: DeviceMesh | None,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        model: Models,
+        optimizer: Optimizers | None,
         *,
         layout: dict[str, Any] | None = None,
         copies: Copies | None = None,
     ) -> None:
-        self.config, self.mesh, self.model, self.optimizer = config, mesh, model, optimizer
+        self.config, self.mesh, self._optimizer = config, mesh, optimizer
+        # The name of a parameter begins with that of its model.
+        self.model = model if isinstance(model, nn.Module) else nn.ModuleDict(model)
+        if self.model is not model and any(each.replicas_differ for each in masters_in(self.model)):
+            raise ConfigError(
+                "sync=diloco: a Checkpointer saves one model; make one for each, in its own folder"
+            )
         self.layout, self.copies = layout or {}, copies
         if copies is None and config.enabled and config.memory_every not in ("auto", 0):
             raise ConfigError(
@@ -134,6 +150,12 @@ class Checkpointer:
                 "does not see what rank 0 writes. Put the run directory on a shared file system, "
                 "or set checkpoint.folder to one"
             )
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """Several as one."""
+        given = self._optimizer
+        return join_optimizers(given) if isinstance(given, Mapping) else given
 
     @property
     def age_steps(self) -> int:
@@ -351,9 +373,11 @@ class Checkpointer:
     def _state(self, step: int, state: dict[str, Any]) -> SavedState:
         # Parameters that a forward has gathered would hide the sharded ones.
         reshard(self.model)
-        described = {}
-        if self.optimizer is not None:
-            described = describe_optimizer(self.model, self.optimizer)
+        # Files would have the mean of one rank beside the variance of another.
+        average_buffers(self.model)
+        described, optimizer = {}, self.optimizer
+        if optimizer is not None:
+            described = describe_optimizer(self.model, optimizer)
         mesh = dict.fromkeys(AXES, 1)
         if self.mesh is not None:
             mesh |= dict(zip(axis_names(self.mesh), self.mesh.shape, strict=True))
@@ -366,8 +390,8 @@ class Checkpointer:
             optimizer=described,
             tied=tied_names(self.model),
         )
-        shared = saved_tensors(self.model, self.optimizer)
-        of_replica = replica_tensors(self.model, self.optimizer)
+        shared = saved_tensors(self.model, optimizer)
+        of_replica = replica_tensors(self.model, optimizer)
         return SavedState(manifest, shared, of_replica, rng_tensors(self.group.rank))
 
     def _clear_the_way(self, step: int) -> str | None:

@@ -2,7 +2,7 @@
 `load_optimizer`; random generators by `rng_tensors` and `restore_rng`.
 
 Names are the same on every rank, layout and precision: ``model/<parameter or buffer>``,
-``optimizer/<key>/<parameter>`` and ``rng/<rank>/<generator>``.
+``ema/<parameter>``, ``optimizer/<key>/<parameter>`` and ``rng/<rank>/<generator>``.
 
 With replicas that train on their own (``sync=diloco``), ``model/`` holds the outer parameters, from
 which every other layout continues, and ``sync/`` the outer optimizer's state. Each replica has its
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import printable
 from parallel2d.base.files.tensor_file import DTYPES, DamagedCheckpointError
+from parallel2d.parallel.sync.average import average_of
 from parallel2d.parallel.sync.methods.diloco import OuterSync
 from parallel2d.parallel.sync.updates import outer_sync
 from parallel2d.parallel.weights.named_tensors import (
@@ -53,11 +54,28 @@ _TWISTER, _LARGEST = 624, 2**16
 def saved_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """Everything that all replicas share, by its name in the checkpoint, in the same order on every
     rank. Collective over the replicas with ``sync=diloco``."""
-    found = _under("model", model_tensors(model)) | shared_tensors(model)
+    found = _under("model", model_tensors(model)) | shared_tensors(model) | average_tensors(model)
     # Replicas that train on their own have optimizers of their own: `replica_tensors`.
     if optimizer is not None and STEPS not in found:
         found |= _under("optimizer", optimizer_tensors(model, optimizer))
     return found
+
+
+def average_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Lists the averages of ``train.ema``; empty without."""
+    average = average_of(model)
+    return {} if average is None else _under("ema", average.values)
+
+
+def load_averages(model: nn.Module, checkpoint: Checkpoint, *, restart: bool) -> None:
+    """Fills the averages; with ``restart`` they begin with the weights, which have been loaded, as
+    do those that ``checkpoint`` does not have. No communication."""
+    average = average_of(model)
+    if average is None:
+        return
+    average.update(0.0)
+    for name in () if restart else average.values:
+        _fill_if_there(average.values[name], f"ema/{name}", checkpoint)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

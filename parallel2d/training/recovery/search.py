@@ -36,7 +36,12 @@ from parallel2d.parallel.weights.geometry import Region, local_region
 from parallel2d.parallel.weights.named_tensors import model_tensors
 from parallel2d.training.checkpoint.manifest import MAX_BYTES, Checkpoint, Manifest
 from parallel2d.training.checkpoint.save import Group
-from parallel2d.training.checkpoint.state import fitting_name, names_under, needed_names
+from parallel2d.training.checkpoint.state import (
+    average_tensors,
+    fitting_name,
+    names_under,
+    needed_names,
+)
 from parallel2d.training.checkpoint.storage import describe_error, step_name
 from parallel2d.training.recovery.assembly import AssembledCopy, assemble
 from parallel2d.training.recovery.buffer import Found, check_file, digest, find_copies, map_new_file
@@ -351,6 +356,9 @@ def _needed(
         source = fitting_name(name, tensor, manifest)
         if source is not None:
             wanted.append((source, local_region(tensor)))
+    for name, tensor in average_tensors(model).items():
+        if name in manifest.tensors:
+            wanted.append((name, local_region(tensor)))
     for stored in needed_names(model, manifest.tensors):
         if optimizer is not None or "optimizer/" not in stored:
             wanted.append((stored, _needed_region(stored, manifest, here)))

@@ -79,6 +79,7 @@ def convert(
     *,
     dtype: str | None = None,
     optimizer: bool = False,
+    average: bool = False,
     shard_bytes: int = 5 * 2**30,
     arguments: Mapping[str, str] | None = None,
     progress: Progress | None = None,
@@ -91,6 +92,7 @@ def convert(
         dtype: safetensors name of the dtype that floating-point weights are converted to; None
             keeps each. Optimizer state is never converted.
         optimizer: convert optimizer state and the run's position too.
+        average: write the averages of ``train.ema`` in the place of weights.
         shard_bytes: size at which a folder's data goes on in another file.
         arguments: ``given`` of `write_model`.
         progress: gets the bytes read since the last call.
@@ -103,6 +105,8 @@ def convert(
         raise ConfigError("a Hugging Face model has no place for optimizer state")
     if optimizer and not source.optimizer:
         raise ConfigError("the source holds no optimizer state")
+    if average:
+        source = _averaged(source)
     chosen = _chosen(source, dtype, optimizer, progress)
     with _published(target) as place:
         match format:
@@ -117,6 +121,17 @@ def convert(
             case _:
                 formats.write_ours(chosen, place, shard_bytes)
     return len(chosen.tensors)
+
+
+def _averaged(source: Source) -> Source:
+    """``source`` with averages in the place of the weights that have some."""
+    if not source.averages:
+        raise ConfigError("the source holds no averages: it was not trained with train.ema")
+
+    def read(name: str) -> Tensor:
+        return source.read(name.replace("model/", "ema/", 1) if name in source.averages else name)
+
+    return replace(source, tensors={**source.tensors, **source.averages}, read=read)
 
 
 def _chosen(

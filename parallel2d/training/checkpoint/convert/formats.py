@@ -55,6 +55,8 @@ class Source:
     layout: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    # Of ``train.ema``: name of the weight -> (dtype name, shape)
+    averages: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
     def facts_text(self) -> str:
         return json.dumps({key: getattr(self, key) for key in _FACTS}, separators=(",", ":"))
@@ -103,8 +105,12 @@ def read_ours(path: str) -> Source:
     described = {}
     for name in names_under(["model", "optimizer"], checkpoint.tensors):
         described[name] = checkpoint.tensors[name].dtype, checkpoint.tensors[name].shape
+    averages = {}
+    for name in names_under(["ema"], checkpoint.tensors):
+        stored = checkpoint.tensors[name]
+        averages[f"model/{name.removeprefix('ema/')}"] = stored.dtype, stored.shape
     facts = {key: getattr(checkpoint.manifest, key) for key in _FACTS}
-    return Source("parallel2d", described, checkpoint.read, **facts)
+    return Source("parallel2d", described, checkpoint.read, **facts, averages=averages)
 
 
 def write_ours(source: Source, folder: str, shard_bytes: int) -> None:
@@ -212,7 +218,7 @@ class _TorchFile:
         self._open()
 
     def _open(self) -> None:
-        self.tensors, self.facts = _interpret(_load(self._path), self._label)
+        self.tensors, self.facts = _interpret(load_torch(self._path), self._label)
         total = sum(tensor.nbytes for tensor in self.tensors.values())
         if total > _REPEATED * self._size + _SMALL:
             raise ConfigError(
@@ -260,7 +266,9 @@ class _TorchFile:
             raise ConfigError(problem or f"{self._label} is not loaded: it takes above {limits}")
 
 
-def _load(path: str) -> Any:
+def load_torch(path: str) -> Any:
+    """The content of a ``torch.save`` file, tensors mapped from the disk. Raises `ConfigError` for
+    a file that cannot be read without running code."""
     try:
         with open(path, "rb") as file:
             # Or the single stream that torch wrote before version 1.6; it decides as here.

@@ -1,0 +1,78 @@
+"""Running statistics of BatchNorm, which each rank has of its own samples: `average_buffers` makes
+them equal, and an evaluation without it is warned of."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.base.errors import first_five
+from parallel2d.parallel.mesh import mesh_shape, sum_over_data_ranks
+from parallel2d.parallel.model_structure import fqn_of
+
+log = logging.getLogger(__name__)
+
+_STATISTICS = "_parallel2d_statistics"  # an attribute of the model
+_BUFFERS = ("running_mean", "running_var")
+
+
+class RunningStatistics:
+    """Those of ``norms``, by FQN."""
+
+    def __init__(self, mesh: DeviceMesh, norms: Mapping[str, nn.Module]) -> None:
+        self._mesh, self._norms = mesh, norms
+        self._differ = self._was_said = False
+
+    def before_forward(self, *_: Any) -> None:
+        """Notes, without communication, that ranks will differ, or warns once that they do."""
+        if any(norm.training for norm in self._norms.values()):
+            self._differ = True
+        elif self._differ and not self._was_said and dist.get_rank() == 0:
+            self._was_said = True
+            log.warning(
+                "%s: running_mean and running_var are of each rank's own samples, so evaluations "
+                "differ between ranks: call parallel2d.average_buffers(model) on all ranks before, "
+                "or use nn.SyncBatchNorm on GPUs",
+                first_five(list(self._norms), ", "),
+            )
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Makes them equal on all data ranks. Collective."""
+        for norm in self._norms.values():
+            both = torch.stack([getattr(norm, name).double() for name in _BUFFERS])
+            means = sum_over_data_ranks(both, self._mesh) / mesh_shape(self._mesh).data_ranks
+            for name, mean in zip(_BUFFERS, means, strict=True):
+                getattr(norm, name).copy_(mean)
+        self._differ = False
+
+
+def watch_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Finds the running statistics of ``model``, for `average_buffers` and the warning."""
+    norms = {}
+    for name, module in model.named_modules():
+        # None where a module keeps none. Those of SyncBatchNorm are equal.
+        has_both = all(module._buffers.get(buffer) is not None for buffer in _BUFFERS)
+        if has_both and not isinstance(module, nn.SyncBatchNorm):
+            norms[fqn_of(name)] = module
+    if norms and mesh_shape(mesh).data_ranks > 1:
+        statistics = vars(model)[_STATISTICS] = RunningStatistics(mesh, norms)
+        model.register_forward_pre_hook(statistics.before_forward)
+
+
+def average_buffers(model: nn.Module) -> None:
+    """Gives ``running_mean`` and ``running_var`` of each BatchNorm their means over the data ranks,
+    so that all evaluate the same model. Collective.
+
+    With equally many samples on each rank, the mean is that of the global batches; the variance is
+    that within a rank's samples.
+    """
+    for module in model.modules():
+        if _STATISTICS in vars(module):
+            vars(module)[_STATISTICS].average()
