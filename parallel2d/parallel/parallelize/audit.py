@@ -270,7 +270,7 @@ def _checked(
                 raise
             raise RuntimeError(
                 f"parameters of {changed[0].called} were changed between a forward and its "
-                "backward, which needs those of before: call loss.backward() before the update, "
+                "backward, which needs those of before: call loss.backward() before "
                 "optimizer.step()"
             ) from error
 
