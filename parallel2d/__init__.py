@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from parallel2d.parallel.weights.whole_tensors import apply_full, sharded_modules
     from parallel2d.training.checkpoint import Checkpointer
     from parallel2d.training.hooks import Hook, HookResult, RunView
-    from parallel2d.training.optimizer import build_optimizer, set_learning_rate
+    from parallel2d.training.optimizer import build_optimizer, set_learning_rate, whole_matrices
 
     __version__: str
 
@@ -122,6 +122,7 @@ _MODULES = {
     "teardown": "base.runtime",
     "token_weight": "parallel.loss",
     "updated_parameters": "parallel.sync",
+    "whole_matrices": "training.optimizer",
 }
 
 __all__ = [
@@ -183,6 +184,7 @@ __all__ = [
     "teardown",
     "token_weight",
     "updated_parameters",
+    "whole_matrices",
 ]
 
 

@@ -131,6 +131,14 @@ def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     return {name: each for name, each in updated_by_name(model).items() if id(each) in stepped}
 
 
+def spread_state(optimizer: torch.optim.Optimizer) -> None:
+    """Before all of a state is read: lets an optimizer that has it on some ranks alone
+    (`parallel2d.whole_matrices`) share it. Collective for such a one."""
+    spread = getattr(optimizer, "spread_state", None)
+    if spread is not None:
+        spread()
+
+
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """``<key>/<FQN>`` -> optimizer state that is a tensor. Empty before the first step."""
     found: dict[str, Tensor] = {}

@@ -24,7 +24,12 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.parallel.mesh import AXES, axis_names
-from parallel2d.parallel.weights.named_tensors import describe_optimizer, reshard, tied_names
+from parallel2d.parallel.weights.named_tensors import (
+    describe_optimizer,
+    reshard,
+    spread_state,
+    tied_names,
+)
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
 from parallel2d.training.checkpoint.resume import Copies, Resume
 from parallel2d.training.checkpoint.save import Group, SavedState, Staging, write_checkpoint
@@ -353,6 +358,7 @@ class Checkpointer:
         reshard(self.model)
         described = {}
         if self.optimizer is not None:
+            spread_state(self.optimizer)
             described = describe_optimizer(self.model, self.optimizer)
         mesh = dict.fromkeys(AXES, 1)
         if self.mesh is not None:
