@@ -267,31 +267,32 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_lists(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """A parameter's state, in which a list, such as SOAP's ``Q``, is ``Q[0]``, ``Q[1]``, and an
-    empty list in it an empty tensor. Raises `ConfigError` for what cannot be saved."""
+    empty list a string. Raises `ConfigError` for what cannot be saved."""
     for key, value in entries.items():
-        is_list = isinstance(value, list | tuple)
-        for index, each in enumerate(value if is_list else [value]):
-            if is_list and each == []:
-                each = torch.empty(0)
-            if not isinstance(each, Tensor | SCALARS | None):
+        places = {key: value}
+        if isinstance(value, list | tuple):
+            places = {f"{key}[{index}]": each for index, each in enumerate(value)}
+            places = places or {key: []}
+        for place, each in places.items():
+            if not isinstance(each, Tensor | int | float | None) and each != []:
                 raise ConfigError(
                     f"whole_matrices: the optimizer's state has {key} as a {type(value).__name__}; "
                     "what is saved are tensors, numbers and lists of these"
                 )
-            yield f"{key}[{index}]" if is_list else key, each
+            yield place, "empty" if isinstance(each, list) else each
 
 
 def _put(entries: dict[str, Any], key: str, value: Any) -> None:
     """Adds to a parameter's state an entry as `_without_lists` has given it."""
+    value = [] if isinstance(value, str) else value
     listed = re.fullmatch(r"(.+)\[(\d+)\]", key)
     if listed is None:
         entries[key] = value
         return
-    is_empty = isinstance(value, Tensor) and value.shape == (0,)
     places = entries.setdefault(listed[1], [])
     # In any order
     places.extend([None] * (int(listed[2]) + 1 - len(places)))
-    places[int(listed[2])] = [] if is_empty else value
+    places[int(listed[2])] = value
 
 
 def _described(value: Any) -> Any:
