@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -66,11 +67,17 @@ class StackedMuon(torch.optim.Optimizer):
         for each in group["params"]:
             state = self.state[each]
             if not state:
-                state |= {"step": 0, "first": torch.zeros_like(each), "second": torch.ones_like(each)}
+                state |= {
+                    "step": 0,
+                    "first": torch.zeros_like(each),
+                    "second": torch.ones_like(each),
+                }
             state["step"] += 1
             state["first"].lerp_(each.grad, 0.1)
             state["second"].lerp_(each.grad.square(), 0.05)
-            each.addcdiv_(state["first"], state["second"].sqrt(), value=-group["lr"] / state["step"])
+            each.addcdiv_(
+                state["first"], state["second"].sqrt(), value=-group["lr"] / state["step"]
+            )
 
 
 class Preconditioned(torch.optim.Optimizer):
@@ -87,7 +94,11 @@ class Preconditioned(torch.optim.Optimizer):
                 state = self.state[each]
                 if not state:
                     sides = [torch.eye(size).to(each) if size < 9 else [] for size in each.shape]
-                    state |= {"sides": sides, "decay": torch.tensor(1.0), "momentum": each * 0}
+                    state |= {
+                        "sides": sides,
+                        "decay": torch.ones((), dtype=each.dtype),
+                        "momentum": each * 0,
+                    }
                 update = state["momentum"].lerp_(each.grad, 0.5)
                 for dim, side in enumerate(state["sides"]):
                     if len(side):
@@ -147,10 +158,12 @@ def samples(step: int) -> Tensor:
     return torch.randint(0, 11, (SAMPLES, 5), generator=torch.Generator().manual_seed(step))
 
 
-def steps(model: nn.Module, optimizer: Any, mesh: Any, first: int, last: int) -> None:
+def steps(
+    model: nn.Module, optimizer: Any, mesh: Any, first: int, last: int, own: slice = slice(None)
+) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (first + step))
     for step in range(first, last + 1):
-        part = samples(step)
+        part = samples(step)[own]
         if mesh is not None:
             part = part.tensor_split(mesh_shape(mesh).data_ranks)[data_coordinate(mesh)]
         model(part).square().mean().backward()
@@ -206,3 +219,89 @@ def test_updates_are_those_of_one_process_and_resumed_on_another_layout(
     assert max(largest_difference(each[0], halfway) for each in found) <= 1e-10
     found = ranks.run(LAYOUTS[then][0], train, kind, then, str(tmp_path), True)
     assert max(largest_difference(each[0], weights_of(model)) for each in found) <= 1e-10
+    # Groups that are stacked have one owner; parameters that are not are divided.
+    whole = len(optimizer.param_groups) if kind == "stacked" else len(found)
+    assert sum(inner for *_, inner in found) == whole
+    if kind == "stacked":
+        expected = optimizer.state_dict()
+        for state in [each[1] for each in found]:
+            assert state["state"].keys() == expected["state"].keys()
+            for number, entries in expected["state"].items():
+                for key, value in entries.items():
+                    torch.testing.assert_close(state["state"][number][key], value)
+
+
+def continued(kind: str, layout: str, path: str, sync: SyncConfig | None) -> dict[str, Any]:
+    """Two steps from what a script saved in one process, with a `state_dict` in between."""
+    mesh, model = sharded(layout, sync=sync)
+    optimizer = built(kind, model, wrap=True)
+    parallel2d.attach_optimizer(model, optimizer)
+    weights, state = torch.load(path, weights_only=False)
+    parallel2d.load_state(model, weights)
+    optimizer.load_state_dict(state)
+    steps(model, optimizer, mesh, 3, 3)
+    optimizer.load_state_dict(optimizer.state_dict())
+    steps(model, optimizer, mesh, 4, 4)
+    return weights_of(model)
+
+
+def test_a_state_of_one_process_is_loaded(ranks, tmp_path):
+    for kind, layout in (("stacked", "hybrid"), ("lists", "hybrid_full")):
+        model = plain(layout)
+        optimizer = built(kind, model, wrap=False)
+        steps(model, optimizer, None, 1, 2)
+        torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / kind)
+        steps(model, optimizer, None, 3, 4)
+        found = ranks.run(4, continued, kind, layout, str(tmp_path / kind), None)
+        assert max(largest_difference(each, weights_of(model)) for each in found) <= 1e-10
+    # With diloco each replica has owners of its own, and is a job of one process on its samples.
+    found = ranks.run(4, continued, kind, "hybrid", str(tmp_path / kind), SyncConfig("diloco"))
+    for replica in range(2):
+        model = plain("hybrid")
+        optimizer = built(kind, model, wrap=False)
+        weights, state = torch.load(tmp_path / kind, weights_only=False)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        steps(model, optimizer, None, 3, 4, slice(6 * replica, 6 * replica + 6))
+        of_replica = found[2 * replica : 2 * replica + 2]
+        assert max(largest_difference(each, weights_of(model)) for each in of_replica) <= 1e-10
+
+
+def without_the_wrapper(saved: dict[str, Any]) -> dict[str, Any]:
+    _, model = sharded("hybrid")
+    matrices = [each for each in model.parameters() if each.ndim == 2]
+    model(samples(0)).square().mean().backward()
+    built_bare = {
+        "StackedMuon": StackedMuon([{"params": matrices[1:], "kind": "muon", "lr": 0.1}]),
+        "Rprop": torch.optim.Rprop(matrices),
+        "Muon": torch.optim.Muon(matrices),
+        "SGD": torch.optim.SGD(matrices, fused=True),
+    }
+    for name, optimizer in built_bare.items():
+        with pytest.raises(ConfigError, match=rf"{name}\.step .*whole_matrices\({name}, "):
+            optimizer.step()
+    with pytest.raises(ConfigError, match="LBFGS alone"):
+        whole_matrices(torch.optim.LBFGS, matrices)
+    optimizer = whole_matrices(torch.optim.Rprop, matrices)
+    optimizer.add_param_group({"params": [model.scale]})
+    with pytest.raises(ConfigError, match="all parameter groups at once"):
+        optimizer.step()
+    # Whole state that torch's own optimizers load is cut.
+    mesh, model = sharded("hybrid")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    # The ranks share its memory.
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    steps(model, optimizer, mesh, 3, 3)
+    return weights_of(model)
+
+
+def test_what_sharded_parameters_do_not_take_is_explained_and_whole_state_is_cut(ranks):
+    model = plain("hybrid")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    start = {name: each.clone() for name, each in model.state_dict().items()}
+    steps(model, optimizer, None, 1, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    model.load_state_dict(start)
+    steps(model, optimizer, None, 3, 3)
+    for found in ranks.run(4, without_the_wrapper, saved):
+        assert largest_difference(found, weights_of(model)) <= 1e-10

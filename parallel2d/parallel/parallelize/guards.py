@@ -24,6 +24,7 @@ from parallel2d.base.exchange import all_gather
 from parallel2d.parallel import fsdp_internals
 from parallel2d.parallel.fsdp_internals import RunningForward
 from parallel2d.parallel.mesh import axis_names
+from parallel2d.parallel.weights.optimizer_steps import watch_steps
 from parallel2d.parallel.weights.whole_tensors import sharded_modules
 
 
@@ -33,6 +34,7 @@ def guard(model: nn.Module, mesh: DeviceMesh) -> None:
     explain_calls(model)
     model.register_load_state_dict_pre_hook(_refuse_whole_tensors)
     check_tensor_ranks_share_data(model, mesh)
+    watch_steps()
 
 
 def _refuse_whole_tensors(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
