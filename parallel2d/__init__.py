@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from parallel2d.training.checkpoint import Checkpointer
     from parallel2d.training.checkpoint.full_file import load_full, save_full
     from parallel2d.training.hooks import Hook, HookResult, RunView
-    from parallel2d.training.optimizer import build_optimizer, set_learning_rate
+    from parallel2d.training.optimizer import build_optimizer, set_learning_rate, whole_matrices
 
     __version__: str
 
@@ -132,6 +132,7 @@ _MODULES = {
     "teardown": "base.runtime",
     "token_weight": "parallel.loss",
     "updated_parameters": "parallel.sync",
+    "whole_matrices": "training.optimizer",
 }
 
 __all__ = [
@@ -197,6 +198,7 @@ __all__ = [
     "teardown",
     "token_weight",
     "updated_parameters",
+    "whole_matrices",
 ]
 
 

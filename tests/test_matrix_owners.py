@@ -24,7 +24,7 @@ from parallel2d import (
 from parallel2d.base.config import OPTIMIZERS, SyncConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.parallelize import parallelize
-from parallel2d.training.optimizer import Muon, matrix_owners, muon
+from parallel2d.training.optimizer import matrix_owners, muon
 from parallel2d.training.optimizer.matrix_owners import MatrixOwners
 
 STEPS = 2
@@ -151,10 +151,11 @@ def owners_of(shapes: list[tuple[int, int]], sizes: dict[str, int]) -> list[list
     """By round, (owner, shape) of each matrix as this rank plans them."""
     mesh = build_mesh(MeshSpec(**sizes), "hybrid")
     matrices = [torch.empty(shape, device="meta") for shape in shapes]
-    costs = [muon.iteration_flops(matrix.shape, 5) for matrix in matrices]
+    owners = MatrixOwners(mesh)
+    assigned = owners.assign([muon.iteration_flops(matrix.shape, 5) for matrix in matrices])
     return [
         [(matrix.owner, tuple(matrix.shape)) for matrix in each.matrices]
-        for each in MatrixOwners(mesh).plan(matrices, costs)
+        for each in owners.plan(dict(enumerate(matrices)), assigned, muon.DTYPE)
     ]
 
 
@@ -181,13 +182,10 @@ def misbuilt() -> None:
     second = build_mesh(MeshSpec(replicate=2), "ddp")
     one = parallelize(odd_model(), first, ParallelConfig("zero3", precision="fp64"))
     other = parallelize(odd_model(), second, ParallelConfig("ddp", precision="fp64"))
-    up = one.blocks[0].up.weight
-    with pytest.raises(ValueError, match="needs mesh"):
-        Muon([{"params": [up], "algorithm": "muon", "weight_decay": 0.0}])
     groups = [{"pattern": "*.up.weight", "algorithm": "muon"}]
     with pytest.raises(ConfigError, match="on several meshes"):
         build_optimizer(nn.ModuleList([one, other]), replace(OPTIMIZERS["muon"], groups=groups))
 
 
-def test_matrices_without_their_mesh_or_of_two_meshes_are_refused(ranks):
+def test_matrices_of_two_meshes_are_refused(ranks):
     ranks.run(2, misbuilt)

@@ -39,7 +39,7 @@ from parallel2d.parallel.parallelize.scalars import keep_whole, scalar_places
 from parallel2d.parallel.parallelize.sharding import shard, synchronize
 from parallel2d.parallel.parallelize.tensor_parallel import apply_tensor_parallel
 from parallel2d.parallel.sync import clear_with_gradients
-from parallel2d.parallel.sync.engine.replica_reducer import engine_of
+from parallel2d.parallel.sync.engine.replica_reducer import engine_of, note_update_mesh
 from parallel2d.parallel.weights.construction import build_on_meta
 from parallel2d.parallel.weights.initial_values import Initializer
 from parallel2d.parallel.weights.source import WeightSource
@@ -190,4 +190,6 @@ def _fill(
 ) -> None:
     """Weights on this rank."""
     source.fill(model, mesh, topology, offload=layout.config.cpu_offload)
-    engine_of(model).updates.make(model)
+    engine = engine_of(model)
+    engine.updates.make(model)
+    note_update_mesh(model, engine.update_mesh)

@@ -26,6 +26,7 @@ from parallel2d.base.exchange import all_gather
 from parallel2d.parallel import fsdp_internals
 from parallel2d.parallel.fsdp_internals import RunningForward
 from parallel2d.parallel.mesh import axis_names
+from parallel2d.parallel.weights.optimizer_steps import watch_steps
 from parallel2d.parallel.weights.whole_tensors import sharded_modules
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ def guard(model: nn.Module, mesh: DeviceMesh) -> None:
     explain_calls(model)
     model.register_load_state_dict_pre_hook(_refuse_whole_tensors)
     check_tensor_ranks_share_data(model, mesh)
+    watch_steps()
     # `pickle` asks this table before it asks the tensor; `copy` does not.
     copyreg.pickle(DTensor, _pickled)
 

@@ -139,6 +139,7 @@ def join_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.op
     groups = list(chain.from_iterable(each.param_groups for each in optimizers.values()))
     state: dict[Tensor, Any] = {}
     for optimizer in optimizers.values():
+        spread_state(optimizer)
         # An entry that does not exist is made, so that loading fills that of the optimizer itself.
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         state |= {parameter: optimizer.state[parameter] for parameter in params}
@@ -147,6 +148,14 @@ def join_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.op
     joined: Any = type(name, (), {"param_groups": groups, "state": state})
     several: torch.optim.Optimizer = joined()
     return several
+
+
+def spread_state(optimizer: torch.optim.Optimizer) -> None:
+    """Before all of a state is read: lets an optimizer that has it on some ranks alone
+    (`parallel2d.whole_matrices`) share it. Collective for such a one."""
+    spread = getattr(optimizer, "spread_state", None)
+    if spread is not None:
+        spread()
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -30,6 +30,7 @@ from parallel2d.parallel.weights.named_tensors import (
     model_tensors,
     optimizer_tensors,
     reshard,
+    spread_state,
     tied_names,
     trained_parameters,
 )
@@ -124,6 +125,7 @@ def _state(
     tensors = {name: take(tensor) for name, tensor in model_tensors(model).items()}
     if optimizer is None:
         return {"model": tensors}
+    spread_state(optimizer)
     state: dict[str, dict[str, Any]] = {}
     for name, parameter in trained_parameters(model, optimizer).items():
         # Before the first step, and where a parameter got no gradient, there is no state, and
@@ -417,7 +419,9 @@ def new_state_tensor(
     # The step count of a parameter without dims has its shape too, and is no `DTensor` like it.
     if tuple(shape) == tuple(parameter.shape) and key != "step":
         return torch.zeros_like(parameter, requires_grad=False)
-    if tuple(shape) not in ((), (1,)):
+    # An optimizer that shares its state has whole tensors beside those of the parameter's shape.
+    shares_state = hasattr(optimizer, "spread_state")
+    if tuple(shape) not in ((), (1,)) and not shares_state:
         raise ConfigError(
             f"{key} of shape {list(shape)}: how it is split is unknown before the optimizer's "
             "first step"
@@ -428,6 +432,7 @@ def new_state_tensor(
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
         # By id: `in` would compare the values of tensors.
+        on_device = on_device or (shares_state and shape)
         if on_device and id(parameter) in map(id, group["params"]):
             device = parameter.device
     return torch.zeros(tuple(shape), dtype=dtype, device=device)

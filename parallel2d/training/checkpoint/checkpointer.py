@@ -31,6 +31,7 @@ from parallel2d.parallel.weights.named_tensors import (
     join_optimizers,
     masters_in,
     reshard,
+    spread_state,
     tied_names,
 )
 from parallel2d.parallel.weights.states import Models, Optimizers
@@ -377,6 +378,7 @@ class Checkpointer:
         average_buffers(self.model)
         described, optimizer = {}, self.optimizer
         if optimizer is not None:
+            spread_state(optimizer)
             described = describe_optimizer(self.model, optimizer)
         mesh = dict.fromkeys(AXES, 1)
         if self.mesh is not None:

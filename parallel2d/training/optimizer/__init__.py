@@ -2,27 +2,27 @@
 
 It returns a ``torch.optim.Optimizer`` whose update is that of a single process on any layout.
 AdamW, Adam and SGD update each element on its own and so are torch's; Adafactor and Muon need sums
-over whole matrices, or whole matrices, and are in `adafactor.py` and `muon.py`.
+over whole matrices, or whole matrices, and are in `adafactor.py` and `muon.py`; optimizers of one's
+own that need them are wrapped by `whole_matrices`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import OptimizerConfig, SchedulerConfig
 from parallel2d.base.config.checks import check_optimizer
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.sync.engine.replica_reducer import Engine, engines_in
+from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.training.optimizer.adafactor import Adafactor
 from parallel2d.training.optimizer.groups import describe_group, muon_names, plan_groups
 from parallel2d.training.optimizer.muon import Muon
+from parallel2d.training.optimizer.whole_matrices import whole_matrices
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ __all__ = [
     "plan_groups",
     "set_learning_rate",
     "update_bytes",
+    "whole_matrices",
 ]
 
 
@@ -61,17 +62,14 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
             f"OptimizerConfig('adamw', lr=3e-4); got {config!r}"
         )
     check_optimizer(config)
+    optimizer = _new_optimizer(plan_groups(model, config), config)
     # A plain model on one process has no engine.
-    engines = engines_in(model)
-    optimizer = _new_optimizer(plan_groups(model, config), config, engines)
-    for engine in engines:
+    for engine in engines_in(model):
         engine.updates.attach(optimizer)
     return optimizer
 
 
-def _new_optimizer(
-    groups: list[dict[str, Any]], config: OptimizerConfig, engines: Sequence[Engine]
-) -> torch.optim.Optimizer:
+def _new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     for group in groups:
         log.info("%s", describe_group(group))
     beta1, beta2 = config.betas
@@ -108,21 +106,8 @@ def _new_optimizer(
         adjust_lr_fn=config.adjust_lr,
         betas=(beta1, beta2),
         adamw_eps=config.eps,
-        mesh=_update_mesh(engines),
         **implementation,
     )
-
-
-def _update_mesh(engines: Sequence[Engine]) -> DeviceMesh | None:
-    """The ranks that make the same updates; None on one process. Raises `ConfigError` where parts
-    of the model have several meshes."""
-    meshes = [engine.update_mesh for engine in engines]
-    if any(mesh != meshes[0] for mesh in meshes):
-        raise ConfigError(
-            "optimizer=muon: parts of the model are parallelized on several meshes; build an "
-            "optimizer for each of them"
-        )
-    return meshes[0] if meshes else None
 
 
 def update_bytes(optimizer: torch.optim.Optimizer) -> dict[str, float]:

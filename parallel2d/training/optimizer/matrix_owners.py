@@ -1,5 +1,5 @@
-"""Brings each sharded matrix whole to the one rank that works on it, and the result back to all
-ranks: `MatrixOwners`.
+"""Brings each sharded tensor, such as a matrix, whole to the one rank that works on it, and the
+result back to all ranks: `MatrixOwners`.
 
 [Note: one owner per matrix] The mesh is taken from the inside out: tensor, shard, replicate. An
 axis either splits a matrix, and then it splits what the axes before it have left, or its ranks hold
@@ -12,7 +12,7 @@ matrix crosses the replicate axis once per other replica, in parts that all rank
 replica send.
 
 Owners, rounds and the order of collectives follow from shapes alone, and so are the same on all
-ranks. Each matrix, the most expensive first, goes to the rank with the least work so far. In a
+ranks. Work, the most expensive first, goes to the rank with the least work so far. In a
 round an owner holds at most `ROUND_BYTES` of whole matrices, or one matrix. Results are scattered
 in batches of which a rank receives at most `BATCH_BYTES`, or its part of one matrix, and copies in
 pieces of at most `COPIES_BYTES` for all ranks of the axis.
@@ -38,7 +38,6 @@ from torch.nn.functional import pad
 from parallel2d.parallel.mesh import axis_positions
 from parallel2d.parallel.weights.geometry import Region, local_region, pieces_of, split_dims
 
-DTYPE = torch.bfloat16  # of matrices and results that are sent
 ROUND_BYTES = 64 * 2**20
 BATCH_BYTES = 256 * 2**20
 COPIES_BYTES = 64 * 2**20
@@ -89,28 +88,30 @@ class OwnedMatrix:
     """A matrix and the rank that works on it.
 
     ``number``: its place among those that were planned. ``shape``: of the whole. ``owner``: the
-    owner's place on each axis. ``parts``: what each axis leaves to this rank.
+    owner's place on each axis. ``parts``: what each axis leaves to this rank. ``itemsize``: bytes
+    of an element that is sent.
     """
 
     number: int
     shape: torch.Size
     owner: tuple[int, ...]
     parts: tuple[_MatrixPart, ...]
+    itemsize: int
 
     @property
     def whole_bytes(self) -> int:
-        return self.shape.numel() * DTYPE.itemsize
+        return self.shape.numel() * self.itemsize
 
     @property
     def part_bytes(self) -> int:
         """Bytes that a rank gets of the result, with padding."""
         part = self.parts[-1].padded if self.parts else self.shape
-        return part.numel() * DTYPE.itemsize
+        return part.numel() * self.itemsize
 
 
 class MatrixRound:
     """Matrices that are whole on their owners at the same time. ``matrices``: in the same order on
-    every rank."""
+    every rank. ``dtype``: in which they are sent."""
 
     def __init__(
         self,
@@ -118,6 +119,7 @@ class MatrixRound:
         axes: Sequence[MatrixAxis],
         matrices: Sequence[OwnedMatrix],
         device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self.matrices = matrices
         self.batches = _in_pieces(matrices, BATCH_BYTES, lambda matrix: matrix.part_bytes)
@@ -125,6 +127,7 @@ class MatrixRound:
         self._axes = axes
         self._places = tuple(axis.place for axis in axes)
         self._device = device
+        self._dtype = dtype
 
     def is_sent(self, matrix: OwnedMatrix) -> bool:
         """Whether the owner gets this rank's part: of copies it gets one."""
@@ -136,8 +139,7 @@ class MatrixRound:
     def gather(self, parts: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """The whole matrices that this rank owns, by number. Collective.
 
-        ``parts``: by number, this rank's part of each matrix for which `is_sent` is true, in
-        `DTYPE`.
+        ``parts``: by number, this rank's part of each matrix for which `is_sent` is true.
         """
         held = dict(parts)
         for level in reversed(range(len(self._axes))):
@@ -149,7 +151,7 @@ class MatrixRound:
     ) -> dict[int, Tensor]:
         """This rank's parts of the results of ``batch``, one of `batches`, by number. Collective.
 
-        ``wholes``: the results of the matrices that this rank owns, in `DTYPE`.
+        ``wholes``: the results of the matrices that this rank owns.
         """
         held = {each.number: wholes[each.number] for each in batch if each.number in wholes}
         for level in range(len(self._axes)):
@@ -217,7 +219,7 @@ class MatrixRound:
         source = self._flat(own)
         sizes = [_numel(level, matrices) for matrices in by_place]
         received = [source.new_empty(size) for size in sizes]
-        step = max(1, COPIES_BYTES // (DTYPE.itemsize * axis.ranks))
+        step = max(1, COPIES_BYTES // (self._dtype.itemsize * axis.ranks))
         for begin in range(0, max(sizes), step):
             lengths = [max(0, min(step, size - begin)) for size in sizes]
             copies = [source[begin : begin + step]] * axis.ranks
@@ -255,7 +257,7 @@ class MatrixRound:
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
         if not tensors:
-            return torch.empty(0, dtype=DTYPE, device=self._device)
+            return torch.empty(0, dtype=self._dtype, device=self._device)
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
@@ -279,31 +281,46 @@ class MatrixOwners:
         dims = split_dims(matrix)
         return [(axis.name, axis.ranks, dims.get(axis.name)) for axis in self._axes]
 
-    def plan(self, matrices: Sequence[Tensor], costs: Sequence[float]) -> list[MatrixRound]:
-        """Gives each matrix an owner, and puts them in rounds. ``costs``: of the work on each, in
-        any unit.
+    def assign(self, costs: Sequence[float]) -> list[int]:
+        """The number of the owner of each piece of work. ``costs``: in any unit."""
+        work = [0.0] * math.prod(axis.ranks for axis in self._axes)
+        owners = [0] * len(costs)
+        # Equal ones stay in their order, and `index` finds the first of equal ranks.
+        for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
+            owners[number] = work.index(min(work))
+            work[owners[number]] += costs[number]
+        return owners
+
+    def is_own(self, owner: int) -> bool:
+        """Whether this rank is the owner of this number."""
+        return self._places_of(owner) == tuple(axis.place for axis in self._axes)
+
+    def plan(
+        self, matrices: Mapping[int, Tensor], owners: Sequence[int], dtype: torch.dtype
+    ) -> list[MatrixRound]:
+        """Puts the matrices, by number, in rounds. ``owners``: of all numbers, by `assign`.
+        ``dtype``: in which they are sent.
 
         No communication: every rank must give matrices of the same shapes in the same order.
         """
-        ranks = math.prod(axis.ranks for axis in self._axes)
-        work = [0.0] * ranks
-        owned: list[list[OwnedMatrix]] = [[] for _ in range(ranks)]
-        # Equal ones stay in their order, and `index` finds the first of equal ranks.
-        for number in sorted(range(len(matrices)), key=lambda number: -costs[number]):
-            rank = work.index(min(work))
-            work[rank] += costs[number]
-            owned[rank].append(self._owned(number, matrices[number], rank))
+        owned: dict[int, list[OwnedMatrix]] = {owner: [] for owner in sorted(set(owners))}
+        # The largest first
+        for number in sorted(matrices, key=lambda number: -matrices[number].numel()):
+            matrix = self._owned(number, matrices[number], owners[number], dtype)
+            owned[owners[number]].append(matrix)
         # By owner, then by round
-        turns = [_in_pieces(each, ROUND_BYTES, lambda matrix: matrix.whole_bytes) for each in owned]
+        turns = []
+        for each in owned.values():
+            turns.append(_in_pieces(each, ROUND_BYTES, lambda matrix: matrix.whole_bytes))
         rounds = []
         for at_once in zip_longest(*turns, fillvalue=[]):
             # The first matrix of each owner, then the second of each, ...
             alternating = filter(None, chain.from_iterable(zip_longest(*at_once)))
-            device = matrices[0].device
-            rounds.append(MatrixRound(self._mesh, self._axes, list(alternating), device))
+            device = next(iter(matrices.values())).device
+            rounds.append(MatrixRound(self._mesh, self._axes, list(alternating), device, dtype))
         return rounds
 
-    def _owned(self, number: int, matrix: Tensor, rank: int) -> OwnedMatrix:
+    def _owned(self, number: int, matrix: Tensor, owner: int, dtype: torch.dtype) -> OwnedMatrix:
         held = list(matrix.shape)
         padded = list(matrix.shape)
         offsets = [0] * matrix.ndim
@@ -324,7 +341,8 @@ class MatrixOwners:
         assert not region.numel or region == Region(tuple(offsets), tuple(held)), (
             f"{matrix.placements} does not split from the inside out"  # type: ignore[attr-defined]
         )
-        return OwnedMatrix(number, matrix.shape, self._places_of(rank), tuple(parts))
+        places = self._places_of(owner)
+        return OwnedMatrix(number, matrix.shape, places, tuple(parts), dtype.itemsize)
 
     def _places_of(self, rank: int) -> tuple[int, ...]:
         """The place on each axis of the rank of this number. Numbers run along the replicas first,
@@ -337,11 +355,12 @@ class MatrixOwners:
 
 
 def _padded(part: Tensor, shape: torch.Size) -> Tensor:
-    """``part`` with zeros at the end of its rows and columns up to ``shape``."""
-    rows, columns = part.shape
+    """``part`` with zeros at the end of each dim up to ``shape``."""
     if part.shape == shape:
         return part
-    return pad(part, (0, shape[1] - columns, 0, shape[0] - rows))
+    # The last dim comes first.
+    missing = [after - before for before, after in zip(part.shape, shape, strict=True)]
+    return pad(part, list(chain.from_iterable((0, each) for each in reversed(missing))))
 
 
 def _split_and_copied(

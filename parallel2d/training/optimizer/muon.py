@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from parallel2d.parallel.cost.update_traffic import owner_bytes
+from parallel2d.parallel.sync.engine.replica_reducer import update_mesh_of
 from parallel2d.parallel.weights.geometry import local_part
 from parallel2d.training.optimizer.groups import ADAMW, MUON
-from parallel2d.training.optimizer.matrix_owners import DTYPE, MatrixOwners, MatrixRound
+from parallel2d.training.optimizer.matrix_owners import MatrixOwners, MatrixRound
 
+DTYPE = torch.bfloat16  # of matrices and updates that are sent
 _NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NS_EPS = 1e-7
 
@@ -46,12 +46,11 @@ class Muon(torch.optim.Optimizer):
             as much for Muon's groups (``lr_scale``).
         momentum, nesterov, ns_steps: of Muon.
         betas, adamw_eps, foreach, fused: of AdamW.
-        mesh: the ranks that make the same updates, among which the matrices are divided; needed
-            where parameters are sharded. None: one process.
 
     State, param_groups and learning-rate schedules are those of any optimizer. ``step()`` is
-    collective over ``mesh``; every rank must have gradients of the same matrices. Raises ValueError
-    for a parameter of Muon that is no matrix, and for a sharded one without ``mesh``.
+    collective over the ranks that make the same updates, among which the matrices are divided;
+    every rank must have gradients of the same matrices. Raises ValueError for a parameter of Muon
+    that is no matrix.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class Muon(torch.optim.Optimizer):
         adamw_eps: float = 1e-8,
         foreach: bool | None = None,
         fused: bool | None = None,
-        mesh: DeviceMesh | None = None,
     ) -> None:
         muon = {
             "momentum": momentum,
@@ -91,8 +89,7 @@ class Muon(torch.optim.Optimizer):
                 raise ValueError(
                     f"Muon takes matrices, got a parameter of shape {list(parameter.shape)}"
                 )
-            if mesh is None and isinstance(parameter, DTensor):
-                raise ValueError("Muon needs mesh, because its parameters are sharded")
+        mesh = update_mesh_of(parameter for parameter, _ in self._matrices())
         self._owners = MatrixOwners(mesh)
         # The rounds, and the settings of the matrices for which they were planned, by id
         self._rounds: list[MatrixRound] = []
@@ -150,7 +147,8 @@ class Muon(torch.optim.Optimizer):
         wanted = list(zip(map(id, matrices), steps, strict=True))
         if wanted != self._planned_for:
             costs = list(map(iteration_flops, [matrix.shape for matrix in matrices], steps))
-            self._rounds = self._owners.plan(matrices, costs)
+            owners = self._owners.assign(costs)
+            self._rounds = self._owners.plan(dict(enumerate(matrices)), owners, DTYPE)
             self._planned_for = wanted
         return self._rounds
 

@@ -16,16 +16,18 @@ both means. Which parameters have a gradient is agreed on last; see [Note: unuse
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals import FSDPGroup
 from parallel2d.parallel.mesh import axis_names, inherit_timeout, mesh_shape, without_replicas
+from parallel2d.parallel.model_structure import updated_as
 from parallel2d.parallel.sync.engine.buckets import BucketQueue
 from parallel2d.parallel.sync.engine.global_batch import (
     GlobalBatch,
@@ -234,6 +236,31 @@ _ENGINE = "_parallel2d_engine"
 def register_engine(model: nn.Module, engine: Engine) -> None:
     """Makes ``engine`` that of ``model``."""
     vars(model)[_ENGINE] = engine
+
+
+# An attribute of the parameters that an optimizer gets
+_UPDATE_MESH = "_parallel2d_update_mesh"
+
+
+def note_update_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Lets `update_mesh_of` find the ``mesh`` of the parameters of ``model``."""
+    for parameter in model.parameters():
+        setattr(updated_as(parameter), _UPDATE_MESH, mesh)
+
+
+def update_mesh_of(parameters: Iterable[Tensor]) -> DeviceMesh | None:
+    """The ranks that make the same updates of ``parameters``; None where they are not those of a
+    parallelized model. Raises `ConfigError` for those of several meshes, or of another library."""
+    meshes: list[DeviceMesh | None] = []
+    for parameter in parameters:
+        meshes.append(getattr(parameter, _UPDATE_MESH, None))
+        is_unknown = meshes[-1] is None and isinstance(parameter, DTensor)
+        if is_unknown or meshes[-1] != meshes[0]:
+            raise ConfigError(
+                "an optimizer that needs whole matrices, such as muon, takes parameters of models "
+                "from parallel2d.parallelize, and not those on several meshes: build one for each"
+            )
+    return meshes[0] if meshes else None
 
 
 def engines_in(model: nn.Module) -> list[Engine]:

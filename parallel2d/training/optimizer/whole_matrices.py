@@ -1,0 +1,302 @@
+"""Runs an optimizer of one's own on whole tensors: `whole_matrices`.
+
+[Note: an optimizer that sees whole tensors] Each parameter group has an owner, a rank (with
+``split=True`` each parameter has). In a step the owner gets its parameters and gradients whole, an
+optimizer of the user's class makes its step there, and every rank gets its part of the new values;
+see [Note: one owner per matrix] in `matrix_owners.py`. Between steps owners keep the class's state
+alone. The loop has `WholeMatrices`, whose groups hold the sharded parameters and the settings.
+
+The state is in one place at a time. `spread_state` moves it to ``WholeMatrices.state``: what has
+the shape of its parameter sharded like it, all else equal on all ranks, as other states are saved
+and loaded. The next step moves what is there to the owners.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.exchange import all_gather
+from parallel2d.parallel.cost.update_traffic import owner_bytes
+from parallel2d.parallel.mesh import axis_names
+from parallel2d.parallel.model_structure import updated_as
+from parallel2d.parallel.sync.engine.replica_reducer import update_mesh_of
+from parallel2d.parallel.weights.geometry import local_part
+from parallel2d.parallel.weights.named_tensors import SCALARS
+from parallel2d.parallel.weights.states import TensorEntry
+from parallel2d.training.optimizer.matrix_owners import MatrixOwners, MatrixRound
+
+Tensors = Mapping[int, Tensor]  # by number of the parameter, or of what is sent
+
+
+def whole_matrices(
+    optimizer_class: type[torch.optim.Optimizer],
+    parameters: Iterable[Any],
+    *,
+    split: bool = False,
+    **arguments: Any,
+) -> torch.optim.Optimizer:
+    """An optimizer that updates sharded parameters as ``optimizer_class(parameters, **arguments)``
+    would in one process. ``step``, ``state_dict`` and whatever saves its state are collective.
+
+    Args:
+        optimizer_class: gets plain whole tensors; their values and gradients in ``step`` alone.
+        parameters: those of a parallelized model, or groups of them.
+        split: False: the parameters of a group have one owner, so a class may stack them or sum
+            over them. True: each may have another one, which divides the work further, for classes
+            that treat each parameter alone.
+
+    Owners are chosen by bytes. Parameters and gradients of an owner are whole there in a step.
+    Raises `ConfigError` for parameters that are not those of one mesh, for a class whose ``step``
+    needs a closure, and where state is to be saved that is no tensor, number or list of these.
+    """
+    kind = type(optimizer_class.__name__, (WholeMatrices,), {})  # a checkpoint has this name
+    return kind(optimizer_class, _mapped(parameters, updated_as), split, arguments)
+
+
+class WholeMatrices(torch.optim.Optimizer):
+    """See [Note: an optimizer that sees whole tensors]; made by `whole_matrices`."""
+
+    def __init__(self, optimizer_class: Any, given: Any, split: bool, arguments: Any) -> None:
+        closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            name = optimizer_class.__name__
+            raise ConfigError(
+                f"whole_matrices({name}, ...): step needs a closure; use {name} alone"
+            )
+        real: dict[nn.Parameter, Tensor] = {}
+
+        def place_of(parameter: Tensor) -> nn.Parameter:
+            # Without memory. Not a number, so that what a class computes from it is seen.
+            value = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
+            whole = nn.Parameter(value.expand(parameter.shape), parameter.requires_grad)
+            whole.grad_dtype = None  # any
+            real[whole] = parameter
+            return whole
+
+        self._inner = optimizer_class(_mapped(given, place_of), **arguments)
+        self._inner_groups = list(self._inner.param_groups)
+        # By number of the parameter, in the order of the groups
+        self._wholes: dict[int, nn.Parameter] = {}
+        sets: list[int] = []  # those in one set have one owner
+        groups = []
+        for group in self._inner_groups:
+            groups.append({**group, "params": [real[whole] for whole in group["params"]]})
+            self._wholes |= enumerate(group["params"], start=len(self._wholes))
+            sets += [len(groups)] * len(group["params"])
+        super().__init__(groups, self._inner.defaults)
+        self._parameters = [real[whole] for whole in self._wholes.values()]
+        self._mesh = update_mesh_of(self._parameters)
+        self._owners = MatrixOwners(self._mesh)
+        costs: Counter[int] = Counter()
+        sets = list(range(len(sets))) if split else sets
+        for each, parameter in zip(sets, self._parameters, strict=True):
+            costs[each] += parameter.nbytes
+        assigned = dict(zip(costs, self._owners.assign(list(costs.values())), strict=True))
+        self._owner_of = [assigned[each] for each in sets]
+        self._rounds = self._plan(dict(enumerate(self._parameters)), self._owner_of)
+        # For the numbers of the parameters that have gradients
+        self._gradient_rounds: dict[tuple[int, ...], list[MatrixRound]] = {}
+        # The class steps its own parameters, and has no state of others.
+        for number in list(self._wholes):
+            if not self._owners.is_own(self._owner_of[number]):
+                self._inner.state.pop(self._wholes.pop(number), None)
+        own = set(self._wholes.values())
+        for group in self._inner_groups:
+            group["params"] = [whole for whole in group["params"] if whole in own]
+        self._inner.param_groups = [group for group in self._inner_groups if group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update. Collective; every rank must have gradients of the same parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._collect_state()
+        gradients = {}
+        for number, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                gradients[number] = parameter.grad
+        numbers = tuple(gradients)
+        if numbers not in self._gradient_rounds:
+            self._gradient_rounds = {numbers: self._plan(gradients, self._owner_of)}
+        for number, value in _gather(self._rounds, dict(enumerate(self._parameters))).items():
+            self._wholes[number].data = value
+        for number, value in _gather(self._gradient_rounds[numbers], gradients).items():
+            self._wholes[number].grad = value
+        if len(self.param_groups) != len(self._inner_groups):
+            raise ConfigError("whole_matrices takes all parameter groups at once")
+        for inner, group in zip(self._inner_groups, self.param_groups, strict=True):
+            inner.update(_settings(group))
+        if self._wholes:
+            self._inner.step()
+        # What the class has set in its groups is known to the owners; `spread_state` tells others.
+        for inner, group in zip(self._inner_groups, self.param_groups, strict=True):
+            group.update(_settings(inner))
+        _scatter(self._rounds, self._wholes, dict(enumerate(self._parameters)))
+        for whole in self._wholes.values():
+            whole.grad = None
+            whole.data = whole.new_empty(()).expand(whole.shape)
+        return loss
+
+    def _plan(self, tensors: Tensors, owners: Sequence[int]) -> list[MatrixRound]:
+        """The rounds in which ``tensors`` are sent, each in its own dtype."""
+        rounds = []
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
+            sent = {number: each for number, each in tensors.items() if each.dtype == dtype}
+            rounds += self._owners.plan(sent, owners, dtype)
+        return rounds
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of any optimizer, with sharded tensors. Collective."""
+        self.spread_state()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def spread_state(self) -> None:
+        """Moves the owners' state to ``self.state``, and to all ranks what the class has set in its
+        groups. Collective."""
+        if self.state:
+            return
+        own: dict[tuple[int, str], Any] = {}
+        for number, whole in self._wholes.items():
+            for key, value in _without_lists(self._inner.state.pop(whole, {})):
+                own[number, key] = value
+        found = {place: _described(value) for place, value in own.items()}
+        settings = {}
+        for number, group in enumerate(self._inner_groups):
+            if group["params"]:
+                plain = {key: each for key, each in group.items() if isinstance(each, SCALARS)}
+                settings[number] = plain
+        for axis in axis_names(self._mesh) if self._mesh else ():
+            assert self._mesh is not None
+            for of_rank in all_gather((found, settings), self._mesh.get_group(axis)):
+                found |= of_rank[0]
+                settings |= of_rank[1]
+        for number, plain in settings.items():
+            self.param_groups[number].update(plain)
+        sources: dict[int, Tensor] = {}
+        targets: dict[int, Tensor] = {}
+        owners: list[int] = []
+        for number, key in sorted(found):
+            parameter = self._parameters[number]
+            value = own.get((number, key), found[number, key])
+            entry = found[number, key]
+            if isinstance(entry, TensorEntry):
+                sources[len(owners)] = value
+                value = torch.empty(entry.shape, dtype=entry.dtype, device=parameter.device)
+                if entry.shape == parameter.shape:
+                    value = torch.empty_like(parameter, dtype=entry.dtype, requires_grad=False)
+                targets[len(owners)] = value
+                owners.append(self._owner_of[number])
+            self.state[parameter][key] = value
+        _scatter(self._plan(targets, owners), sources, targets)
+
+    def _collect_state(self) -> None:
+        """Moves what ``self.state`` holds to the owners. Collective."""
+        places: list[tuple[int, str]] = []
+        sharded: dict[int, Tensor] = {}
+        for number, parameter in enumerate(self._parameters):
+            for key, value in self.state.get(parameter, {}).items():
+                if isinstance(value, DTensor):
+                    sharded[len(places)] = value
+                places.append((number, key))
+        owners = [self._owner_of[number] for number, _ in places]
+        wholes = _gather(self._plan(sharded, owners), sharded)
+        for number, whole in self._wholes.items():
+            if self._parameters[number] in self.state:
+                self._inner.state[whole] = {}
+        for index, (number, key) in enumerate(places):
+            if number in self._wholes:
+                value = self.state[self._parameters[number]][key]
+                entries = self._inner.state[self._wholes[number]]
+                _put(entries, key, wholes.get(index, value))
+        self.state.clear()
+
+    def update_bytes(self) -> dict[str, float]:
+        """See `optimizer.update_bytes`."""
+        found: Counter[str] = Counter()
+        for each in self._parameters:
+            splits = self._owners.splits(each)
+            found.update(owner_bytes(each.shape, splits, each.element_size(), gathers=2))
+        return dict(found)
+
+
+def _mapped(given: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """What an optimizer takes (tensors, pairs of name and tensor, groups of these) with
+    ``function`` of each tensor."""
+    if isinstance(given, Tensor):
+        return function(given)
+    if isinstance(given, Mapping):
+        return {**given, "params": _mapped(given["params"], function)}
+    if isinstance(given, tuple) and isinstance(given[0], str):
+        return given[0], function(given[1])
+    return [_mapped(each, function) for each in given]
+
+
+def _gather(rounds: Sequence[MatrixRound], tensors: Tensors) -> dict[int, Tensor]:
+    """The whole ones of ``tensors`` that this rank owns. Collective."""
+    wholes: dict[int, Tensor] = {}
+    for each in rounds:
+        sent = [matrix.number for matrix in each.matrices if each.is_sent(matrix)]
+        wholes |= each.gather({number: local_part(tensors[number].detach()) for number in sent})
+    return wholes
+
+
+def _scatter(rounds: Sequence[MatrixRound], wholes: Tensors, targets: Tensors) -> None:
+    """Fills this rank's parts of ``targets`` with the ``wholes`` of owners. Collective."""
+    for each in rounds:
+        for batch in each.batches:
+            for number, part in each.scatter(batch, wholes).items():
+                local_part(targets[number].detach()).copy_(part)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _without_lists(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A parameter's state, in which a list, such as SOAP's ``Q``, is ``Q[0]``, ``Q[1]``, and an
+    empty list a string. Raises `ConfigError` for what cannot be saved."""
+    for key, value in entries.items():
+        places = {key: value}
+        if isinstance(value, list | tuple):
+            places = {f"{key}[{index}]": each for index, each in enumerate(value)}
+            places = places or {key: []}
+        for place, each in places.items():
+            if not isinstance(each, Tensor | int | float | None) and each != []:
+                raise ConfigError(
+                    f"whole_matrices: the optimizer's state has {key} as a {type(value).__name__}; "
+                    "what is saved are tensors, numbers and lists of these"
+                )
+            yield place, "empty" if isinstance(each, list) else each
+
+
+def _put(entries: dict[str, Any], key: str, value: Any) -> None:
+    """Adds to a parameter's state an entry as `_without_lists` has given it."""
+    value = [] if isinstance(value, str) else value
+    listed = re.fullmatch(r"(.+)\[(\d+)\]", key)
+    if listed is None:
+        entries[key] = value
+        return
+    places = entries.setdefault(listed[1], [])
+    # In any order
+    places.extend([None] * (int(listed[2]) + 1 - len(places)))
+    places[int(listed[2])] = value
+
+
+def _described(value: Any) -> Any:
+    """What other ranks are told of a value; a scalar is told as it is."""
+    if isinstance(value, Tensor) and value.ndim:
+        return TensorEntry(value.shape, value.dtype)
+    return value
