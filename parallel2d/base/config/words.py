@@ -25,6 +25,10 @@ _OPEN = (
     "model.tensor_plan=",
     "data.validation.",
     "data.validation=",
+    "data.arguments.",
+    "data.arguments=",
+    "optimizer.arguments.",
+    "optimizer.arguments=",
 )
 # Options with which Hydra answers, or runs something else than one job.
 _NO_SINGLE_JOB = (

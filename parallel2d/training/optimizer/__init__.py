@@ -1,8 +1,8 @@
 """The optimizer of a parallelized model, and the learning rate. Start at `build_optimizer`.
 
 It returns a ``torch.optim.Optimizer`` whose update is that of a single process on any layout.
-AdamW, Adam and SGD update each element on its own and so are torch's; Adafactor and Muon need sums
-over whole matrices, or whole matrices, and are in `adafactor.py` and `muon.py`.
+AdamW, Adam and SGD update each element on its own and so are torch's; Muon needs whole matrices,
+and is in `muon.py`. Somebody's own is built by a function on the same parameter groups.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,16 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import OptimizerConfig, SchedulerConfig
 from parallel2d.base.config.checks import check_optimizer
+from parallel2d.base.config.options import load_reference
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.sync.engine.replica_reducer import Engine, engines_in
-from parallel2d.training.optimizer.adafactor import Adafactor
 from parallel2d.training.optimizer.groups import describe_group, muon_names, plan_groups
 from parallel2d.training.optimizer.muon import Muon
 
 log = logging.getLogger(__name__)
 
 __all__ = [
-    "Adafactor",
     "LossScaler",
     "Muon",
     "build_optimizer",
@@ -95,10 +95,8 @@ def _new_optimizer(
             nesterov=config.nesterov,
             **implementation,
         )
-    if config.name == "adafactor":
-        return Adafactor(
-            groups, lr=config.lr, beta2_decay=config.beta2_decay, d=config.clip_threshold
-        )
+    if config.name == "custom":
+        return _own_optimizer(groups, config)
     return Muon(
         groups,
         lr=config.lr,
@@ -111,6 +109,39 @@ def _new_optimizer(
         mesh=_update_mesh(engines),
         **implementation,
     )
+
+
+def _own_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """What ``config.target`` builds. Raises `ConfigError` for what cannot be trained with."""
+    assert config.target is not None
+    build = load_reference("optimizer.target", config.target)
+    what = f"optimizer.target={config.target}"
+    try:
+        optimizer = build(groups, **config.arguments)
+    except Exception as error:
+        raise ConfigError(
+            f"{what} with arguments {config.arguments}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise ConfigError(f"{what} returned {kind}, not a torch.optim.Optimizer")
+    given = _ids_in(groups)
+    taken = _ids_in(optimizer.param_groups)
+    if given != taken:
+        raise ConfigError(
+            f"{what} trains {len(taken)} tensors and was given {len(given)}: build the optimizer "
+            "on the groups as they are"
+        )
+    if config.weight_decay and "weight_decay" not in optimizer.defaults:
+        raise ConfigError(
+            f"optimizer.weight_decay={config.weight_decay} has no effect: "
+            f"{type(optimizer).__name__} of optimizer.target has no weight_decay"
+        )
+    return optimizer
+
+
+def _ids_in(groups: list[dict[str, Any]]) -> set[int]:
+    return {id(each) for each in chain.from_iterable(group["params"] for group in groups)}
 
 
 def _update_mesh(engines: Sequence[Engine]) -> DeviceMesh | None:
