@@ -129,6 +129,7 @@ def build_trainer(
     layout = lay_out(config, parts, mesh, plan, data.train.shape, device.type)
     writes = runtime.is_first and not quiet
     facts = describe_run(job, runtime, mesh, data, parts, layout, writes)
+    loss = ModelLoss(config, parts)  # asks the plain module
     source = WeightSource(
         parts.module,
         seed=config.train.seed,
@@ -138,7 +139,6 @@ def build_trainer(
     )
     model = apply_layout(layout, parts.module, mesh, source, topology, config.train.seed)
     optimizer = build_optimizer(model, config.optimizer)
-    loss = ModelLoss(config, parts)
     loss.chunked_head = _chunked_head(config, model, facts.head)
     loss.learn(model, data.train, device)
     for stream in data.streams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,8 @@ from parallel2d.training.data.own_data import TARGET_NAMES
 from parallel2d.training.data.stream import SampleStream
 from parallel2d.training.loss.rule import SAMPLES, LossRule, find_rule
 from parallel2d.training.model_families import ModelParts
+
+log = logging.getLogger(__name__)
 
 _INPUT_NAMES = ("idx", "input_ids", "inputs", "tokens", "x", "pixel_values")
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -241,6 +244,8 @@ class ModelLoss:
                 f"train.z_loss={train.z_loss}: {self._kind} computes its own loss, to which this "
                 "is not added; omit train.z_loss"
             )
+        if rule is not None:
+            log.info("the loss is that of %s, divided by: %s", train.loss or self._kind, rule)
         # All ranks have computed the same, and must go on with the same.
         self._rule = broadcast(rule)
 

@@ -57,7 +57,8 @@ class CrossEntropyCalls(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls: list[tuple[int, int]] = []  # the target that is ignored, how many are not
+        self.ignored: set[int] = set()  # the targets that they ignore
+        self.counts: set[int] = set()  # how many they do not ignore
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -67,13 +68,9 @@ class CrossEntropyCalls(TorchFunctionMode):
             given.apply_defaults()
             ignored, target = given.arguments["ignore_index"], given.arguments["target"]
             if not target.is_floating_point():
-                self._calls.append((ignored, int((target != ignored).sum())))
+                self.ignored.add(ignored)
+                self.counts.add(int((target != ignored).sum()))
         return function(*args, **(kwargs or {}))
-
-    @property
-    def only(self) -> tuple[int, int] | None:
-        """The one call that there was; of several it is not known which is the loss."""
-        return self._calls[0] if len(self._calls) == 1 else None
 
 
 # (targets, rows) -> the loss of these rows, None where the model gives logits
@@ -96,8 +93,8 @@ def find_rule(
     with CrossEntropyCalls() as calls:
         if run(targets, slice(None)) is None:
             return None
-    if calls.only is not None:
-        ignored = calls.only[0]
+    if len(calls.ignored) == 1:
+        (ignored,) = calls.ignored
     if has_classes and ignored is not None:
         assert targets is not None
         if targets.ndim > 1:
@@ -107,13 +104,14 @@ def find_rule(
     for rows in _PARTS:
         with CrossEntropyCalls() as calls:
             losses.append(run(targets, rows) or 0.0)
-        seen.append(None if calls.only is None else calls.only[1])
+        seen.append(calls.counts)
 
     rules = [LossRule("none", ignored)]
-    # What cross-entropy was seen to count; a function that calls another one has been told -100.
+    # What cross-entropy was seen to count; a function that calls none has been told what to ignore.
     for shift in (0, 1) if has_classes and ignored is not None else ():
         rule = LossRule("targets", ignored, shift)
-        if seen == _counts(rule, targets) or (seen[0] is None and shift == 0):
+        pairs = zip(_counts(rule, targets), seen, strict=True)
+        if all(count in found for count, found in pairs) or (not seen[0] and shift == 0):
             rules.append(rule)
     rules.append(LossRule("samples", ignored))
     if is_declared:
@@ -145,6 +143,6 @@ def _refusal(losses: list[float], counts: list[int], bound: float) -> str:
     return (
         f"the loss of {SAMPLES} samples is {whole:.7g}, of the first of them {first:.7g} and of "
         f"the others {rest:.7g}, with {counts[1]} and {counts[2]} valid targets: it is {what}, and "
-        "so depends on the layout; give train.loss a function of the output that adds up, or accept "
-        "that with train.loss_is=mean_per_micro_batch"
+        "so depends on the layout; give train.loss a function of the output that adds up, or "
+        "accept that with train.loss_is=mean_per_micro_batch"
     )
