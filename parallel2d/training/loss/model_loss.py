@@ -141,7 +141,13 @@ class ModelLoss:
         if found is not None:
             return found, True
         options = {"z_loss": train.z_loss} if train.z_loss and model.training else {}
-        return self._function(logits_in(output), targets, **options), False
+        logits = logits_in(output)
+        if not isinstance(logits, Tensor):
+            raise ConfigError(
+                f"{self._kind} returned {type(output).__name__}, in which there is neither a loss "
+                "nor logits; give train.loss a function of it"
+            )
+        return self._function(logits, targets, **options), False
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """The summed loss: a mean is multiplied by ``batch.valid_tokens``. Raises `ConfigError`
