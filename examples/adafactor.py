@@ -1,7 +1,7 @@
 """Adafactor (Shazeer and Stern 2018) as an optimizer of one's own for the train command.
 
-    PYTHONPATH=examples python -m parallel2d.train optimizer=custom optimizer.target=adafactor:build \
-        optimizer.lr=1e-2 optimizer.arguments.beta2_decay=-0.8
+    PYTHONPATH=examples python -m parallel2d.train optimizer=custom \
+        optimizer.target=adafactor:build optimizer.lr=1e-2 optimizer.arguments.beta2_decay=-0.8
 
 The update is that of ``torch.optim.Adafactor``, which itself does not run on sharded parameters.
 Sums over rows, columns and whole matrices are those of `DTensor`, up to five small all-reduces for

@@ -145,15 +145,14 @@ class LoopConfig:
     seq_len: int = option(128, "Tokens of a sequence; data=custom has none", min=1)
     loss: str | None = option(
         None,
-        "package.module:function(output, targets), in the place of the model's own loss or of the "
-        "cross-entropy of its logits; a sum, or a mean",
+        "package.module:function(output, targets); null: the model's own, or cross-entropy. It "
+        "returns a sum or a mean over targets that are not -100",
         reference=True,
     )
     loss_is: str = option(
         "auto",
-        "What a loss of your own is. auto: the sum or mean that the first samples show; "
-        "mean_per_micro_batch: a mean with terms that depend on the micro-batch, and so on the "
-        "layout",
+        "What such a loss is. auto: the sum or mean that it shows on three samples; "
+        "mean_per_micro_batch: more, which depends on the layout",
         choices=("auto", "mean_per_micro_batch"),
     )
     loss_chunk: int | None = option(None, "Tokens whose logits exist at a time; null: all", min=1)

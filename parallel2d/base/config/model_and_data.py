@@ -158,8 +158,8 @@ class DataConfig:
     )
     target: str | None = _custom(
         None,
-        "package.module:build(**arguments) -> a data set with `__len__` and `__getitem__`, or that "
-        "and a function that makes a batch of a list of samples",
+        "package.module:build(**arguments), returns a data set. It has `__len__` and "
+        "`__getitem__`; or a pair with a function that makes a batch of a list of samples",
         reference=True,
     )
     arguments: dict[str, Any] = _custom({}, "Of the function: data.arguments.folder=pictures")

@@ -196,7 +196,9 @@ class ModelLoss:
             targets = targets.masked_fill(targets == IGNORED, rule.ignored)
         if rule.divisor == "none":
             return dataclasses.replace(batch, targets=targets)
-        return self._counted(batch, targets) if batch.valid_tokens else batch
+        counted = self._counted(batch, targets)
+        # A sample of one's own that stands where there is none counts nothing.
+        return counted if batch.valid_tokens else dataclasses.replace(counted, valid_tokens=0)
 
     def without_first(self, batch: Batch, share: float) -> Batch:
         """``batch``, prepared, without this share of its targets, of each sequence the first; as it
