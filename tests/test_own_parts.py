@@ -267,14 +267,23 @@ def test_a_loss_that_depends_on_the_layout_must_be_declared(ranks, folder):
     words = (*words, "train.loss_is=mean_per_micro_batch")
     ranks.run(1, jobs.run, str(folder), str(folder / "run"), words, 2)
     assert jobs.rows(folder / "run")[1]["tokens"] == 2 * 16 * LENGTH
-    words = (*words, "model.target=test_own_parts:Logits")
-    with pytest.raises(WorkerError, match="has no effect: Logits gives logits"):
-        ranks.run(1, jobs.run, str(folder), str(folder / "other"), words, 1)
+    for target, more, message in [
+        ("Logits", "train.loss_is=mean_per_micro_batch", "has no effect: Logits gives logits"),
+        ("Alone", "train.loss_is=auto", "Alone returned a loss, and takes no targets: name them"),
+    ]:
+        words = (*words, f"model.target=test_own_parts:{target}", more)
+        with pytest.raises(WorkerError, match=message):
+            ranks.run(1, jobs.run, str(folder), str(folder / target), words, 1)
 
 
 class Logits(NanoGPT):
     def forward(self, idx):
         return self.head(self.hidden(idx))
+
+
+class Alone(NanoGPT):
+    def forward(self, idx):
+        return self.loss(self.head(self.hidden(idx))[:, :-1].contiguous(), idx[:, 1:].contiguous())
 
 
 def test_a_file_of_token_ids_is_read_as_it_is(tmp_path):

@@ -73,7 +73,6 @@ class ModelLoss:
                     f"train.{key}={value}: {self._kind} takes {self._targets} and computes its own "
                     f"loss, which this does not reach; omit train.{key}"
                 )
-        self._may_be_own = bool(self._targets or train.loss or config.model.family == "custom")
         self._dtype = input_dtype(config.precision)
         self._rule: LossRule | None = None  # None: the sum of `cross_entropy_sum`
         self.chunked_head: ChunkedHead | None = None  # computes the sum in its place
@@ -151,7 +150,7 @@ class ModelLoss:
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """The summed loss: a mean is multiplied by ``batch.valid_tokens``. Raises `ConfigError`
-        where the model gave logits at first, and a loss now."""
+        for a loss of a model that does not take the targets."""
         head = self.chunked_head
         if head is not None and model is head.model:
             args, named = self.arguments(batch.inputs, batch.targets, batch.document_ids)
@@ -162,7 +161,10 @@ class ModelLoss:
             # Data of one's own have a sample where there is none to be read.
             return value if batch.valid_tokens else value * 0
         if self._rule is None:
-            raise ConfigError(f"{self._kind} returned a loss, and logits in its first forward")
+            raise ConfigError(
+                f"{self._kind} returned a loss, and takes no targets: name them in its forward as "
+                f"one of {', '.join(TARGET_NAMES)}, or let data=custom give a batch without"
+            )
         wide = value.to(torch.promote_types(value.dtype, torch.float32))
         if self._rule.divisor == "none" and batch.valid_tokens:
             return wide
@@ -225,7 +227,8 @@ class ModelLoss:
         and is not declared to do so."""
         train = self._config.train
         rule = None
-        if self._may_be_own:
+        # Others give logits: no forward is spent on what whole logits may have no room for.
+        if self._targets or train.loss or stream.shape.targets is None:
             batch = stream.read([at % len(stream) for at in range(SAMPLES)]).to(device)
 
             def run(targets: Tensor | None, rows: slice) -> float | None:
