@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -213,34 +212,6 @@ def tensor_words(model: nn.Module) -> dict[str, str]:
             )
         found[pattern] = word
     return found
-
-
-def classifies_images(model: nn.Module) -> bool:
-    """Whether the library lists the model's class among those for image classification: it then
-    gives logits, [n, classes]."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSES,
-    )
-
-    # Each is the name of a class, or several.
-    names = [[listed] if isinstance(listed, str) else listed for listed in CLASSES.values()]
-    return type(model).__name__ in chain.from_iterable(names)
-
-
-def image_input(config: Any) -> tuple[int | None, int | None]:
-    """Pixels of a side and channels of the square images that a configuration names; None for what
-    it does not name."""
-    # Models of several kinds of input keep what they read of images in a part of its own.
-    vision = getattr(config, "vision_config", config)
-    size = getattr(vision, "image_size", None)
-    if isinstance(size, list | tuple) and len(size) == 2:
-        height, width = size
-        if height == width:
-            size = height
-    channels = getattr(vision, "num_channels", None)
-    # Anything else is not taken, such as a size of two different sides.
-    pixels, colours = (value if isinstance(value, int) else None for value in (size, channels))
-    return pixels, colours
 
 
 def context_of(seq_len: int) -> int:

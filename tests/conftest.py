@@ -13,8 +13,9 @@ import pytest
 
 # the forked workers import test modules and `workers` by name
 sys.path.insert(0, os.path.dirname(__file__))
-# `tools` stands at the root of the repository
+# `tools` stands at the root of the repository, and some examples are parts of jobs
 sys.path.append(os.path.dirname(os.path.dirname(__file__)))
+sys.path.append(os.path.join(os.path.dirname(os.path.dirname(__file__)), "examples"))
 
 # torch prints a C++ stack for every connection that breaks. Tests break many on purpose. Read when torch is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")

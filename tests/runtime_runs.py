@@ -59,7 +59,7 @@ def one_run() -> float:
         topology=runtime.topology,
     )
     CommunicationMeter(mesh).install()  # left for teardown to remove
-    optimizer = build_optimizer(model, OPTIMIZERS["adafactor"])
+    optimizer = build_optimizer(model, OPTIMIZERS["muon"])
     for _ in range(2):
         loss = model(torch.ones(2, 64)).square().mean()
         loss.backward()

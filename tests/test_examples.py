@@ -258,3 +258,36 @@ def test_fabric_trains_alike_on_two_layouts(tmp_path):
         *4 * [".distcp"],
         ".pt",
     ]
+
+
+@pytest.mark.extras("PIL", "transformers")
+@pytest.mark.parametrize("model", ["vit", "network"])
+def test_a_folder_of_images_trains_alike_on_two_layouts(ranks, tmp_path, model):
+    import numpy as np
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    for number, name in enumerate(("ant", "bee", "cat")):
+        (tmp_path / "pictures" / name / "more").mkdir(parents=True)
+        for index in range(20):
+            pixels = draw.integers(0, 128, (10, 12, 3)) + np.array([number & 1, number & 2, 0]) * 60
+            where = tmp_path / "pictures" / name / ("more" if index % 3 else "") / f"{index}.png"
+            Image.fromarray(pixels.astype(np.uint8)).save(where)
+    sizes = "num_labels: 3, num_attention_heads: 2, num_hidden_layers: 2, hidden_size: 16, intermediate_size: 24"
+    models = {
+        "vit": ["model=hf", "model.architecture=vit", f"++model.arguments={{image_size: 8, patch_size: 4, {sizes}}}"],
+        "network": ["model=custom", "model.target=images:Network", "++model.arguments={classes: 3, width: 4}"],
+    }  # fmt: skip
+    arguments = "{folder: pictures, size: 8, share: 0.2}"
+    words = [
+        *models[model], "data=custom", "data.target=images:build", f"data.arguments={arguments}", "train.validate_every=3",
+        f"data.validation={{held: {{arguments: {arguments[:-1]}, held_out: true}}}}}}",
+    ]  # fmt: skip
+    for name, world in (("alone", 1), ("hybrid", 4)):
+        ranks.run(world, jobs.run, str(tmp_path), str(tmp_path / name), words, 6)
+    alone, hybrid = (jobs.rows(tmp_path / name) for name in ("alone", "hybrid"))
+    for row, expected in zip(hybrid, alone, strict=True):
+        for key in ("loss", "tokens", "data/batch_hash", "validation/held/loss"):
+            assert row.get(key, 0) == pytest.approx(expected.get(key, 0), rel=1e-10, abs=0), key
+    assert [row["tokens"] for row in alone] == [16 * step for step in range(1, 7)]
+    assert alone[5]["validation/held/loss"] < alone[2]["validation/held/loss"]

@@ -231,19 +231,7 @@ def tokens(folder: Path, random: random.Random) -> None:
         verify(path.parent)
 
 
-def images(folder: Path, random: random.Random) -> None:
-    path = random.choice(sorted((folder / "images").glob("*/*")))
-    path.write_bytes(mutated_bytes(path.read_bytes(), random))
-    if random.random() < 0.2:
-        names = ("\x1b[31m.png", "x" * 250 + ".png", "\udcff.jpg", "none")
-        path.rename(path.with_name(random.choice(names)))
-    with contextlib.suppress(ConfigError):
-        options = {"path": str(folder / "images"), "image_size": 8, "validation_fraction": 0.0}
-        data = open_data(DataConfig(name="images", **options), seed=1)
-        data.train.read(range(len(data.train)))
-
-
-KINDS = {f.__name__: f for f in (manifest, header, saved, layout, rows, tokens, images)}
+KINDS = {f.__name__: f for f in (manifest, header, saved, layout, rows, tokens)}
 
 
 @pytest.fixture(scope="module")
@@ -296,18 +284,8 @@ def _prepare(folder: Path) -> None:
     assert data_command(words) == 0
 
 
-def _draw(folder: Path) -> None:
-    image, folder = pytest.importorskip("PIL.Image"), folder / "images"
-    for name in ("cats", "dogs"):
-        (folder / name).mkdir(parents=True)
-        for number, suffix in enumerate(("png", "jpg", "gif", "bmp", "webp")):
-            image.new("RGB", (9 + number, 8), (number, 200, 7)).save(
-                folder / name / f"{number}.{suffix}"
-            )
-
-
 _MAKE = {
-    "manifest": _save, "header": _save, "saved": _save_for_torch, "layout": _record, "rows": _record, "tokens": _prepare, "images": _draw,
+    "manifest": _save, "header": _save, "saved": _save_for_torch, "layout": _record, "rows": _record, "tokens": _prepare,
 }  # fmt: skip
 
 
@@ -340,7 +318,7 @@ def check(kind: str, original: Path, folder: Path, number: int) -> None:
     assert grown < MOST_BYTES
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "images"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_files_changed_at_random(original, tmp_path, kind):
     check(kind, original(kind), tmp_path / "run", MUTATIONS)
 
@@ -363,11 +341,6 @@ def test_documents_that_do_not_end_one_after_the_other_are_refused(original, tmp
 def test_pages_of_files_changed_at_random(original, tmp_path, kind, monkeypatch):
     monkeypatch.setitem(globals(), "REPORTS", (page,))
     fuzzed(kind, original(kind), tmp_path / "run", 1, 10)  # raises what page raises
-
-
-@pytest.mark.extras
-def test_images_changed_at_random(original, tmp_path):
-    check("images", original("images"), tmp_path / "run", MUTATIONS)
 
 
 @pytest.mark.soak

@@ -32,6 +32,7 @@ from parallel2d.parallel.cost.collectives import sent_bytes
 from parallel2d.parallel.cost.tensor_twin import count_tensor_axis, tensor_twin
 from parallel2d.parallel.cost.traffic import predicted_bytes
 from parallel2d.parallel.parallelize.layout import Workload, resolve
+from parallel2d.training.data.batch import token_sequences
 from parallel2d.training.metrics.communication import CommunicationMeter
 from parallel2d.training.metrics.keys import COMMUNICATION_KEYS
 from parallel2d.training.metrics.recorder import Deviation
@@ -64,13 +65,13 @@ def measure(
     shape = mesh_shape(mesh)
     with build_on_meta():
         model, init, plan = (build or build_small_llama)(shape.tensor)
-    workload = Workload(SEQUENCES, accumulation, (TOKENS,), (TOKENS,))
+    workload = Workload(SEQUENCES, accumulation, token_sequences(TOKENS))
     parallel.sync = dataclasses.replace(parallel.sync, during_accumulation=mode)
     layout = resolve(parallel, mesh, model, workload, tensor_plan=plan)
     sent, predicted_passes = None, None
     if shape.tensor > 1:
         twin, meter = tensor_twin(model, mesh, layout), CommunicationMeter(mesh, dry=True)
-        over_tensor = count_tensor_axis(twin, mesh, layout, cross_entropy_sum, meter)
+        over_tensor = count_tensor_axis(twin, mesh, layout, training.loss_of_logits, meter)
         assert over_tensor, "not counted"
         sent, predicted_passes = over_tensor.of_step(accumulation, mode)
     predicted = predicted_bytes(layout, sent)

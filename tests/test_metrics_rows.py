@@ -16,8 +16,9 @@ import termios
 
 import pytest
 from torch import nn
+from training import loss_of_logits
 
-from parallel2d import build_on_meta, cross_entropy_sum, dashboard
+from parallel2d import build_on_meta, dashboard
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.cost.flops import count_flops
 from parallel2d.training.data.batch import token_sequences
@@ -155,7 +156,7 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
         layers = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, words, bias=False)
         model = nn.Sequential(nn.Embedding(words, width), *layers)
     per_sequence = count_flops(
-        model, functools.partial(token_sequences(seq).example, 1), cross_entropy_sum
+        model, functools.partial(token_sequences(seq).example, 1), loss_of_logits
     )
     # 2 forward, 4 backward, per weight and token
     assert per_sequence == 6 * seq * (width * hidden + hidden * words)
@@ -197,7 +198,7 @@ def test_the_flops_of_a_model_that_refuses_meta_tensors_are_counted():
     # two layers; queries with keys, and weights with values, without the causal half
     attention = 2 * 2 * seq * 64
     example = functools.partial(token_sequences(seq).example, 1)
-    assert count_flops(model, example, cross_entropy_sum) == 6 * seq * (products + attention)
+    assert count_flops(model, example, loss_of_logits) == 6 * seq * (products + attention)
 
 
 ROW = {

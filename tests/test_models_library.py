@@ -290,10 +290,6 @@ def test_a_new_head_is_drawn_and_a_missing_layer_is_an_error(tmp_path):
     ({"path": "/nowhere"}, "/nowhere holds no config.json"),
     ({"architecture": "llama", "arguments": {"num_hidden_layers": 10**9}}, "num_hidden_layers=1000000000 is more than 10,000 layers"),
     ({"architecture": "t5", "arguments": {"num_decoder_layers": 10**9}}, "num_decoder_layers=1000000000 is more than 10,000 layers"),
-    ({"architecture": "wav2vec2", "arguments": {"num_hidden_layers": 1}},
-     "Wav2Vec2Model reads input_values, and the train command feeds token ids or images alone; train it with "),
-    ({"architecture": "vit", "arguments": {"num_hidden_layers": 1}, "head": "base"},
-     "ViTModel gives no logits of classes; set model.head=image_classification"),
     ({"architecture": "t5", "head": "base"}, "T5Model is no sequence-to-sequence language model; set model.head=seq2seq_lm"),
 ])  # fmt: skip
 def test_a_library_model_that_cannot_be_built_is_one_clear_error(given, message):

@@ -83,7 +83,7 @@ def test_what_cannot_run_is_refused(capsys, tmp_path, monkeypatch):
         (["cluster.nodes=2", "mesh.shard=2", "mesh.tensor=8", "model.n_kv_heads=4"], "does not divide the heads"),
         (["cluster.nodes=1000000"], "are more than 1,000,000 ranks"),
         (["optimizer.groups=[{pattern: nothing, lr_scale: 0.1}]"], "matches no parameter"),
-        (["data=images", "data.path=nowhere"], "data.image_size is needed"),
+        (["data=custom", "data.target=no.such:thing"], "cannot be imported"),
         (["cpu_offload=true", "cluster.device.type=cuda", "strategy=zero3"], "use plan.verify=false"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):

@@ -9,13 +9,13 @@ import pytest
 import torch
 from planned import Odd, small_llama
 from torch import nn
+from training import loss_of_logits
 
 from parallel2d.base.config.composition import compose
 from parallel2d.instruments.planner.layout_cost import JobCosts
 from parallel2d.parallel.cost import flops as flop_counts
 from parallel2d.parallel.cost.equal_blocks import by_blocks, find_equal_blocks
 from parallel2d.parallel.cost.flops import count_flops
-from parallel2d.parallel.loss import cross_entropy_sum
 from parallel2d.training.data.batch import token_sequences
 from tools.bench.predicted_peaks import LAYOUTS, MODELS, error_of
 
@@ -35,7 +35,7 @@ def counted_runs(monkeypatch) -> list[int]:
     return runs
 
 
-def both_counts(model: nn.Module, loss: Any = cross_entropy_sum) -> tuple[int | None, int | None]:
+def both_counts(model: nn.Module, loss: Any = loss_of_logits) -> tuple[int | None, int | None]:
     """FLOPs as counted, and those of a run of all blocks."""
     return count_flops(model, EXAMPLE, loss), flop_counts._count(model, EXAMPLE, loss)
 
@@ -88,14 +88,14 @@ def test_flops_of_deep_models_are_those_of_all_their_blocks(monkeypatch):
         assert few == all_of_them
     assert [stack.count for stack in find_equal_blocks(encoder)] == [7, 9]
     runs = counted_runs(monkeypatch)
-    count_flops(deep, EXAMPLE, cross_entropy_sum)
+    count_flops(deep, EXAMPLE, loss_of_logits)
     whole = sum(parameter.numel() for parameter in deep.parameters())
     assert len(runs) == 3
     assert max(runs) < whole / 2
     # It is as it was.
     assert len(deep.layers) == 20
     # Blocks that are used differently are all run.
-    count_flops(alternating, EXAMPLE, cross_entropy_sum)
+    count_flops(alternating, EXAMPLE, loss_of_logits)
     assert runs[-1] == sum(parameter.numel() for parameter in alternating.parameters())
 
 

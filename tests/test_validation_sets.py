@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jobs
 import pytest
-from images import Image, write_images
 
 from parallel2d.base.config import DataConfig
 from parallel2d.base.errors import ConfigError
@@ -117,7 +116,7 @@ def test_a_set_is_no_part_of_what_a_checkpoint_belongs_to(folder):
         ("sums.txt", r"data\.validation\.it=sums\.txt must have the form"),
         ({"packing": "tight"}, r"data\.validation\.it\.packing=tight is not one of packed, padded"),
         ({"split": "test"}, r"data\.validation\.it\.split=test has no effect with .*only with hf"),
-        ({"name": "images"}, "a model reads images or tokens"),
+        ({"name": "custom", "target": "a:b"}, "all sets are custom, or none"),
     ],
 )
 def test_a_wrong_entry_is_one_message(folder, entry, problem):
@@ -139,20 +138,6 @@ def test_a_set_of_another_tokenizer_is_refused(folder):
     own.save(str(folder / "own.json"))
     with pytest.raises(ConfigError, match=r"data\.validation\.it: prepared with the tokenizer own"):
         data_of(folder, validation={"it": {"tokenizer": str(folder / "own.json")}})
-
-
-@pytest.mark.extras("PIL")
-def test_a_set_of_images_has_the_classes_of_the_training_images(tmp_path):
-    assert Image is not None
-    write_images(tmp_path / "train")
-    write_images(tmp_path / "other", each=3)
-    options = {"name": "images", "path": str(tmp_path / "train"), "image_size": 8}
-    sets = {"other": {"path": str(tmp_path / "other")}}
-    data = open_data(DataConfig(**options, validation=sets), seed=0)
-    assert len(data.named_validation["other"]) == 15
-    (tmp_path / "other" / "ant").rename(tmp_path / "other" / "zebra")
-    with pytest.raises(ConfigError, match=r"data\.validation\.other: .*zebra"):
-        open_data(DataConfig(**options, validation=sets), seed=0)
 
 
 # Epochs

@@ -49,6 +49,11 @@ LLAMA = {
 SEQ, GLOBAL_BATCH = 16, 8
 
 
+def loss_of_logits(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """As the arithmetic of costs takes a loss."""
+    return cross_entropy_sum(model(inputs), targets)
+
+
 def global_batch(step: int) -> tuple[Tensor, Tensor]:
     """Tokens and targets, [GLOBAL_BATCH, SEQ]; some targets are ignored, unevenly over the sequences."""
     generator = torch.Generator().manual_seed(1000 + step)

@@ -32,15 +32,12 @@ from parallel2d.parallel.chunked_loss import (
     cross_entropy_from_hidden,
     targets_like,
 )
-from parallel2d.parallel.loss import cross_entropy_sum
+from parallel2d.parallel.loss import cross_entropy_sum, loss_bound
 from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.model_structure import find_blocks, fqn_of
 from parallel2d.parallel.weights.named_tensors import reshard
 
 _COMPARED = 480  # tokens of the first batch; a multiple of usual sizes of the tensor axis
-# By the dtype of the logits: largest relative difference of the two losses.
-_BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4}
-_BOUND = 1e-2  # of narrower ones
 
 _REFUSED_OPERATORS = {
     "__getitem__": "indexing",
@@ -305,7 +302,7 @@ class ChunkedHead:
             for module, was in training.items():
                 module.training = was
             reshard(self.model)
-        self._check_equal(found, plain, _BOUNDS.get(dtype, _BOUND))
+        self._check_equal(found, plain, loss_bound(dtype))
 
     def record(self, targets: Tensor, *inputs: Any, **options: Any) -> None:
         """Learns what the model does with its logits, without a comparison, for tensors without

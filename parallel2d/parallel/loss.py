@@ -28,6 +28,11 @@ _CHUNK_ELEMENTS = 2**22  # of logits turned to fp32 at once
 _FIRST_ALONE = False  # see `loss_chunks`
 
 
+def loss_bound(dtype: torch.dtype) -> float:
+    """How much, relatively, one loss may differ that is computed in two ways in ``dtype``."""
+    return {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 1e-2)
+
+
 def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
     """The factor by which a rank multiplies its summed loss before ``backward``; see
     [Note: the mean over valid tokens].

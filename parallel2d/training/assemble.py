@@ -23,16 +23,17 @@ from parallel2d.parallel.mesh import MeshShape, MeshSpec, build_mesh, data_coord
 from parallel2d.parallel.parallelize import apply_layout
 from parallel2d.parallel.parallelize.activation_checkpointing import kept_operators
 from parallel2d.parallel.parallelize.float8 import check_float8
-from parallel2d.parallel.parallelize.layout import Layout, Workload, resolve
+from parallel2d.parallel.parallelize.layout import Layout, SampleShape, Workload, resolve
 from parallel2d.parallel.parallelize.precision import input_dtype
 from parallel2d.parallel.parallelize.preconditions import check as check_model
 from parallel2d.parallel.parallelize.preconditions import check_parameters
 from parallel2d.parallel.sync.average import WeightAverage
 from parallel2d.parallel.weights.source import WeightSource
 from parallel2d.training.checkpoint import Checkpointer
-from parallel2d.training.data.batch import SampleShape, token_sequences
+from parallel2d.training.data.batch import token_sequences
 from parallel2d.training.data.feed import BatchPlan
 from parallel2d.training.hooks import Hook, build_hooks, check_hooks
+from parallel2d.training.loss.model_loss import ModelLoss
 from parallel2d.training.model_families import (
     ModelParts,
     build_model,
@@ -84,15 +85,10 @@ def lay_out(
     """How the job is laid over the ranks of ``mesh``: what is checked before ranks start, trained,
     and planned. Raises `ConfigError` for what cannot work."""
     tensor = mesh.tensor if isinstance(mesh, MeshShape) else mesh_shape(mesh).tensor
-    dtype = sample.dtype
-    if dtype.is_floating_point:
-        dtype = input_dtype(config.precision) or torch.float32
     workload = Workload(
         batches.micro_batch_size,
         batches.accumulation,
-        sample.inputs,
-        sample.targets,
-        dtype,
+        sample.cast(input_dtype(config.precision)),
         config.optimizer,
         frozenset(muon_names(parts.module, config.optimizer)),
         device_type,
@@ -135,6 +131,7 @@ def build_trainer(
     layout = lay_out(config, parts, mesh, plan, data.train.shape, device.type)
     writes = runtime.is_first and not quiet
     facts = describe_run(job, runtime, mesh, data, parts, layout, writes)
+    loss = ModelLoss(config, parts)  # asks the plain module
     source = WeightSource(
         parts.module,
         seed=config.train.seed,
@@ -149,6 +146,10 @@ def build_trainer(
         average = WeightAverage(model)
         # After the exchange between replicas, which `build_optimizer` has registered.
         optimizer.register_step_post_hook(lambda *_: average.update(decay))
+    loss.chunked_head = _chunked_head(config, model, facts.head)
+    loss.learn(model, data.train, device)
+    for stream in data.streams:
+        stream.prepare_by(loss.prepare)
     # An export to another format needs to know the model's configuration, and its tokenizer.
     tokenizer = {"path": config.data.tokenizer, "end_token": config.data.end_token}
     record = {**facts.record(), "model": dataclasses.asdict(config.model), "tokenizer": tokenizer}
@@ -168,9 +169,7 @@ def build_trainer(
             config=config,
             run_dir=job.run_dir,
             model=model,
-            loss=parts.loss_in_training(config.train.z_loss),
-            validation_loss=parts.loss,
-            chunked_head=_chunked_head(config, model, facts.head),
+            loss=loss,
             mesh=mesh,
             device=device,
             optimizer=optimizer,

@@ -11,8 +11,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +25,8 @@ from parallel2d.base.config.options import load_reference
 from parallel2d.base.errors import ConfigError, HookError
 from parallel2d.base.exchange import all_gather
 from parallel2d.parallel.sync import outer_parameters
-from parallel2d.parallel.weights.named_tensors import reshard
 from parallel2d.training.data.tokenizer import Tokenizer, load_tokenizer
+from parallel2d.training.loss.model_loss import logits_in, undisturbed
 from parallel2d.training.metrics import keys
 
 _KEY = "train.hooks"
@@ -40,7 +39,7 @@ _TAKEN_GROUPS = ("comm/", "goodput/", "memory/", "rank/", "sync/", "throughput/"
 class RunView:
     """Shows a run to a hook, to read and not to change.
 
-    ``tokenizer``: name and fingerprint of the tokenizer of the data, empty for images.
+    ``tokenizer``: name and fingerprint of the tokenizer of the data, empty where there is none.
     ``say(text)``: one line for people, on the console and in ``train.log``.
     ``show_text(tag, text, step)``: the same, and a text in TensorBoard. Both write on rank 0 alone
     and may be called on every rank.
@@ -324,10 +323,12 @@ class SampleText(Hook):
         self._loaded: Tokenizer | None = None
 
     def start(self, run: RunView, step: int) -> None:
-        """Raises `ConfigError` for images, and for a tokenizer that is not that of the data."""
+        """Raises `ConfigError` for data without a tokenizer, or with another one."""
         name, fingerprint = run.tokenizer
         if not fingerprint:
-            raise ConfigError("SampleText needs a model of token ids, and the data are images")
+            raise ConfigError(
+                f"SampleText needs a tokenizer, and data={run.config.data.name} has none"
+            )
         given = self.tokenizer or run.config.data.tokenizer
         self._loaded = load_tokenizer(given, self.end_token or run.config.data.end_token)
         if self._loaded.fingerprint != fingerprint:
@@ -347,7 +348,7 @@ class SampleText(Hook):
         generator = torch.Generator().manual_seed((run.config.train.seed + step) % 2**63)
         ids = [int(token) for token in loaded.encode([self.prompt])[0]]
         begin = len(ids)
-        with outer_parameters(run.model), _undisturbed(run.model, run.device):
+        with outer_parameters(run.model), undisturbed(run.model, run.device):
             # A fixed number of forwards, whatever is generated: all ranks run the same collectives.
             for _ in range(self.tokens):
                 ids.append(self._next(run, loaded, ids, generator))
@@ -369,28 +370,14 @@ class SampleText(Hook):
         if run.config.data.intra_document_masking:
             arguments.append(torch.zeros_like(inputs))
         output = run.model(*arguments)
-        logits = getattr(output, "logits", output)
+        logits = logits_in(output)
         # The output of a model may be split over the tensor axis.
         if isinstance(logits, DTensor):
             logits = logits.full_tensor()
+        if logits.shape[1] != length:
+            raise ConfigError("SampleText needs logits of every position, which this model omits")
         scores = logits[0, len(read) - 1, : loaded.vocab_size].double().cpu()
         if self.temperature == 0:
             return int(scores.argmax())
         chances = (scores / self.temperature).softmax(0)
         return int(torch.multinomial(chances, 1, generator=generator))
-
-
-@contextmanager
-def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, ``model`` evaluates, without gradients. Its modes and the random generators are as
-    before afterwards, and nothing that a forward has gathered stays."""
-    modes = {module: module.training for module in model.modules()}
-    devices = [device] if device.type == "cuda" else []
-    model.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-        reshard(model)

@@ -9,30 +9,18 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from parallel2d.base.config import CustomModel, HuggingFaceModel, LlamaModel, TrainConfig
 from parallel2d.base.config.options import load_reference
 from parallel2d.base.errors import ConfigError
 from parallel2d.models import adapters, huggingface, llama
 from parallel2d.parallel.chunked_head import find_head
-from parallel2d.parallel.loss import cross_entropy_sum
 from parallel2d.parallel.weights.construction import build_on_meta
 from parallel2d.parallel.weights.initial_values import Initializer
 from parallel2d.parallel.weights.pretrained import has_weights, load_pretrained
 
-Loss = Callable[..., Tensor]  # of what the model returns and the targets
 TensorPlan = Callable[[Any, int], Mapping[str, object]]
-
-
-@dataclass(frozen=True)
-class ImageInput:
-    """The images that a model reads, as far as its configuration gives it; None where it does
-    not."""
-
-    size: int | None = None  # pixels of a side
-    channels: int | None = None
-    classes: int | None = None  # how many classes its output has
 
 
 @dataclass(frozen=True)
@@ -43,20 +31,16 @@ class ModelParts:
     init: Initializer | None
     # (model, ranks of the tensor axis) -> {module pattern: style or word}; None: there is none
     tensor_plan: TensorPlan | None
-    loss: Loss  # (output, targets) -> loss, summed over the valid targets
     vocab_size: int | None
     # fills the sharded model from a folder and returns the names of the parameters it had
     weights: Callable[[nn.Module], Container[str]] | None = None
     # seq_len -> how many positions at the start of a sequence the model only reads: their targets
     # must be ignored
     context: Callable[[int], int] = lambda _seq_len: 0
-    reads: str | None = "tokens"  # or `images`; None: a model of somebody's own may read either
-    images: ImageInput = ImageInput()
+    # what it reads, where that is not token ids alone, as the library calls it
+    reads: str | None = None
     # builds the module with the values that its constructor sets; None: they are drawn
     construct: Callable[[], nn.Module] | None = None
-
-    def loss_in_training(self, z_loss: float) -> Loss:
-        return functools.partial(self.loss, z_loss=z_loss) if z_loss else self.loss
 
 
 def words_of(config: Any) -> str:
@@ -78,31 +62,23 @@ def build_model(config: Any) -> ModelParts:
         del arguments["family"]
         with build_on_meta():
             module = llama.Llama(**arguments)
-        return ModelParts(
-            module, module.init_weights, llama.tensor_plan, cross_entropy_sum, config.vocab_size
-        )
-    loss = load_reference("model.loss", config.loss) if config.loss else cross_entropy_sum
+        return ModelParts(module, module.init_weights, llama.tensor_plan, config.vocab_size)
     if isinstance(config, HuggingFaceModel):
-        return _build_hugging_face(config, loss)
+        return _build_hugging_face(config)
     assert isinstance(config, CustomModel)
-    return _build_custom(config, loss)
+    return _build_custom(config)
 
 
-def _build_custom(config: CustomModel, loss: Loss) -> ModelParts:
+def _build_custom(config: CustomModel) -> ModelParts:
     construct = functools.partial(_call_factory, config)
     with build_on_meta():
         built = construct()
     init = load_reference("model.init", config.init) if config.init else None
-    # The factory may have built a model of the transformers library, which has a configuration.
-    size, channels = huggingface.image_input(getattr(built, "config", None))
     return ModelParts(
         built,
-        init=init,
-        tensor_plan=_given_plan(config.tensor_plan),
-        loss=loss,
+        init,
+        _given_plan(config.tensor_plan),
         vocab_size=None,
-        reads=None,
-        images=ImageInput(size, channels),
         construct=construct if init is None else None,
     )
 
@@ -136,20 +112,12 @@ def _library_module(config: HuggingFaceModel, what: str) -> nn.Module:
         raise ConfigError(f"{what}: {kind}{error}") from error
 
 
-def _build_hugging_face(config: HuggingFaceModel, loss: Loss) -> ModelParts:
+def _build_hugging_face(config: HuggingFaceModel) -> ModelParts:
     what = words_of(config)
     module = _library_module(config, what)
     # The library's name for what a model takes first: input_ids, pixel_values, input_features, ...
     reads = getattr(module, "main_input_name", "input_ids")
     is_pair = getattr(module.config, "is_encoder_decoder", False)
-    reads_images = reads == "pixel_values" and not is_pair
-    if reads != "input_ids" and not reads_images:
-        also = " and token ids" * is_pair
-        raise ConfigError(
-            f"{what}: {type(module).__name__} reads {reads}{also}, and the train command feeds "
-            "token ids or images alone; train it with parallel2d.parallelize in a loop of your "
-            "own: docs/models.md, 'Models that read something else', has the lines"
-        )
     plan = _given_plan(config.tensor_plan)
     if plan is None and huggingface.has_tensor_plan(module):
         plan = _own_plan
@@ -157,9 +125,10 @@ def _build_hugging_face(config: HuggingFaceModel, loss: Loss) -> ModelParts:
     if config.load_weights and config.path is not None and has_weights(config.path):
         weights = functools.partial(load_pretrained, path=config.path)
     vocab_size = getattr(module.config, "vocab_size", None)
-    parts = ModelParts(module, None, plan, loss, vocab_size, weights)
-    if reads_images:
-        parts = _reading_images(parts, config, what)
+    parts = ModelParts(module, None, plan, vocab_size, weights)
+    if reads != "input_ids":
+        also = " and token ids" * is_pair
+        parts = dataclasses.replace(parts, vocab_size=None, reads=f"{reads}{also}")
     elif is_pair:
         parts = _reading_prefix_and_suffix(parts, what)
     if config.adapter is not None:
@@ -187,18 +156,6 @@ def _with_adapter(parts: ModelParts, config: HuggingFaceModel) -> ModelParts:
     return dataclasses.replace(parts, module=module, tensor_plan=None)
 
 
-def _reading_images(parts: ModelParts, config: HuggingFaceModel, what: str) -> ModelParts:
-    module: Any = parts.module
-    if not config.loss and not huggingface.classifies_images(module):
-        raise ConfigError(
-            f"{what}: {type(module).__name__} gives no logits of classes; set "
-            "model.head=image_classification, or model.loss to a function of what it gives"
-        )
-    size, channels = huggingface.image_input(module.config)
-    images = ImageInput(size, channels, module.config.num_labels)
-    return dataclasses.replace(parts, vocab_size=None, reads="images", images=images)
-
-
 def _reading_prefix_and_suffix(parts: ModelParts, what: str) -> ModelParts:
     """An encoder-decoder that is trained on plain sequences of tokens: it reads the first half, and
     its loss is that of the second half."""
@@ -206,13 +163,7 @@ def _reading_prefix_and_suffix(parts: ModelParts, what: str) -> ModelParts:
         huggingface.read_prefix_and_suffix(parts.module)
     except ValueError as error:
         raise ConfigError(f"{what}: {error}") from None
-    loss = parts.loss
-
-    def loss_of_suffix(output: Any, targets: Tensor, **options: Any) -> Tensor:
-        context = huggingface.context_of(targets.shape[-1])
-        return loss(output, targets[..., context:], **options)
-
-    return dataclasses.replace(parts, loss=loss_of_suffix, context=huggingface.context_of)
+    return dataclasses.replace(parts, context=huggingface.context_of)
 
 
 def _own_plan(model: Any, _tensor: int) -> Mapping[str, object]:
@@ -269,7 +220,7 @@ def name_of_head(config: TrainConfig, parts: ModelParts) -> str | None:
     chunk = config.train.loss_chunk
     if chunk is None:
         return None
-    if parts.loss is not cross_entropy_sum:
+    if parts.context(config.train.seq_len):
         raise ConfigError(
             f"train.loss_chunk={chunk}: the loss of {type(parts.module).__name__} reads a part of "
             "the targets, which its head does not know; omit train.loss_chunk"

@@ -23,9 +23,9 @@ from parallel2d.parallel.cost.flops import count_flops, peak_flops
 from parallel2d.parallel.cost.tensor_twin import TensorTraffic, count_tensor_axis, tensor_twin
 from parallel2d.parallel.cost.traffic import exact_bytes, predicted_bytes
 from parallel2d.parallel.mesh import crosses_hosts, draw_mesh, ranks_of
-from parallel2d.parallel.parallelize.layout import Layout
-from parallel2d.training.data.batch import SampleShape
+from parallel2d.parallel.parallelize.layout import Layout, SampleShape
 from parallel2d.training.data.opening import OpenData
+from parallel2d.training.loss.model_loss import ModelLoss
 from parallel2d.training.metrics.communication import CommunicationMeter
 from parallel2d.training.metrics.console import ConsoleDisplay
 from parallel2d.training.metrics.phases import StepProfiler
@@ -50,7 +50,7 @@ class RunFacts:
     trained_parameters: int
     data: OpenData
     head: str | None  # the layer with which the loss is computed in chunks
-    flops_per_sequence: int | None  # of one sample: an image too
+    flops_per_sequence: int | None  # of one sample
     predicted: dict[str, float]  # bytes a rank sends per step, by ``comm/AXIS/bytes``
 
     def lines(self) -> list[str]:
@@ -114,7 +114,7 @@ class RunFacts:
     def record(self) -> dict[str, Any]:
         """The facts that programs read: in ``layout.json`` and in every checkpoint's manifest."""
         config, work = self.job.config, self.layout.workload
-        record = {
+        return {
             "parameters": self.parameters,
             "strategy": config.strategy.name,
             "bucketing": config.bucketing.name,
@@ -127,13 +127,9 @@ class RunFacts:
             "hosts": list(self.topology.hosts),
             "seq_len": self.data.train.shape.targets_per_sample,
             "flops_per_sequence": self.flops_per_sequence,
-            "inputs": list(work.inputs),
             "torch": torch.__version__,
             "predicted": self.predicted,
         }
-        if self.data.classes:
-            record["classes"] = list(self.data.classes)
-        return record
 
 
 def describe_run(
@@ -182,7 +178,8 @@ def flops_per_sequence(job: Job, parts: ModelParts, sample: SampleShape) -> int 
             return known
         except (OSError, ValueError, KeyError):
             log.info("layout.json of the earlier workers cannot be read; FLOPs are counted again")
-    return count_flops(parts.module, functools.partial(sample.example, 1), parts.loss)
+    loss = ModelLoss(job.config, parts)
+    return count_flops(parts.module, functools.partial(sample.example, 1), loss.value)
 
 
 def count_activations(
@@ -194,7 +191,7 @@ def count_activations(
         return None
     meter = CommunicationMeter(mesh, dry=True, device_type=layout.workload.device_type)
     return count_tensor_axis(
-        tensor_twin(parts.module, mesh, layout), mesh, layout, parts.loss, meter
+        tensor_twin(parts.module, mesh, layout), mesh, layout, ModelLoss(config, parts).value, meter
     )
 
 
@@ -204,7 +201,7 @@ def build_recorder(facts: RunFacts, mesh: DeviceMesh, *, first: bool) -> Recorde
     run_dir, sample = facts.job.run_dir, facts.data.train.shape
     display = writer = None
     if first:
-        unit = {"tokens": "tok", "images": "img"}[sample.noun]
+        unit = {"tokens": "tok"}.get(sample.noun, sample.noun)
         display = ConsoleDisplay(config.metrics.console, config.train.steps, unit, facts.job.label)
         lines = facts.lines()
         for line in lines:

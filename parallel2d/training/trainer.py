@@ -19,10 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.chunked_head import ChunkedHead
 from parallel2d.parallel.gradients import scale_gradients
 from parallel2d.parallel.mesh import mesh_shape, sum_over_data_ranks
-from parallel2d.parallel.parallelize.precision import input_dtype
 from parallel2d.parallel.parallelize.running_statistics import average_buffers
 from parallel2d.parallel.sync import (
     accumulate,
@@ -33,15 +31,14 @@ from parallel2d.parallel.sync import (
 from parallel2d.parallel.sync.updates import set_step
 from parallel2d.parallel.weights.named_tensors import reshard
 from parallel2d.training.checkpoint import Checkpointer
-from parallel2d.training.data.batch import Batch
 from parallel2d.training.data.feed import BatchFeed, BatchPlan, EndOfData, StepBatch
 from parallel2d.training.data.opening import OpenData
 from parallel2d.training.data.stream import SampleStream
 from parallel2d.training.hooks import Agreed, Hook, HookCalls, RunView
+from parallel2d.training.loss.model_loss import ModelLoss
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.phases import PhaseClock
 from parallel2d.training.metrics.recorder import Recorder
-from parallel2d.training.model_families import Loss
 from parallel2d.training.optimizer import LossScaler, learning_rate, set_learning_rate
 from parallel2d.training.progress import Progress, StepOutcome, WatchedMetrics, problems_of_state
 from parallel2d.training.run_directory import RunClaim
@@ -52,17 +49,14 @@ from parallel2d.training.step_agreement import OwnPart, StepAgreement
 class TrainerParts:
     """Holds what a `Trainer` works with.
 
-    ``model``: parallel over ``mesh``, with its weights; ``loss``: of a step, with its z-loss;
-    ``validation_loss``: without; ``chunked_head``: computes both in their place; ``claim``: checked
-    before rows and checkpoints are written; ``hooks``: called after every step, see `hooks`.
+    ``model``: parallel over ``mesh``, with its weights; ``claim``: checked before rows and
+    checkpoints are written; ``hooks``: called after every step, see `hooks`.
     """
 
     config: TrainConfig
     run_dir: str
     model: nn.Module
-    loss: Loss
-    validation_loss: Loss
-    chunked_head: ChunkedHead | None
+    loss: ModelLoss
     mesh: DeviceMesh
     device: torch.device
     optimizer: torch.optim.Optimizer
@@ -92,7 +86,7 @@ class Trainer:
         self.parts = parts
         self.config = config
         self.model = model
-        self.chunked_head = parts.chunked_head
+        self.loss = parts.loss
         self.mesh = mesh
         self.optimizer = parts.optimizer
         self.training = data.train
@@ -112,9 +106,6 @@ class Trainer:
         self.progress = Progress()
         self.preempted = False
         self.parameters = [p for p in updated_parameters(model) if p.requires_grad]
-        # Sharding casts inputs where it computes in another dtype than it stores; where both are
-        # the same it casts nothing, and the trainer does.
-        self._input_dtype = input_dtype(config.precision)
         self._agreement = StepAgreement(
             model, mesh, self.parameters, device, config.sync.compare_every
         )
@@ -179,9 +170,8 @@ class Trainer:
         if self.stopped is not None:
             self.recorder.say(f"not trained on: {self.stopped}; other settings would go on")
         self._upcoming = self._take(feed) if self.has_steps() else None
-        if self.chunked_head is not None and self._upcoming is not None:
-            micro = self._upcoming.micro_batches[0]
-            self.chunked_head.compare(micro.targets, *self._arguments(micro))
+        if self._upcoming is not None:
+            self.loss.compare_head(self._upcoming.micro_batches[0])
         tokens = _valid_tokens(self._upcoming)
         count = torch.tensor([tokens], dtype=torch.float64, device=self.device)
         self._upcoming_tokens = int(sum_over_data_ranks(count, self.mesh).item())
@@ -276,7 +266,7 @@ class Trainer:
                 if batch is None:
                     break
                 for micro in batch.micro_batches:
-                    sums[0] += self._loss_of(micro)
+                    sums[0] += self.loss(self.model, micro)
                 sums[1] += batch.valid_tokens
         finally:
             feed.close()
@@ -370,21 +360,6 @@ class Trainer:
         except EndOfData:
             return None
 
-    def _arguments(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Returns what the model is called with."""
-        inputs = batch.inputs
-        if self._input_dtype is not None and inputs.is_floating_point():
-            inputs = inputs.to(self._input_dtype)
-        return (inputs,) if batch.document_ids is None else (inputs, batch.document_ids)
-
-    def _loss_of(self, batch: Batch) -> Tensor:
-        """Summed over the valid tokens."""
-        arguments = self._arguments(batch)
-        if self.chunked_head is not None:
-            return self.chunked_head.loss(batch.targets, *arguments)
-        loss = self.parts.loss if self.model.training else self.parts.validation_loss
-        return loss(self.model(*arguments), batch.targets)
-
     def _forward_backward(self, batch: StepBatch, tokens: int) -> Tensor:
         """Accumulates the gradient of the mean over the global batch's ``tokens``, times the loss
         scale. Returns this rank's summed loss, fp64."""
@@ -394,7 +369,7 @@ class Trainer:
         for micro in accumulate(
             self.model, batch.micro_batches, self.config.sync.during_accumulation
         ):
-            loss = self._loss_of(micro)
+            loss = self.loss(self.model, micro)
             (loss * weight).backward()
             summed += loss.detach()
         return summed

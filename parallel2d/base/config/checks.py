@@ -76,10 +76,9 @@ _JOB_CONFLICTS: _Conflicts = (
         "optimizer=sgd",
         "torch's fused SGD does not take sharded parameters; use foreach or loop",
     ),
-    ("train.seq_len", "data=images", "images have no length"),
-    ("train.loss_chunk", "data=images", "it splits the logits of tokens"),
-    ("train.z_loss", "model.loss", "it is added to the cross-entropy"),
-    ("train.loss_chunk", "model.loss", "it chunks the head, and that loss takes whole logits"),
+    ("train.seq_len", "data=custom", "the data set decides it"),
+    ("train.z_loss", "train.loss", "it is added to the cross-entropy"),
+    ("train.loss_chunk", "train.loss", "it chunks the head, and that loss takes whole logits"),
     ("train.loss_chunk", "precision.output=bf16", "this would round the loss; omit the latter"),
     ("train.loss_chunk", "precision.output=fp16", "this would round the loss; omit the latter"),
     ("train.epochs", "train.steps", "both say when the run ends: omit one"),
@@ -233,6 +232,8 @@ _GROUP_KEYS = ("pattern", "lr_scale", "weight_decay", "algorithm")
 
 def _optimizer(config: TrainConfig) -> _Problems:
     optimizer = config.optimizer
+    if optimizer.name == "custom" and optimizer.target is None:
+        yield "optimizer.target is required with optimizer=custom: package.module:build"
     betas = optimizer.betas
     are_shares = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
     yield not are_shares, f"optimizer.betas={betas} must be two numbers in [0, 1)"

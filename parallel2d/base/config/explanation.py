@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from parallel2d.base.config.model_and_data import FAMILIES
+from parallel2d.base.config.model_and_data import FAMILIES, DataConfig
 from parallel2d.base.config.options import GONE_KEYS, gone
 from parallel2d.base.config.schema import PRESETS, choices_by_group, initialized
 from parallel2d.base.errors import did_you_mean, nearest
@@ -108,7 +108,9 @@ def _choices(override: Any) -> list[str]:
 
 
 def _unknown_choice(group: str, choice: str, allowed: Sequence[str]) -> str:
-    for preset in PRESETS.get(group, {}).values():
+    # The choices of data are files, with one class for all.
+    presets = {**PRESETS, "data": {"": DataConfig()}}
+    for preset in presets.get(group, {}).values():
         named = preset.__dataclass_fields__.get("name")
         if named is not None and choice in named.metadata.get("gone", ()):
             return gone(group, choice, named.metadata)

@@ -24,11 +24,11 @@ from parallel2d.base.config.parallel import (
 )
 from parallel2d.base.errors import ConfigError
 
-OPTIMIZER_NAMES = ("adamw", "adam", "sgd", "adafactor", "muon")
+OPTIMIZER_NAMES = ("adamw", "adam", "sgd", "muon", "custom")
 _adam = partial(option, read_by=("adamw", "adam", "muon"))
 _momentum = partial(option, read_by=("sgd", "muon"))
 _muon = partial(option, read_by=("muon",))
-_adafactor = partial(option, read_by=("adafactor",))
+_custom = partial(option, read_by=("custom",))
 
 
 @dataclass
@@ -36,12 +36,18 @@ class OptimizerConfig:
     """How gradients become updates. Weight decay acts on matrices only, never on norms and biases,
     unless ``groups`` says so.
 
-    ``adamw``, ``adam``, ``sgd``: elementwise, nothing is sent. ``adafactor``: row and column
-    statistics instead of a second moment per element; sends those. ``muon``: hidden matrices by
-    Muon, each on one rank, sent in bf16; embeddings, head, norms, biases by AdamW.
+    ``adamw``, ``adam``, ``sgd``: elementwise, nothing is sent. ``muon``: hidden matrices by Muon,
+    each on one rank, sent in bf16; embeddings, head, norms, biases by AdamW. ``custom``: your own.
     """
 
-    name: str = option("adamw", choices=OPTIMIZER_NAMES)
+    name: str = option(
+        "adamw",
+        choices=OPTIMIZER_NAMES,
+        gone={
+            "adafactor": "use optimizer=custom optimizer.target=adafactor:build, with examples/ on "
+            "PYTHONPATH"
+        },
+    )
     lr: float = option(0.001, "Learning rate at its peak; the scheduler scales it", above=0)
     betas: list[float] = _adam(
         [0.9, 0.95], "Decay of the first and the second moment per step; with muon, of its AdamW"
@@ -73,8 +79,6 @@ class OptimizerConfig:
         0.9, "Share of the former update that is kept; sgd with 0 has no state", between=(0, 1)
     )
     nesterov: bool = _momentum(False, "Look one step ahead with the momentum")
-    beta2_decay: float = _adafactor(-0.8, "Second moments forget by 1 - step ** beta2_decay", max=0)
-    clip_threshold: float = _adafactor(1.0, "Largest RMS of an update before lr", min=1)
     adjust_lr: str = _muon(
         "match_rms_adamw",
         "With match_rms_adamw one lr serves AdamW too; original wants 20 times the lr",
@@ -83,14 +87,18 @@ class OptimizerConfig:
     newton_schulz_steps: int = _muon(
         5, "Newton-Schulz iterations per update, 3 matrix products each", between=(1, 99)
     )
+    target: str | None = _custom(
+        None, "package.module:build(groups, **arguments) -> torch.optim.Optimizer", reference=True
+    )
+    arguments: dict[str, Any] = _custom({}, "Of the function: optimizer.arguments.beta=0.9")
 
 
 OPTIMIZERS = {
     "adamw": OptimizerConfig("adamw"),
     "adam": OptimizerConfig("adam", weight_decay=0.0),
     "sgd": OptimizerConfig("sgd", lr=0.1, weight_decay=0.0, implementation="foreach"),
-    "adafactor": OptimizerConfig("adafactor", lr=1e-2, weight_decay=0.0),
     "muon": OptimizerConfig("muon", momentum=0.95, nesterov=True),
+    "custom": OptimizerConfig("custom", weight_decay=0.0),
 }
 
 
@@ -123,18 +131,30 @@ class StopConfig:
 
 @dataclass
 class LoopConfig:
-    """The training loop. Batch sizes count sequences, or images; steps count from 1."""
+    """The training loop. Batch sizes count samples, such as sequences; steps count from 1."""
 
     steps: int = option(300, "Steps of the run, one global batch each", min=1)
     epochs: int | None = option(
         None, "Passes over the data; set `steps` and `data.epochs`; null: ends after `steps`", min=1
     )
     seed: int = option(0, "Decides initial weights, data order and dropout", between=(0, 2**63 - 1))
-    global_batch_size: int = option(32, "Sequences, or images, of a step on all ranks", min=1)
+    global_batch_size: int = option(32, "Samples of a step on all ranks", min=1)
     micro_batch_size: int | str = option(
         "auto", "Samples that a rank computes at once; auto: largest divisor up to 8", min=1
     )
-    seq_len: int = option(128, "Tokens of a sequence; images have none", min=1)
+    seq_len: int = option(128, "Tokens of a sequence; data=custom has none", min=1)
+    loss: str | None = option(
+        None,
+        "package.module:function(output, targets); null: the model's own, or cross-entropy. It "
+        "returns a sum or a mean over targets that are not -100",
+        reference=True,
+    )
+    loss_is: str = option(
+        "auto",
+        "What such a loss is. auto: the sum or mean that it shows on three samples; "
+        "mean_per_micro_batch: more, which depends on the layout",
+        choices=("auto", "mean_per_micro_batch"),
+    )
     loss_chunk: int | None = option(None, "Tokens whose logits exist at a time; null: all", min=1)
     z_loss: float = option(0.0, "Weight in a token's loss of the squared log-sum-exp", min=0)
     ema: float | None = option(

@@ -43,9 +43,6 @@ class CustomModel:
     init: str | None = _reference(
         None, "package.module:function(module, name), sets its tensors; null: the factory does"
     )
-    loss: str | None = _reference(
-        None, "package.module:function(output, targets) -> summed loss; null: cross-entropy"
-    )
     tensor_plan: Any = option(
         None,
         "With mesh.tensor: {module pattern: word}, such as {layers.*.up: colwise}. Or "
@@ -76,9 +73,6 @@ class HuggingFaceModel:
     load_weights: bool = option(
         True, "Load the weights of the folder; false: weights come from the seed all the same"
     )
-    loss: str | None = _reference(
-        None, "package.module:function(output, targets) -> summed loss; null: cross-entropy"
-    )
     tensor_plan: Any = option(
         None, "As of model=custom; null: the plan that the library ships with the model, if any"
     )
@@ -91,10 +85,9 @@ class HuggingFaceModel:
 FAMILIES: dict[str, type] = {"llama": LlamaModel, "custom": CustomModel, "hf": HuggingFaceModel}
 
 _hf = partial(option, read_by=("hf",))
-_images = partial(option, read_by=("images",))
+_custom = partial(option, read_by=("custom",))
 _rows = partial(option, read_by=("text", "hf"))
 _prepared = partial(option, read_by=("stdlib", "text", "hf"))
-_held_out = partial(option, read_by=("stdlib", "text", "hf", "images"))
 _sequences = partial(option, read_by=("stdlib", "text", "tokens", "hf"))
 
 
@@ -104,14 +97,17 @@ class DataConfig:
     and k alone."""
 
     name: str = option(
-        "stdlib", "Set by the group: data=hf", choices=("stdlib", "text", "tokens", "hf", "images")
+        "stdlib",
+        "Set by the group: data=hf",
+        choices=("stdlib", "text", "tokens", "hf", "bin", "custom"),
+        gone={"images": "use data=custom data.target=images:build, with examples/ on PYTHONPATH"},
     )
     path: str | None = option(
         None,
         "What is read. text: a file, folder or glob of text, .jsonl or .parquet (.gz and .zst "
         "too); tokens: a folder of `python -m parallel2d.data prepare`; hf: a data set's name, or "
-        "a saved one; images: a folder whose subfolders are the classes",
-        read_by=("text", "tokens", "hf", "images"),
+        "a saved one; bin: a file of token ids as uint16, nothing else, as nanoGPT writes them",
+        read_by=("text", "tokens", "hf", "bin"),
     )
     mixture: list[Any] = option(
         [], "Instead of path: [{path: A, weight: 0.7}, {path: B, weight: 0.3}]", read_by=("tokens",)
@@ -130,7 +126,7 @@ class DataConfig:
     )
     subset: str | None = _hf(None, "The data set's configuration")
     split: str = _hf("train", "The part that is read; documents are held out of it by hash")
-    validation_fraction: float = _held_out(
+    validation_fraction: float = _prepared(
         0.02, "Share that is held out for validation, by hash of content", between=(0, 0.5)
     )
     max_bad_rows: int = _rows(
@@ -151,23 +147,27 @@ class DataConfig:
         choices=("drop", "pad", "wrap"),
         needs="epochs",
     )
-    workers: int | str = _held_out(
-        "auto", "Processes that prepare data, or threads of a rank that decode images", min=1
+    workers: int | str = option(
+        "auto",
+        "Processes that prepare data; with data=custom threads of a rank that read samples",
+        min=1,
+        read_by=("stdlib", "text", "hf", "custom"),
     )
     cache_dir: str | None = _prepared(
         None, "Where prepared data are; null: parallel2d in the user's cache folder"
     )
-    image_size: int | None = _images(
-        None, "Pixels of a side, scaled and cropped; null: as the model has it", min=1
+    target: str | None = _custom(
+        None,
+        "package.module:build(**arguments), returns a data set. It has `__len__` and "
+        "`__getitem__`; or a pair with a function that makes a batch of a list of samples",
+        reference=True,
     )
-    channels: int | None = _images(
-        None, "3 (RGB) or 1 (grey); null: as the model's configuration, else 3", choices=(1, 3)
-    )
+    arguments: dict[str, Any] = _custom({}, "Of the function: data.arguments.folder=pictures")
 
 
 # Keys that an entry of data.validation cannot have: such a set is read once, in the form in which
 # the model reads the training data.
-_NOT_IN_SETS = ("validation", "epochs", "end", "intra_document_masking", "image_size", "channels")
+_NOT_IN_SETS = ("validation", "epochs", "end", "intra_document_masking")
 ENTRY_KEYS = tuple(item.name for item in fields(DataConfig) if item.name not in _NOT_IN_SETS)
 
 
@@ -196,7 +196,7 @@ def validation_set(data: DataConfig, entry: dict[str, Any]) -> DataConfig:
 _PATHS = {
     "text": "a file, folder or glob",
     "hf": "a data set's name, or the folder of a saved one",
-    "images": "a folder whose subfolders are the classes",
+    "bin": "a file of token ids as uint16",
 }
 _SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 # What the values of an entry of data.validation may be, by the annotation of the field.
@@ -207,6 +207,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "int | str": (int, str),
     "float": (int, float),
     "list[Any]": (list,),
+    "dict[str, Any]": (dict,),
 }
 
 
@@ -215,6 +216,8 @@ def data_problems(data: DataConfig) -> Iterator[str]:
     of ``data.validation``."""
     if data.name in _PATHS and not data.path:
         yield f"data.path is required with data={data.name}: {_PATHS[data.name]}"
+    if data.name == "custom" and data.target is None:
+        yield "data.target is required with data=custom: package.module:build"
     if data.name == "tokens" and bool(data.path) == bool(data.mixture):
         yield (
             "data=tokens needs either data.path, a prepared folder, or data.mixture=[{path: A, "
@@ -243,8 +246,8 @@ def _validation_set_problems(data: DataConfig, where: str, name: str, entry: Any
     if of_keys:
         return
     own = validation_set(data, entry)
-    if (own.name == "images") != (data.name == "images"):
-        yield f"{where}.name={own.name} and data={data.name}: a model reads images or tokens"
+    if (own.name == "custom") != (data.name == "custom"):
+        yield f"{where}.name={own.name} and data={data.name}: all sets are custom, or none"
     yield from field_problems(own, where + ".")
     for problem in data_problems(own):
         yield f"{where}: {problem}"

@@ -22,7 +22,14 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 # Keys that are gone -> what to use instead. A value that is gone stands at its field.
 _UNPLANNED = "the planner has no use for it; write the file again with preflight --write"
 _MEASURED = "the planner predicts a step, and a run measures its goodput"
+_IMAGES = "use data=custom data.target=images:build, with examples/ on PYTHONPATH"
+_ADAFACTOR = "optimizer.arguments has the settings of optimizer=custom"
 GONE_KEYS = {
+    "model.loss": "train.loss says it, for any model",
+    "data.image_size": _IMAGES,
+    "data.channels": _IMAGES,
+    "optimizer.beta2_decay": _ADAFACTOR,
+    "optimizer.clip_threshold": _ADAFACTOR,
     "cluster.device.group_overhead_us": _UNPLANNED,
     "cluster.device.wait_overhead_us": _UNPLANNED,
     **{f"cluster.device.coding_gb_per_s.{wire}": _UNPLANNED for wire in ("bf16", "int8", "int4")},

@@ -20,7 +20,8 @@ from parallel2d.base.errors import ConfigError
 # Words that begin so are about keys that no schema knows.
 _OPEN = (
     *("model.arguments.", "model.arguments=", "model.tensor_plan="),
-    *("data.validation.", "data.validation="),
+    *("data.validation.", "data.validation=", "data.arguments.", "data.arguments="),
+    *("optimizer.arguments.", "optimizer.arguments="),
 )
 # Options with which Hydra answers, or runs something else than one job.
 _NO_SINGLE_JOB = (

@@ -9,7 +9,6 @@ import gc
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from parallel2d.base.config import Job, LlamaModel
 from parallel2d.base.errors import ConfigError
@@ -20,9 +19,8 @@ from parallel2d.instruments.certification.certificate import Certificate
 from parallel2d.instruments.certification.expected_run import Subject
 from parallel2d.instruments.certification.session import certify_steps, choose_steps
 from parallel2d.parallel.mesh import data_coordinate, mesh_shape
-from parallel2d.parallel.parallelize.precision import input_dtype
 from parallel2d.training.assemble import build_trainer, plan_batches
-from parallel2d.training.data.batch import IGNORED, Batch
+from parallel2d.training.data.batch import Batch
 from parallel2d.training.model_families import build_model
 from parallel2d.training.trainer import Trainer
 
@@ -57,10 +55,8 @@ def certify_job(job: Job, runtime: Runtime) -> Certificate:
     meter.remove()
     try:
         subject = _subject(trainer, notes)
-        if trainer.chunked_head is not None:
-            # Here, and not in the first step: its forwards belong to none.
-            micro_batch = subject.read(1, data_coordinate(trainer.mesh))[0]
-            trainer.chunked_head.compare(micro_batch.targets, *_arguments(trainer, micro_batch))
+        # Here, and not in the first step: its forwards belong to none.
+        trainer.loss.compare_head(subject.read(1, data_coordinate(trainer.mesh))[0])
         return certify_steps(subject, meter, steps)
     finally:
         trainer.recorder.close()
@@ -71,14 +67,6 @@ def certify_job(job: Job, runtime: Runtime) -> Certificate:
 def _subject(trainer: Trainer, notes: list[str]) -> Subject:
     config = trainer.config
     parts = build_model(config.model)
-    loss = parts.loss_in_training(config.train.z_loss)
-
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        arguments = _arguments(trainer, batch)
-        if trainer.chunked_head is not None and model is trainer.model:
-            return trainer.chunked_head.loss(batch.targets, *arguments)
-        return loss(model(*arguments), batch.targets)
-
     return Subject(
         model=trainer.model,
         mesh=trainer.mesh,
@@ -86,7 +74,7 @@ def _subject(trainer: Trainer, notes: list[str]) -> Subject:
         config=config.parallel(),
         optimizer=trainer.optimizer,
         optimizer_config=config.optimizer,
-        loss_of=loss_of,
+        loss_of=trainer.loss,
         read=functools.partial(_micro_batches, trainer),
         count=lambda batch: batch.valid_tokens,
         predicted=trainer.recorder.predicted,
@@ -97,14 +85,6 @@ def _subject(trainer: Trainer, notes: list[str]) -> Subject:
         notes=notes,
         construct=parts.construct,
     )
-
-
-def _arguments(trainer: Trainer, batch: Batch) -> tuple[Tensor, ...]:
-    """What the model is called with."""
-    inputs, floating = batch.inputs, input_dtype(trainer.config.precision)
-    if floating is not None and inputs.is_floating_point():
-        inputs = inputs.to(floating)
-    return (inputs,) if batch.document_ids is None else (inputs, batch.document_ids)
 
 
 def _micro_batches(trainer: Trainer, step: int, data_rank: int) -> list[Batch]:
@@ -119,13 +99,8 @@ def _micro_batches(trainer: Trainer, step: int, data_rank: int) -> list[Batch]:
         positions = positions + plan.positions((2 * step + 1) * size)
     batches = [trainer.training.read(each).to(trainer.device) for each in positions]
     if step % 2 == 0:
-        last = batches[-1]
-        targets = last.targets.clone()
-        # The first of each sequence, or of the images
         share = (data_rank + 1) / shape.data_ranks
-        targets[..., : round(targets.shape[-1] * share)] = IGNORED
-        valid = int((targets != IGNORED).sum())
-        batches[-1] = dataclasses.replace(last, targets=targets, valid_tokens=valid)
+        batches[-1] = trainer.loss.without_first(batches[-1], share)
     return batches
 
 

@@ -19,6 +19,7 @@ import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,16 +49,19 @@ from parallel2d.parallel.cost.tensor_twin import TensorTraffic
 from parallel2d.parallel.cost.traffic import predicted_bytes
 from parallel2d.parallel.mesh import MeshShape, MeshSpec, build_mesh, check_placement
 from parallel2d.parallel.parallelize import apply_on_fake_tensors
-from parallel2d.parallel.parallelize.layout import Layout
+from parallel2d.parallel.parallelize.layout import Layout, SampleShape
 from parallel2d.parallel.parallelize.preconditions import check_parameters
 from parallel2d.parallel.sync import accumulate
 from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.training.assemble import lay_out, plan_batches, resolve_mesh
-from parallel2d.training.data.batch import SampleShape, labelled_images, token_sequences
+from parallel2d.training.data.batch import token_sequences
 from parallel2d.training.data.feed import BatchPlan
+from parallel2d.training.data.own_data import OwnSamples
+from parallel2d.training.loss.model_loss import ModelLoss
 from parallel2d.training.model_families import ModelParts, build_model, name_of_head
 from parallel2d.training.optimizer import build_optimizer, plan_groups
 from parallel2d.training.run_description import count_activations
+from parallel2d.training.training_data import check_reads
 
 _GIB = 2**30
 _MOST_RANKS = 1_000_000
@@ -154,7 +158,7 @@ class JobCosts:
         self._sample = _planned_sample(config, self.parts)
         self._parameters = sum(value.numel() for value in module.parameters())
         example = functools.partial(self._sample.example, 1)
-        self._flops = count_flops(module, example, self.parts.loss)
+        self._flops = count_flops(module, example, ModelLoss(config, self.parts).value)
         self._places: dict[tuple[int, ...], Mapping[str, GroupPlacement]] = {}
         # Of one rank on the other axes, by the size of the tensor axis and the bucketing
         self._layouts: dict[tuple[int, str], Layout] = {}
@@ -312,30 +316,33 @@ def _tensor_mesh(tensor: int) -> Iterator[DeviceMesh | None]:
 def _loss_of(config: TrainConfig, parts: ModelParts) -> LossOf:
     """The loss as training computes it. Raises `ConfigError` where it cannot be chunked."""
     head, chunk = name_of_head(config, parts), config.train.loss_chunk
+    loss = ModelLoss(config, parts)
 
-    def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> StepLoss:
+    def loss_of(model: nn.Module, inputs: Any, targets: Any) -> StepLoss:
         if head is None or chunk is None:
-            return lambda inputs, targets: parts.loss(model(inputs), targets)
+            return functools.partial(loss.value, model)
         chunked = ChunkedHead(model, chunk, head)
+        args, named = loss.arguments(inputs, targets)
         # Computed once, to learn what the model does with its logits.
         with torch.no_grad():
-            chunked.record(targets, inputs)
-        return lambda inputs, targets: chunked.loss(targets, inputs)
+            chunked.record(targets, *args, **named)
+
+        def in_chunks(inputs: Any, targets: Any) -> Tensor:
+            args, named = loss.arguments(inputs, targets)
+            return chunked.loss(targets, *args, **named)
+
+        return in_chunks
 
     return loss_of
 
 
 def _planned_sample(config: TrainConfig, parts: ModelParts) -> SampleShape:
-    """What a sample is made of. Raises `ConfigError` for images of a size that nothing gives."""
-    if config.data.name != "images" and parts.reads != "images":
-        return token_sequences(config.train.seq_len)
-    size = config.data.image_size or parts.images.size
-    if size is None:
-        raise ConfigError(
-            "data.image_size is needed to plan for images: the model does not say how large "
-            "they are"
-        )
-    return labelled_images(config.data.channels or parts.images.channels or 3, size)
+    """What a sample of the configured data is made of: of one's own, their first. Raises
+    `ConfigError` for data that the model does not read."""
+    check_reads(config, parts)
+    if config.data.name == "custom":
+        return OwnSamples(config.data).shape
+    return token_sequences(config.train.seq_len)
 
 
 def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: LossOf) -> int:

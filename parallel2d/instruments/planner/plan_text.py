@@ -66,6 +66,8 @@ def _memory_lines(config: TrainConfig, cost: LayoutCost) -> list[str]:
         f"memory      {_size(cost.states.total)} from step to step on the fullest rank{where}",
         f"{_INDENT}{_listed(dataclasses.asdict(cost.states))}",
     ]
+    if config.optimizer.name == "custom":
+        lines.append(f"{_INDENT}without the state of {config.optimizer.target}, which is not known")
     memory = config.cluster.device.memory_gib
     device = "" if memory is None else f" of {memory:.1f} GiB"
     if isinstance(cost.predicted, str):

@@ -44,9 +44,9 @@ class MemoryEvent(NamedTuple):
     now: int
 
 
-StepLoss = Callable[[Tensor, Tensor], Tensor]  # of inputs and targets
+StepLoss = Callable[[Any, Any], Tensor]  # of inputs and targets
 # (copy of the model, inputs, targets) -> its loss
-LossOf = Callable[[nn.Module, Tensor, Tensor], StepLoss]
+LossOf = Callable[[nn.Module, Any, Any], StepLoss]
 
 
 def profile_activations(

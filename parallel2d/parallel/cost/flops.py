@@ -9,11 +9,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from parallel2d.parallel.cost.equal_blocks import by_blocks
-from parallel2d.parallel.cost.tensor_twin import ALL_AT_ONCE, on_fake_tensors
+from parallel2d.parallel.cost.tensor_twin import ALL_AT_ONCE, LossOfBatch, on_fake_tensors
 from parallel2d.parallel.loss import loss_chunks
 
 log = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ _PEAK_BF16 = {
 
 def count_flops(
     model: nn.Module,
-    example: Callable[[str], tuple[Tensor, Tensor]],
-    loss: Callable[[Any, Tensor], Tensor],
+    example: Callable[[str], tuple[Any, Any]],
+    loss: LossOfBatch,
 ) -> int | None:
-    """FLOPs of forward and backward over ``example(device)``, inputs and targets of one sample;
-    None for a model that tensors without storage cannot run.
+    """FLOPs of forward and backward of ``loss`` over ``example(device)``, inputs and targets of one
+    sample; None for a model that tensors without storage cannot run.
 
     ``model``: before `parallelize`, on meta. What activation checkpointing computes again is not
     counted (model FLOPs). Of equal blocks few are run; see [Note: few of the equal blocks].
@@ -54,8 +54,8 @@ def count_flops(
 
 def _count(
     model: nn.Module,
-    example: Callable[[str], tuple[Tensor, Tensor]],
-    loss: Callable[[Any, Tensor], Tensor],
+    example: Callable[[str], tuple[Any, Any]],
+    loss: LossOfBatch,
 ) -> int | None:
     """Of all blocks; None where it does not run."""
     # Plain meta tensors are twice as fast, and some models only run on fake tensors.
@@ -65,7 +65,7 @@ def _count(
             mode = on_fake_tensors(twin, "meta") if fake else nullcontext()
             with mode, loss_chunks(ALL_AT_ONCE), FlopCounterMode(display=False) as counter:
                 inputs, targets = example("meta")
-                loss(twin(inputs), targets).backward()
+                loss(twin, inputs, targets).backward()
             return int(counter.get_total_flops())
         # A model may look at values, which neither kind of tensor has.
         except Exception:

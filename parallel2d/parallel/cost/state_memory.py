@@ -76,13 +76,9 @@ def _optimizer_bytes(
             return numel * parameter.gradient if optimizer.momentum else 0
         case "muon" if parameter.by_muon:
             return numel * parameter.gradient
-        case "adafactor":
-            statistics = numel
-            # Of a matrix those of its rows and columns
-            if len(updated) > 1:
-                *batch, rows, columns = updated
-                statistics = math.prod(batch) * (rows + columns)
-            return _STEP_BYTES + statistics * parameter.stored
+        # What somebody else keeps is not known, as the plan says.
+        case "custom":
+            return 0
     # Adam, AdamW, and what Muon leaves to AdamW: two moments, or three.
     moments = 3 if optimizer.amsgrad and optimizer.name != "muon" else 2
     return _STEP_BYTES + moments * numel * parameter.stored

@@ -26,6 +26,7 @@ from parallel2d.parallel.parallelize.precision import cast_storage
 from parallel2d.parallel.parallelize.tensor_parallel import split_layers
 
 ALL_AT_ONCE = 2**62  # logits
+LossOfBatch = Callable[[nn.Module, Any, Any], Tensor]  # of a model, inputs and targets
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ def count_tensor_axis(
     twin: nn.Module,
     mesh: DeviceMesh,
     layout: Layout,
-    loss: Callable[[Any, Tensor], Tensor],
+    loss: LossOfBatch,
     counter: Any,
 ) -> TensorTraffic | None:
     """``twin``: from `tensor_twin`. It runs forward and backward of one micro-batch of ``layout``
@@ -144,7 +145,7 @@ def count_tensor_axis(
             with pretend, loss_chunks(ALL_AT_ONCE), torch.random.fork_rng(devices):
                 inputs, targets = layout.workload.example(device_type)
                 counter.start()
-                loss(twin(inputs), targets).backward()
+                loss(twin, inputs, targets).backward()
                 passes = counter.sent_over("tensor"), counter.ring_passes_over("tensor")
                 counter.start()
                 _make_gradients_whole(twin, layout)

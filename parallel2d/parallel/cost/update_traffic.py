@@ -1,19 +1,17 @@
 """Bytes that the optimizer itself sends per update, from shapes: `predict_updates`.
 
-AdamW, Adam and SGD send nothing. Adafactor adds its statistics over the axes that split a
-parameter, Muon sends each matrix to one rank and the result to all (`owner_bytes`).
+AdamW, Adam and SGD send nothing. Muon sends each matrix to one rank and the result to all
+(`owner_bytes`). What an optimizer of one's own sends is not known.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from parallel2d.parallel.cost.collectives import sent_bytes
 from parallel2d.parallel.parallelize.layout import Layout, ParameterShape
 
-_SCALAR_BYTES = 8  # sums of squares are in fp64
 _MUON_ITEM = 2  # matrices and results are sent in bf16
 
 
@@ -23,12 +21,9 @@ def predict_updates(layout: Layout) -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
     for group, count in layout.equal_groups:
         for parameter in filter(lambda each: each.is_trained, group):
-            sent: dict[str, float] = {}
-            match layout.workload.optimizer.name:
-                case "adafactor":
-                    sent = _adafactor(parameter, layout)
-                case "muon" if parameter.by_muon:
-                    sent = owner_bytes(parameter.whole, _axes_of(parameter, layout))
+            if layout.workload.optimizer.name != "muon" or not parameter.by_muon:
+                continue
+            sent = owner_bytes(parameter.whole, _axes_of(parameter, layout))
             for axis, size in sent.items():
                 found[axis] += count * size
     return dict(found)
@@ -76,28 +71,3 @@ def owner_bytes(
         if size > 1:
             sent[name] = rows * (size - 1) * math.prod(part) * item / ranks
     return sent
-
-
-def _adafactor(parameter: ParameterShape, layout: Layout) -> dict[str, float]:
-    """The sums of three rounds, each over the axes that split a dim that is summed."""
-    axes = [
-        (name, ranks, dim) for name, ranks, dim in _axes_of(parameter, layout) if dim is not None
-    ]
-    lengths = list(parameter.whole)
-    for _, ranks, dim in axes:
-        lengths[dim] = -(-lengths[dim] // ranks)
-    dims = len(lengths)
-    sums: list[tuple[int, Collection[int]]] = [(_SCALAR_BYTES, range(dims))] * 2
-    if dims > 1:
-        *batch, rows, columns = lengths
-        item = math.prod(batch) * parameter.sum_itemsize
-        sums.append((rows * item, [dims - 1]))
-        sums.append((columns * item, [dims - 2]))
-        sums.append((item, [dims - 2]))  # the mean of the row statistic
-    sent: dict[str, float] = defaultdict(float)
-    device_type = layout.workload.device_type
-    for size, summed in sums:
-        for name, ranks, dim in axes:
-            if dim in summed and ranks > 1:
-                sent[name] += sent_bytes("all_reduce", size, ranks, device_type)
-    return dict(sent)

@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils._pytree import tree_map_only
 
 from parallel2d.base.config import OptimizerConfig, ParallelConfig
 from parallel2d.base.errors import ConfigError
@@ -53,31 +54,78 @@ _WHOLE = (PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, Seq
 
 
 @dataclass(frozen=True)
+class TensorShape:
+    """One tensor of a sample."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.int64
+
+
+@dataclass(frozen=True)
+class SampleShape:
+    """What one sample is made of: ``inputs`` as the model takes them, a `TensorShape`, or several
+    in a tuple or in a dict by parameter name; ``targets``: None for data without. ``noun``: what is
+    counted."""
+
+    noun: str = "tokens"
+    inputs: Any = TensorShape(())
+    targets: TensorShape | None = TensorShape(())
+
+    @property
+    def targets_per_sample(self) -> int:
+        """Such as the T of a sequence; 1 for a class, and for values."""
+        if self.targets is None or self.targets.dtype.is_floating_point:
+            return 1
+        return math.prod(self.targets.shape)
+
+    def example(self, samples: int, device: torch.device | str) -> tuple[Any, torch.Tensor | None]:
+        """Zeros as inputs and targets of so many samples."""
+
+        def zeros(each: TensorShape) -> torch.Tensor:
+            return torch.zeros(samples, *each.shape, dtype=each.dtype, device=device)
+
+        inputs = tree_map_only(TensorShape, zeros, self.inputs)
+        return inputs, None if self.targets is None else zeros(self.targets)
+
+    def cast(self, floating: torch.dtype | None) -> SampleShape:
+        """The same with another dtype for what is floating-point; None: as it is."""
+
+        def cast(each: TensorShape) -> TensorShape:
+            if floating is None or not each.dtype.is_floating_point:
+                return each
+            return replace(each, dtype=floating)
+
+        inputs, targets = tree_map_only(TensorShape, cast, (self.inputs, self.targets))
+        return replace(self, inputs=inputs, targets=targets)
+
+    def describe(self, samples: int) -> str:
+        """The size of a batch of ``samples``, as text for messages."""
+        each = ""
+        if self.targets_per_sample > 1:
+            each = f"x {self.targets_per_sample} "
+        return f"{samples} {each}{self.noun}"
+
+
+@dataclass(frozen=True)
 class Workload:
     """What a rank does with the model in a step, and on which device.
 
-    ``inputs``: shape of one sample, ``targets``: of its targets; ``input_dtype``: in which inputs
-    reach the model. ``muon``: FQNs of the parameters that Muon updates. ``device_type`` decides
-    which collectives there are; empty: that of the mesh. ``average``: whether averages of the
-    weights are kept.
+    ``sample``: in the dtypes in which it reaches the model. ``muon``: FQNs of the parameters that
+    Muon updates. ``device_type`` decides which collectives there are; empty: that of the mesh.
+    ``average``: whether averages of the weights are kept.
     """
 
     micro_batch_size: int = 1
     accumulation: int = 1
-    inputs: tuple[int, ...] = ()
-    targets: tuple[int, ...] = ()
-    input_dtype: torch.dtype = torch.int64
+    sample: SampleShape = field(default_factory=SampleShape)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     muon: frozenset[str] = frozenset()
     device_type: str = ""
     average: bool = False
 
-    def example(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zeros as inputs [n, *inputs] and targets [n, *targets] of one micro-batch."""
-        samples = self.micro_batch_size
-        targets = torch.zeros(samples, *self.targets, dtype=torch.int64, device=device)
-        inputs = torch.zeros(samples, *self.inputs, dtype=self.input_dtype, device=device)
-        return inputs, targets
+    def example(self, device: torch.device | str) -> tuple[Any, torch.Tensor | None]:
+        """Zeros as inputs and targets of one micro-batch."""
+        return self.sample.example(self.micro_batch_size, device)
 
 
 class ParameterShape(NamedTuple):

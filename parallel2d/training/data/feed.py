@@ -124,7 +124,7 @@ class BatchFeed:
         device: where the micro-batches are put.
         start: position, in samples, of the first global batch.
         ahead: steps that may wait in memory; each costs micro-batch x accumulation x T x 16 bytes,
-            of images C x H x W x 4.
+            of other samples what they take.
 
     Raises `ConfigError` if there is not one global batch to give.
     """

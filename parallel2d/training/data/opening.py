@@ -1,6 +1,6 @@
 """Opens the data that a configuration names: `open_data`.
 
-Raw text is prepared into the cache. A prepared folder and a folder of images are opened in place.
+Raw text is prepared into the cache. Other data are opened in place.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from parallel2d.base.config import DataConfig
 from parallel2d.base.config.checks import check_data
 from parallel2d.base.config.model_and_data import validation_set
 from parallel2d.base.errors import ConfigError
-from parallel2d.training.data.images import ImageSamples, find_images
 from parallel2d.training.data.order import Schedule
-from parallel2d.training.data.prepare import content_key, folder_lock, prepare, worker_count
+from parallel2d.training.data.own_data import BinTokens, OwnSamples, OwnStream
+from parallel2d.training.data.prepare import content_key, folder_lock, prepare
 from parallel2d.training.data.reading import find_units
 from parallel2d.training.data.stream import PackedSamples, PaddedSamples, Samples, SampleStream
 from parallel2d.training.data.token_shards import MANIFEST, TokenStore
@@ -29,8 +29,6 @@ from parallel2d.training.data.tokenizer import load_tokenizer
 
 # Validation samples are read once, in the same order in every run
 _VALIDATION: dict[str, Any] = {"seed": 0, "name": "validation", "epochs": 1, "end": "pad"}
-# Threads that decode images with data.workers=auto: several ranks share a machine
-_MOST_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -40,18 +38,22 @@ class OpenData:
     train: SampleStream
     # Finite, in an order that does not depend on the seed; None if nothing is held out
     validation: SampleStream | None
-    vocab_size: int  # targets are below it: token ids, or class ids of images
-    # Hex; equal on two machines exactly if every position reads the same sample on both. Of images
-    # it covers the names and sizes of files, not their content.
+    vocab_size: int  # targets are below it; 0: that is not known
+    # Hex; equal on two machines exactly if every position reads the same sample on both. Of data of
+    # one's own it covers what they are built from and their number, not their content.
     fingerprint: str
     description: str  # one line
-    classes: tuple[str, ...] = ()  # of images, by class id
     # The sets of ``data.validation``, by name; each is finite, as `validation`
     named_validation: Mapping[str, SampleStream] = field(default_factory=dict)
     # Of these sets, as `fingerprint`; empty without any
     validation_fingerprint: str = ""
-    # The name and the fingerprint of the tokenizer; empty for images
+    # The name and the fingerprint of the tokenizer; empty where there is none
     tokenizer: tuple[str, str] = ("", "")
+
+    @property
+    def streams(self) -> list[SampleStream]:
+        """All of them."""
+        return [*filter(None, [self.train, self.validation]), *self.named_validation.values()]
 
 
 def open_data(
@@ -59,20 +61,21 @@ def open_data(
 ) -> OpenData:
     """Opens the data that ``config`` names, and prepares it into the cache if necessary.
 
-    Safe to call in any number of processes at once. ``seq_len`` is in tokens; images do not use it.
-    The targets of the first ``context`` positions of every sequence are ignored. Raises
+    Safe to call in any number of processes at once. ``seq_len`` is in tokens; data of one's own do
+    not use it. The targets of the first ``context`` positions of every sequence are ignored. Raises
     `ConfigError` that names what is wrong: a missing path, empty or undecodable input, too few
     tokens for one sample, a cache that cannot be written.
     """
     check_data(config)
 
-    def open_source(config: DataConfig) -> _Tokens | _Images:
-        if config.name == "images":
-            return _Images(config)
+    def open_source(config: DataConfig) -> _Source:
+        if config.name == "custom":
+            return _OwnData(config)
         if seq_len is None:
             problem = f"the tokens of a sequence, with data={config.name}"
             raise ConfigError(f"open_data needs seq_len, {problem}")
-        return _Tokens(config, seq_len, context)
+        kind = _BinFile if config.name == "bin" else _Tokens
+        return kind(config, seq_len, context)
 
     source = open_source(config)
     sets: dict[str, SampleStream] = {}
@@ -96,7 +99,6 @@ def open_data(
         vocab_size=source.vocab_size,
         fingerprint=source.fingerprint(seed),
         description=source.describe(len(train)),
-        classes=source.classes,
         named_validation=sets,
         validation_fingerprint=_digest(set_fingerprints) if sets else "",
         tokenizer=source.tokenizer,
@@ -110,8 +112,6 @@ def _digest(value: Any) -> str:
 class _Tokens:
     """The prepared folders that ``config`` names. Raises `ConfigError` for a mixture of two
     tokenizers."""
-
-    classes: tuple[str, ...] = ()
 
     def __init__(self, config: DataConfig, seq_len: int, context: int) -> None:
         self._config, self._seq_len, self._context = config, seq_len, context
@@ -135,7 +135,7 @@ class _Tokens:
                     "end token)"
                 )
 
-    def check_like(self, training: _Tokens | _Images) -> None:
+    def check_like(self, training: _Source) -> None:
         """Raises `ConfigError` for another tokenizer than that of the training data."""
         if self.tokenizer[1] != training.tokenizer[1]:
             raise ConfigError(
@@ -212,50 +212,70 @@ class _Tokens:
         return text + f", {bad:,} bad rows omitted" * (bad > 0)
 
 
-class _Images:
-    """The images of a folder; as `_Tokens`."""
+class _BinFile:
+    """A file of token ids; as `_Tokens`, all of it for training."""
 
+    vocab_size = 0  # which of the ids a model must know is not told
     tokenizer = ("", "")
 
-    def __init__(self, config: DataConfig) -> None:
-        if config.image_size is None:
+    def __init__(self, config: DataConfig, seq_len: int, context: int) -> None:
+        self._path, self._seq_len, self._context = str(config.path), seq_len, context
+        self._file = BinTokens(self._path)
+        if self._file.tokens <= seq_len:
             raise ConfigError(
-                "data.image_size is required with data=images and a model that does not name its "
-                "own"
+                f"data.path={self._path} holds {self._file.tokens} tokens, fewer than one sample "
+                f"needs: train.seq_len={seq_len} + 1"
             )
-        self._config, self._size, self._channels = config, config.image_size, config.channels or 3
-        self._folder = find_images(str(config.path))
-        self._training, self._held_out = self._folder.split(config.validation_fraction)
-        self.classes = self._folder.classes
-        self.vocab_size = len(self.classes)
 
-    def check_like(self, training: _Tokens | _Images) -> None:
-        """Raises `ConfigError` for other classes than those of the training images."""
-        if self.classes != training.classes:
+    def check_like(self, training: _Source) -> None:
+        """Raises `ConfigError` beside training data whose tokens are of a known tokenizer."""
+        if training.tokenizer[1]:
             raise ConfigError(
-                f"{self._config.path} has the classes {', '.join(self.classes)}, and the training "
-                f"images {', '.join(training.classes)}"
+                f"{self._path}: whether its token ids are those of the data is unknown"
             )
 
     def validation(self) -> SampleStream | None:
-        return self.stream("validation", **_VALIDATION) if len(self._held_out) else None
+        return None
 
-    def stream(self, split: str, **how: Any) -> SampleStream:
-        """The training images, or those that are held out."""
-        indices = self._held_out if split == "validation" else self._training
-        samples = ImageSamples(self._folder, indices, self._channels, self._size)
-        threads = worker_count(self._config.workers)
-        if self._config.workers == "auto":
-            threads = min(threads, _MOST_THREADS)
-        return SampleStream([samples], Schedule([1]), threads=threads, **how)
+    def stream(self, _split: str, **how: Any) -> SampleStream:
+        samples = PackedSamples(self._file, self._seq_len, end_id=0)
+        return SampleStream([samples], Schedule([1]), context=self._context, **how)
 
     def fingerprint(self, seed: int) -> str:
-        fraction = self._config.validation_fraction
-        content = self._folder.content
-        return _digest(["images", content, self._size, self._channels, fraction, seed])
+        return _digest(["bin", self._file.content(), self._seq_len, seed, self._context])
 
     def describe(self, samples: int) -> str:
-        return self._folder.describe(samples, self._channels, self._size)
+        size = f"{self._file.bytes / 1e6:,.1f} MB"
+        return f"bin {self._path} {size}, {samples:,} samples of {self._seq_len} tokens"
+
+
+class _OwnData:
+    """A data set of somebody's own; as `_Tokens`, all of it for training."""
+
+    vocab_size = 0
+    tokenizer = ("", "")
+
+    def __init__(self, config: DataConfig) -> None:
+        self._config, self._samples = config, OwnSamples(config)
+
+    def check_like(self, training: _Source) -> None:
+        """Any two go together, as far as can be told."""
+
+    def validation(self) -> SampleStream | None:
+        return None
+
+    def stream(self, _split: str, **how: Any) -> SampleStream:
+        return OwnStream(self._samples, self._config.workers, **how)
+
+    def fingerprint(self, seed: int) -> str:
+        config = self._config
+        return _digest(["custom", config.target, config.arguments, len(self._samples), seed])
+
+    def describe(self, samples: int) -> str:
+        return f"custom {self._config.target}, {samples:,} samples"
+
+
+_Source = _Tokens | _BinFile | _OwnData
 
 
 def _open_store(config: DataConfig) -> TokenStore:

@@ -7,19 +7,18 @@ position depends only on the data, the size of a sample and the seed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from parallel2d.training.data.batch import IGNORED, Batch, SampleHash, SampleShape, token_sequences
+from parallel2d.parallel.parallelize.layout import SampleShape
+from parallel2d.training.data.batch import IGNORED, Batch, SampleHash, token_sequences
 from parallel2d.training.data.order import Order, Schedule
-from parallel2d.training.data.token_shards import TokenSplit
 
 Array = NDArray[np.int64]
 Position = int | None
@@ -34,14 +33,13 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(
-        self, index: int, inputs: NDArray[Any], targets: Array, document_ids: Array | None
-    ) -> None:
+    def read(self, index: int, inputs: Array, targets: Array, document_ids: Array | None) -> None:
         """Fills both, shaped as in `shape`, with the sample at ``index``. Called by any thread."""
 
 
 class _TokenSamples:
-    def __init__(self, split: TokenSplit, seq_len: int, end_id: int) -> None:
+    # ``split``: a `TokenSplit`, or what has its ``ids``
+    def __init__(self, split: Any, seq_len: int, end_id: int) -> None:
         self._split, self.seq_len, self._end_id = split, seq_len, end_id
         self.shape = token_sequences(seq_len)
 
@@ -62,7 +60,7 @@ class PackedSamples(_TokenSamples):
     """
 
     def __init__(
-        self, split: TokenSplit, seq_len: int, end_id: int, intra_document_masking: bool = False
+        self, split: Any, seq_len: int, end_id: int, intra_document_masking: bool = False
     ) -> None:
         super().__init__(split, seq_len, end_id)
         self._respect_documents = intra_document_masking
@@ -118,12 +116,11 @@ class SampleStream:
         context: positions at the start of every sequence whose targets are ignored.
         epochs: number of epochs; 0 reads epoch after epoch without end.
         end: see `End`.
-        threads: samples of a batch read at once; several help where reading means decoding.
     """
 
     def __init__(
         self,
-        components: list[Samples],
+        components: Sequence[Samples],
         schedule: Schedule,
         *,
         seed: int,
@@ -132,16 +129,13 @@ class SampleStream:
         context: int = 0,
         epochs: int = 0,
         end: str = "wrap",
-        threads: int = 1,
     ) -> None:
         lengths = [len(component) for component in components]
         self._components, self._schedule = components, schedule
         self._orders = [Order(size, seed, f"{name}/{n}") for n, size in enumerate(lengths)]
         self._length = schedule.positions_before_repeat(lengths)
         self.shape = components[0].shape
-        self._hash = SampleHash(self.shape)
-        # The executor starts no thread before it is used
-        self._pool = ThreadPoolExecutor(threads, "parallel2d-read") if threads > 1 else None
+        self._prepare: Callable[[Batch], Batch] | None = None
         self._with_ids, self._context = intra_document_masking, context
         # Positions that are read together are in few blocks of the order.
         self._block = lru_cache(maxsize=4 * len(components))(self._compute_block)
@@ -168,21 +162,34 @@ class SampleStream:
             return position + global_batch_size > self.end.positions
         return position >= self.end.positions
 
-    def read(self, positions: Sequence[Position]) -> Batch:
-        """The samples at ``positions``. A position that is None, or beyond a padded or dropped end,
-        has no valid target.
+    def prepare_by(self, prepare: Callable[[Batch], Batch]) -> None:
+        """Lets every batch go through ``prepare`` when it is read."""
+        self._prepare = prepare
 
-        Returns tensors [len(positions), ...] in host memory, of the shapes and dtypes of `shape`.
+    def read(self, positions: Sequence[Position]) -> Batch:
+        """The samples at ``positions``, in host memory. A position that is None, or beyond a padded
+        or dropped end, has no valid target.
+
         An exception of a component for a sample that cannot be read is passed on.
         """
-        count, shape = len(positions), self.shape
         rows = [row for row, at in enumerate(positions) if at is not None and at < self._limit]
         where = np.array([positions[row] for row in rows], dtype=np.int64)
-        dtype = np.int64 if shape.dtype == torch.int64 else np.float32
-        inputs = np.empty((count, *shape.inputs), dtype)
-        targets = np.empty((count, *shape.targets), np.int64)
+        batch = self._batch(len(positions), rows, where)
+        return batch if self._prepare is None else self._prepare(batch)
+
+    @cached_property
+    def _hash(self) -> SampleHash:
+        return SampleHash(self.shape)
+
+    def _batch(self, count: int, rows: list[int], where: Array) -> Batch:
+        """``count`` rows of tokens, of which those of number ``rows`` are at positions ``where``,
+        and the others at none."""
+        shape: Any = self.shape
+        inputs = np.empty((count, *shape.inputs.shape), np.int64)
+        targets = np.empty((count, *shape.targets.shape), np.int64)
         ids = np.empty_like(targets) if self._with_ids else None
-        self._fill(rows, where, inputs, targets, ids)
+        for row, (component, index) in zip(rows, self._locate(where), strict=True):
+            component.read(index, inputs[row], targets[row], None if ids is None else ids[row])
         if len(rows) < count:
             missing = sorted(set(range(count)) - set(rows))
             inputs[missing], targets[missing] = 0, IGNORED
@@ -202,26 +209,12 @@ class SampleStream:
             valid_tokens=int(np.count_nonzero(targets != IGNORED)),
         )
 
-    def _fill(
-        self,
-        rows: list[int],
-        positions: Array,
-        inputs: NDArray[Any],
-        targets: Array,
-        ids: Array | None,
-    ) -> None:
+    def _locate(self, positions: Array) -> Iterator[tuple[Samples, int]]:
+        """The component of each position, and the index of the sample in it."""
         chosen, local = self._schedule.locate(positions)
-        found = []
-        for row, number, place in zip(rows, chosen.tolist(), local.tolist(), strict=True):
+        for number, place in zip(chosen.tolist(), local.tolist(), strict=True):
             block, offset = divmod(place, _BLOCK)
-            found.append((row, self._components[number], int(self._block(number, block)[offset])))
-
-        def read(sample: tuple[int, Samples, int]) -> None:
-            row, component, index = sample
-            component.read(index, inputs[row], targets[row, ...], None if ids is None else ids[row])
-
-        # The first exception, in the order of the rows, is raised here.
-        list(map(read, found) if self._pool is None else self._pool.map(read, found))
+            yield self._components[number], int(self._block(number, block)[offset])
 
     def _compute_block(self, number: int, block: int) -> Array:
         """Indices of the samples at positions block · _BLOCK and following of a component."""

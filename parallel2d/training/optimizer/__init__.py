@@ -1,15 +1,16 @@
 """The optimizer of a parallelized model, and the learning rate. Start at `build_optimizer`.
 
 It returns a ``torch.optim.Optimizer`` whose update is that of a single process on any layout.
-AdamW, Adam and SGD update each element on its own and so are torch's; Adafactor and Muon need sums
-over whole matrices, or whole matrices, and are in `adafactor.py` and `muon.py`; optimizers of one's
-own that need them are wrapped by `whole_matrices`.
+AdamW, Adam and SGD update each element on its own and so are torch's; Muon needs whole matrices,
+and is in `muon.py`. Somebody's own is built by a function on the same parameter groups; one that
+needs whole matrices is wrapped by `whole_matrices`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from torch import nn
 
 from parallel2d.base.config import OptimizerConfig, SchedulerConfig
 from parallel2d.base.config.checks import check_optimizer
+from parallel2d.base.config.options import load_reference
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
-from parallel2d.training.optimizer.adafactor import Adafactor
 from parallel2d.training.optimizer.groups import describe_group, muon_names, plan_groups
 from parallel2d.training.optimizer.muon import Muon
 from parallel2d.training.optimizer.whole_matrices import whole_matrices
@@ -27,7 +28,6 @@ from parallel2d.training.optimizer.whole_matrices import whole_matrices
 log = logging.getLogger(__name__)
 
 __all__ = [
-    "Adafactor",
     "LossScaler",
     "Muon",
     "build_optimizer",
@@ -93,10 +93,8 @@ def _new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
             nesterov=config.nesterov,
             **implementation,
         )
-    if config.name == "adafactor":
-        return Adafactor(
-            groups, lr=config.lr, beta2_decay=config.beta2_decay, d=config.clip_threshold
-        )
+    if config.name == "custom":
+        return _own_optimizer(groups, config)
     return Muon(
         groups,
         lr=config.lr,
@@ -108,6 +106,39 @@ def _new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
         adamw_eps=config.eps,
         **implementation,
     )
+
+
+def _own_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """What ``config.target`` builds. Raises `ConfigError` for what cannot be trained with."""
+    assert config.target is not None
+    build = load_reference("optimizer.target", config.target)
+    what = f"optimizer.target={config.target}"
+    try:
+        optimizer = build(groups, **config.arguments)
+    except Exception as error:
+        raise ConfigError(
+            f"{what} with arguments {config.arguments}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise ConfigError(f"{what} returned {kind}, not a torch.optim.Optimizer")
+    given = _ids_in(groups)
+    taken = _ids_in(optimizer.param_groups)
+    if given != taken:
+        raise ConfigError(
+            f"{what} trains {len(taken)} tensors and was given {len(given)}: build the optimizer "
+            "on the groups as they are"
+        )
+    if config.weight_decay and "weight_decay" not in optimizer.defaults:
+        raise ConfigError(
+            f"optimizer.weight_decay={config.weight_decay} has no effect: "
+            f"{type(optimizer).__name__} of optimizer.target has no weight_decay"
+        )
+    return optimizer
+
+
+def _ids_in(groups: list[dict[str, Any]]) -> set[int]:
+    return {id(each) for each in chain.from_iterable(group["params"] for group in groups)}
 
 
 def update_bytes(optimizer: torch.optim.Optimizer) -> dict[str, float]:

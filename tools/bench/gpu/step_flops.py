@@ -141,7 +141,9 @@ def flops_of_step(llama: dict[str, Any]) -> float:
         tokens = torch.zeros(1, llama["max_seq_len"], dtype=torch.int64, device=device)
         return tokens, tokens
 
-    flops = count_flops(model, example, cross_entropy_sum)
+    flops = count_flops(
+        model, example, lambda model, *given: cross_entropy_sum(model(given[0]), given[1])
+    )
     assert flops is not None
     return float(flops * SEQUENCES)
 

@@ -1,0 +1,315 @@
+"""`ModelLoss`: calls a model with a batch and makes its summed loss of what it gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from parallel2d.base.config import TrainConfig
+from parallel2d.base.config.options import load_reference
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.exchange import broadcast
+from parallel2d.parallel.chunked_head import ChunkedHead
+from parallel2d.parallel.loss import cross_entropy_sum, loss_bound
+from parallel2d.parallel.parallelize.layout import SampleShape
+from parallel2d.parallel.parallelize.precision import DTYPES, input_dtype
+from parallel2d.parallel.weights.named_tensors import reshard
+from parallel2d.training.data.batch import IGNORED, Batch
+from parallel2d.training.data.own_data import TARGET_NAMES
+from parallel2d.training.data.stream import SampleStream
+from parallel2d.training.loss.rule import SAMPLES, LossRule, find_rule
+from parallel2d.training.model_families import ModelParts
+
+log = logging.getLogger(__name__)
+
+_INPUT_NAMES = ("idx", "input_ids", "inputs", "tokens", "x", "pixel_values")
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class ModelLoss:
+    """The loss of a model: its own, that of ``train.loss``, or the cross-entropy of its logits.
+
+    ``parts``: with the plain model. `learn` comes before the first call. Raises `ConfigError` for a
+    forward with several parameters for targets, and for settings that do not reach a model's own
+    loss.
+    """
+
+    def __init__(self, config: TrainConfig, parts: ModelParts) -> None:
+        self._config = config
+        self._function = cross_entropy_sum
+        if config.train.loss is not None:
+            self._function = load_reference("train.loss", config.train.loss)
+        self._context = parts.context
+        self._kind = type(parts.module).__name__
+        self._signature = inspect.signature(parts.module.forward)
+        parameters = self._signature.parameters
+        targets = [name for name in TARGET_NAMES if name in parameters]
+        reads_tokens = config.data.name != "custom"
+        # The library's models give all logits; their labels would be shifted once more.
+        if reads_tokens and type(parts.module).__module__.startswith("transformers."):
+            targets = []
+        if len(targets) > 1:
+            listed = " and ".join(targets)
+            raise ConfigError(f"{self._kind}.forward takes {listed}: which are the targets?")
+        self._targets = targets[0] if targets else None
+        self._aligns = reads_tokens and self._targets == "labels"
+        self._positions = []
+        for name, each in parameters.items():
+            if each.kind in _BY_POSITION and name not in TARGET_NAMES:
+                self._positions.append(name)
+        train = config.train
+        for key, value in (("loss_chunk", train.loss_chunk), ("z_loss", train.z_loss)):
+            if value and self._targets:
+                raise ConfigError(
+                    f"train.{key}={value}: {self._kind} takes {self._targets} and computes its own "
+                    f"loss, which this does not reach; omit train.{key}"
+                )
+        self._dtype = input_dtype(config.precision)
+        self._rule: LossRule | None = None  # None: the sum of `cross_entropy_sum`
+        self.chunked_head: ChunkedHead | None = None  # computes the sum in its place
+
+    def check(self, sample: SampleShape) -> None:
+        """Raises `ConfigError` where the model's forward does not take such samples."""
+        args, named = self.arguments(sample.inputs, sample.targets)
+        try:
+            self._signature.bind(*args, **named)
+        except TypeError as error:
+            raise ConfigError(
+                f"{self._kind}.forward{self._signature} does not take a batch of "
+                f"data={self._config.data.name}, {len(args)} tensors and {list(named)} by name: "
+                f"{error}; data=custom gives what is named as its parameters, in a dict"
+            ) from None
+
+    def arguments(
+        self, inputs: Any, targets: Any, document_ids: Tensor | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the model is called with: inputs in a dict by name, others in order."""
+        inputs, targets = tree_map_only(Tensor, self._cast, (inputs, targets))
+        named: dict[str, Any] = {}
+        if self._targets and targets is not None:
+            named[self._targets] = targets
+        if isinstance(inputs, Mapping):
+            return (), {**inputs, **named}
+        values = inputs if isinstance(inputs, tuple) else (inputs,)
+        if document_ids is not None:
+            values = (*values, document_ids)
+        names = self._positions
+        # A parameter that is named as inputs are gets them, wherever it stands.
+        known = [name for name in _INPUT_NAMES if name in names]
+        if len(values) == 1 and known:
+            names = known
+        first = list(self._signature.parameters)[: len(values)]
+        if len(names) < len(values) or names[: len(values)] == first:
+            return values, named
+        return (), {**dict(zip(names, values, strict=False)), **named}
+
+    def _cast(self, value: Tensor) -> Tensor:
+        # Sharding casts inputs where it computes in another dtype than it stores; where both are
+        # the same it casts nothing.
+        if self._dtype is not None and value.is_floating_point():
+            return value.to(self._dtype)
+        return value
+
+    def value(
+        self, model: nn.Module, inputs: Any, targets: Any, document_ids: Tensor | None = None
+    ) -> Tensor:
+        """What the model or ``train.loss`` gives, a sum or a mean, or the summed cross-entropy."""
+        return self._value(model, inputs, targets, document_ids)[0]
+
+    def _value(
+        self, model: nn.Module, inputs: Any, targets: Any, document_ids: Tensor | None
+    ) -> tuple[Tensor, bool]:
+        """And whether it is somebody's own."""
+        args, named = self.arguments(inputs, targets, document_ids)
+        output = model(*args, **named)
+        train = self._config.train
+        if targets is not None and targets.ndim > 1:
+            targets = targets[:, self._context(targets.shape[1]) :]
+        if train.loss is not None:
+            return self._function(output, targets), True
+        found = _loss_in(output)
+        if found is not None:
+            return found, True
+        options = {"z_loss": train.z_loss} if train.z_loss and model.training else {}
+        logits = logits_in(output)
+        if not isinstance(logits, Tensor):
+            raise ConfigError(
+                f"{self._kind} returned {type(output).__name__}, in which there is neither a loss "
+                "nor logits; give train.loss a function of it"
+            )
+        return self._function(logits, targets, **options), False
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The summed loss: a mean is multiplied by ``batch.valid_tokens``. Raises `ConfigError`
+        for a loss of a model that does not take the targets."""
+        head = self.chunked_head
+        if head is not None and model is head.model:
+            args, named = self.arguments(batch.inputs, batch.targets, batch.document_ids)
+            assert batch.targets is not None, "logits have targets"
+            return head.loss(batch.targets, *args, **named)
+        value, is_own = self._value(model, batch.inputs, batch.targets, batch.document_ids)
+        if not is_own:
+            # Data of one's own have a sample where there is none to be read.
+            return value if batch.valid_tokens else value * 0
+        if self._rule is None:
+            raise ConfigError(
+                f"{self._kind} returned a loss, and takes no targets: name them in its forward as "
+                f"one of {', '.join(TARGET_NAMES)}, or let data=custom give a batch without"
+            )
+        wide = value.to(torch.promote_types(value.dtype, torch.float32))
+        if self._rule.divisor == "none" and batch.valid_tokens:
+            return wide
+        return wide * batch.valid_tokens
+
+    def compare_head(self, batch: Batch) -> None:
+        """Compares the loss in chunks, where there is one, with the plain one. Collective."""
+        if self.chunked_head is not None:
+            assert batch.targets is not None, "logits have targets"
+            args, named = self.arguments(batch.inputs, batch.targets, batch.document_ids)
+            self.chunked_head.compare(batch.targets, *args, **named)
+
+    def prepare(self, batch: Batch) -> Batch:
+        """``batch`` with targets as the loss ignores them, and with what it is divided by as its
+        ``valid_tokens``. Raises `ConfigError` for ignored targets that the loss would count."""
+        rule, targets = self._rule, batch.targets
+        if rule is None or targets is None or targets.is_floating_point():
+            return batch
+        if rule.divisor == "samples":
+            if bool((targets == IGNORED).any()):
+                raise ConfigError(
+                    f"{self._kind}: a batch has targets that are not valid, and the loss is a mean "
+                    "over all of them; give train.loss a function that omits them"
+                )
+            return dataclasses.replace(batch, valid_tokens=batch.valid_tokens and len(targets))
+        if self._aligns and rule.shift:
+            # As a model that shifts labels itself wants them: each is the token at its position.
+            first = torch.full_like(targets[:, :1], IGNORED)
+            targets = torch.cat([first, targets[:, :-1]], dim=1)
+        if rule.ignored is not None:
+            targets = targets.masked_fill(targets == IGNORED, rule.ignored)
+        if rule.divisor == "none":
+            return dataclasses.replace(batch, targets=targets)
+        counted = self._counted(batch, targets)
+        # A sample of one's own that stands where there is none counts nothing.
+        return counted if batch.valid_tokens else dataclasses.replace(counted, valid_tokens=0)
+
+    def without_first(self, batch: Batch, share: float) -> Batch:
+        """``batch``, prepared, without this share of its targets, of each sequence the first; as it
+        is where the loss counts all of them."""
+        rule, targets = self._rule or LossRule("targets", IGNORED), batch.targets
+        if targets is None or rule.divisor == "samples" or rule.ignored is None:
+            return batch
+        targets = targets.clone()
+        targets[..., : round(targets.shape[-1] * share)] = rule.ignored
+        return self._counted(batch, targets)
+
+    def _counted(self, batch: Batch, targets: Tensor) -> Batch:
+        rule = self._rule or LossRule("targets", IGNORED)
+        valid = dataclasses.replace(rule, divisor="targets").count(targets, len(targets))
+        if not valid and rule.divisor == "targets":
+            # A mean over nothing is no number: a target is put there, which then counts nothing.
+            targets = targets.clone()
+            targets.view(-1)[-1] = int(rule.ignored == 0)
+        return dataclasses.replace(batch, targets=targets, valid_tokens=valid)
+
+    def learn(self, model: nn.Module, stream: SampleStream, device: torch.device) -> None:
+        """Finds what the loss is divided by, in eval mode. ``model``: parallel; ``stream``: gives
+        batches as they are. Collective. Raises `ConfigError` for a loss that depends on the layout
+        and is not declared to do so."""
+        train = self._config.train
+        rule = None
+        # Others give logits: no forward is spent on what whole logits may have no room for.
+        if self._targets or train.loss or stream.shape.targets is None:
+            batch = stream.read([at % len(stream) for at in range(SAMPLES)]).to(device)
+
+            def run(targets: Tensor | None, rows: slice) -> float | None:
+                given = (batch.inputs, targets, batch.document_ids)
+                part = tree_map_only(Tensor, lambda each: each[rows] if each.ndim else each, given)
+                value, is_own = self._value(model, *part)
+                return self._scalar(value) if is_own else None
+
+            with undisturbed(model, device), torch.compiler.set_stance("force_eager"):
+                rule = find_rule(
+                    run,
+                    batch.targets,
+                    ignored=None if train.loss is None else IGNORED,
+                    is_declared=train.loss_is != "auto",
+                    bound=loss_bound(DTYPES[self._config.precision.param]),
+                )
+        if rule is None and train.loss_is != "auto":
+            raise ConfigError(
+                f"train.loss_is={train.loss_is} has no effect: {self._kind} gives logits, whose "
+                "cross-entropy is summed over valid targets"
+            )
+        if rule is not None and train.z_loss:
+            raise ConfigError(
+                f"train.z_loss={train.z_loss}: {self._kind} computes its own loss, to which this "
+                "is not added; omit train.z_loss"
+            )
+        if rule is not None:
+            log.info("the loss is that of %s, divided by: %s", train.loss or self._kind, rule)
+        # All ranks have computed the same, and must go on with the same.
+        self._rule = broadcast(rule)
+
+    def _scalar(self, value: Tensor) -> float:
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if value.ndim:
+            raise ConfigError(
+                f"{self._kind}: the loss has shape {tuple(value.shape)}, and must be a scalar"
+            )
+        return float(value)
+
+
+def _loss_in(output: Any) -> Tensor | None:
+    """The loss that a model has returned: a scalar, the one in a tuple, or what is called ``loss``;
+    None for logits alone. Raises `ConfigError` for several scalars."""
+    if isinstance(output, Mapping):
+        found: Tensor | None = output.get("loss")
+        return found
+    if isinstance(output, Tensor):
+        return output if output.ndim == 0 else None
+    if isinstance(output, tuple | list) and not hasattr(output, "loss"):
+        scalars = [each for each in output if isinstance(each, Tensor) and each.ndim == 0]
+        if len(scalars) > 1:
+            raise ConfigError(
+                f"the model returned {len(scalars)} scalars: which is the loss? Give train.loss a "
+                "function of the output"
+            )
+        return scalars[0] if scalars else None
+    return getattr(output, "loss", None)
+
+
+def logits_in(output: Any) -> Any:
+    """The logits that a model has returned: a tensor, what is called ``logits``, or the first of a
+    tuple."""
+    if isinstance(output, Mapping):
+        return output.get("logits", output)
+    if isinstance(output, tuple | list) and not hasattr(output, "logits"):
+        return output[0] if output else output
+    return getattr(output, "logits", output)
+
+
+@contextmanager
+def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, ``model`` evaluates, without gradients. Its modes and the random generators are as
+    before afterwards, and nothing that a forward has gathered stays."""
+    modes = {module: module.training for module in model.modules()}
+    devices = [device] if device.type == "cuda" else []
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        reshard(model)

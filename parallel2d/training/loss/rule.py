@@ -1,0 +1,148 @@
+"""What a loss that is not ours was divided by: `find_rule`.
+
+[Note: a mean that a model returns] Training needs the sum over valid targets (see [Note: the mean
+over valid tokens]), and a model that computes its own loss returns a mean: over those of its
+targets that it does not ignore (-1 in nanoGPT, -100 in transformers), perhaps without the first of
+each sequence, where it shifts labels itself. It is multiplied by what it was divided by. What that
+is, is found before training on three samples, the first of which has a single valid target. The
+calls of torch's cross-entropy tell which target is ignored and how many count; then the losses of
+the first sample and of the others must give the loss of all, as sums or as such means do. A loss
+that does neither depends on which samples share a micro-batch, and so on the layout.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.exchange import sendable
+from parallel2d.training.data.batch import IGNORED
+
+SAMPLES = 3
+_PARTS = (slice(None), slice(1), slice(1, None))
+
+
+@sendable
+@dataclass(frozen=True)
+class LossRule:
+    """What a loss was divided by: ``divisor`` is ``none`` (a sum), ``targets`` or ``samples``.
+
+    ``ignored``: the target that it ignores, None where that is not known; ``shift``: how many
+    targets at the start of a sequence it does not read.
+    """
+
+    divisor: str
+    ignored: int | None = None
+    shift: int = 0
+
+    def count(self, targets: Tensor | None, samples: int) -> int:
+        """The divisor, of ``targets`` [n, ...] of so many samples."""
+        if self.divisor == "none":
+            return 1
+        if self.divisor == "samples" or targets is None:
+            return samples
+        read = targets[:, self.shift :] if targets.ndim > 1 else targets
+        return int((read != (IGNORED if self.ignored is None else self.ignored)).sum())
+
+
+class CrossEntropyCalls(TorchFunctionMode):
+    """Sees the calls of torch's cross-entropy inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ignored: set[int] = set()  # the targets that they ignore
+        self.counts: set[int] = set()  # how many they do not ignore
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in (F.cross_entropy, F.nll_loss):
+            given = inspect.signature(function).bind(*args, **(kwargs or {}))
+            given.apply_defaults()
+            ignored, target = given.arguments["ignore_index"], given.arguments["target"]
+            if not target.is_floating_point():
+                self.ignored.add(ignored)
+                self.counts.add(int((target != ignored).sum()))
+        return function(*args, **(kwargs or {}))
+
+
+# (targets, rows) -> the loss of these rows, None where the model gives logits
+Run = Callable[[Tensor | None, slice], float | None]
+
+
+def find_rule(
+    run: Run, targets: Tensor | None, *, ignored: int | None, is_declared: bool, bound: float
+) -> LossRule | None:
+    """See [Note: a mean that a model returns]; None for a model that gives logits.
+
+    ``targets``: of `SAMPLES` samples; ``ignored``: what the loss is known to ignore;
+    ``is_declared``: it is a mean per micro-batch, so nothing must add up; ``bound``: largest
+    relative error. Raises `ConfigError` for a loss that does not add up.
+    """
+    has_classes = targets is not None and not targets.is_floating_point()
+    if has_classes:
+        assert targets is not None
+        targets = targets.clamp(min=0)  # all are valid
+    with CrossEntropyCalls() as calls:
+        if run(targets, slice(None)) is None:
+            return None
+    if len(calls.ignored) == 1:
+        (ignored,) = calls.ignored
+    if has_classes and ignored is not None:
+        assert targets is not None
+        if targets.ndim > 1:
+            targets[0] = ignored
+            targets[0].view(-1)[-1] = int(ignored == 0)
+    losses, seen = [], []
+    for rows in _PARTS:
+        with CrossEntropyCalls() as calls:
+            losses.append(run(targets, rows) or 0.0)
+        seen.append(calls.counts)
+
+    rules = [LossRule("none", ignored)]
+    # What cross-entropy was seen to count; a function that calls none has been told what to ignore.
+    for shift in (0, 1) if has_classes and ignored is not None else ():
+        rule = LossRule("targets", ignored, shift)
+        pairs = zip(_counts(rule, targets), seen, strict=True)
+        if all(count in found for count, found in pairs) or (not seen[0] and shift == 0):
+            rules.append(rule)
+    rules.append(LossRule("samples", ignored))
+    if is_declared:
+        return rules[1]
+    for rule in rules:
+        whole, first, rest = _counts(rule, targets)
+        if rule.divisor == "none":
+            expected = losses[1] + losses[2]
+        else:
+            expected = (first * losses[1] + rest * losses[2]) / whole
+        if abs(expected - losses[0]) <= bound * abs(losses[0]):
+            return rule
+    raise ConfigError(_refusal(losses, _counts(rules[1], targets), bound))
+
+
+def _counts(rule: LossRule, targets: Tensor | None) -> list[int]:
+    found = []
+    for rows in _PARTS:
+        part = None if targets is None else targets[rows]
+        found.append(rule.count(part, len(range(SAMPLES)[rows])))
+    return found
+
+
+def _refusal(losses: list[float], counts: list[int], bound: float) -> str:
+    whole, first, rest = losses
+    what = "neither a sum nor a mean over its targets or samples"
+    if abs((first + rest) / 2 - whole) <= bound * abs(whole):
+        what = "a mean per micro-batch, whatever is in it"
+    return (
+        f"the loss of {SAMPLES} samples is {whole:.7g}, of the first of them {first:.7g} and of "
+        f"the others {rest:.7g}, with {counts[1]} and {counts[2]} valid targets: it is {what}, and "
+        "so depends on the layout; give train.loss a function of the output that adds up, or "
+        "accept that with train.loss_is=mean_per_micro_batch"
+    )
