@@ -232,8 +232,10 @@ _GROUP_KEYS = ("pattern", "lr_scale", "weight_decay", "algorithm")
 
 def _optimizer(config: TrainConfig) -> _Problems:
     optimizer = config.optimizer
-    if optimizer.name == "custom" and optimizer.target is None:
-        yield "optimizer.target is required with optimizer=custom: package.module:build"
+    yield (
+        optimizer.name == "custom" and optimizer.target is None,
+        "optimizer.target is required with optimizer=custom: package.module:build",
+    )
     betas = optimizer.betas
     are_shares = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
     yield not are_shares, f"optimizer.betas={betas} must be two numbers in [0, 1)"
