@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from typing import Any
 
-from parallel2d.base.errors import ConfigError, did_you_mean, nearest
+from parallel2d.base.errors import ConfigError, did_you_mean
 
 REQUIRED = "???"  # OmegaConf's mark of a value that must be given
 # Each comparison is false for NaN, which is so within no bounds.
@@ -197,18 +197,6 @@ def as_word(value: Any) -> str:
         inside = [f"{key}: {as_word(each)}" for key, each in value.items()]
         return f"{{{', '.join(inside)}}}"
     return str(value)
-
-
-def refuse_unknown(given: Collection[str], where: str, known: Collection[str]) -> None:
-    """Raises `ConfigError` with one line per name that is ``given`` and that ``where``, which takes
-    the ``known`` ones, does not have."""
-    problems = []
-    for name in given:
-        near = nearest(name, known)
-        hint = f"; it has {', '.join(known)}" if near is None else f"; did you mean {near}?"
-        problems.append(f"{where} has no option {name}{hint}")
-    if problems:
-        raise ConfigError("\n".join(problems))
 
 
 def is_reference(value: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.fsdp import FSDPModule, _common_utils
 
 # The tensors of an output on which torch puts its hooks. A public traversal such as `tree_leaves`
@@ -24,6 +25,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContex
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
+from parallel2d.parallel.fsdp_internals.computations import (
+    MixedTensorsError,
+    explain_mixed_tensors,
+    in_transform,
+)
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, FSDPParameter, fsdp_groups
 from parallel2d.parallel.fsdp_internals.sharded_model import (
     ForwardOrder,
@@ -46,14 +52,17 @@ __all__ = [
     "FSDPGroup",
     "FSDPParameter",
     "ForwardOrder",
+    "MixedTensorsError",
     "ReduceScatter",
     "RunningForward",
     "after_backward",
     "collect_grad_tensors",
+    "explain_mixed_tensors",
     "fsdp_groups",
     "groups",
     "has_begun",
     "in_backward",
+    "in_transform",
     "prefetch_in_forward",
     "reduce_over_shard_alone",
     "reset_iteration",
@@ -78,16 +87,18 @@ REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (AllGather, ("allocate", "__call__")),
     (ReduceScatter, ("allocate", "__call__")),
     (TrainingState, ("IDLE", "FORWARD")),
-    (DTensor, ("_local_tensor",)),
+    (DTensor, ("_local_tensor", "_op_dispatcher")),
+    (type(DTensor._op_dispatcher), ("_custom_op_handlers",)),
     (Tensor, ("_post_accumulate_grad_hooks",)),
     (torch, ("_C", "_dynamo")),
-    (torch._C, ("_current_graph_task_id",)),
+    (torch._C, ("_current_graph_task_id", "_functorch")),
+    (forward_ad, ("_current_level",)),
 )  # fmt: skip
 
 # What it reaches on objects, once they have run.
 KEPT: dict[type, tuple[str, ...]] = {
     FSDPState: (
-        "_comm_ctx", "_fsdp_param_groups", "_is_root", "_states_to_forward_prefetch",
+        "_comm_ctx", "_fsdp_param_groups", "_is_root", "_modules", "_states_to_forward_prefetch",
         "_training_state",
     ),
     FSDPCommContext: ("post_forward_order",),

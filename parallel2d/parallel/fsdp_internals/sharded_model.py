@@ -57,6 +57,8 @@ class RunningForward:
 
     def __init__(self, module: nn.Module) -> None:
         self._state = state_of(module)
+        # Of a group of several modules any one may run.
+        self.is_alone = len(self._state._modules) == 1
 
     @property
     def now(self) -> bool:

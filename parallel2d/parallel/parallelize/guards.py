@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from types import FunctionType
 from typing import Any
 
@@ -29,7 +29,9 @@ from parallel2d.parallel.weights.whole_tensors import sharded_modules
 
 def guard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Installs the errors on ``model``, after `fully_shard`."""
-    refuse_direct_forward(model)
+    # With a tensor axis activations are `DTensor`s, whose operators shall cost nothing more.
+    if "tensor" not in axis_names(mesh):
+        fsdp_internals.explain_mixed_tensors()
     explain_calls(model)
     model.register_load_state_dict_pre_hook(_refuse_whole_tensors)
     check_tensor_ranks_share_data(model, mesh)
@@ -53,11 +55,12 @@ def _refuse_whole_tensors(model: nn.Module, state: dict[str, Any], prefix: str, 
 
 def explain_calls(model: nn.Module) -> None:
     """Gives calls for which parameters are not gathered an error that says what to do: a block
-    before the model, methods other than forward, and arguments that a block changes in place."""
+    before the model, methods other than forward, and arguments that a block changes in place. A
+    direct call of a forward becomes a call of the module."""
     early = []
     for name, module in sharded_modules(model):
         _explain_methods(module, name)
-        _refuse_changed_arguments(module, name)
+        _call_by_forward(module, _refuse_changed_arguments(module, name))
         if module is not model:
             refuse = functools.partial(_refuse_early, name, model)
             early.append(module.register_forward_pre_hook(refuse, prepend=True))
@@ -95,9 +98,9 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
     def explained(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
-        except RuntimeError as error:
+        except fsdp_internals.MixedTensorsError as error:
             # In a forward of the module its parameters are gathered, and the error is another.
-            if "mixed torch.Tensor and DTensor" not in str(error) or forward.now:
+            if forward.now:
                 raise
             raise RuntimeError(
                 f"{name or _class_name(module)}.{method} computes with parameters that only a call "
@@ -109,13 +112,36 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
     return explained
 
 
-def _refuse_changed_arguments(module: nn.Module, name: str) -> None:
+def _refuse_changed_arguments(module: nn.Module, name: str) -> Sized:
     """Makes a call raise RuntimeError when ``module`` has added to a list or dict that it was
-    given: the sharding engine gives it a copy, so the caller would never see what was added."""
+    given: the sharding engine gives it a copy, so the caller would never see what was added. And in
+    a transform that parameters are not gathered for. Returns the calls that run."""
     given: list[Any] = []
 
     def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled() and fsdp_internals.in_transform(args, kwargs):
+            raise RuntimeError(
+                f"{name or _class_name(module)} was called inside torch.func.grad, vmap, jvp or "
+                "another transform, or with a forward-mode derivative (torch.autograd.forward_ad), "
+                "which a sharded module does not support: take derivatives by loss.backward() or "
+                "torch.autograd.grad(loss, inputs), directional ones as the difference "
+                "(model(x + e) - model(x)) / |e|"
+            )
         given.append({**dict(enumerate(args)), **kwargs})
+
+    def restore(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # The sharding engine makes two tensors of one that is given twice, but not while
+        # activations are recomputed: attention computes otherwise where query is key is value.
+        tensors = [value for value in given[-1].values() if isinstance(value, Tensor)]
+        if len(set(map(id, tensors))) == len(tensors):
+            return None
+        received = {**dict(enumerate(args)), **kwargs}
+        first: dict[int, Any] = {}
+        for key, value in given[-1].items():
+            if isinstance(value, Tensor):
+                received[key] = first.setdefault(id(value), received[key])
+        positional = tuple(received.pop(index) for index in range(len(args)))
+        return positional, received
 
     def compare(_module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
         if not given:  # an earlier hook has raised
@@ -132,7 +158,9 @@ def _refuse_changed_arguments(module: nn.Module, name: str) -> None:
                 )
 
     module.register_forward_pre_hook(keep, prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(restore, with_kwargs=True)
     module.register_forward_hook(compare, with_kwargs=True, always_call=True)
+    return given
 
 
 def _first_changed(given: Any, received: Any) -> list[Any] | dict[Any, Any] | None:
@@ -161,22 +189,19 @@ def _containers_in(value: Any) -> Iterator[list[Any] | dict[Any, Any]]:
         yield from _containers_in(inner)
 
 
-def refuse_direct_forward(model: nn.Module) -> None:
-    """Makes ``model.forward(x)`` raise RuntimeError outside of ``model(x)``: the hooks that gather
-    parameters run in the call."""
-    forward = model.forward
-    running = RunningForward(model)
+def _call_by_forward(module: nn.Module, running: Sized) -> None:
+    """Makes ``module.forward(x)`` the call ``module(x)``, in which hooks gather parameters, unless
+    one of ``running`` calls, or a method that gathers them too, has come to it."""
+    forward = module.forward
+    gathering = RunningForward(module)
 
     @functools.wraps(forward)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        if not running.now:
-            raise RuntimeError(
-                "model.forward(...) was called directly: the parameters are sharded and only "
-                "model(...) gathers them; call the model"
-            )
-        return forward(*args, **kwargs)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if running or (gathering.is_alone and gathering.now):
+            return forward(*args, **kwargs)
+        return module(*args, **kwargs)
 
-    model.forward = guarded
+    module.forward = called
 
 
 def check_tensor_ranks_share_data(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -20,6 +20,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.mesh import check_placement, has_cpu_backend, mesh_shape
+from parallel2d.parallel.model_structure import is_called
 from parallel2d.parallel.parallelize.float8 import check_float8
 
 
@@ -53,6 +54,12 @@ def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
         raise ConfigError("strategy=auto is resolved by the train command: in code, name one")
     if config is not None:
         validated(config)
+    if isinstance(model, nn.ModuleList | nn.ModuleDict) and not is_called(model):
+        raise ConfigError(
+            f"parallelize: a {type(model).__name__} has no forward, and parameters are gathered in "
+            "that of the model: parallelize each of its members, or put them into a module whose "
+            "forward calls them"
+        )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
             "the model is sharded already, by parallelize or fully_shard: give the plain one, once"

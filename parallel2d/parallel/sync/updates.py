@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh import has_cpu_backend
-from parallel2d.parallel.model_structure import updated_as
+from parallel2d.parallel.model_structure import stays_whole, updated_as
 from parallel2d.parallel.sync.comparison import ReplicaComparison
 from parallel2d.parallel.sync.engine.buckets import Bucket, BucketQueue, Wait
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of, reducers_in
@@ -89,7 +89,7 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     # Parameters without dimensions are in no group.
     alone: dict[str, Tensor] = {}
     for name, parameter in parameters_by_name(model).items():
-        if parameter.ndim == 0:
+        if stays_whole(parameter):
             alone[name] = shared.get(name, parameter)
     if alone and found:
         found["parameters without dimensions"] = alone

@@ -1,0 +1,71 @@
+"""Computations that sharded parameters cannot take part in, of which torch's own errors speak of
+neither parameters nor modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+
+def in_transform(*inputs: Any) -> bool:
+    """Whether ``inputs`` of a module are part of a transform of ``torch.func``, such as ``grad``,
+    or of a forward-mode derivative. torch has no public name for either."""
+    in_function = torch._C._functorch.maybe_current_level() is not None
+    if not in_function and forward_ad._current_level < 0:
+        return False
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    if in_function:
+        return any(tensor.requires_grad for tensor in tensors)
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+# Operators of torch.ops.aten in which people mix parameters with tensors of their own
+_MIXING = """
+    add sub mul div pow maximum minimum eq ne lt le gt ge add_ sub_ mul_ div_ lerp lerp_ copy_
+    mm mv bmm dot addmm addmv baddbmm convolution cat stack where index embedding equal allclose
+    mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
+    native_layer_norm _foreach_add _foreach_add_ _foreach_sub _foreach_sub_ _foreach_mul
+    _foreach_mul_ _foreach_lerp_ _foreach_copy_
+"""
+
+
+class MixedTensorsError(RuntimeError):
+    """A plain tensor met a sharded one."""
+
+
+def explain_mixed_tensors() -> None:
+    """Replaces torch's error for operators that get a `DTensor` and a plain tensor, in this
+    process. C++ raises it, and offers this table of handlers by operator alone; one takes 5 us."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    for name in _MIXING.split():
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            operator = getattr(packet, overload)
+            tensors = [each for each in operator._schema.arguments if "Tensor" in str(each.type)]
+            # Torch has handlers of its own for some.
+            if len(tensors) > 1 or name in ("cat", "stack"):
+                handlers.setdefault(operator, _explained)
+
+
+def _explained(operator: Any, args: Any, kwargs: Any) -> Any:
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    # Without the handler the call is what it would have been.
+    handlers.pop(operator, None)
+    try:
+        return operator(*args, **kwargs)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise MixedTensorsError(
+            f"{operator} got a plain tensor and a sharded parameter, or what was computed from "
+            "one: parameters are whole only while the module that owns them runs; in a loss, an "
+            "optimizer or a log use parameter.full_tensor(), and a weight that another module "
+            "needs is to be an argument, or returned by the module that owns it"
+        ) from error
+    finally:
+        handlers[operator] = _explained
