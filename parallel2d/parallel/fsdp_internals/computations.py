@@ -41,7 +41,7 @@ class MixedTensorsError(RuntimeError):
 def explain_mixed_tensors() -> None:
     """Replaces torch's error for operators that get a `DTensor` and a plain tensor, in this
     process. C++ raises it, and offers this table of handlers by operator alone; one takes 5 us."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     for name in _MIXING.split():
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
@@ -53,7 +53,7 @@ def explain_mixed_tensors() -> None:
 
 
 def _explained(operator: Any, args: Any, kwargs: Any) -> Any:
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     # Without the handler the call is what it would have been.
     handlers.pop(operator, None)
     try:

@@ -226,8 +226,8 @@ class FSDPParameter:
         return whole is not None and whole.grad is not None
 
     def make_dense(self) -> None:
-        """Makes a sparse gradient, such as that of ``nn.Embedding(sparse=True)``, a dense one: ranks
-        have different rows, and torch reduces dense ones alone."""
+        """Makes a sparse gradient, such as that of ``nn.Embedding(sparse=True)``, a dense one:
+        ranks have different rows, and torch reduces dense ones alone."""
         whole = self._whole
         if whole is not None and whole.grad is not None and whole.grad.is_sparse:
             whole.grad = whole.grad.to_dense()
