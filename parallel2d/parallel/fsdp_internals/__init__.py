@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from parallel2d.parallel.fsdp_internals.computations import (
     MixedTensorsError,
     explain_mixed_tensors,
-    in_transform,
+    is_differentiated_forward,
 )
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, FSDPParameter, fsdp_groups
 from parallel2d.parallel.fsdp_internals.sharded_model import (
@@ -62,7 +62,7 @@ __all__ = [
     "groups",
     "has_begun",
     "in_backward",
-    "in_transform",
+    "is_differentiated_forward",
     "prefetch_in_forward",
     "reduce_over_shard_alone",
     "reset_iteration",

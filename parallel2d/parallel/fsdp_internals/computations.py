@@ -12,16 +12,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 
-def in_transform(*inputs: Any) -> bool:
-    """Whether ``inputs`` of a module are part of a transform of ``torch.func``, such as ``grad``,
-    or of a forward-mode derivative. torch has no public name for either."""
-    in_function = torch._C._functorch.maybe_current_level() is not None
-    if not in_function and forward_ad._current_level < 0:
+def is_differentiated_forward(inputs: Any, frees: bool) -> bool:
+    """Whether ``inputs`` of a module carry a forward-mode derivative that would be lost in the
+    hooks of `fully_shard`, or whose backward pass would find no parameters where the module
+    ``frees`` them after forward. torch has no public name for whether there are any."""
+    if forward_ad._current_level < 0 or not torch.is_grad_enabled():
+        return False
+    # torch.func.jvp uses the same numbers, and its backward pass goes through the hooks.
+    if torch._C._functorch.maybe_current_level() is not None:
         return False
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    if in_function:
-        return any(tensor.requires_grad for tensor in tensors)
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    duals = [each for each in tensors if forward_ad.unpack_dual(each).tangent is not None]
+    return any(frees or each.requires_grad for each in duals)
 
 
 # Operators of torch.ops.aten in which people mix parameters with tensors of their own
@@ -63,9 +65,9 @@ def _explained(operator: Any, args: Any, kwargs: Any) -> Any:
             raise
         raise MixedTensorsError(
             f"{operator} got a plain tensor and a sharded parameter, or what was computed from "
-            "one: parameters are whole only while the module that owns them runs; in a loss, an "
-            "optimizer or a log use parameter.full_tensor(), and a weight that another module "
-            "needs is to be an argument, or returned by the module that owns it"
+            "one: parameters are whole only while the block that gathers them runs; in a loss, an "
+            "optimizer or a log use parameter.full_tensor(), and a weight that another block "
+            "needs is to be an argument, or returned by the block that owns it"
         ) from error
     finally:
         handlers[operator] = _explained

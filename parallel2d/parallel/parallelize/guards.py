@@ -114,18 +114,18 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
 
 def _refuse_changed_arguments(module: nn.Module, name: str) -> Sized:
     """Makes a call raise RuntimeError when ``module`` has added to a list or dict that it was
-    given: the sharding engine gives it a copy, so the caller would never see what was added. And in
-    a transform that parameters are not gathered for. Returns the calls that run."""
+    given: the sharding engine gives it a copy, so the caller would never see what was added; and
+    for a forward-mode derivative that it cannot compute. Returns the calls that run."""
     given: list[Any] = []
+    running = RunningForward(module)
 
     def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled() and fsdp_internals.in_transform(args, kwargs):
+        if fsdp_internals.is_differentiated_forward((args, kwargs), running.frees):
             raise RuntimeError(
-                f"{name or _class_name(module)} was called inside torch.func.grad, vmap, jvp or "
-                "another transform, or with a forward-mode derivative (torch.autograd.forward_ad), "
-                "which a sharded module does not support: take derivatives by loss.backward() or "
-                "torch.autograd.grad(loss, inputs), directional ones as the difference "
-                "(model(x + e) - model(x)) / |e|"
+                f"{name or _class_name(module)} was called with a forward-mode derivative, "
+                "torch.autograd.forward_ad.make_dual(...), which sharded modules support under "
+                "torch.no_grad() alone: use torch.func.jvp(model, (x,), (e,)), or the difference "
+                "of two forward passes, (model(x + e) - model(x)) / |e|"
             )
         given.append({**dict(enumerate(args)), **kwargs})
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals import has_begun
@@ -23,6 +25,7 @@ def accept_other_calls(model: nn.Module) -> None:
     if not hasattr(model, "no_sync"):
         vars(model)["no_sync"] = functools.partial(no_sync, model)
     _explain_missing_wrapper(type(model))
+    _refuse_sparse_updates()
     for _, module in sharded_modules(model):
         module._apply = _checked(model, module._apply)  # type: ignore[method-assign]
     for name, module in model.named_modules():
@@ -36,19 +39,38 @@ def _checked(model: nn.Module, apply: Callable[..., Any]) -> Callable[..., Any]:
     refusal of another dtype where the old one is in use."""
 
     def applied(function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        updates = engine_of(model).updates
-        if has_begun(model) or type(updates) is not UpdateFollower:
-            for dtype in {parameter.dtype for parameter in model.parameters()}:
-                wanted = function(torch.empty(0, dtype=dtype)).dtype
-                if wanted != dtype:
-                    raise ConfigError(
-                        f"model.to(...) would make parameters in {dtype} {wanted}, but buffers of "
-                        "gathered parameters, gradients or updates have that dtype already: choose "
-                        "it by parallelize(model, mesh, ParallelConfig(precision=...))"
-                    )
+        engine = engine_of(model)
+        is_used = has_begun(model) or type(engine.updates) is not UpdateFollower
+        for dtype in {parameter.dtype for parameter in model.parameters()}:
+            wanted = function(torch.empty(0, dtype=dtype)).dtype
+            # The wire to other replicas is no wider than what the configuration says.
+            is_wider = engine.batch.buckets is not None and wanted.itemsize > dtype.itemsize
+            if wanted != dtype and (is_used or is_wider):
+                raise ConfigError(
+                    f"model.to(...) would make parameters in {dtype} {wanted}, but what gathers, "
+                    f"reduces or updates them is made for {dtype}: choose the dtype by "
+                    "parallelize(model, mesh, ParallelConfig(precision=...))"
+                )
         return apply(function, recurse)
 
     return applied
+
+
+@functools.cache
+def _refuse_sparse_updates() -> None:
+    """Gives the optimizer that takes sparse gradients alone an error that says what to do."""
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not isinstance(optimizer, torch.optim.SparseAdam):
+            return
+        for group in optimizer.param_groups:
+            if any(isinstance(parameter, DTensor) for parameter in group["params"]):
+                raise ConfigError(
+                    "optimizer.step: SparseAdam takes sparse gradients alone, and those of sharded "
+                    "parameters are dense, of Embedding(sparse=True) too: use AdamW or Adagrad"
+                )
+
+    register_optimizer_step_pre_hook(check)
 
 
 def _explain_missing_wrapper(kind: type) -> None:
