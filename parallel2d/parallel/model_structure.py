@@ -144,9 +144,8 @@ def find_blocks(
     failing that, siblings of one class; failing that, sibling layers of one class. May be empty
     when nothing repeats.
 
-    A container without a forward, such as a ``ModuleList``, is no block: in the place of one that
-    is chosen stand the outermost modules in it that are called and have structure, or, where none
-    has, those with parameters.
+    In the place of a container without a forward, such as a ``ModuleList``, stand the outermost
+    modules in it that are called and have structure, or, where none has, those with parameters.
 
     Raises `ConfigError` when a given class or policy matches nothing, with the candidates and their
     sizes.

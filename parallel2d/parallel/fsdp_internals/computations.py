@@ -47,11 +47,8 @@ def explain_mixed_tensors() -> None:
     for name in _MIXING.split():
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
-            operator = getattr(packet, overload)
-            tensors = [each for each in operator._schema.arguments if "Tensor" in str(each.type)]
             # Torch has handlers of its own for some.
-            if len(tensors) > 1 or name in ("cat", "stack"):
-                handlers.setdefault(operator, _explained)
+            handlers.setdefault(getattr(packet, overload), _explained)
 
 
 def _explained(operator: Any, args: Any, kwargs: Any) -> Any:
@@ -64,10 +61,9 @@ def _explained(operator: Any, args: Any, kwargs: Any) -> Any:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise MixedTensorsError(
-            f"{operator} got a plain tensor and a sharded parameter, or what was computed from "
-            "one: parameters are whole only while the block that gathers them runs; in a loss, an "
-            "optimizer or a log use parameter.full_tensor(), and a weight that another block "
-            "needs is to be an argument, or returned by the block that owns it"
+            f"{operator} got a plain tensor and a sharded parameter, which is whole only while the "
+            "block that gathers it runs: elsewhere use parameter.full_tensor(), and let a block "
+            "return, or get as an argument, the weight that another one needs"
         ) from error
     finally:
         handlers[operator] = _explained

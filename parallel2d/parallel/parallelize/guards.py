@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -60,7 +60,7 @@ def explain_calls(model: nn.Module) -> None:
     early = []
     for name, module in sharded_modules(model):
         _explain_methods(module, name)
-        _call_by_forward(module, _refuse_changed_arguments(module, name))
+        _watch_calls(module, name)
         if module is not model:
             refuse = functools.partial(_refuse_early, name, model)
             early.append(module.register_forward_pre_hook(refuse, prepend=True))
@@ -112,29 +112,27 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
     return explained
 
 
-def _refuse_changed_arguments(module: nn.Module, name: str) -> Sized:
+def _watch_calls(module: nn.Module, name: str) -> None:
     """Makes a call raise RuntimeError when ``module`` has added to a list or dict that it was
     given: the sharding engine gives it a copy, so the caller would never see what was added; and
-    for a forward-mode derivative that it cannot compute. Returns the calls that run."""
+    for a forward-mode derivative that it cannot compute. Makes ``module.forward(x)`` the call
+    ``module(x)``, in which hooks gather parameters."""
+    # The arguments of the calls that run
     given: list[Any] = []
-    running = RunningForward(module)
+    running, forward = RunningForward(module), module.forward
 
     def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
         if fsdp_internals.is_differentiated_forward((args, kwargs), running.frees):
             raise RuntimeError(
-                f"{name or _class_name(module)} was called with a forward-mode derivative, "
-                "torch.autograd.forward_ad.make_dual(...), which sharded modules support under "
-                "torch.no_grad() alone: use torch.func.jvp(model, (x,), (e,)), or the difference "
-                "of two forward passes, (model(x + e) - model(x)) / |e|"
+                f"{name or _class_name(module)} was called with a derivative of "
+                "torch.autograd.forward_ad, which sharded modules support under torch.no_grad() "
+                "alone: use torch.func.jvp(model, (x,), (e,))"
             )
         given.append({**dict(enumerate(args)), **kwargs})
 
     def restore(_module: nn.Module, args: Any, kwargs: Any) -> Any:
         # The sharding engine makes two tensors of one that is given twice, but not while
         # activations are recomputed: attention computes otherwise where query is key is value.
-        tensors = [value for value in given[-1].values() if isinstance(value, Tensor)]
-        if len(set(map(id, tensors))) == len(tensors):
-            return None
         received = {**dict(enumerate(args)), **kwargs}
         first: dict[int, Any] = {}
         for key, value in given[-1].items():
@@ -157,10 +155,17 @@ def _refuse_changed_arguments(module: nn.Module, name: str) -> Sized:
                     "their arguments: return the values instead"
                 )
 
+    @functools.wraps(forward)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        # Unless a call, or another method that gathers them, has come to it.
+        if given or (running.is_alone and running.now):
+            return forward(*args, **kwargs)
+        return module(*args, **kwargs)
+
+    module.forward = called
     module.register_forward_pre_hook(keep, prepend=True, with_kwargs=True)
     module.register_forward_pre_hook(restore, with_kwargs=True)
     module.register_forward_hook(compare, with_kwargs=True, always_call=True)
-    return given
 
 
 def _first_changed(given: Any, received: Any) -> list[Any] | dict[Any, Any] | None:
@@ -187,21 +192,6 @@ def _containers_in(value: Any) -> Iterator[list[Any] | dict[Any, Any]]:
     inside = value.values() if type(value) is dict else value
     for inner in inside:
         yield from _containers_in(inner)
-
-
-def _call_by_forward(module: nn.Module, running: Sized) -> None:
-    """Makes ``module.forward(x)`` the call ``module(x)``, in which hooks gather parameters, unless
-    one of ``running`` calls, or a method that gathers them too, has come to it."""
-    forward = module.forward
-    gathering = RunningForward(module)
-
-    @functools.wraps(forward)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if running or (gathering.is_alone and gathering.now):
-            return forward(*args, **kwargs)
-        return module(*args, **kwargs)
-
-    module.forward = called
 
 
 def check_tensor_ranks_share_data(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -56,9 +56,8 @@ def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
         validated(config)
     if isinstance(model, nn.ModuleList | nn.ModuleDict) and not is_called(model):
         raise ConfigError(
-            f"parallelize: a {type(model).__name__} has no forward, and parameters are gathered in "
-            "that of the model: parallelize each of its members, or put them into a module whose "
-            "forward calls them"
+            f"parallelize: a {type(model).__name__} has no forward, in which parameters are "
+            "gathered: parallelize each of its members, or a module that calls them"
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(

@@ -25,8 +25,7 @@ from parallel2d.parallel.weights.initial_values import rank_device
 
 class Scalar:
     """One such parameter. ``places``: the (module, attribute) of each of its occurrences.
-    ``computes_in``: the dtype of one without elements while the model computes; another's takes
-    that of the tensors it meets."""
+    ``computes_in``: the dtype of one without elements while the model computes."""
 
     def __init__(
         self, places: list[tuple[nn.Module, str]], mesh: DeviceMesh, computes_in: torch.dtype
@@ -49,9 +48,9 @@ class Scalar:
         value = DTensor.from_local(local, all_axes, whole, run_check=False)
         self._kept = nn.Parameter(value, self._plain.requires_grad)
         self._put(self._kept)
-        self._computes_in: torch.dtype | None = None
-        if not local.numel() and local.is_floating_point():
-            self._computes_in = computes_in
+        is_empty = not local.numel() and local.is_floating_point()
+        # One without dimensions takes the dtype of the tensors that it meets.
+        self._computes_in = computes_in if is_empty else None
 
     @property
     def _in_modules(self) -> nn.Parameter:
@@ -141,8 +140,7 @@ def scalar_places(
                     raise ConfigError(f"{name} {problem}")
     if scalars and len(scalars) == len(to_split):
         raise ConfigError(
-            "the model has only parameters without dimensions or elements: there is nothing to "
-            "shard in parallelize(model, ...)"
+            "the model has parameters without dimensions or elements alone: nothing to shard"
         )
     return places
 
