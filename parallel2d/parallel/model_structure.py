@@ -117,6 +117,11 @@ def owns_itself(module: nn.Module) -> bool:
     return next(held_parameters(module), None) is not None
 
 
+def stays_whole(parameter: Tensor) -> bool:
+    """Whether nothing can be split: it has no dimensions, or no elements."""
+    return parameter.ndim == 0 or parameter.numel() == 0
+
+
 def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """Parameters of ``module`` itself and of containers in it."""
     for _, parameter in held_parameters(module):
@@ -174,6 +179,9 @@ def find_blocks(
     be by a reader: elements of a ``ModuleList`` or ``Sequential`` that have children of their own;
     failing that, siblings of one class; failing that, sibling layers of one class. May be empty
     when nothing repeats.
+
+    In the place of a container without a forward, such as a ``ModuleList``, stand the outermost
+    modules in it that are called and have structure, or, where none has, those with parameters.
 
     Raises `ConfigError` when a given class or policy matches nothing, with the candidates and their
     sizes.
@@ -277,13 +285,28 @@ def _outermost(model: nn.Module, is_block: _IsBlock) -> list[tuple[str, nn.Modul
             visited.add(id(child))
             child_path = join_names(name, child_name)
             # What is inside a block is part of it: no search goes on there.
-            if is_block(module, child):
+            if not is_block(module, child):
+                visit(child_path, child)
+            elif is_called(child):
                 found.append((child_path, child))
             else:
-                visit(child_path, child)
+                inside = _outermost(child, _is_called_with_structure)
+                inside = inside or _outermost(child, _is_called_with_parameters)
+                for inner_name, inner in inside:
+                    if id(inner) not in visited:
+                        visited.add(id(inner))
+                        found.append((join_names(child_path, inner_name), inner))
 
     visit("", model)
     return found
+
+
+def _is_called_with_structure(_parent: nn.Module, child: nn.Module) -> bool:
+    return is_called(child) and has_structure(child)
+
+
+def _is_called_with_parameters(_parent: nn.Module, child: nn.Module) -> bool:
+    return is_called(child) and _has_parameters(child)
 
 
 def candidate_classes(model: nn.Module) -> str:

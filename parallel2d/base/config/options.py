@@ -201,16 +201,6 @@ def as_word(value: Any) -> str:
     return str(value)
 
 
-def refuse_unknown(given: Collection[str], where: str, known: Collection[str]) -> None:
-    """Raises `ConfigError` with one line per ``given`` name that is not ``known`` to ``where``."""
-    problems = []
-    for name in given:
-        hint = did_you_mean(name, known) or f"; it has {', '.join(known)}"
-        problems.append(f"{where} has no option {name}{hint}")
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
 def is_reference(value: Any) -> bool:
     """Whether it has the form ``package.module:name``."""
     if not isinstance(value, str):

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from parallel2d.base.config.options import option, refuse_unknown
+from parallel2d.base.config.options import option
 from parallel2d.base.errors import ConfigError, did_you_mean
 
 AXES = ("replicate", "shard", "tensor")  # of the mesh, outermost to innermost
@@ -359,9 +359,7 @@ class ParallelConfig:
         sync: SyncConfig | None = None,
         cpu_offload: bool = False,
         allow_cross_node: bool = False,
-        **unknown: object,
     ) -> None:
-        refuse_unknown(unknown, "ParallelConfig", [item.name for item in fields(self)])
         if not isinstance(cpu_offload, bool):
             raise ConfigError(f"cpu_offload={cpu_offload} must be True or False")
         self.strategy = named_strategy(strategy)

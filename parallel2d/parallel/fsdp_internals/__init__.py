@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.fsdp import FSDPModule, _common_utils
 
 # The tensors of an output on which torch puts its hooks. A public traversal such as `tree_leaves`
@@ -24,6 +25,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContex
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
+from parallel2d.parallel.fsdp_internals.computations import (
+    MixedTensorsError,
+    explain_mixed_tensors,
+    is_differentiated_forward,
+)
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, FSDPParameter, fsdp_groups
 from parallel2d.parallel.fsdp_internals.group_watch import (
     GATHERED_AS,
@@ -54,14 +60,17 @@ __all__ = [
     "FSDPParameter",
     "ForwardOrder",
     "GroupWatch",
+    "MixedTensorsError",
     "ReduceScatter",
     "RunningForward",
     "after_backward",
     "collect_grad_tensors",
+    "explain_mixed_tensors",
     "fsdp_groups",
     "groups",
     "has_begun",
     "in_backward",
+    "is_differentiated_forward",
     "prefetch_in_forward",
     "reduce_over_shard_alone",
     "refuse_numbers_of_parts",
@@ -89,18 +98,19 @@ REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (ReduceScatter, ("allocate", "__call__")),
     (TrainingState, ("IDLE", "FORWARD")),
     (DTensor, ("_local_tensor", "_op_dispatcher")),
-    (DTensor._op_dispatcher, ("_custom_op_handlers",)),
+    (type(DTensor._op_dispatcher), ("_custom_op_handlers",)),
     (torch.UntypedStorage, ("_cdata",)),
     (torch.ops.aten, ("_local_scalar_dense",)),
     (Tensor, ("_post_accumulate_grad_hooks", "_version")),
     (torch, ("_C", "_dynamo")),
-    (torch._C, ("_current_graph_task_id",)),
+    (torch._C, ("_current_graph_task_id", "_functorch")),
+    (forward_ad, ("_current_level",)),
 )  # fmt: skip
 
 # What it reaches on objects, once they have run.
 KEPT: dict[type, tuple[str, ...]] = {
     FSDPState: (
-        "_comm_ctx", "_fsdp_param_groups", "_is_root", "_states_to_forward_prefetch",
+        "_comm_ctx", "_fsdp_param_groups", "_is_root", "_modules", "_states_to_forward_prefetch",
         "_training_state",
     ),
     FSDPCommContext: ("post_forward_order",),

@@ -138,6 +138,8 @@ class FSDPGroup:
 
         @torch._dynamo.disable(recursive=True)
         def post_backward(*unused: Any) -> None:
+            for parameter in self.trained:
+                parameter.make_dense()
             before()
             # A group that never ran has no whole parameters, which torch makes in the first forward
             # and asks for all the same.
@@ -168,7 +170,7 @@ class FSDPGroup:
         if wire.itemsize >= 4 or group._reduce_scatter_process_group.size() == 1:
             wire = wide
         for parameter in self.parameters:
-            parameter.gradient_dtype = wide
+            parameter.wide = wide
         original = group._init_mp_dtypes
 
         def look_up() -> None:
@@ -236,7 +238,8 @@ class FSDPParameter:
         # The hooks to call, and those of them that are not registered meanwhile
         self._hooks: dict[int, Any] = {}
         self._taken: dict[int, Any] = {}
-        self.gradient_dtype = parameter.sharded_param.dtype
+        # The dtype in which gradients are added, if it is not the parameter's
+        self.wide: torch.dtype | None = None
         # The position of this rank's first value in the whole parameter, flattened
         self.start = first_position(parameter.sharded_param)
 
@@ -244,6 +247,11 @@ class FSDPParameter:
     def sharded(self) -> nn.Parameter:
         """Looked up each time: allocation and loading replace it."""
         return self._parameter.sharded_param
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """In which its gradients are added. The model may have been cast since it was sharded."""
+        return self.wide or self.sharded.dtype
 
     @property
     def _whole(self) -> nn.Parameter | None:
@@ -257,6 +265,13 @@ class FSDPParameter:
             return True
         whole = self._whole
         return whole is not None and whole.grad is not None
+
+    def make_dense(self) -> None:
+        """Makes a sparse gradient, such as that of ``nn.Embedding(sparse=True)``, a dense one:
+        ranks have different rows, and torch reduces dense ones alone."""
+        whole = self._whole
+        if whole is not None and whole.grad is not None and whole.grad.is_sparse:
+            whole.grad = whole.grad.to_dense()
 
     @property
     def whole_gradient_dtype(self) -> torch.dtype | None:

@@ -57,6 +57,10 @@ class RunningForward:
 
     def __init__(self, module: nn.Module) -> None:
         self._state = state_of(module)
+        # Of a group of several modules any one may run.
+        self.is_alone = len(self._state._modules) == 1
+        # Whether parameters are freed between forward and backward
+        self.frees = any(group.post_forward_mesh_info for group in groups(module))
 
     @property
     def now(self) -> bool:

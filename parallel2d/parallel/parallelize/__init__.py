@@ -11,13 +11,13 @@ compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from typing import TypeVar
 
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import ParallelConfig
-from parallel2d.base.config.options import refuse_unknown
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.parallelize.activation_checkpointing import (
@@ -31,6 +31,7 @@ from parallel2d.parallel.parallelize.float8 import convert_to_float8
 from parallel2d.parallel.parallelize.guards import guard
 from parallel2d.parallel.parallelize.ignored import cast_ignored, ignored_parameters
 from parallel2d.parallel.parallelize.layout import Layout, resolve
+from parallel2d.parallel.parallelize.other_calls import accept_other_calls
 from parallel2d.parallel.parallelize.precision import cast_storage
 from parallel2d.parallel.parallelize.preconditions import check, check_arguments, mark_sharded
 from parallel2d.parallel.parallelize.prefetch import prefetch_parameters
@@ -47,8 +48,11 @@ from parallel2d.parallel.weights.source import WeightSource
 __all__ = ["average_buffers", "build_on_meta", "parallelize", "sharded_copy"]
 
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
 def parallelize(
-    model: nn.Module,
+    model: ModelT,
     mesh: DeviceMesh,
     config: ParallelConfig | None = None,
     *,
@@ -59,8 +63,7 @@ def parallelize(
     weights: Callable[[nn.Module], Container[str]] | None = None,
     topology: Topology | None = None,
     ignored: Sequence[str | nn.Module | nn.Parameter] = (),
-    **unknown: object,
-) -> nn.Module:
+) -> ModelT:
     """Shards ``model`` over ``mesh`` in place and returns it. Collective: every rank calls it with
     equal arguments.
 
@@ -93,7 +96,6 @@ def parallelize(
     Raises:
         ConfigError: a setting that cannot work on this model or mesh, with what can.
     """
-    refuse_unknown(unknown, "parallelize", _OPTIONS)
     check_arguments(model, mesh, config)
     config = config or ParallelConfig()
     topology = topology or Topology.gather()
@@ -104,17 +106,14 @@ def parallelize(
     return apply_layout(layout, model, mesh, source, topology, seed or 0)
 
 
-_OPTIONS = ("seed", "init", "tensor_plan", "broadcast_from", "weights", "topology", "ignored")
-
-
 def apply_layout(
     layout: Layout,
-    model: nn.Module,
+    model: ModelT,
     mesh: DeviceMesh,
     source: WeightSource,
     topology: Topology,
     seed: int,
-) -> nn.Module:
+) -> ModelT:
     """Makes of ``model`` what ``layout`` says, which `resolve` has found for it on this mesh; the
     rest of `parallelize`, after `check`. ``seed``: of what ``sync.wire`` rounds at random."""
     copy = copier(
@@ -128,6 +127,7 @@ def apply_layout(
     guard(model, mesh)
     audit(model, mesh, layout.config.sync.compare_every)
     watch_statistics(model, mesh)
+    accept_other_calls(model)
     clear_with_gradients(model)
     # `fully_shard` has given the class one that raises.
     vars(model)[DEEPCOPY] = copy
@@ -179,7 +179,7 @@ def _transform(
     plain = ignored_parameters(model, layout.ignored, mesh.device_type)
     without_dims = scalar_places(model, plain)
     shard(model, mesh, layout, plain | set(without_dims))
-    scalars = keep_whole(model, mesh, without_dims.values())
+    scalars = keep_whole(model, mesh, without_dims.values(), precision.param)
     synchronize(model, mesh, layout, precision, topology, scalars, seed)
     select_without_hooks(model, config.activation_checkpointing)
     prefetch_parameters(model, mesh, config.prefetch)

@@ -34,7 +34,9 @@ log = logging.getLogger(__name__)
 
 def guard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Installs the errors on ``model``, after `fully_shard`."""
-    refuse_direct_forward(model)
+    # With a tensor axis activations are `DTensor`s, whose operators shall cost nothing more.
+    if "tensor" not in axis_names(mesh):
+        fsdp_internals.explain_mixed_tensors()
     explain_calls(model)
     model.register_load_state_dict_pre_hook(_refuse_whole_tensors)
     check_tensor_ranks_share_data(model, mesh)
@@ -75,11 +77,12 @@ def _refuse_whole_tensors(model: nn.Module, state: dict[str, Any], prefix: str, 
 
 def explain_calls(model: nn.Module) -> None:
     """Gives calls for which parameters are not gathered an error that says what to do: a block
-    before the model, methods other than forward, and arguments that a block changes in place."""
+    before the model, methods other than forward, and arguments that a block changes in place. A
+    direct call of a forward becomes a call of the module."""
     early = []
     for name, module in sharded_modules(model):
         _explain_methods(module, name)
-        _refuse_changed_arguments(module, name)
+        _watch_calls(module, name)
         if module is not model:
             refuse = functools.partial(_refuse_early, name, model)
             early.append(module.register_forward_pre_hook(refuse, prepend=True))
@@ -117,9 +120,9 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
     def explained(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
-        except RuntimeError as error:
+        except fsdp_internals.MixedTensorsError as error:
             # In a forward of the module its parameters are gathered, and the error is another.
-            if "mixed torch.Tensor and DTensor" not in str(error) or forward.now:
+            if forward.now:
                 raise
             raise RuntimeError(
                 f"{name or _class_name(module)}.{method} computes with parameters that only a call "
@@ -131,13 +134,34 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
     return explained
 
 
-def _refuse_changed_arguments(module: nn.Module, name: str) -> None:
+def _watch_calls(module: nn.Module, name: str) -> None:
     """Makes a call raise RuntimeError when ``module`` has added to a list or dict that it was
-    given: the sharding engine gives it a copy, so the caller would never see what was added."""
+    given: the sharding engine gives it a copy, so the caller would never see what was added; and
+    for a forward-mode derivative that it cannot compute. Makes ``module.forward(x)`` the call
+    ``module(x)``, in which hooks gather parameters."""
+    # The arguments of the calls that run
     given: list[Any] = []
+    running, forward = RunningForward(module), module.forward
 
     def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        if fsdp_internals.is_differentiated_forward((args, kwargs), running.frees):
+            raise RuntimeError(
+                f"{name or _class_name(module)} was called with a derivative of "
+                "torch.autograd.forward_ad, which sharded modules support under torch.no_grad() "
+                "alone: use torch.func.jvp(model, (x,), (e,))"
+            )
         given.append({**dict(enumerate(args)), **kwargs})
+
+    def restore(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # The sharding engine makes two tensors of one that is given twice, but not while
+        # activations are recomputed: attention computes otherwise where query is key is value.
+        received = {**dict(enumerate(args)), **kwargs}
+        first: dict[int, Any] = {}
+        for key, value in given[-1].items():
+            if isinstance(value, Tensor):
+                received[key] = first.setdefault(id(value), received[key])
+        positional = tuple(received.pop(index) for index in range(len(args)))
+        return positional, received
 
     def compare(_module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
         if not given:  # an earlier hook has raised
@@ -153,7 +177,16 @@ def _refuse_changed_arguments(module: nn.Module, name: str) -> None:
                     "their arguments: return the values instead"
                 )
 
+    @functools.wraps(forward)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        # Unless a call, or another method that gathers them, has come to it.
+        if given or (running.is_alone and running.now):
+            return forward(*args, **kwargs)
+        return module(*args, **kwargs)
+
+    module.forward = called
     module.register_forward_pre_hook(keep, prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(restore, with_kwargs=True)
     module.register_forward_hook(compare, with_kwargs=True, always_call=True)
 
 
@@ -181,24 +214,6 @@ def _containers_in(value: Any) -> Iterator[list[Any] | dict[Any, Any]]:
     inside = value.values() if type(value) is dict else value
     for inner in inside:
         yield from _containers_in(inner)
-
-
-def refuse_direct_forward(model: nn.Module) -> None:
-    """Makes ``model.forward(x)`` raise RuntimeError outside of ``model(x)``: the hooks that gather
-    parameters run in the call."""
-    forward = model.forward
-    running = RunningForward(model)
-
-    @functools.wraps(forward)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        if not running.now:
-            raise RuntimeError(
-                "model.forward(...) was called directly: the parameters are sharded and only "
-                "model(...) gathers them; call the model"
-            )
-        return forward(*args, **kwargs)
-
-    model.forward = guarded
 
 
 def check_tensor_ranks_share_data(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_map_only
 from parallel2d.base.config import OptimizerConfig, ParallelConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh import MeshShape, mesh_shape
-from parallel2d.parallel.model_structure import find_blocks, fqn_of
+from parallel2d.parallel.model_structure import find_blocks, fqn_of, stays_whole
 from parallel2d.parallel.parallelize.bucketing import bucket_modules
 from parallel2d.parallel.parallelize.compilation import check_compilation
 from parallel2d.parallel.parallelize.ignored import ignored_names
@@ -347,7 +347,7 @@ class _Collector:
                     continue
                 self._taken.add(parameter)
                 shape = self._shape_of(parameter, policy)
-                if parameter.ndim == 0 or parameter in self._kept_whole:
+                if stays_whole(parameter) or parameter in self._kept_whole:
                     self.whole.append(shape)
                 else:
                     found.append(shape)
@@ -378,7 +378,7 @@ class _Collector:
     def _gradient_dtype(self, parameter: nn.Parameter, stored: torch.dtype) -> torch.dtype:
         """The dtype of the gradient that the optimizer gets; see `ReplicaReducer`."""
         # Torch's own engine casts gradients to the dtype of the parameter, and so does `Scalar`.
-        if self._config.sync.engine == "torch" or parameter.ndim == 0:
+        if self._config.sync.engine == "torch" or stays_whole(parameter):
             return stored
         precision = self._precision
         kept = precision.reduce if precision.keep_reduced else precision.storage

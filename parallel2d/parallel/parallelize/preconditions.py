@@ -22,7 +22,7 @@ from parallel2d.base.exchange import all_gather
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.fsdp_internals import storage_of
 from parallel2d.parallel.mesh import check_placement, has_cpu_backend, ranks_of
-from parallel2d.parallel.model_structure import fqn_of, plain_attributes, tensors_in
+from parallel2d.parallel.model_structure import fqn_of, is_called, plain_attributes, tensors_in
 from parallel2d.parallel.parallelize.float8 import check_float8
 
 # An attribute of the parameters of a sharded model, and of those they have replaced: the name
@@ -65,6 +65,11 @@ def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
         raise ConfigError("strategy=auto is resolved by the train command: in code, name one")
     if config is not None:
         validated(config)
+    if isinstance(model, nn.ModuleList | nn.ModuleDict) and not is_called(model):
+        raise ConfigError(
+            f"parallelize: a {type(model).__name__} has no forward, in which parameters are "
+            "gathered: parallelize each of its members, or a module that calls them"
+        )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
             "the model is sharded already, by parallelize or fully_shard: give the plain one, once"

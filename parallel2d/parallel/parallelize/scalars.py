@@ -1,6 +1,7 @@
-"""Parameters without dimensions, such as the temperature of a contrastive loss.
+"""Parameters without dimensions, such as the temperature of a contrastive loss, and without
+elements, such as adapters of rank 0.
 
-`fully_shard` refuses them: there is nothing to split. `keep_whole` keeps them whole on every rank,
+`fully_shard` takes neither: there is nothing to split. `keep_whole` keeps them whole on every rank,
 as `DTensor`s that are replicated over all axes, so that optimizers, norms, states and checkpoints
 find parameters of one kind. While the model computes, plain tensors on the same memory take their
 places in the modules, and their gradients are averaged over the data ranks with the others'.
@@ -18,16 +19,18 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh import mesh_shape
-from parallel2d.parallel.model_structure import held_parameters
+from parallel2d.parallel.model_structure import held_parameters, stays_whole
 from parallel2d.parallel.weights.initial_values import rank_device
 
 
 class Scalar:
-    """One such parameter. ``places``: the (module, attribute) of each of its occurrences."""
+    """One such parameter. ``places``: the (module, attribute) of each of its occurrences.
+    ``computes_in``: the dtype of one without elements while the model computes."""
 
-    def __init__(self, places: list[tuple[nn.Module, str]], mesh: DeviceMesh) -> None:
+    def __init__(
+        self, places: list[tuple[nn.Module, str]], mesh: DeviceMesh, computes_in: torch.dtype
+    ) -> None:
         self._places = places
-        self._mesh = mesh
         # The one that computes. After tensor parallelism it may be replicated over that axis.
         self._plain = self._in_modules
         self._tensor_mesh: DeviceMesh | None = None
@@ -45,6 +48,9 @@ class Scalar:
         value = DTensor.from_local(local, all_axes, whole, run_check=False)
         self._kept = nn.Parameter(value, self._plain.requires_grad)
         self._put(self._kept)
+        is_empty = not local.numel() and local.is_floating_point()
+        # One without dimensions takes the dtype of the tensors that it meets.
+        self._computes_in = computes_in if is_empty else None
 
     @property
     def _in_modules(self) -> nn.Parameter:
@@ -66,8 +72,11 @@ class Scalar:
         parameter = self.parameter
         local = _local(parameter).detach()
         plain = _local(self._plain)
+        dtype = self._computes_in or local.dtype
+        is_same = plain.device == local.device and plain.data_ptr() == local.data_ptr()
         # Allocation or loading may have replaced the memory of the one that the optimizer has.
-        if plain.device != local.device or plain.data_ptr() != local.data_ptr():
+        if not is_same or plain.dtype != dtype:
+            local = local.to(dtype)
             if self._tensor_mesh is not None:
                 local = DTensor.from_local(local, self._tensor_mesh, [Replicate()], run_check=False)
             self._plain = nn.Parameter(local, parameter.requires_grad)
@@ -96,7 +105,8 @@ class Scalar:
         parameter: Any = self.parameter
         if mean is None:
             return
-        local = mean.to(device=parameter.device, dtype=parameter.dtype).reshape(())
+        mean = mean.to(device=parameter.device, dtype=parameter.dtype)
+        local = mean.expand(parameter.shape).clone()
         if parameter.grad is not None:
             _local(parameter.grad).add_(local)
         else:
@@ -115,31 +125,35 @@ class Scalar:
 def scalar_places(
     model: nn.Module, left_out: Container[nn.Parameter]
 ) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """The (module, attribute) of each occurrence of each parameter without dimensions that is not
-    in ``left_out``. Raises `ConfigError` for complex ones, and where the model has no others."""
+    """The (module, attribute) of each occurrence of each parameter without dimensions or elements
+    that is not in ``left_out``. Raises `ConfigError` for complex ones without dimensions, and where
+    the model has no others."""
     to_split = [parameter for parameter in model.parameters() if parameter not in left_out]
-    scalars = {parameter for parameter in to_split if parameter.ndim == 0}
+    scalars = {parameter for parameter in to_split if stays_whole(parameter)}
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in held_parameters(module):
             if parameter in scalars:
                 places.setdefault(parameter, []).append((module, name))
-                if parameter.is_complex():
+                if parameter.is_complex() and parameter.ndim == 0:
                     problem = "is complex and has no dimensions: give it one, torch.zeros(1)"
                     raise ConfigError(f"{name} {problem}")
     if scalars and len(scalars) == len(to_split):
         raise ConfigError(
-            "the model has parameters without dimensions alone: there is nothing to shard"
+            "the model has parameters without dimensions or elements alone: nothing to shard"
         )
     return places
 
 
 def keep_whole(
-    model: nn.Module, mesh: DeviceMesh, places: Iterable[list[tuple[nn.Module, str]]]
+    model: nn.Module,
+    mesh: DeviceMesh,
+    places: Iterable[list[tuple[nn.Module, str]]],
+    computes_in: torch.dtype,
 ) -> list[Scalar]:
     """Replicates the parameters at ``places``, from `scalar_places`. To be called after
     `fully_shard`, which must have ignored them."""
-    scalars = [Scalar(each, mesh) for each in places]
+    scalars = [Scalar(each, mesh, computes_in) for each in places]
     if not scalars:
         return []
 

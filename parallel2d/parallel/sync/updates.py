@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh import has_cpu_backend
-from parallel2d.parallel.model_structure import updated_as
+from parallel2d.parallel.model_structure import stays_whole, updated_as
 from parallel2d.parallel.sync.average import average_of
 from parallel2d.parallel.sync.comparison import ReplicaComparison
 from parallel2d.parallel.sync.engine.buckets import Bucket, BucketQueue, Wait
@@ -90,7 +90,7 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     # Parameters without dimensions are in no group.
     alone: dict[str, Tensor] = {}
     for name, parameter in parameters_by_name(model).items():
-        if parameter.ndim == 0:
+        if stays_whole(parameter):
             alone[name] = shared.get(name, parameter)
     if alone and found:
         found["parameters without dimensions"] = alone

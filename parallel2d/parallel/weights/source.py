@@ -163,6 +163,12 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
     # The source alone has weights to give, and finds out whether it lacks any.
     weights: dict[str, Tensor] = {}
     problem = None
+    sparse = [name for name, each in all_tensors(model).items() if each.layout != torch.strided]
+    if sparse:
+        raise ConfigError(
+            f"broadcast_from={source}: {first_five(sparse)} is sparse, and only dense tensors are "
+            "sent: build it alike on every rank and register it after parallelize, or make it dense"
+        )
     if dist.get_rank() == source:
         weights = {name: tensor.detach() for name, tensor in all_tensors(model).items()}
         meta = [name for name, tensor in weights.items() if tensor.is_meta]
@@ -221,7 +227,8 @@ def check_equal_on_all_ranks(model: nn.Module) -> None:
     if different:
         raise ConfigError(
             f"ranks {different} hold other weights than rank 0: build the model under the same "
-            "torch.manual_seed on every rank, or under parallel2d.build_on_meta with seed="
+            "torch.manual_seed on every rank, or under parallel2d.build_on_meta with seed=, or let "
+            "all start from rank 0's by parallelize(..., broadcast_from=0)"
         )
 
 

@@ -179,7 +179,8 @@ class UsedParameterAgreement:
         for row, scalar in zip(own, scalars, strict=True):
             gradient = scalar.gradient
             if gradient is not None:
-                row[0] = gradient.double().cpu()
+                # One without elements adds nothing.
+                row[0] = gradient.double().sum().cpu()
                 row[1] = 1.0  # it was used
         device = "cpu" if has_cpu_backend() else self._mesh.device_type
         # One all-reduce for all: such small ones cost their latency.

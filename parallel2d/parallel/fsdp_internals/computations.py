@@ -1,0 +1,69 @@
+"""Computations that sharded parameters cannot take part in, of which torch's own errors speak of
+neither parameters nor modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+
+def is_differentiated_forward(inputs: Any, frees: bool) -> bool:
+    """Whether ``inputs`` of a module carry a forward-mode derivative that would be lost in the
+    hooks of `fully_shard`, or whose backward pass would find no parameters where the module
+    ``frees`` them after forward. torch has no public name for whether there are any."""
+    if forward_ad._current_level < 0 or not torch.is_grad_enabled():
+        return False
+    # torch.func.jvp uses the same numbers, and its backward pass goes through the hooks.
+    if torch._C._functorch.maybe_current_level() is not None:
+        return False
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    duals = [each for each in tensors if forward_ad.unpack_dual(each).tangent is not None]
+    return any(frees or each.requires_grad for each in duals)
+
+
+# Operators of torch.ops.aten in which people mix parameters with tensors of their own
+_MIXING = """
+    add sub mul div pow maximum minimum eq ne lt le gt ge add_ sub_ mul_ div_ lerp lerp_ copy_
+    mm mv bmm dot addmm addmv baddbmm convolution cat stack where index embedding equal allclose
+    mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
+    native_layer_norm _foreach_add _foreach_add_ _foreach_sub _foreach_sub_ _foreach_mul
+    _foreach_mul_ _foreach_lerp_ _foreach_copy_
+"""
+
+
+class MixedTensorsError(RuntimeError):
+    """A plain tensor met a sharded one."""
+
+
+def explain_mixed_tensors() -> None:
+    """Replaces torch's error for operators that get a `DTensor` and a plain tensor, in this
+    process. C++ raises it, and offers this table of handlers by operator alone; one takes 5 us."""
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    for name in _MIXING.split():
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            # Torch has handlers of its own for some.
+            handlers.setdefault(getattr(packet, overload), _explained)
+
+
+def _explained(operator: Any, args: Any, kwargs: Any) -> Any:
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    # Without the handler the call is what it would have been.
+    handlers.pop(operator, None)
+    try:
+        return operator(*args, **kwargs)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise MixedTensorsError(
+            f"{operator} got a plain tensor and a sharded parameter, which is whole only while the "
+            "block that gathers it runs: elsewhere use parameter.full_tensor(), and let a block "
+            "return, or get as an argument, the weight that another one needs"
+        ) from error
+    finally:
+        handlers[operator] = _explained
