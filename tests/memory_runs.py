@@ -9,8 +9,10 @@ from unittest import mock
 
 import torch
 from checkpoint_runs import Heard, build, train_step
-from training import whole
+from torch import nn
+from training import largest_difference, weights_of, whole
 
+from parallel2d import outer_parameters
 from parallel2d.base.config import CheckpointConfig
 from parallel2d.parallel.sync.average import WeightAverage
 from parallel2d.training.checkpoint import Checkpointer
@@ -19,6 +21,14 @@ from parallel2d.training.recovery import memory_copies
 from parallel2d.training.recovery.place import VARIABLE
 
 FP64 = {"strategy": "hybrid", "precision": "fp64"}
+
+
+def averages_of(model: nn.Module, average: WeightAverage) -> dict[str, Any]:
+    """Whole averages, which are what the model has for validation."""
+    found = {name: whole(each).numpy() for name, each in average.values.items()}
+    with outer_parameters(model):
+        assert largest_difference(weights_of(model), found) == 0
+    return found
 
 
 def life(
@@ -81,9 +91,7 @@ def life(
             "on": net is not None and net.on,
             "newest": net.newest if net is not None else None,
             "age": saver.age_steps,
-            "averages": {name: whole(each).numpy() for name, each in average.values.items()}
-            if average
-            else None,
+            "averages": averages_of(model, average) if average else None,
         }
     finally:
         os.environ.pop(VARIABLE)

@@ -30,6 +30,7 @@ from parallel2d.training.recovery.buffer import RECORD, Buffer, find_copies
 from parallel2d.training.recovery.search import Lineage
 
 HYBRID, SHARDED = {"replicate": 2, "shard": 2}, {"replicate": 1, "shard": 2}
+FOUR = {"replicate": 4, "shard": 1}
 
 
 class Cluster:
@@ -112,10 +113,10 @@ def test_averages_of_weights_come_back_from_the_other_replica(cluster, tmp_path,
     """With split updates in bf16 a rank needs more of an average than of the weights that it keeps unrounded."""
     split = {"strategy": "hybrid_full", "precision": "fp64", "sync": SyncConfig(wire="bf16")}
     options = {"until": 4, "parallel": split, "decay": 0.9}
-    whole = Cluster(tmp_path / "whole", ranks).run("AABB", every=0, **options)[0]
-    cluster.run("AABB", **{**options, "until": 3})
-    cluster.lose("B")
-    lives = cluster.run("AACC", **options)
+    whole = Cluster(tmp_path / "whole", ranks).run("ABCD", FOUR, every=0, **options)[0]
+    cluster.run("ABCD", FOUR, **{**options, "until": 3})
+    cluster.lose("D")
+    lives = cluster.run("ABCE", FOUR, **options)
     assert start(lives) == 2
     for each in lives:
         assert largest_difference(each["averages"], whole["averages"]) <= 1e-10

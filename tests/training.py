@@ -226,6 +226,7 @@ class Averages:
                 kept.copy_(self.decay * kept + (1 - self.decay) * each)
         else:
             self.copy.update(self.decay)
+        self.of_torch(global_batch(8)[0])
         self.of_torch.update_parameters(self.model)
 
     @torch.no_grad()
