@@ -14,6 +14,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from itertools import chain
 from typing import Any
 
@@ -186,7 +187,12 @@ class _Audit:
 
     def _own(self, output: Any) -> Any:
         """Has what a group returns share no memory with gathered parameters, which is freed."""
-        if not any(map(self._is_shared, tree_leaves(output))):
+        leaves = tree_leaves(output)
+        for leaf in leaves:
+            # A leaf for torch, which all the same puts its hooks on the tensors inside.
+            if is_dataclass(type(leaf)):
+                vars(leaf).update({key: self._own(each) for key, each in vars(leaf).items()})
+        if not any(map(self._is_shared, leaves)):
             return output
         return tree_map(lambda leaf: leaf.clone() if self._is_shared(leaf) else leaf, output)
 
@@ -269,9 +275,8 @@ def _checked(
             if "modified by an inplace operation" not in str(error) or not changed:
                 raise
             raise RuntimeError(
-                f"parameters of {changed[0].called} were changed between a forward and its "
-                "backward, which needs those of before: call loss.backward() before "
-                "optimizer.step()"
+                f"parameters of {changed[0].called} were changed between a forward and its backward"
+                ", which needs those of before: call loss.backward() before optimizer.step()"
             ) from error
 
     return checked
