@@ -467,7 +467,7 @@ def _lacking():
 
 def test_private_names_of_torch_are_there(ranks):
     missing = {
-        f"{owner.__name__}.{name}"
+        f"{getattr(owner, '__name__', owner)}.{name}"
         for owner, names in fsdp_internals.REACHED
         for name in names
         if not hasattr(owner, name)

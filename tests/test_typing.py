@@ -23,6 +23,8 @@ reveal_type(optimizer)
 reveal_type(parallel2d.__version__)
 Llama.no_such_name
 parallelize("model", mesh)
+parallelize(nn.Linear(2, 2), mesh, broadcast=0)
+ParallelConfig("hybrid", bucket="layer")
 parallel2d.paralelize
 """
 
@@ -37,14 +39,17 @@ def test_mypy_follows_the_package_from_a_script_elsewhere(tmp_path):
     told = done.stdout
     assert "cannot find" not in told.lower(), told
     assert "import-not-found" not in told, told
-    assert 'Revealed type is "torch.nn.modules.module.Module"' in told
+    assert 'Revealed type is "torch.nn.modules.linear.Linear"' in told
     assert 'Revealed type is "torch.optim.optimizer.Optimizer"' in told
     assert 'Revealed type is "str"' in told
     errors = [line for line in told.splitlines() if ": error:" in line]
-    assert len(errors) == 3, told
+    assert len(errors) == 5, told
     assert "Llama" in errors[0]
-    assert '"parallelize" has incompatible type "str"' in errors[1]
-    assert "paralelize" in errors[2]
+    assert '"parallelize"' in errors[1]
+    assert "str" in errors[1]
+    assert 'Unexpected keyword argument "broadcast" for "parallelize"' in errors[2]
+    assert 'Unexpected keyword argument "bucket" for "ParallelConfig"' in errors[3]
+    assert "paralelize" in errors[4]
 
 
 def test_an_editable_install_is_a_path():

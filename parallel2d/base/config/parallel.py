@@ -333,7 +333,7 @@ class ParallelConfig:
     """Everything `parallel2d.parallelize` needs to know beside the model and the mesh.
 
     The first five also take a preset's name: ``ParallelConfig("zero3", precision="bf16")``. Raises
-    `ConfigError` for an unknown name or option, and for a section of another type.
+    `ConfigError` for an unknown name, and for a section of another type.
     """
 
     strategy: StrategyConfig

@@ -98,7 +98,7 @@ REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (ReduceScatter, ("allocate", "__call__")),
     (TrainingState, ("IDLE", "FORWARD")),
     (DTensor, ("_local_tensor", "_op_dispatcher")),
-    (type(DTensor._op_dispatcher), ("_custom_op_handlers",)),
+    (DTensor._op_dispatcher, ("_custom_op_handlers",)),
     (torch.UntypedStorage, ("_cdata",)),
     (torch.ops.aten, ("_local_scalar_dense",)),
     (Tensor, ("_post_accumulate_grad_hooks", "_version")),
@@ -110,7 +110,7 @@ REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
 # What it reaches on objects, once they have run.
 KEPT: dict[type, tuple[str, ...]] = {
     FSDPState: (
-        "_comm_ctx", "_fsdp_param_groups", "_is_root", "_modules", "_states_to_forward_prefetch",
+        "_comm_ctx", "_fsdp_param_groups", "_is_root", "_states_to_forward_prefetch",
         "_training_state",
     ),
     FSDPCommContext: ("post_forward_order",),

@@ -57,10 +57,11 @@ class RunningForward:
 
     def __init__(self, module: nn.Module) -> None:
         self._state = state_of(module)
+        own = self._state._fsdp_param_groups
         # Of a group of several modules any one may run.
-        self.is_alone = len(self._state._modules) == 1
+        self.is_alone = all(len(group.modules) == 1 for group in own)
         # Whether parameters are freed between forward and backward
-        self.frees = any(group.post_forward_mesh_info for group in groups(module))
+        self.frees = any(group.post_forward_mesh_info for group in own)
 
     @property
     def now(self) -> bool:
