@@ -28,7 +28,6 @@ ELSEWHERE = {
         "tools.cluster",
     ): "needs network namespaces; test_cluster.py uses the same names",
     ("models.md", "functools"): "needs peft; test_adapters.py",
-    ("models.md", "import torch"): "needs transformers; test_models_library.py runs these lines",
     ("tutorial.md", "import torch"): "reads the export of a long run; test_library_export.py",
 }
 
