@@ -281,6 +281,10 @@ def without_the_wrapper(saved: dict[str, Any]) -> dict[str, Any]:
             optimizer.step()
     with pytest.raises(ConfigError, match="needs a closure"):
         whole_matrices(torch.optim.LBFGS, matrices)
+    _, full = sharded("hybrid_full")
+    optimizer = torch.optim.LBFGS(parallel2d.updated_parameters(full))
+    with pytest.raises(ConfigError, match=r"LBFGS\.step .* use strategy=hybrid$"):
+        parallel2d.attach_optimizer(full, optimizer)
     optimizer = whole_matrices(torch.optim.Rprop, matrices)
     optimizer.add_param_group({"params": [model.scale]})
     with pytest.raises(ConfigError, match="all parameter groups at once"):

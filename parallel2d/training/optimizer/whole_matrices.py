@@ -10,7 +10,6 @@ sharded like it, all else equal on all ranks. The next step moves it to the owne
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
 from parallel2d.parallel.model_structure import updated_as
 from parallel2d.parallel.sync.engine.replica_reducer import update_mesh_of
+from parallel2d.parallel.sync.methods.method import needs_closure
 from parallel2d.parallel.weights.geometry import local_part
 from parallel2d.parallel.weights.named_tensors import SCALARS
 from parallel2d.parallel.weights.states import TensorEntry
@@ -61,8 +61,7 @@ class WholeMatrices(torch.optim.Optimizer):
     """See [Note: an optimizer that sees whole tensors]; made by `whole_matrices`."""
 
     def __init__(self, optimizer_class: Any, given: Any, split: bool, arguments: Any) -> None:
-        closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
+        if needs_closure(optimizer_class):
             raise ConfigError("whole_matrices(...) takes no class whose step needs a closure")
         real: dict[nn.Parameter, Tensor] = {}
 
@@ -167,7 +166,7 @@ class WholeMatrices(torch.optim.Optimizer):
             found[place] = value
             if isinstance(value, Tensor) and value.ndim:
                 found[place] = TensorEntry(value.shape, value.dtype)
-            elif not isinstance(value, Tensor | SCALARS | None):
+            elif not isinstance(value, Tensor | int | float | None) and value != _EMPTY:
                 unknown.add(place[1])
         settings = {}
         for number, group in enumerate(self._inner_groups):
@@ -272,7 +271,8 @@ def _without_lists(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _put(entries: dict[str, Any], key: str, value: Any) -> None:
     """Adds to a parameter's state an entry as `_without_lists` has given it."""
-    value = [] if isinstance(value, str) and value == _EMPTY else value
+    # `load_state_dict` of torch makes another string of it.
+    value = [] if isinstance(value, str) else value
     listed = re.fullmatch(r"(.+)\[(\d+)\]", key)
     if listed is None:
         entries[key] = value
