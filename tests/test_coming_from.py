@@ -232,8 +232,8 @@ def test_the_lightning_script_as_a_module_and_words(folder):
 
 
 @pytest.mark.slow
-def test_the_fsdp1_script_moved_over(folder):
-    (folder / "moved.py").write_text(block("fsdp1"))
+def test_the_ddp_script_moved_over(folder):
+    (folder / "moved.py").write_text(block("ddp"))
     ranks = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     said = execute(folder, *ranks, "moved.py")
     losses = [float(value) for value in re.findall(r"loss ([\d.]+)", said)]
@@ -241,5 +241,9 @@ def test_the_fsdp1_script_moved_over(folder):
     assert losses[-1] < losses[0]
     with contextlib.chdir(folder):
         names: dict[str, Any] = {}
-        exec(block("fsdp1").partition("runtime =")[0], names)
-        names["build_model"]().load_state_dict(torch.load("model.pt", weights_only=True))
+        exec(block("ddp").partition("runtime =")[0], names)
+        saved = torch.load("model.pt", weights_only=True)
+        model = names["CharModel"]()
+        model.load_state_dict(saved["model"])
+        model.configure_optimizers().load_state_dict(saved["optimizer"])
+        assert saved["step"] == 10

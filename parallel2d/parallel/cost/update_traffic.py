@@ -44,17 +44,13 @@ def _axes_of(parameter: ParameterShape, layout: Layout) -> list[tuple[str, int, 
 
 
 def owner_bytes(
-    shape: Sequence[int],
-    axes: Sequence[tuple[str, int, int | None]],
-    item: int = _MUON_ITEM,
-    gathers: int = 1,
+    shape: Sequence[int], axes: Sequence[tuple[str, int, int | None]]
 ) -> dict[str, float]:
     """Bytes over each axis to bring one matrix to the rank that works on it and the result to all,
     mean over the ranks; see [Note: one owner per matrix] in `optimizer/matrix_owners.py`.
 
     ``shape``: of the whole. ``axes``: (name, ranks, the dim that the axis splits or None where its
-    ranks hold copies), from the inside out. ``item``: bytes of an element. ``gathers``: tensors of
-    this shape that the owner gets, for one result.
+    ranks hold copies), from the inside out.
     """
     ranks = math.prod(size for _, size, _ in axes)
     part = list(shape)
@@ -65,9 +61,9 @@ def owner_bytes(
         rows = scattering
         if dim is not None:
             part[dim] = -(-part[dim] // size)
-            rows += gathers * gathering
+            rows += gathering
             gathering *= size
         scattering *= size
         if size > 1:
-            sent[name] = rows * (size - 1) * math.prod(part) * item / ranks
+            sent[name] = rows * (size - 1) * math.prod(part) * _MUON_ITEM / ranks
     return sent

@@ -1,11 +1,10 @@
-"""What happens before a step of any optimizer that holds sharded parameters: whole state that it
-has loaded is cut, and what it cannot do is explained. `watch_steps` sees to it."""
+"""Before an optimizer of sharded parameters steps, whole state that it has loaded is cut; an error
+of its step says what to do. `watch_steps` sees to both."""
 
 from __future__ import annotations
 
 import functools
 import re
-import traceback
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -26,16 +25,14 @@ _SHARDED = re.compile(r"DTensor|[Ss]harding|placement")
 
 @functools.cache
 def watch_steps() -> None:
-    """Lets steps of all optimizers in this process, built already or not, pass through `_watched`.
-
-    A global hook before steps would see the state, and not the errors of the step.
-    """
+    """Lets the steps of all optimizers of this process pass through `_watched`. A global hook
+    before steps would not see their errors."""
     hook = Optimizer.profile_hook_step
-    # torch lets the step of a class pass through this when it is built for the first time.
+    # torch passes the step of a class through this when one is built for the first time.
     Optimizer.profile_hook_step = staticmethod(lambda step: hook(_watched(step)))  # type: ignore
-    built = list(Optimizer.__subclasses__())
-    for kind in built:
-        built += kind.__subclasses__()
+    kinds = list(Optimizer.__subclasses__())
+    for kind in kinds:
+        kinds += kind.__subclasses__()
         if hasattr(vars(kind).get("step"), "hooked"):
             kind.step = _watched(kind.step)  # type: ignore[method-assign]
 
@@ -44,18 +41,17 @@ def _watched(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def watched(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if vars(self).get(_CUT) is not self.state:
-            _refuse_rounding(self)
+            # The iterations of torch's Muon are in bf16.
+            if isinstance(self, torch.optim.Muon) and _has_sharded(self):
+                raise _refusal(self, "would round differently on sharded parameters")
             _cut_whole_state(self)
             vars(self)[_CUT] = self.state
         try:
             return step(self, *args, **kwargs)
         except RuntimeError as error:
-            if isinstance(error, ConfigError) or not _SHARDED.search(str(error)):
-                raise
-            code = [getattr(each, "__code__", None) for each in (*args, *kwargs.values())]
-            frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-            # An error of a closure is the model's.
-            if not _has_sharded(self) or any(each in code for each in frames):
+            # With a closure the error may be the model's.
+            is_own = not args and not kwargs and _SHARDED.search(str(error))
+            if not is_own or not _has_sharded(self):
                 raise
             raise _refusal(self, "fails on sharded parameters") from error
 
@@ -65,12 +61,6 @@ def _watched(step: Callable[..., Any]) -> Callable[..., Any]:
 def _has_sharded(optimizer: Optimizer) -> bool:
     groups = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return any(isinstance(parameter, DTensor) for parameter in groups)
-
-
-def _refuse_rounding(optimizer: Optimizer) -> None:
-    """Raises `ConfigError` for torch's Muon on sharded parameters, which computes in bf16."""
-    if isinstance(optimizer, torch.optim.Muon) and _has_sharded(optimizer):
-        raise _refusal(optimizer, "rounds sharded matrices differently, because it sums in bf16")
 
 
 def _refusal(optimizer: Optimizer, reason: str) -> ConfigError:
@@ -83,11 +73,8 @@ def _refusal(optimizer: Optimizer, reason: str) -> ConfigError:
 
 @torch.no_grad()
 def _cut_whole_state(optimizer: Optimizer) -> None:
-    """Keeps this rank's part of state that was whole, as a script on one process has saved it."""
     for parameter, entries in optimizer.state.items():
-        if not isinstance(parameter, DTensor) or not isinstance(entries, dict):
-            continue
-        for key, value in entries.items():
+        for key, value in entries.items() if isinstance(parameter, DTensor) else ():
             is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
             # The count of steps of a parameter without dims has its shape too.
             if is_whole and key != "step" and value.shape == parameter.shape:

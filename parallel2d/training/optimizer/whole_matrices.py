@@ -1,22 +1,17 @@
 """Runs an optimizer of one's own on whole tensors: `whole_matrices`.
 
-[Note: an optimizer that sees whole tensors] Each parameter group has an owner, a rank (with
-``split=True`` each parameter has). In a step the owner gets its parameters and gradients whole, an
-optimizer of the user's class makes its step there, and every rank gets its part of the new values;
-see [Note: one owner per matrix] in `matrix_owners.py`. Between steps owners keep the class's state
-alone. The loop has `WholeMatrices`, whose groups hold the sharded parameters and the settings.
-
-The state is in one place at a time. `spread_state` moves it to ``WholeMatrices.state``: what has
-the shape of its parameter sharded like it, all else equal on all ranks, as other states are saved
-and loaded. The next step moves what is there to the owners.
+[Note: an optimizer that sees whole tensors] Each parameter group (with ``split=True`` each
+parameter) has an owner, a rank. In a step the owner gets its parameters and gradients whole, an
+optimizer of the user's class steps there, and every rank gets its part of the new values; see
+[Note: one owner per matrix] in `matrix_owners.py`. The class's state is with the owners, or, while
+it is saved and after it was loaded, in ``WholeMatrices.state``: what has the shape of its parameter
+sharded like it, all else equal on all ranks. The next step moves it to the owners.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,15 +21,15 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
-from parallel2d.parallel.cost.update_traffic import owner_bytes
-from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.model_structure import updated_as
 from parallel2d.parallel.sync.engine.replica_reducer import update_mesh_of
+from parallel2d.parallel.sync.methods.method import needs_closure
 from parallel2d.parallel.weights.geometry import local_part
 from parallel2d.parallel.weights.named_tensors import SCALARS
 from parallel2d.parallel.weights.states import TensorEntry
 from parallel2d.training.optimizer.matrix_owners import MatrixOwners, MatrixRound
 
+_EMPTY = "an empty list"  # in saved state
 Tensors = Mapping[int, Tensor]  # by number of the parameter, or of what is sent
 
 
@@ -49,15 +44,14 @@ def whole_matrices(
     would in one process. ``step``, ``state_dict`` and whatever saves its state are collective.
 
     Args:
-        optimizer_class: gets plain whole tensors; their values and gradients in ``step`` alone.
+        optimizer_class: gets plain tensors; their values and gradients in ``step`` alone.
         parameters: those of a parallelized model, or groups of them.
-        split: False: the parameters of a group have one owner, so a class may stack them or sum
-            over them. True: each may have another one, which divides the work further, for classes
-            that treat each parameter alone.
+        split: False: a group has one owner, so a class may stack its parameters. True: each
+            parameter may have another, for classes that treat each alone.
 
-    Owners are chosen by bytes. Parameters and gradients of an owner are whole there in a step.
-    Raises `ConfigError` for parameters that are not those of one mesh, for a class whose ``step``
-    needs a closure, and where state is to be saved that is no tensor, number or list of these.
+    Work is divided by bytes. Raises `ConfigError` for parameters that are not those of one mesh,
+    for a class whose ``step`` needs a closure, and, when it is saved, for state that is not made of
+    tensors, numbers and lists of these.
     """
     kind = type(optimizer_class.__name__, (WholeMatrices,), {})  # a checkpoint has this name
     return kind(optimizer_class, _mapped(parameters, updated_as), split, arguments)
@@ -67,12 +61,8 @@ class WholeMatrices(torch.optim.Optimizer):
     """See [Note: an optimizer that sees whole tensors]; made by `whole_matrices`."""
 
     def __init__(self, optimizer_class: Any, given: Any, split: bool, arguments: Any) -> None:
-        closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            name = optimizer_class.__name__
-            raise ConfigError(
-                f"whole_matrices({name}, ...): step needs a closure; use {name} alone"
-            )
+        if needs_closure(optimizer_class):
+            raise ConfigError("whole_matrices(...) takes no class whose step needs a closure")
         real: dict[nn.Parameter, Tensor] = {}
 
         def place_of(parameter: Tensor) -> nn.Parameter:
@@ -92,18 +82,18 @@ class WholeMatrices(torch.optim.Optimizer):
         for group in self._inner_groups:
             groups.append({**group, "params": [real[whole] for whole in group["params"]]})
             self._wholes |= enumerate(group["params"], start=len(self._wholes))
-            sets += [len(groups)] * len(group["params"])
+            sets += [len(groups) - 1] * len(group["params"])
         super().__init__(groups, self._inner.defaults)
-        self._parameters = [real[whole] for whole in self._wholes.values()]
-        self._mesh = update_mesh_of(self._parameters)
+        self._parameters = {number: real[whole] for number, whole in self._wholes.items()}
+        self._mesh = update_mesh_of(self._parameters.values())
         self._owners = MatrixOwners(self._mesh)
-        costs: Counter[int] = Counter()
         sets = list(range(len(sets))) if split else sets
-        for each, parameter in zip(sets, self._parameters, strict=True):
+        costs = [0.0] * (max(sets) + 1)
+        for each, parameter in zip(sets, self._parameters.values(), strict=True):
             costs[each] += parameter.nbytes
-        assigned = dict(zip(costs, self._owners.assign(list(costs.values())), strict=True))
+        assigned = self._owners.assign(costs)
         self._owner_of = [assigned[each] for each in sets]
-        self._rounds = self._plan(dict(enumerate(self._parameters)), self._owner_of)
+        self._rounds = self._plan(self._parameters, self._owner_of)
         # For the numbers of the parameters that have gradients
         self._gradient_rounds: dict[tuple[int, ...], list[MatrixRound]] = {}
         # The class steps its own parameters, and has no state of others.
@@ -123,14 +113,12 @@ class WholeMatrices(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._collect_state()
-        gradients = {}
-        for number, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
-                gradients[number] = parameter.grad
+        every = {number: each.grad for number, each in self._parameters.items()}
+        gradients = {number: each for number, each in every.items() if each is not None}
         numbers = tuple(gradients)
         if numbers not in self._gradient_rounds:
             self._gradient_rounds = {numbers: self._plan(gradients, self._owner_of)}
-        for number, value in _gather(self._rounds, dict(enumerate(self._parameters))).items():
+        for number, value in _gather(self._rounds, self._parameters).items():
             self._wholes[number].data = value
         for number, value in _gather(self._gradient_rounds[numbers], gradients).items():
             self._wholes[number].grad = value
@@ -143,7 +131,7 @@ class WholeMatrices(torch.optim.Optimizer):
         # What the class has set in its groups is known to the owners; `spread_state` tells others.
         for inner, group in zip(self._inner_groups, self.param_groups, strict=True):
             group.update(_settings(inner))
-        _scatter(self._rounds, self._wholes, dict(enumerate(self._parameters)))
+        _scatter(self._rounds, self._wholes, self._parameters)
         for whole in self._wholes.values():
             whole.grad = None
             whole.data = whole.new_empty(()).expand(whole.shape)
@@ -172,26 +160,39 @@ class WholeMatrices(torch.optim.Optimizer):
         for number, whole in self._wholes.items():
             for key, value in _without_lists(self._inner.state.pop(whole, {})):
                 own[number, key] = value
-        found = {place: _described(value) for place, value in own.items()}
+        unknown = {str(key) for key in self._inner.state}
+        found: dict[tuple[int, str], Any] = {}
+        for place, value in own.items():
+            found[place] = value
+            if isinstance(value, Tensor) and value.ndim:
+                found[place] = TensorEntry(value.shape, value.dtype)
+            elif not isinstance(value, Tensor | int | float | None) and value != _EMPTY:
+                unknown.add(place[1])
         settings = {}
         for number, group in enumerate(self._inner_groups):
             if group["params"]:
                 plain = {key: each for key, each in group.items() if isinstance(each, SCALARS)}
                 settings[number] = plain
-        for axis in axis_names(self._mesh) if self._mesh else ():
-            assert self._mesh is not None
-            for of_rank in all_gather((found, settings), self._mesh.get_group(axis)):
+        # Every rank must hear of what cannot be saved.
+        found = {} if unknown else found
+        for group in self._mesh.get_all_groups() if self._mesh else ():
+            for of_rank in all_gather((found, settings, unknown), group):
                 found |= of_rank[0]
                 settings |= of_rank[1]
+                unknown |= of_rank[2]
+        if unknown:
+            raise ConfigError(
+                f"whole_matrices: {', '.join(sorted(unknown))} in the optimizer's state cannot be "
+                "saved: for each parameter there may be tensors, numbers and lists of these"
+            )
         for number, plain in settings.items():
             self.param_groups[number].update(plain)
         sources: dict[int, Tensor] = {}
         targets: dict[int, Tensor] = {}
         owners: list[int] = []
         for number, key in sorted(found):
-            parameter = self._parameters[number]
-            value = own.get((number, key), found[number, key])
-            entry = found[number, key]
+            parameter, entry = self._parameters[number], found[number, key]
+            value = own.get((number, key), entry)
             if isinstance(entry, TensorEntry):
                 sources[len(owners)] = value
                 value = torch.empty(entry.shape, dtype=entry.dtype, device=parameter.device)
@@ -206,7 +207,7 @@ class WholeMatrices(torch.optim.Optimizer):
         """Moves what ``self.state`` holds to the owners. Collective."""
         places: list[tuple[int, str]] = []
         sharded: dict[int, Tensor] = {}
-        for number, parameter in enumerate(self._parameters):
+        for number, parameter in self._parameters.items():
             for key, value in self.state.get(parameter, {}).items():
                 if isinstance(value, DTensor):
                     sharded[len(places)] = value
@@ -222,14 +223,6 @@ class WholeMatrices(torch.optim.Optimizer):
                 entries = self._inner.state[self._wholes[number]]
                 _put(entries, key, wholes.get(index, value))
         self.state.clear()
-
-    def update_bytes(self) -> dict[str, float]:
-        """See `optimizer.update_bytes`."""
-        found: Counter[str] = Counter()
-        for each in self._parameters:
-            splits = self._owners.splits(each)
-            found.update(owner_bytes(each.shape, splits, each.element_size(), gathers=2))
-        return dict(found)
 
 
 def _mapped(given: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -267,23 +260,18 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_lists(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """A parameter's state, in which a list, such as SOAP's ``Q``, is ``Q[0]``, ``Q[1]``, and an
-    empty list a string. Raises `ConfigError` for what cannot be saved."""
+    empty list a string."""
     for key, value in entries.items():
         places = {key: value}
-        if isinstance(value, list | tuple):
+        if isinstance(value, list | tuple) and value:
             places = {f"{key}[{index}]": each for index, each in enumerate(value)}
-            places = places or {key: []}
         for place, each in places.items():
-            if not isinstance(each, Tensor | int | float | None) and each != []:
-                raise ConfigError(
-                    f"whole_matrices: the optimizer's state has {key} as a {type(value).__name__}; "
-                    "what is saved are tensors, numbers and lists of these"
-                )
-            yield place, "empty" if isinstance(each, list) else each
+            yield place, _EMPTY if isinstance(each, list) and not each else each
 
 
 def _put(entries: dict[str, Any], key: str, value: Any) -> None:
     """Adds to a parameter's state an entry as `_without_lists` has given it."""
+    # `load_state_dict` of torch makes another string of it.
     value = [] if isinstance(value, str) else value
     listed = re.fullmatch(r"(.+)\[(\d+)\]", key)
     if listed is None:
@@ -293,10 +281,3 @@ def _put(entries: dict[str, Any], key: str, value: Any) -> None:
     # In any order
     places.extend([None] * (int(listed[2]) + 1 - len(places)))
     places[int(listed[2])] = value
-
-
-def _described(value: Any) -> Any:
-    """What other ranks are told of a value; a scalar is told as it is."""
-    if isinstance(value, Tensor) and value.ndim:
-        return TensorEntry(value.shape, value.dtype)
-    return value

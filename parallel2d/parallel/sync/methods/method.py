@@ -4,6 +4,7 @@ nothing crosses the replicate axis."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -64,6 +65,12 @@ class UpdateFollower:
                 "parallel2d.build_optimizer, or pass it to parallel2d.attach_optimizer(model, "
                 "optimizer)"
             )
+
+
+def needs_closure(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether its ``step`` computes losses between its updates, as that of LBFGS does."""
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 class GroupTraffic(NamedTuple):

@@ -36,6 +36,7 @@ from parallel2d.parallel.sync.methods.method import (
     ReplicatedModel,
     Started,
     UpdateFollower,
+    needs_closure,
 )
 from parallel2d.parallel.sync.wires import Wire
 from parallel2d.parallel.weights.geometry import as_real, local_part, pieces_of
@@ -137,6 +138,11 @@ class OwnedParameters(UpdateFollower):
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer is self._optimizer:
             return
+        if needs_closure(type(optimizer)):
+            raise ConfigError(
+                f"strategy=hybrid_full: {type(optimizer).__name__}.step computes losses between "
+                "updates, which replicas do not hear of before it ends; use strategy=hybrid"
+            )
         whole = {id(parameter.sharded) for parameter in self._parameters()}
         for settings in optimizer.param_groups:
             if any(id(each) in whole for each in settings["params"]):
