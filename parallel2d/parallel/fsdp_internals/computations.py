@@ -3,12 +3,17 @@ neither parameters nor modules."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_leaves
 
 
@@ -40,15 +45,29 @@ class MixedTensorsError(RuntimeError):
     """A plain tensor met a sharded one."""
 
 
+@functools.cache
 def explain_mixed_tensors() -> None:
     """Replaces torch's error for operators that get a `DTensor` and a plain tensor, in this
-    process. C++ raises it, and offers this table of handlers by operator alone; one takes 5 us."""
+    process. C++ raises it, and offers this table of handlers by operator alone."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    explained: dict[Any, Any] = {}
     for name in _MIXING.split():
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
-            # Torch has handlers of its own for some.
-            handlers.setdefault(getattr(packet, overload), _explained)
+            explained[getattr(packet, overload)] = _explained
+    # Torch has handlers of its own for some.
+    for operator in explained.keys() & handlers.keys():
+        del explained[operator]
+
+    # A handler takes microseconds, and torch's optimizers, which mix nothing, run thousands.
+    def rest(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if type(optimizer).__module__.startswith("torch.optim."):
+            for operator in explained:
+                handlers.pop(operator, None)
+
+    handlers.update(explained)
+    register_optimizer_step_pre_hook(rest)
+    register_optimizer_step_post_hook(lambda *_: handlers.update(explained))
 
 
 def _explained(operator: Any, args: Any, kwargs: Any) -> Any:
