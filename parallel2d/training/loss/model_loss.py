@@ -215,7 +215,7 @@ class ModelLoss:
     def _counted(self, batch: Batch, targets: Tensor) -> Batch:
         rule = self._rule or LossRule("targets", IGNORED)
         valid = dataclasses.replace(rule, divisor="targets").count(targets, len(targets))
-        if not valid and rule.divisor == "targets":
+        if not valid and self._rule is not None and rule.divisor == "targets":
             # A mean over nothing is no number: a target is put there, which then counts nothing.
             targets = targets.clone()
             targets.view(-1)[-1] = int(rule.ignored == 0)
