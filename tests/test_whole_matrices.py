@@ -195,6 +195,8 @@ def train(kind: str, layout: str, folder: str, resumes: bool) -> tuple[Any, Any,
     assert (checkpointer.restore(settings=True) is not None) == resumes
     steps(model, optimizer, mesh, 3 if resumes else 1, 4 if resumes else 2)
     if not resumes:
+        for parameter in optimizer.param_groups[0]["params"]:
+            assert not optimizer.state[parameter]  # it is with the owners
         checkpointer.save_if_due(2, {})
     checkpointer.finish()
     state = parallel2d.full_state(model, optimizer, rank0_only=False, key_by="id")["optimizer"]

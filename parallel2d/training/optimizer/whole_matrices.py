@@ -154,7 +154,8 @@ class WholeMatrices(torch.optim.Optimizer):
     def spread_state(self) -> None:
         """Moves the owners' state to ``self.state``, and to all ranks what the class has set in its
         groups. Collective."""
-        if self.state:
+        # Whoever looks for the state of a parameter makes an empty entry.
+        if any(self.state.values()):
             return
         own: dict[tuple[int, str], Any] = {}
         for number, whole in self._wholes.items():
@@ -215,7 +216,7 @@ class WholeMatrices(torch.optim.Optimizer):
         owners = [self._owner_of[number] for number, _ in places]
         wholes = _gather(self._plan(sharded, owners), sharded)
         for number, whole in self._wholes.items():
-            if self._parameters[number] in self.state:
+            if self.state.get(self._parameters[number]):
                 self._inner.state[whole] = {}
         for index, (number, key) in enumerate(places):
             if number in self._wholes:
