@@ -32,6 +32,7 @@ from parallel2d.parallel.gradients import clip_gradient_norm
 from parallel2d.parallel.model_structure import find_blocks
 from parallel2d.parallel.weights import load_pretrained
 from parallel2d.parallel.weights.initial_values import plan_weights
+from parallel2d.training.loss.model_loss import ModelLoss
 from parallel2d.training.model_families import _given_plan, _own_plan, build_model, plan_tensor_axis
 
 LIBRARY = pytest.mark.extras("transformers")
@@ -310,7 +311,8 @@ def test_an_encoder_decoder_learns_to_continue_the_prefix():
     assert torch.equal(parts.module(tokens).logits, logits)
     assert parts.context(9) == 3
     expected = F.cross_entropy(logits.flatten(0, 1), targets[:, 3:].flatten(), reduction="sum")
-    found = parts.loss(parts.module(tokens), targets)
+    config = jobs.config_of(["model=hf", "model.architecture=t5", "train.seq_len=9"])
+    found = ModelLoss(config, parts).value(parts.module, tokens, targets)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     changed = tokens.clone()
     changed[:, 6:] = 1  # what comes later than a token has no part in its prediction
@@ -341,21 +343,6 @@ def guide(heading, **names):
     (lines,) = re.findall(rf"### {heading}.*?```python\n(.*?)```", text, re.DOTALL)
     exec(lines, names)
     return names
-
-
-def _lines_of_the_guide():
-    """The last loss of a ViT, a mean over the global batch, and the gradient norm."""
-    batches = [(batch("vit", step)[0]["pixel_values"], torch.arange(BATCH) % 2) for step in range(STEPS)]  # fmt: skip
-    names = guide("Models that read something else", batches=batches, precision="fp64")
-    loss = names["loss"].detach()
-    torch.distributed.all_reduce(loss)
-    return loss.item() / BATCH, names["norm"].item()
-
-
-@LIBRARY
-def test_the_guides_lines_train_an_image_model_alike_on_every_layout(ranks):
-    alone = ranks.run(1, _lines_of_the_guide)[0]
-    assert ranks.run(4, _lines_of_the_guide) == [pytest.approx(alone, rel=1e-9)] * 4
 
 
 def test_a_missing_library_names_the_extra(monkeypatch):

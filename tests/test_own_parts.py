@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 from parallel2d.base.config import DataConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.parallelize.layout import SampleShape, TensorShape
+from parallel2d.training.data.batch import Batch
 from parallel2d.training.data.opening import open_data
 from parallel2d.training.loss.model_loss import ModelLoss
 from parallel2d.training.loss.rule import LossRule, find_rule
@@ -204,8 +205,7 @@ def tried(loss, **options):
     targets = torch.randint(9, (3, LENGTH), generator=generator)
 
     def run(targets, rows):
-        value = loss(logits[rows], targets[rows])
-        return None if value is None else float(value)
+        return loss(logits[rows], targets[rows])
 
     given = {"ignored": None, "is_declared": False, "bound": 1e-10, **options}
     return find_rule(run, targets, **given)
@@ -225,9 +225,8 @@ def test_what_a_loss_is_divided_by_is_found(name):
 def loss_of(forward, *words):
     """Of a model with this forward."""
     module = type("Own", (nn.Module,), {"forward": forward})()
-    config = jobs.config_of(
-        ("model=custom", "model.target=a:b", "data=custom", "data.target=a:b", *words)
-    )
+    data = () if "data=bin" in words else ("data=custom", "data.target=a:b")
+    config = jobs.config_of(("model=custom", "model.target=a:b", *data, *words))
     return ModelLoss(config, ModelParts(module, None, None, None))
 
 
@@ -249,6 +248,14 @@ def test_a_batch_reaches_forward_by_the_names_of_its_parameters():
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             loss_of(forward).check(SampleShape("samples", inputs, y))
+    # Token data have a target for each position; a model that shifts gets each position's token.
+    loss = loss_of(lambda self, input_ids, labels: 0, "data=bin", "data.path=a")
+    tokens = torch.arange(5, 10)[None]
+    batch = Batch(tokens, tokens + 1, None, hash=0, valid_tokens=5)
+    loss._rule = LossRule("targets", -1, 1)
+    prepared = loss.prepare(batch)
+    assert prepared.targets.tolist() == [[-1, 6, 7, 8, 9]]
+    assert prepared.valid_tokens == 4
     with pytest.raises(ConfigError, match="takes targets and labels: which are the targets"):
         loss_of(lambda self, x, labels, targets: 0)
     for word in ("train.z_loss=0.1", "train.loss_chunk=8"):

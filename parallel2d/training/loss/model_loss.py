@@ -54,8 +54,9 @@ class ModelLoss:
         parameters = self._signature.parameters
         targets = [name for name in TARGET_NAMES if name in parameters]
         reads_tokens = config.data.name != "custom"
-        # The library's models give all logits; their labels would be shifted once more.
-        if reads_tokens and type(parts.module).__module__.startswith("transformers."):
+        # Models of these libraries give all logits without their own loss.
+        library = type(parts.module).__module__.startswith(("transformers.", "peft."))
+        if reads_tokens and library:
             targets = []
         if len(targets) > 1:
             listed = " and ".join(targets)
@@ -231,7 +232,7 @@ class ModelLoss:
         if self._targets or train.loss or stream.shape.targets is None:
             batch = stream.read([at % len(stream) for at in range(SAMPLES)]).to(device)
 
-            def run(targets: Tensor | None, rows: slice) -> float | None:
+            def run(targets: Tensor | None, rows: slice) -> Tensor | None:
                 given = (batch.inputs, targets, batch.document_ids)
                 part = tree_map_only(Tensor, lambda each: each[rows] if each.ndim else each, given)
                 value, is_own = self._value(model, *part)
@@ -260,14 +261,14 @@ class ModelLoss:
         # All ranks have computed the same, and must go on with the same.
         self._rule = broadcast(rule)
 
-    def _scalar(self, value: Tensor) -> float:
+    def _scalar(self, value: Tensor) -> Tensor:
         if isinstance(value, DTensor):
             value = value.full_tensor()
         if value.ndim:
             raise ConfigError(
                 f"{self._kind}: the loss has shape {tuple(value.shape)}, and must be a scalar"
             )
-        return float(value)
+        return value
 
 
 def _loss_in(output: Any) -> Tensor | None:

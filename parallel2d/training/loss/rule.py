@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import sendable
+from parallel2d.parallel.loss import loss_bound
 from parallel2d.training.data.batch import IGNORED
 
 SAMPLES = 3
@@ -74,7 +75,7 @@ class CrossEntropyCalls(TorchFunctionMode):
 
 
 # (targets, rows) -> the loss of these rows, None where the model gives logits
-Run = Callable[[Tensor | None, slice], float | None]
+Run = Callable[[Tensor | None, slice], Tensor | None]
 
 
 def find_rule(
@@ -84,15 +85,18 @@ def find_rule(
 
     ``targets``: of `SAMPLES` samples; ``ignored``: what the loss is known to ignore;
     ``is_declared``: it is a mean per micro-batch, so nothing must add up; ``bound``: largest
-    relative error. Raises `ConfigError` for a loss that does not add up.
+    relative error of the computation. Raises `ConfigError` for a loss that does not add up.
     """
     has_classes = targets is not None and not targets.is_floating_point()
     if has_classes:
         assert targets is not None
         targets = targets.clamp(min=0)  # all are valid
     with CrossEntropyCalls() as calls:
-        if run(targets, slice(None)) is None:
-            return None
+        value = run(targets, slice(None))
+    if value is None:
+        return None
+    # Models of transformers compute their loss in fp32, whatever the logits are in.
+    bound = max(bound, loss_bound(value.dtype))
     if len(calls.ignored) == 1:
         (ignored,) = calls.ignored
     if has_classes and ignored is not None:
@@ -103,7 +107,9 @@ def find_rule(
     losses, seen = [], []
     for rows in _PARTS:
         with CrossEntropyCalls() as calls:
-            losses.append(run(targets, rows) or 0.0)
+            value = run(targets, rows)
+        assert value is not None, "it gave logits"
+        losses.append(float(value))
         seen.append(calls.counts)
 
     rules = [LossRule("none", ignored)]
