@@ -145,7 +145,11 @@ def join_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.op
         state |= {parameter: optimizer.state[parameter] for parameter in params}
     # States are compared by the name of the class too.
     name = "+".join(type(each).__name__ for each in optimizers.values())
-    joined: Any = type(name, (), {"param_groups": groups, "state": state})
+    attributes: dict[str, Any] = {"param_groups": groups, "state": state}
+    if any(hasattr(each, "spread_state") for each in optimizers.values()):
+        # Their state is shared by now; it tells `new_state_tensor` what shapes there may be.
+        attributes["spread_state"] = staticmethod(lambda: None)
+    joined: Any = type(name, (), attributes)
     several: torch.optim.Optimizer = joined()
     return several
 
