@@ -3,8 +3,6 @@
 The protocol is https://chromedevtools.github.io/devtools-protocol/; over the pipe a message is JSON that ends with a zero byte.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,8 +1,6 @@
 """Small training runs that save and resume, for the checkpoint tests. Every function here runs on the ranks
 of a pool."""
 
-from __future__ import annotations
-
 import logging
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Names that docs/coming-from.md uses, and what must have happened after each of its Python cells: a check per row, on every rank."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

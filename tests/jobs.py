@@ -1,7 +1,5 @@
 """A job on this process group, built by the same functions as on the command line, and stopped when the test says so."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

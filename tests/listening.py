@@ -1,7 +1,5 @@
 """Which ports a process listens on, from the kernel's tables."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

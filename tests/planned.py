@@ -1,7 +1,5 @@
 """Real parallelized models on a process group without processes, for the tests of the planner: what one rank of any world has."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 python runtime_runs.py FUNCTION[:ARGUMENT] ...    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment, or without
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

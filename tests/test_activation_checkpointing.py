@@ -1,7 +1,5 @@
 """Activation checkpointing: what is kept, what is computed again, and that losses and gradients stay the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import training

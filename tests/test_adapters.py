@@ -1,7 +1,5 @@
 """LoRA adapters of the ``peft`` library: trained alike on every layout, beside a base that stays as it was, and saved for the library."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

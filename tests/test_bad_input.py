@@ -4,8 +4,6 @@ Most cases run the command's `main` in this process; that it shows nothing else 
 `test_command_line.py`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import fields, is_dataclass

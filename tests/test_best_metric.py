@@ -1,7 +1,5 @@
 """The best checkpoint and early stopping: what is kept, what a stopped, resumed or restarted run knows, and when it ends."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Certificates: sound layouts pass, and each kind of fault is found and located."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -5,8 +5,6 @@ Checksums are recomputed to match after every alteration: they guard against acc
 defence.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import itertools

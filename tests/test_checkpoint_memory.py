@@ -1,7 +1,5 @@
 """Copies of the state in the nodes' memory: what is found again after which loss, and what is never used."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """When a run saves, what it keeps, and what it does when saving or resuming fails."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Checkpoints on storage that cannot rename, reached through fsspec: the manifest, written last, is the
 publication."""
 
-from __future__ import annotations
-
 import os
 
 import fsspec

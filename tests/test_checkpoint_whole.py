@@ -1,7 +1,5 @@
 """States in memory leave a sharded model, whole or in parts, and come back; and what a rank holds meanwhile."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """The loss whose logits are never whole: as a function, on models of every kind, on every strategy, and its peak of memory."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from functools import partial

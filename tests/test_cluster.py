@@ -3,8 +3,6 @@
 The first part runs small programs on the nodes. Training on them is at the end: two nodes here, more under soak.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

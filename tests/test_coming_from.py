@@ -4,8 +4,6 @@ Rows come from the document itself. Python cells run on four ranks, with the che
 are composed and checked as the command does it, and some really train.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

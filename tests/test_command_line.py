@@ -1,7 +1,5 @@
 """The command as people run it: real processes, real signals, one run directory."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

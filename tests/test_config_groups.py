@@ -1,7 +1,5 @@
 """Groups of the configuration: experiments of one's own, and which choices a group has."""
 
-from __future__ import annotations
-
 import pytest
 
 from parallel2d import ConfigError

@@ -1,7 +1,5 @@
 """Models whose constructors set initial values: they keep them, on every layout and through the train command."""
 
-from __future__ import annotations
-
 import math
 import random
 from unittest import mock

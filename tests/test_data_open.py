@@ -1,7 +1,5 @@
 """Opening data from a configuration, the cache that processes share, and the feed that reads ahead."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

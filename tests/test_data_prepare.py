@@ -1,7 +1,5 @@
 """Preparing token shards: formats, bad input, determinism, and what a kill leaves behind."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """What stands in a sample: packing, padding, document boundaries, loss masks, mixtures, ends, and hashes."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The other commands of README.md and docs/, those that start no job, run as they stand on a run and a corpus that are there."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

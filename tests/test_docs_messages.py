@@ -1,7 +1,5 @@
 """docs/troubleshooting.md quotes messages: each of them stands in the source of the package, or in torch's libraries."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import mmap

@@ -1,8 +1,6 @@
 """The documentation builds as a site without a warning; every key, name and page is in it; a page loads nothing from elsewhere
 and is never wider than the window; a newcomer's questions are answered."""
 
-from __future__ import annotations
-
 import html
 import posixpath
 import re

@@ -1,7 +1,5 @@
 """The Python blocks of README.md and docs/ run as they stand, most on two ranks, with small values for the names that a reader brings."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The commands of README.md and docs/ are accepted as they stand: their words compose and pass every check."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,8 +1,6 @@
 """The examples run, on several ranks, and do what they claim. `own_loop.py` is run in `test_command_line.py`, `ray_train.py` in
 `test_ray.py`."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

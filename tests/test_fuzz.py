@@ -4,8 +4,6 @@
 the same file again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """The scripts for a GPU run on the CPU too, with a tiny model, so that they are right when there is a GPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

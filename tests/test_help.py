@@ -1,7 +1,5 @@
 """Every key is explained, and ``--help`` shows it; the command ``parallel2d`` has the others."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

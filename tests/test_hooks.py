@@ -1,8 +1,6 @@
 """Hooks: what they get and may ask for, on every rank; an error on one rank; the samples that a model writes. Losses are bitwise
 those of a run without."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

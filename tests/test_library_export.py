@@ -1,7 +1,5 @@
 """A checkpoint of a model of the ``transformers`` library becomes a folder that the library loads as it is, from any layout."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

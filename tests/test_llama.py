@@ -1,7 +1,5 @@
 """The model itself: who sees whom, what a rotation preserves, how many parameters each configuration has."""
 
-from __future__ import annotations
-
 import jobs
 import pytest
 import torch

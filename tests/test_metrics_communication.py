@@ -1,7 +1,5 @@
 """Measured communication against the kernel's own counters, the formula, and torch's functions."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable

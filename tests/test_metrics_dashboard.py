@@ -1,7 +1,5 @@
 """The dashboard as a person sees it: a finished sweep, shown by TensorBoard, looked at with a browser."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """Measurements and records of real runs: whole jobs, started as people start them, and jobs on the ranks of the tests."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Mistakes that would train wrongly or hang: each is impossible, or one clear error."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

@@ -1,7 +1,5 @@
 """Models that nobody here wrote: Hugging Face's, and torch's own transformer, equal their single-process runs on every layout."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import lru_cache

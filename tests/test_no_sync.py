@@ -1,7 +1,5 @@
 """`no_sync`: what runs on which axis inside and after it, that it adds up as `accumulate` does, and what an exception leaves: nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import training

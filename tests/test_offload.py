@@ -1,7 +1,5 @@
 """Offloading to CPU and float8: what can be seen without a GPU. Both are refused here; their parts run on CPU."""
 
-from __future__ import annotations
-
 import copy
 import sys
 

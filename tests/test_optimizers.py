@@ -1,7 +1,5 @@
 """Optimizers: on any layout they do what plain torch does on one process; parameter groups; what they send; saved and resumed."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A script's own model outputs, loss and data through the train command: losses do not depend on the layout, and what would is refused."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """`parallelize` on modules it has never seen: structure, collectives, weights, names, misuse."""
 
-from __future__ import annotations
-
 import copy
 import math
 

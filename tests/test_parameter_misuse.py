@@ -1,7 +1,5 @@
 """Scripts that write to, swap or misuse parameters of a parallelized model are right, or refused by name on every rank."""
 
-from __future__ import annotations
-
 import functools
 import re
 

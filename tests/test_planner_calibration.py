@@ -1,7 +1,5 @@
 """What the planner knows of a cluster: presets, measured files, the fit of a link, and what gloo's collectives cost."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields
 from pathlib import Path

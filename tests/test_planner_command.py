@@ -1,7 +1,5 @@
 """``plan.dry_run=true``: what a job would do, started nowhere."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

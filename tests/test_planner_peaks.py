@@ -1,7 +1,5 @@
 """FLOPs and peaks of deep models from few of their blocks, beside those of all of them."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``plan.scaling``: the best layouts on more and more ranks."""
 
-from __future__ import annotations
-
 import functools
 import json
 

@@ -1,7 +1,5 @@
 """``python -m parallel2d.plan``: the fastest layout that fits, with a reason for each other one."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shlex

@@ -1,7 +1,5 @@
 """The model of time: links, collectives, failures. Figures of others are the judges where there are any."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """What a user may decide about groups, precision and tensor parallelism, each seen in what really runs."""
 
-from __future__ import annotations
-
 import pytest
 import training
 from test_parallelize import Nine, count

@@ -1,7 +1,5 @@
 """Prefetch: when parameters are gathered, in which order, at what cost in memory, and that nothing else changes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import training

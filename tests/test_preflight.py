@@ -1,7 +1,5 @@
 """The check of a cluster names the node and the cause; what it measures is what the planner reads."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

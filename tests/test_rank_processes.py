@@ -1,7 +1,5 @@
 """Forked ranks: what they inherit and what not, how they end, and who ends with whom."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """The example for Ray Train: Ray's workers and one process alone see the same losses."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

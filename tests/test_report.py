@@ -1,8 +1,6 @@
 """The report of three runs, one of which was restarted and went on with another layout: its tables, its figures, and the
 page in a browser. Figures need plotly."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

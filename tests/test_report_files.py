@@ -1,7 +1,5 @@
 """Reports on run directories that are incomplete, hostile or large."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

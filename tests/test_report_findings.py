@@ -1,7 +1,5 @@
 """Each kind of sentence of a report: runs that it is true of, and runs that it is not said of."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

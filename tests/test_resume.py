@@ -4,8 +4,6 @@ The trainer is built by the same function as on the command line; a stop leaves 
 kill would.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Joining and leaving: again and again in one process, timeouts, barriers that name who is late, reductions."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """The real command, attacked: by another user of the machine, and from another host."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

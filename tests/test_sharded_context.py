@@ -1,7 +1,5 @@
 """A model built straight into its shards; parameters that are left out of sharding."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

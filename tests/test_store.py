@@ -1,7 +1,5 @@
 """The store where ranks and nodes meet: what it does for those who know the secret, and what others can do to it."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

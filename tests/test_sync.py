@@ -1,8 +1,6 @@
 """The engine of the replicate axis: what may reduce a bucket, in which dtype gradients are added, and what ends a run of ranks that
 take different routes."""
 
-from __future__ import annotations
-
 import ast
 import copy
 from pathlib import Path

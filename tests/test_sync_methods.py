@@ -1,7 +1,5 @@
 """What crosses the replicate axis, by every method: equal to a plain reference in one process, in fp64."""
 
-from __future__ import annotations
-
 import functools
 import re
 

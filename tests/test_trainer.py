@@ -1,7 +1,5 @@
 """The loop's decisions: skipping what is not finite, learning rates, loss scale. And the installed package as people get it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

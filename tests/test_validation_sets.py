@@ -1,7 +1,5 @@
 """Named validation sets, and `train.epochs`: what is read, how often, and that neither depends on the layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jobs

@@ -1,7 +1,5 @@
 """Weights: from one rank to all, from a folder, whole for a moment; and what frozen ones cost."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

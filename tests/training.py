@@ -1,7 +1,5 @@
 """A small training run as a function, for tests: the same steps on any layout, and a plain PyTorch reference."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ results by rank. An exception on any rank is raised in the test with that rank's
 because the other ranks may be waiting in a collective, unless every rank raised the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc
