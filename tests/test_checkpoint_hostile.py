@@ -93,9 +93,6 @@ def refused(folder, tmp_path, says="", **options):
     assert small.optimizer.param_groups[0]["lr"] == 0.1
 
 
-# code
-
-
 def bombs(marker):
     zipped = io.BytesIO()
     torch.save({"model": Bomb(marker)}, zipped)
@@ -150,9 +147,6 @@ def test_settings_of_another_kind_are_refused(victim, tmp_path, settings, says):
     refused(victim, tmp_path, says, settings=True)
 
 
-# paths
-
-
 @pytest.mark.parametrize("name", [
     "../secret.safetensors", "/etc/passwd", "a/../../secret.safetensors", "..", "", "C:\\x.safetensors", "s3://bucket/x.safetensors",
     "x\0.safetensors", "\x1b[2Jx.safetensors", "x.pt", "~root.safetensors",
@@ -174,9 +168,6 @@ def test_a_linked_step_is_passed_over(original, tmp_path):
     Small(tmp_path).train(1).checkpointer.finish()
     os.symlink(original, tmp_path / "checkpoints" / "step-00000009")
     assert Small(tmp_path).restore()["step"] == 1
-
-
-# files
 
 
 def _file(header):
@@ -280,9 +271,6 @@ def test_a_folder_is_refused_that_has(victim, tmp_path, capsys, name):
     refused(victim, tmp_path, says)
     assert main(["verify", str(victim)]) == 1
     assert says in capsys.readouterr().err
-
-
-# the manifest
 
 
 def _set(*path_and_value):
@@ -421,9 +409,6 @@ def test_a_step_of_another_size_and_a_mesh_of_other_ranks(victim, tmp_path):
     (victim / "manifest.json").write_bytes(b'{"a":[' + b"{}," * 1_000_000 + b"{}]}")
     refused(victim, tmp_path, "more lists than a file of its size has")
     assert time.monotonic() - begin < 5
-
-
-# chunks
 
 
 def grid(shape, parts):

@@ -180,9 +180,6 @@ def test_a_split_vocabulary_has_the_loss_of_a_whole_one(ranks, vocab):
         assert gradient <= 1e-12
 
 
-# Models that are no presets
-
-
 class Capped(nn.Module):
     """A head with a bias, a scale that is a buffer, and a soft cap."""
 
@@ -289,9 +286,6 @@ def test_inputs_without_an_entry_for_each_target_are_compared_whole():
     plain = cross_entropy_sum(model(*inputs), tokens)
     loss = ChunkedHead(model, 64).loss(tokens, *inputs)
     assert loss.item() == pytest.approx(plain.item(), rel=1e-13)
-
-
-# What cannot be computed so
 
 
 class Otherwise(Capped):
@@ -410,9 +404,6 @@ def test_logits_are_what_they_were_and_a_copy_computes_with_its_own_head():
     assert list(model.state_dict()) == list(twin.state_dict())
 
 
-# Memory
-
-
 def _peak(run):
     """The most bytes that are allocated at once while ``run`` runs, above what was there."""
     with torch.profiler.profile(
@@ -438,9 +429,6 @@ def test_the_peak_falls_by_the_logits_and_their_gradient():
     logits = 512 * 8192 * 4
     # One chunk of logits and its softmax remain.
     assert whole - chunked >= 1.8 * logits
-
-
-# Whole jobs
 
 
 def _rows(ranks, folder, name, words, steps=2):

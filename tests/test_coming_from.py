@@ -167,9 +167,6 @@ def test_words(folder, monkeypatch, origin):
             assert (config == default) == is_default, row.name
 
 
-# Whole scripts
-
-
 def block(name: str) -> str:
     (found,) = re.findall(rf"<!-- {name} -->\n```\w*\n(.*?)```\n<!-- end -->", DOCUMENT, re.DOTALL)
     return found

@@ -122,9 +122,6 @@ def changed_json(path: Path, random: random.Random) -> None:
         path.write_text(json.dumps(mutated_value(json.loads(path.read_bytes()), random)))
 
 
-# What is changed, and who reads it
-
-
 def manifest(folder: Path, random: random.Random) -> None:
     step = folder / "checkpoints" / "step-00000001"
 

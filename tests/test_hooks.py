@@ -254,9 +254,6 @@ def test_an_entry_of_another_form_is_refused_with_the_configuration():
             validated(config)
 
 
-# What SampleText shows
-
-
 class Keeping(SampleText):
     """Keeps what it shows, by step, on every rank."""
 
@@ -379,9 +376,6 @@ def test_samples_of_another_tokenizer_than_that_of_the_data_are_refused(ranks, f
     hook = SampleText(tokenizer="nowhere.json")
     with pytest.raises(WorkerError, match=r"hooks:SampleText: data\.tokenizer=nowhere\.json"):
         ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), (), [hook])
-
-
-# The command
 
 
 @pytest.fixture

@@ -77,9 +77,6 @@ def _batch(_rank):
     return torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
 
 
-# ---- Written to in forward
-
-
 def _clamp(block):
     with torch.no_grad():
         block.up.weight.clamp_(-9, 9)
@@ -99,9 +96,6 @@ def _stash(block):
 
 def _stash_itself(block):
     block.last = block.up.bias
-
-
-# ---- Steps of scripts that are refused
 
 
 def _train(training):
@@ -229,9 +223,6 @@ def _refusals(strategy):
         except (RuntimeError, ConfigError) as error:
             told[name] = str(error)
     return told
-
-
-# ---- Steps of scripts that are right
 
 
 def _build_after_evaluation(training):

@@ -103,9 +103,6 @@ def test_backward_on_a_cpu_waits_for_each_collective_of_the_shard_axis():
     assert step_seconds(groups, schedule, update=0).total == 3 * (1 + 2 + 3 + 3 + 4)
 
 
-# Presets
-
-
 def cluster(*words: str) -> ClusterConfig:
     return compose(list(words)).config.cluster
 

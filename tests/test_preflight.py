@@ -43,9 +43,6 @@ from tools.cluster import Cluster, why_not
 NO_CLUSTER = why_not()
 
 
-# The endpoint and the interface
-
-
 def test_endpoints_are_split():
     assert split_endpoint("node0:29500") == ("node0", 29500)
     assert split_endpoint("[fd00::1]:1") == ("fd00::1", 1)
@@ -85,9 +82,6 @@ def test_patterns_of_nccl():
     assert chosen("=eth1,ib0") == ["eth1", "ib0"]
     assert chosen("^docker,lo") == ["eth0", "eth1", "ib0"]
     assert chosen("^=eth0") == ["lo", "docker0", "eth1", "ib0"]
-
-
-# Verdicts
 
 
 def facts(host: str, faults: tuple[Finding, ...] = (), **versions: str) -> NodeFacts:
@@ -177,9 +171,6 @@ def copy_of_the_package(folder: Path) -> Path:
     return target
 
 
-# Checks on ranks of this machine, which stand for two nodes
-
-
 def checked(folder: str, *words: str, own_run_dir: bool = False) -> tuple[int, str]:
     """The exit code, and what this rank printed. ``own_run_dir``: the second node sees another."""
     rank = dist.get_rank()
@@ -249,9 +240,6 @@ def test_links_that_no_axis_shows_alone_give_no_file(ranks, tmp_path):
     with pytest.raises(WorkerError, match="omit strategy and mesh"):
         ranks.run(4, checked, str(tmp_path), *words)
     assert os.listdir(tmp_path) == ["runs"]
-
-
-# The command
 
 
 @pytest.mark.parametrize(

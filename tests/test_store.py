@@ -91,9 +91,6 @@ def is_dropped(opened: socket.socket) -> bool:
             return True
 
 
-# What a store does
-
-
 def test_the_store_listens_on_its_address_only_and_says_what_is_wrong_with_another():
     before = listeners()
     server = StoreServer.at("127.0.0.2", 0, SECRET)
@@ -289,9 +286,6 @@ def test_requests_that_make_no_sense_are_answered(server, client):
         client.get("text")  # it has ended, and is not late
 
 
-# What others can do to it
-
-
 @on_both
 def test_who_does_not_know_the_secret_takes_no_part(server, client, strangers):
     client.set("key", "value")
@@ -412,9 +406,6 @@ def test_a_pickle_in_the_store_is_not_read(client, tmp_path):
 def _told(**changed) -> bytes:
     state = rendezvous.RendezvousState()
     return json.dumps({**json.loads(rendezvous.to_json(state)), **changed}).encode()
-
-
-# The secret
 
 
 def test_a_secret_is_made_and_read_and_refused_where_others_may_know_it(

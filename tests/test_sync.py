@@ -55,9 +55,6 @@ def gradients(model):
     return [None if p.grad is None else p.grad.full_tensor().clone() for p in model.parameters()]
 
 
-# Hooks
-
-
 def mean_in_place(state, bucket):
     dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=state)
 
@@ -140,9 +137,6 @@ def _accumulate_hooks(case):
 @pytest.mark.parametrize(("case", "unused"), [(ByRank, 0), (OneRankAlone, 12)])
 def test_hooks_after_accumulation_see_the_mean_over_all_ranks(ranks, case, unused):
     assert ranks.run(4, _accumulate_hooks, case) == [(True, unused)] * 4
-
-
-# Dtypes
 
 
 class Additions(TorchDispatchMode):
@@ -235,9 +229,6 @@ def test_a_tensor_axis_rounds_the_gradients_of_whole_weights_no_more_than_one_ra
     assert all(split[kind] <= 1.05 * alone[kind] for kind in alone), (alone, split)
 
 
-# Ranks of a shard group on different routes
-
-
 class WholeBlocks(Case):
     """Rank 1 skips a block."""
 
@@ -293,9 +284,6 @@ def test_other_blocks_on_a_rank_of_a_shard_group_are_refused_on_every_rank(
     if case is WholeBlocks:
         assert "blocks.1" in answers[0][0]
         assert len({told for told, _ in answers}) == 1
-
-
-# More than one model; what torch's engine refuses
 
 
 def _two_models():

@@ -99,9 +99,6 @@ def test_accumulation_changes_nothing(ranks, name, mode):
     assert largest_difference(once["parameters"], twice["parameters"]) < bound
 
 
-# Going on from a checkpoint
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "split", "in_flight"])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(ranks, tmp_path, name):
@@ -163,9 +160,6 @@ def test_replicas_come_and_go_between_outer_steps(ranks, tmp_path):
         assert largest_difference(on[0]["parameters"], saved[0]["parameters"]) > 0.0
 
 
-# What replicas must have in common
-
-
 def _flip_one_bit(cases, rank):
     """Trains with the trainer's comparison; one bit of one parameter of one replica changes on the way."""
     said = []
@@ -189,9 +183,6 @@ def test_one_bit_of_one_replica_is_found_and_named(ranks):
     for said in ranks.run(4, _flip_one_bit, cases, 3):
         assert len(said) == 3
         assert all("1.up.weight differs between ranks [1] and [3]" in each for each in said)
-
-
-# What is refused, and what a loop of one's own must do
 
 
 @pytest.mark.parametrize(("strategy", "sync", "message"), [
@@ -235,9 +226,6 @@ def test_random_rounding_is_unbiased_and_bounded_by_the_scale():
             total += back
         # The mean of 400 numbers that are one scale apart at most: 4 standard deviations.
         assert ((total / 400 - blocks).abs() <= 4 * 0.5 / 20 * scale).all()
-
-
-# In a loop of one's own
 
 
 def _sharded_model(strategy, sync, frozen=()):
