@@ -133,13 +133,7 @@ def test_no_name_of_a_class_exists_twice():
             "hydra",
             {
                 f"parallel2d.base.config.{name}"
-                for name in (
-                    "composition",
-                    "explanation",
-                    "schema",
-                    "sweep",
-                    "words",
-                )
+                for name in ("composition", "explanation", "schema", "sweep", "words")
             },
         ),
         ("transformers", {"parallel2d.models.huggingface"}),

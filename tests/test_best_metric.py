@@ -10,11 +10,7 @@ import pytest
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.hooks import Hook
-from parallel2d.training.progress import (
-    BestMetric,
-    Progress,
-    problems_of_state,
-)
+from parallel2d.training.progress import BestMetric, Progress, problems_of_state
 
 
 class Scripted(Hook):

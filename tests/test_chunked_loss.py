@@ -10,15 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import training
-from test_parity import (
-    STRATEGIES,
-    compare,
-    initial_model,
-    layout,
-    named,
-    pairwise,
-    world_of,
-)
+from test_parity import STRATEGIES, compare, initial_model, layout, named, pairwise, world_of
 from torch import Tensor, nn
 
 from parallel2d import (

@@ -103,10 +103,7 @@ BASE = (
     "model.dim=32", "model.hidden_dim=48", "metrics.console=silent",
 )  # fmt: skip
 # a choice of a group replaces what is said of it
-IMPLIED = {
-    "data": ("data.",),
-    "model": ("model.",),
-}
+IMPLIED = {"data": ("data.",), "model": ("model.",)}
 
 
 def with_base(base: tuple[str, ...], words: list[str]) -> list[str]:

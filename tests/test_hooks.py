@@ -166,10 +166,7 @@ class Failing(Hook):
         self.fail(run, "end")
 
 
-@pytest.mark.parametrize(
-    ("method", "step"),
-    [("start", 0), ("leave", 1), ("save", 2)],
-)
+@pytest.mark.parametrize(("method", "step"), [("start", 0), ("leave", 1), ("save", 2)])
 def test_an_exception_on_one_rank_is_the_same_message_on_all(ranks, folder, method, step):
     words = (
         f"train.hooks=[{{hook: 'test_hooks:Failing', method: {method}}}]", "train.steps=4", "train.validate_every=3",

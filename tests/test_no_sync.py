@@ -5,11 +5,7 @@ import torch
 import training
 from test_parallelize import CollectiveCounter
 
-from parallel2d import (
-    accumulate,
-    cross_entropy_sum,
-    data_coordinate,
-)
+from parallel2d import accumulate, cross_entropy_sum, data_coordinate
 from parallel2d.parallel.sync import no_sync
 
 MICRO_BATCHES = 3

@@ -129,8 +129,7 @@ def test_ranks_of_torchrun_do_not_plan(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words",
-    [("strategy=hybrid_full", "precision=bf16"), ("mesh.tensor=2", "optimizer=muon")],
+    "words", [("strategy=hybrid_full", "precision=bf16"), ("mesh.tensor=2", "optimizer=muon")]
 )
 def test_a_run_has_the_mesh_and_the_bytes_of_its_plan(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -36,11 +36,7 @@ def start(ranks: int, *calls: str, timeout: float = 120) -> list[list[dict[str, 
         command = [sys.executable, str(PROGRAM), *calls]
         environment = {**kept, **place, **numbers} if ranks else kept
         process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         processes.append(process)
     answers = []

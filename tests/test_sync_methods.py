@@ -29,13 +29,7 @@ from parallel2d.base.config.checks import validated
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.sync.methods.outer_parameter import OuterParameter
 from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
-from parallel2d.parallel.sync.wires.blocks import (
-    BlockCode,
-    BlockNoise,
-    Piece,
-    key_of,
-    to_blocks,
-)
+from parallel2d.parallel.sync.wires.blocks import BlockCode, BlockNoise, Piece, key_of, to_blocks
 
 TWO_BY_TWO = {"replicate": 2, "shard": 2}
 DILOCO = {"name": "diloco", "every": 5}

@@ -159,8 +159,7 @@ def samples_of(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("end", "count", "layout"),
-    [("drop", 4, "mesh.replicate=2"), ("pad", 2, "mesh.tensor=2")],
+    ("end", "count", "layout"), [("drop", 4, "mesh.replicate=2"), ("pad", 2, "mesh.tensor=2")]
 )
 def test_epochs_set_the_steps_from_the_size_of_the_data(ranks, folder, end, count, layout):
     samples, batch = samples_of(folder), 192

@@ -125,9 +125,7 @@ class Pool:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_worker,
-                args=(rank, world_size, self.folder.name, theirs),
-                daemon=True,
+                target=_worker, args=(rank, world_size, self.folder.name, theirs), daemon=True
             )
             process.start()
             theirs.close()
