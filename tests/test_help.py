@@ -146,17 +146,14 @@ def test_the_command_lists_the_commands(capsys):
         assert re.search(rf"^  {name} +{re.escape(purpose)}$", page, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["trian"], "trian is not one of train, certify, .*; did you mean train?"),
-        ([], "a command is missing\nusage: parallel2d COMMAND"),
-        (["--nonsense"], "--nonsense is not one of train"),
-        (["-sc", "install=bash"], "-sc of parallel2d is gone: docs/command-line.md"),
-        (["train", "--help", "model=hff"], "model=hff is not one of custom, hf"),
-        (["train", "train.stepz=4"], ".*did you mean train.steps?"),
-    ],
-)
+@pytest.mark.parametrize(("words", "told"), [
+    (["trian"], "trian is not one of train, certify, .*; did you mean train?"),
+    ([], "a command is missing\nusage: parallel2d COMMAND"),
+    (["--nonsense"], "--nonsense is not one of train"),
+    (["-sc", "install=bash"], "-sc of parallel2d is gone: docs/command-line.md"),
+    (["train", "--help", "model=hff"], "model=hff is not one of custom, hf"),
+    (["train", "train.stepz=4"], ".*did you mean train.steps?"),
+])  # fmt: skip
 def test_a_wrong_command_is_one_clear_message(words, told, capsys):
     assert __main__.main(words) == 2
     assert re.match(f"parallel2d: {told}", capsys.readouterr().err)

@@ -204,18 +204,15 @@ def call_once(hooks):
     calls.step(2, {}, None, True)
 
 
-@pytest.mark.parametrize(
-    ("hooks", "message"),
-    [
-        ([Returning({"loss": 1.0})], "the metric loss is one that the trainer measures"),
-        ([Returning({"validation/wiki/loss": 1})], "loss is one that the trainer measures"),
-        ([Returning({"a": 1}), Returning({"a": 2})], "the metric a is given by two hooks"),
-        ([Returning({"a": "b"})], "could not convert string to float: 'b'"),
-        ([Returning({1: 1})], "a metric has the name 1, which is no string"),
-        ([Returning(7)], "it may return a dict of metrics, a HookResult or None"),
-        ([Returning({}, "save")], "save returned {}; it may return nothing"),
-    ],
-)
+@pytest.mark.parametrize(("hooks", "message"), [
+    ([Returning({"loss": 1.0})], "the metric loss is one that the trainer measures"),
+    ([Returning({"validation/wiki/loss": 1})], "loss is one that the trainer measures"),
+    ([Returning({"a": 1}), Returning({"a": 2})], "the metric a is given by two hooks"),
+    ([Returning({"a": "b"})], "could not convert string to float: 'b'"),
+    ([Returning({1: 1})], "a metric has the name 1, which is no string"),
+    ([Returning(7)], "it may return a dict of metrics, a HookResult or None"),
+    ([Returning({}, "save")], "save returned {}; it may return nothing"),
+])  # fmt: skip
 def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
     with pytest.raises(WorkerError) as caught:
         ranks.run(2, call_once, hooks)
@@ -223,21 +220,18 @@ def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
     assert message in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        (["nowhere:Hook"], "train.hooks=nowhere:Hook cannot be imported"),
-        (["test_hooks:Nothing"], "module test_hooks has no Nothing"),
-        (["test_hooks:SAMPLE"], "is not callable"),
-        (["test_hooks:call_once"], "is no class derived from parallel2d.hooks.Hook"),
-        ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),
-        ([{"hook": "test_hooks:Noting", "x": 1}], "unexpected keyword argument 'x'|too many"),
-        (
-            [{"hook": "parallel2d.hooks:SampleText", "every": 0}],
-            r"SampleText: ConfigError: every=0 and tokens=64 must be at least 1",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("entries", "message"), [
+    (["nowhere:Hook"], "train.hooks=nowhere:Hook cannot be imported"),
+    (["test_hooks:Nothing"], "module test_hooks has no Nothing"),
+    (["test_hooks:SAMPLE"], "is not callable"),
+    (["test_hooks:call_once"], "is no class derived from parallel2d.hooks.Hook"),
+    ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),
+    ([{"hook": "test_hooks:Noting", "x": 1}], "unexpected keyword argument 'x'|too many"),
+    (
+        [{"hook": "parallel2d.hooks:SampleText", "every": 0}],
+        r"SampleText: ConfigError: every=0 and tokens=64 must be at least 1",
+    ),
+])  # fmt: skip
 def test_a_hook_that_cannot_be_made_is_one_message(entries, message):
     with pytest.raises(ConfigError, match=message):
         build_hooks(entries)

@@ -35,17 +35,14 @@ def test_words_beside_a_cluster_file_go_before_it(tmp_path):
         assert (cluster.name, cluster.nodes, cluster.device.efficiency) == ("it's mine", 4, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("nodes: [", "not YAML"),
-        ("42", "no cluster file"),
-        ("nodes: [1]", "is no value"),
-        ("a b: 1", "is no key"),
-        ("name: mine\ninter_node: null", "of an earlier form"),
-        (None, "No such file"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("nodes: [", "not YAML"),
+    ("42", "no cluster file"),
+    ("nodes: [1]", "is no value"),
+    ("a b: 1", "is no key"),
+    ("name: mine\ninter_node: null", "of an earlier form"),
+    (None, "No such file"),
+])  # fmt: skip
 def test_a_file_that_is_no_cluster_file_is_refused(tmp_path, text, message):
     path = tmp_path / "mine.yaml"
     if text is not None:

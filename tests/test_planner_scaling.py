@@ -57,20 +57,17 @@ def test_what_leaves_hosts_is_what_waits():
     assert crossing["zero3"].time.samples_per_s < crossing["hybrid"].time.samples_per_s
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("strategy=ddp", "plan.scaling: omit strategy, which the table compares or varies"),
-        ("mesh.shard=8", "plan.scaling: omit mesh.shard, which"),
-        (
-            "train.global_batch_size=17",
-            "plan.scaling=weak: train.global_batch_size=17 on 2 nodes is not a whole number of samples on 1; take a multiple of 2",
-        ),
-        ("plan.dry_run=true", "plan.scaling=weak does not go with plan.dry_run=true"),
-        ("cluster.device.memory_gib=0.00001", "plan.scaling=weak: no layout can run and fit on 8 to 16,384 ranks"),
-        ("precision=fp64", "layouts cannot be ranked"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("word", "message"), [
+    ("strategy=ddp", "plan.scaling: omit strategy, which the table compares or varies"),
+    ("mesh.shard=8", "plan.scaling: omit mesh.shard, which"),
+    (
+        "train.global_batch_size=17",
+        "plan.scaling=weak: train.global_batch_size=17 on 2 nodes is not a whole number of samples on 1; take a multiple of 2",
+    ),
+    ("plan.dry_run=true", "plan.scaling=weak does not go with plan.dry_run=true"),
+    ("cluster.device.memory_gib=0.00001", "plan.scaling=weak: no layout can run and fit on 8 to 16,384 ranks"),
+    ("precision=fp64", "layouts cannot be ranked"),
+])  # fmt: skip
 def test_what_cannot_be_scaled_is_one_sentence(word, message):
     with pytest.raises(ConfigError) as caught:
         scaled("plan.scaling=weak", word)

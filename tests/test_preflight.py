@@ -242,20 +242,17 @@ def test_links_that_no_axis_shows_alone_give_no_file(ranks, tmp_path):
     assert os.listdir(tmp_path) == ["runs"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--nnodes=2"], "launch.nnodes=2"),
-        (["mesh.shard=two"], "mesh.shard"),
-        (["--seconds=0"], "--seconds=0 must be above 0"),
-        (["--largest-mib=nan"], "--largest-mib=nan must be from"),
-        (["--write=mine.json"], "must end with .yaml"),
-        (["--write=none/mine.yaml"], "cannot be written"),
-        (["--calibrate=mine.yaml"], "--calibrate is gone: --write FILE"),
-        (["--nnodes=2", "--node-rank", "1"], "--node-rank is gone"),
-        (["--name=word"], "launch.job_id=WORD"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["--nnodes=2"], "launch.nnodes=2"),
+    (["mesh.shard=two"], "mesh.shard"),
+    (["--seconds=0"], "--seconds=0 must be above 0"),
+    (["--largest-mib=nan"], "--largest-mib=nan must be from"),
+    (["--write=mine.json"], "must end with .yaml"),
+    (["--write=none/mine.yaml"], "cannot be written"),
+    (["--calibrate=mine.yaml"], "--calibrate is gone: --write FILE"),
+    (["--nnodes=2", "--node-rank", "1"], "--node-rank is gone"),
+    (["--name=word"], "launch.job_id=WORD"),
+])  # fmt: skip
 def test_wrong_arguments_end_with_2(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
