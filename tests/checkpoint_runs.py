@@ -101,13 +101,9 @@ def run(
             blocked.append(checkpointer.blocked_s)
         checkpointer.finish()
     return {
-        "losses": losses,
-        "restored": restored,
-        "log": heard,
-        "published": checkpointer.published,
-        "bytes_written": checkpointer.bytes_written,
-        "blocked": blocked,
-    }
+        "losses": losses, "restored": restored, "log": heard, "published": checkpointer.published,
+        "bytes_written": checkpointer.bytes_written, "blocked": blocked,
+    }  # fmt: skip
 
 
 def steps_in(folder: str) -> list[str]:

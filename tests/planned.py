@@ -122,13 +122,9 @@ def small_llama(**changes: Any) -> nn.Module:
 
 
 MODELS = {
-    "odd": Odd,
-    "untied": lambda: Odd(tied=False, frozen=False),
-    "attending": Attending,
-    "turning": Turning,
-    "llama": small_llama,
-    "tied_llama": lambda: small_llama(tie_embeddings=True),
-}
+    "odd": Odd, "untied": lambda: Odd(tied=False, frozen=False), "attending": Attending, "turning": Turning,
+    "llama": small_llama, "tied_llama": lambda: small_llama(tie_embeddings=True),
+}  # fmt: skip
 
 
 class Measured(NamedTuple):

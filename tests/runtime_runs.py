@@ -95,11 +95,8 @@ def soak(times: str) -> dict[str, object]:
     early = state()
     losses += [one_run() for _ in range(int(times) - 3)]
     return {
-        "early": early,
-        "late": state(),
-        "losses": losses,
-        "unwrapped": dist.all_reduce is all_reduce,
-    }
+        "early": early, "late": state(), "losses": losses, "unwrapped": dist.all_reduce is all_reduce,
+    }  # fmt: skip
 
 
 def alone() -> dict[str, object]:
@@ -115,12 +112,8 @@ def alone() -> dict[str, object]:
     except ConfigError as error:
         told = str(error)
     answer = [
-        runtime.identity.rank,
-        runtime.identity.world_size,
-        reduce(torch.ones(2)).tolist(),
-        dist.get_backend(),
-        told,
-    ]
+        runtime.identity.rank, runtime.identity.world_size, reduce(torch.ones(2)).tolist(), dist.get_backend(), told,
+    ]  # fmt: skip
     teardown()
     teardown()
     return {"answer": answer, "left": not dist.is_initialized()}

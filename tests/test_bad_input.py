@@ -31,13 +31,9 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 TEXT = (
-    "data=text",
-    "data.path=text.txt",
-    "data.validation_fraction=0",
-    "data.cache_dir=cache",
-    "train.seq_len=16",
+    "data=text", "data.path=text.txt", "data.validation_fraction=0", "data.cache_dir=cache", "train.seq_len=16",
     "launch.nproc_per_node=4",
-)
+)  # fmt: skip
 
 # Words that are refused together, as each word is explained on its own.
 CASES = [

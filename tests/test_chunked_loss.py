@@ -481,14 +481,9 @@ def test_a_loss_of_ones_own_goes_with_neither_chunks_nor_z_loss(words, message):
 # Models of a library
 
 _SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
-    "pad_token_id": 0,
-}
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 300, "pad_token_id": 0,
+}  # fmt: skip
 LIBRARY_MODELS = {
     "gemma2": {**_SIZES, "head_dim": 4, "final_logit_softcapping": 0.5},
     "cohere": {**_SIZES, "logit_scale": 0.3},

@@ -153,12 +153,8 @@ def test_a_constructors_values_are_those_of_one_process_on_every_layout(ranks):
 
 
 JOB = (
-    "model=custom",
-    "model.target=test_constructors:Gpt",
-    "precision=fp32",
-    "train.seed=5",
-    "checkpoint.enabled=false",
-)
+    "model=custom", "model.target=test_constructors:Gpt", "precision=fp32", "train.seed=5", "checkpoint.enabled=false",
+)  # fmt: skip
 
 
 def _through_the_train_command(folder):

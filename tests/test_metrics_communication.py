@@ -37,13 +37,8 @@ from parallel2d.training.metrics.recorder import Deviation
 from tools.cluster import Cluster, why_not
 
 LLAMA = {
-    "dim": 128,
-    "n_layers": 2,
-    "n_heads": 4,
-    "n_kv_heads": 4,
-    "hidden_dim": 256,
-    "vocab_size": 512,
-}
+    "dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "hidden_dim": 256, "vocab_size": 512,
+}  # fmt: skip
 SEQUENCES, TOKENS = 4, 32
 NO_CLUSTER = why_not()
 

@@ -105,11 +105,8 @@ def plain_optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.op
             {"params": [parameter], "weight_decay": decay, "scale": scale}
         )
     adam: dict[str, Any] = {
-        "lr": config.lr,
-        "betas": tuple(config.betas),
-        "eps": config.eps,
-        "amsgrad": config.amsgrad,
-    }
+        "lr": config.lr, "betas": tuple(config.betas), "eps": config.eps, "amsgrad": config.amsgrad,
+    }  # fmt: skip
     if config.name == "muon":
         muon = {"momentum": config.momentum, "nesterov": config.nesterov}
         matrices = torch.optim.Muon(hidden, lr=config.lr, adjust_lr_fn=config.adjust_lr, **muon)
@@ -241,12 +238,8 @@ def test_muon_sends_a_matrix_to_its_owner_once_and_the_update_to_each_rank_once(
 
 
 MUON_JOB = (
-    "optimizer=muon",
-    "strategy=hybrid",
-    "mesh.replicate=2",
-    "mesh.shard=2",
-    "checkpoint.enabled=false",
-)
+    "optimizer=muon", "strategy=hybrid", "mesh.replicate=2", "mesh.shard=2", "checkpoint.enabled=false",
+)  # fmt: skip
 
 
 def test_a_run_predicts_what_its_optimizer_sends(ranks, folder):

@@ -115,11 +115,8 @@ def pairs():
 
 
 NANO = (
-    "model=custom",
-    "model.target=test_own_parts:NanoGPT",
-    "data.packing=padded",
-    "data.path=rows.jsonl",
-)
+    "model=custom", "model.target=test_own_parts:NanoGPT", "data.packing=padded", "data.path=rows.jsonl",
+)  # fmt: skip
 OWN = ("model=custom", "data=custom")
 JOBS = {
     "nano": NANO,

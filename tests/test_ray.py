@@ -45,15 +45,9 @@ def test_the_loop_of_the_example_gives_the_same_losses_on_two_ranks_as_alone(tmp
     """Without Ray, so that it runs everywhere."""
     alone = rows_of([str(EXAMPLE), "--no-ray", *WORDS], tmp_path)
     launch = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(EXAMPLE),
-        "--no-ray",
-        "--shard=2",
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE), "--no-ray", "--shard=2",
         *WORDS,
-    ]
+    ]  # fmt: skip
     equal(rows_of(launch, tmp_path), alone)
 
 
@@ -73,10 +67,6 @@ def test_the_name_in_the_package_can_be_sent_to_a_worker():
 def test_ray_workers_see_the_losses_of_one_process(tmp_path, workers, shard):
     alone = rows_of([str(EXAMPLE), "--no-ray", *WORDS], tmp_path)
     words = [
-        str(EXAMPLE),
-        f"--workers={workers}",
-        f"--shard={shard}",
-        f"--storage={tmp_path / 'ray'}",
-        *WORDS,
-    ]
+        str(EXAMPLE), f"--workers={workers}", f"--shard={shard}", f"--storage={tmp_path / 'ray'}", *WORDS,
+    ]  # fmt: skip
     equal(rows_of(words, tmp_path), alone)

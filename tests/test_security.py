@@ -82,12 +82,8 @@ def test_a_folder_that_somebody_else_holds_is_not_used(tmp_path):
         "TMPDIR": str(shared)
     }
     words = [
-        sys.executable,
-        *TRAIN,
-        "train.steps=1",
-        "launch.nproc_per_node=1",
-        f"hydra.run.dir={tmp_path}/run",
-    ]
+        sys.executable, *TRAIN, "train.steps=1", "launch.nproc_per_node=1", f"hydra.run.dir={tmp_path}/run",
+    ]  # fmt: skip
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
     assert f"{around}: belongs to user {NOBODY}" in ended.stderr

@@ -35,12 +35,9 @@ class Breaking(nn.Module):
 def breaking(calls):
     arguments = f"++model.arguments={{rank: 1, calls: {calls}}}"
     return (
-        "model=custom",
-        "model.target=test_trainer:Breaking",
-        arguments,
-        "checkpoint.enabled=false",
+        "model=custom", "model.target=test_trainer:Breaking", arguments, "checkpoint.enabled=false",
         "optimizer.lr=0.1",
-    )
+    )  # fmt: skip
 
 
 def rows(folder):
@@ -130,13 +127,8 @@ def test_a_wheel_installed_elsewhere_trains_from_an_empty_folder(tmp_path):
     for name in ("pyproject.toml", "README.md", "LICENSE", "parallel2d", "conf", "models"):
         (copied / name).symlink_to(source / name)
     build = [
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        str(tmp_path),
-        str(copied),
-    ]
+        "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(copied),
+    ]  # fmt: skip
     subprocess.run([*pip, *build], check=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
     subprocess.run(
@@ -156,12 +148,9 @@ def test_a_wheel_installed_elsewhere_trains_from_an_empty_folder(tmp_path):
     )
     assert found.stdout.count(str(site)) == 2
     words = [
-        "train.steps=2",
-        "model.n_layers=1",
-        "launch.nproc_per_node=1",
-        "data.cache_dir=cache",
+        "train.steps=2", "model.n_layers=1", "launch.nproc_per_node=1", "data.cache_dir=cache",
         "train.validate_every=0",
-    ]
+    ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "parallel2d.train", *words],
         cwd=empty,

@@ -138,11 +138,8 @@ def test_a_set_of_another_tokenizer_is_refused(folder):
 # Epochs
 
 SHORT_EPOCH = (
-    "data.path=sums.txt",
-    "data.validation_fraction=0",
-    "checkpoint.every=10",
-    "optimizer.lr=0.01",
-)
+    "data.path=sums.txt", "data.validation_fraction=0", "checkpoint.every=10", "optimizer.lr=0.01",
+)  # fmt: skip
 
 
 def sums(folder, **options):

@@ -203,12 +203,9 @@ class Pools:
 
     # What the server imports before the first rank is forked.
     preload: ClassVar[list[str]] = [
-        "torch",
-        "torch._dynamo",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor.parallel",
+        "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
         "parallel2d.training.assemble",
-    ]
+    ]  # fmt: skip
 
     most_faults = 3  # of native code, in a session
 
