@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from test_parallelize import CollectiveCounter
+from test_parallelize import Block, CollectiveCounter
+from test_parallelize import Nine as MyModel
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.tensor import DTensor
@@ -42,28 +43,6 @@ class AllCollectives(CollectiveCounter):
             )
             self.counts[kind] = self.counts.get(kind, 0) + 1
         return function(*args, **(kwargs or {}))
-
-
-class Block(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4))
-
-
-class MyModel(nn.Module):
-    """Two blocks and nine modules that own parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(8, 4)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm = nn.LayerNorm(4)
-        self.head = nn.Linear(4, 8)
-
-    def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(self.norm(x))
 
 
 def halve(module: nn.Module, _name: str) -> None:

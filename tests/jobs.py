@@ -4,6 +4,8 @@ import contextlib
 import functools
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -121,6 +123,12 @@ def run_to_the_end(folder, run_dir, words, hooks=()):
 def rows(run_dir):
     """The rows of a run's ``metrics.jsonl``."""
     return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_python(*words, **options):
+    """Another Python with these words, to its end; what it said."""
+    given = {"capture_output": True, "text": True, "timeout": 150, **options}
+    return subprocess.run([sys.executable, *words], **given)
 
 
 def wait_for(condition, seconds=90.0):

@@ -209,17 +209,6 @@ def test_an_adapter_that_cannot_be_is_one_message(tmp_path, monkeypatch, changes
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["model.path=base", "mesh.tensor=2"], "mesh.tensor=2: a model with model.adapter needs mesh.tensor=1"),
-    (["model.architecture=llama"], "model.adapter needs model.path"),
-    (["model.path=base", "model.load_weights=false"], "and model.load_weights=true"),
-])  # fmt: skip
-def test_what_an_adapter_needs_is_said_before_anything_starts(words, message):
-    with pytest.raises(ConfigError) as error:
-        jobs.config_of(["model=hf", f"model.adapter={WORDS}", *words])
-    assert message in str(error.value)
-
-
 def test_a_folder_without_weights_has_nothing_to_adapt(tmp_path):
     drawn(architecture="llama", arguments=MODELS["llama"]).config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="holds no weights to adapt"):

@@ -8,7 +8,6 @@ from dataclasses import asdict
 import jobs
 import pytest
 
-from parallel2d.base.errors import ConfigError
 from parallel2d.training.hooks import Hook
 from parallel2d.training.progress import BestMetric, Progress, problems_of_state
 
@@ -169,23 +168,6 @@ def test_an_impossible_state_is_refused_with_the_rest_of_a_checkpoint(change, pr
         assert found.startswith(key)
         assert problem in found
     assert problems_of_state({**state, "best": [1]}, 10)
-
-
-@pytest.mark.parametrize(("words", "problem"), [
-    (("checkpoint.keep_best=validation/los",), "is never measured: it may be .*did you mean validation/loss"),
-    (("train.stop.metric=accuracy",), "train.stop.metric=accuracy is never measured"),
-    (("checkpoint.keep_best=validation/wiki/loss",), "never measured"),
-    (("checkpoint.keep_best=validation/loss", "train.validate_every=0"), "never measured with train.validate_every=0"),
-    (("checkpoint.keep_best=validation/loss", "train.validate_every=1", "data.validation_fraction=0"), "never measured with data.validation_fraction=0"),
-    (("checkpoint.keep_best=loss", "checkpoint.enabled=false"), "does not go with checkpoint.enabled=false: nothing is saved"),
-    (("checkpoint.keep_best_mode=max",), "no effect without checkpoint.keep_best"),
-    (("train.stop.patience=2",), "no effect without train.stop.metric"),
-    (("train.stop.metric=loss", "train.stop.patience=0"), "train.stop.patience=0 must be at least 1"),
-    (("train.stop.metric=loss", "train.stop.mode=low"), "train.stop.mode=low is not one of min, max"),
-])  # fmt: skip
-def test_a_metric_that_is_never_measured_is_refused(words, problem):
-    with pytest.raises(ConfigError, match=problem):
-        jobs.config_of(words)
 
 
 def said(folder, run_dir, words):

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -195,14 +193,9 @@ def folder(tmp_path):
 
 def execute(folder, module, *words):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PARALLEL2D")}
-    return subprocess.run(
-        [sys.executable, "-m", module, *SMALL, "hydra.run.dir=run", *words],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    environment["OMP_NUM_THREADS"] = "1"
+    words = ("-m", module, *SMALL, "hydra.run.dir=run", *words)
+    return jobs.run_python(*words, cwd=folder, env=environment)
 
 
 # The reference has whole logits.

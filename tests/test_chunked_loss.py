@@ -469,15 +469,6 @@ def test_validation_is_without_z_loss(ranks, folder):
         assert 0.1 < z["loss"] - plain["loss"] < 1
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("model.target=test_chunked_loss:Capped train.loss=a:b", "does not go with train.loss=a:b: it chunks the head"),
-    ("model.target=a:B train.loss=a:b train.z_loss=0.1", "train.z_loss=0.1 does not go with train.loss=a:b: it is added to the cross-entropy"),
-])  # fmt: skip
-def test_a_loss_of_ones_own_goes_with_neither_chunks_nor_z_loss(words, message):
-    with pytest.raises(ConfigError, match=message):
-        jobs.config_of(("model=custom", "train.loss_chunk=8", *words.split()))
-
-
 # Models of a library
 
 _SIZES = {

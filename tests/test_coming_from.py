@@ -10,8 +10,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -177,11 +175,8 @@ def words_of(name: str, program: str) -> list[str]:
 
 def execute(folder: Path, *words: str) -> str:
     """What a module of Python, run in ``folder``, prints."""
-    command = [sys.executable, "-m", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = jobs.run_python("-m", *words, cwd=folder, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

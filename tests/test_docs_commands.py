@@ -4,10 +4,9 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import jobs
 import pytest
 from test_docs_words import PAGES, lines_of, words_of
 from test_docs_words import is_elsewhere as is_composed_elsewhere
@@ -76,14 +75,7 @@ def workspace(tmp_path_factory) -> Path:
 
 def ran(folder: Path, words: list[str]) -> str:
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "HOME": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = jobs.run_python("-m", *words, cwd=folder, env=environment, timeout=240)
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 

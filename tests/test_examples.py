@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -145,13 +144,9 @@ def test_a_saved_model_is_fine_tuned_by_the_train_command(ranks, small_llama, tm
 
 def fabric(*words: str) -> list[dict[str, float]]:
     options = ["--devices", "4", "--accelerator", "cpu", "--steps", "4"]
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "fabric.py"), *options, *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = (str(EXAMPLES / "fabric.py"), *options, *words)
+    done = jobs.run_python(*words, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -165,14 +160,9 @@ def hooked(folder: Path, hook: str, steps: int) -> None:
     ]  # fmt: skip
     path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "parallel2d.train", *small, *words],
-        cwd=folder,
-        env={**environment, "WANDB_MODE": "offline"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    environment["WANDB_MODE"] = "offline"
+    words = ("-m", "parallel2d.train", *small, *words)
+    done = jobs.run_python(*words, cwd=folder, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,9 +1,8 @@
 """The scripts for a GPU run on the CPU too, with a tiny model, so that they are right when there is a GPU."""
 
-import subprocess
-import sys
 from pathlib import Path
 
+import jobs
 import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "tools" / "bench" / "gpu"
@@ -11,13 +10,7 @@ SCRIPTS = Path(__file__).parents[1] / "tools" / "bench" / "gpu"
 
 def table_of(script: str, *options: str) -> list[list[str]]:
     """The cells of each row that the script prints."""
-    run = subprocess.run(
-        [sys.executable, str(SCRIPTS / script), *options],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    run = jobs.run_python(str(SCRIPTS / script), *options, timeout=240)
     assert run.returncode == 0, run.stderr[-2000:]
     rows = [line.split("|")[1:-1] for line in run.stdout.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in row] for row in rows]

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import jobs
 import pytest
 
 from parallel2d import ConfigError, __main__
@@ -197,12 +198,6 @@ def test_the_command_finds_a_model_of_the_current_folder(tmp_path):
     (tmp_path / "here.py").write_text("from torch.nn import Embedding")
     words = ["model=custom", "model.target=here:Embedding", "plan.dry_run=true"]
     words += ["model.arguments={num_embeddings: 320, embedding_dim: 320}", "plan.verify=false"]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "parallel2d", "train", *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = jobs.run_python("-P", "-m", "parallel2d", "train", *words, cwd=tmp_path, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "model       Embedding: 102,400 parameters" in done.stdout

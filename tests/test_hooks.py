@@ -17,7 +17,6 @@ from test_command_line import execute
 from training import whole
 from workers import WorkerError
 
-from parallel2d.base.config.checks import validated
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.hooks import Hook, HookCalls, HookResult, SampleText, build_hooks
 from parallel2d.training.trainer import LoopCallbacks
@@ -235,14 +234,6 @@ def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
 def test_a_hook_that_cannot_be_made_is_one_message(entries, message):
     with pytest.raises(ConfigError, match=message):
         build_hooks(entries)
-
-
-def test_an_entry_of_another_form_is_refused_with_the_configuration():
-    for entry in ("nowhere", {"every": 5}, 7):
-        config = jobs.config_of(())
-        config.train.hooks = [entry]
-        with pytest.raises(ConfigError, match=r"an entry has the form package\.module:Class"):
-            validated(config)
 
 
 class Keeping(SampleText):

@@ -209,15 +209,18 @@ def count(config):
     return counter.counts
 
 
+class Block(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4))
+
+
 class Nine(nn.Module):
     """Two blocks and nine modules that own parameters."""
 
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(8, 4)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)
-        )
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.norm = nn.LayerNorm(4)
         self.head = nn.Linear(4, 8)
 

@@ -3,10 +3,10 @@
 import json
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
+import jobs
 import pytest
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_train.py"
@@ -19,14 +19,8 @@ def rows_of(words: list[str], folder: Path) -> list[dict]:
         for key, value in os.environ.items()
         if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     }
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env={**env, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = {**env, "OMP_NUM_THREADS": "1"}
+    done = jobs.run_python(*words, cwd=folder, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jobs
 import pytest
+from jobs import wait_for
 
 from parallel2d.base.files import private_folders as folders
 
@@ -58,14 +58,6 @@ while not os.path.exists(end):
 """
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs a second user")
-
-
-def wait_for(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """What crosses the replicate axis, by every method: equal to a plain reference in one process, in fp64."""
 
 import functools
-import re
 
 import numpy as np
 import pytest
@@ -25,7 +24,6 @@ from parallel2d import (
     updated_parameters,
 )
 from parallel2d.base.config import SyncConfig
-from parallel2d.base.config.checks import validated
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.sync.methods.outer_parameter import OuterParameter
 from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
@@ -177,20 +175,6 @@ def test_one_bit_of_one_replica_is_found_and_named(ranks):
     for said in ranks.run(4, _flip_one_bit, cases, 3):
         assert len(said) == 3
         assert all("1.up.weight differs between ranks [1] and [3]" in each for each in said)
-
-
-@pytest.mark.parametrize(("strategy", "sync", "message"), [
-    ("hybrid_full", {"name": "diloco"}, "hybrid_full does not go with sync=diloco"),
-    ("hybrid_full", {"wire": "int8"}, "so few bits cannot hold them; use sync.wire=bf16"),
-    ("hybrid_full", {"engine": "torch"}, "use sync.engine=parallel2d"),
-    ("hybrid", {"engine": "torch", "wire": "bf16"}, "does not go with sync.wire=bf16: use sync.wire=auto"),
-    ("hybrid", {"engine": "torch", "name": "diloco"}, "torch does not go with sync=diloco"),
-    ("hybrid", {"name": "diloco", "every": 4, "delay": 4}, "must be below sync.every=4"),
-    ("hybrid", {"name": "diloco", "every": 4, "fragments": 5}, "at most sync.every=4"),
-])  # fmt: skip
-def test_words_that_cannot_work_are_refused_with_the_reason(strategy, sync, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        validated(ParallelConfig(strategy, sync=SyncConfig(**sync)))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -137,27 +137,12 @@ def test_a_wheel_installed_elsewhere_trains_from_an_empty_folder(tmp_path):
     empty.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     where = "import parallel2d, parallel2d.conf, parallel2d.models; print(parallel2d.__file__, parallel2d.models.__file__)"
-    found = subprocess.run(
-        [sys.executable, "-c", where],
-        cwd=empty,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    found = jobs.run_python("-c", where, cwd=empty, env=environment, check=True)
     assert found.stdout.count(str(site)) == 2
     words = [
         "train.steps=2", "model.n_layers=1", "launch.nproc_per_node=1", "data.cache_dir=cache",
         "train.validate_every=0",
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "parallel2d.train", *words],
-        cwd=empty,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = jobs.run_python("-m", "parallel2d.train", *words, cwd=empty, env=environment)
     assert done.returncode == 0, done.stderr
     assert len(list(empty.glob("outputs/*/*/metrics.jsonl"))) == 1
