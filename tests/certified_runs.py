@@ -181,7 +181,6 @@ FAULTS: dict[str, Callable[[Any, Put], None]] = {}
 
 
 def fault(name: str) -> Callable[[Any], Any]:
-    """Lists a function of the plain model among the faults."""
     return lambda function: FAULTS.setdefault(name, function)
 
 

@@ -1,5 +1,4 @@
-"""Small training runs that save and resume, for the checkpoint tests. Every function here runs on the ranks
-of a pool."""
+"""Small training runs that save and resume, for the checkpoint tests. Every function here runs on the ranks of a pool."""
 
 import logging
 import os
@@ -46,7 +45,6 @@ class Heard(logging.Handler):
 def build(
     mesh_sizes: dict[str, Any], config: dict[str, Any], seed: int = 0, **llama: Any
 ) -> tuple[Any, Any, Any]:
-    """(mesh, parallelized model, optimizer)."""
     mesh, model = sharded(mesh_sizes, config, seed, **llama)
     return mesh, model, optimizer_of(model)
 

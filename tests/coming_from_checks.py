@@ -46,7 +46,6 @@ class AllCollectives(CollectiveCounter):
 
 
 def halve(module: nn.Module, _name: str) -> None:
-    """An initializer that can be recognized."""
     for parameter in module._parameters.values():
         if parameter is not None:
             nn.init.constant_(parameter, 0.5)

@@ -62,14 +62,12 @@ def config_of(words):
 
 
 def build(folder, run_dir, words, hooks=()):
-    """The trainer of this rank."""
     from parallel2d.training.assemble import build_trainer
 
     return build_trainer(*job_of(folder, run_dir, words), hooks=hooks)
 
 
 def job_of(folder, run_dir, words):
-    """The job, and the runtime of this rank."""
     import torch
     import torch.distributed as dist
 
@@ -121,7 +119,6 @@ def run_to_the_end(folder, run_dir, words, hooks=()):
 
 
 def rows(run_dir):
-    """The rows of a run's ``metrics.jsonl``."""
     return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -128,8 +128,6 @@ MODELS = {
 
 
 class Measured(NamedTuple):
-    """What one rank has after a step."""
-
     states: StateBytes
     moved: dict[str, float]  # comm/AXIS/bytes
 

@@ -70,7 +70,6 @@ def one_run() -> float:
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -100,7 +99,6 @@ def soak(times: str) -> dict[str, object]:
 
 
 def alone() -> dict[str, object]:
-    """Without any environment."""
     from parallel2d import barrier, reduce, setup, teardown
     from parallel2d.base.errors import ConfigError
 
@@ -120,7 +118,6 @@ def alone() -> dict[str, object]:
 
 
 def timeouts() -> dict[str, object]:
-    """Seconds that every group may wait, before and after."""
     from datetime import timedelta
 
     from parallel2d import build_mesh, limit_waiting, setup, teardown

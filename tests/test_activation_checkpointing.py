@@ -166,7 +166,6 @@ FEED_FORWARD = ActivationCheckpointingConfig("full", blocks=["FeedForward"])
 BUDGET = ActivationCheckpointingConfig("budget", memory_budget=0.3)
 
 
-# Strategy, size of the tensor axis, bucketing, mode, other settings
 RUNS = [
     ("hybrid", 2, "block", selecting("mm", "all_reduce"), {}),
     ("zero3", 1, "layer", selecting("bmm", "silu"), {}),

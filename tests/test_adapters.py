@@ -124,7 +124,6 @@ def test_initial_values_are_those_of_the_library_and_of_the_folder(tmp_path, rul
 
 
 def trained_model(folder, kind, adapter):
-    """The model of a run, from its weights in torch's own format."""
     assert main(["convert", str(folder / "run"), str(folder / "plain.pt")]) == 0
     parts = build_model(HuggingFaceModel(path=str(folder / "base"), adapter=adapter))
     model = parts.module.to_empty(device="cpu")

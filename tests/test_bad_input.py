@@ -1,8 +1,4 @@
-"""Wrong words end at once, with a non-zero code and one message that names the key, the value and what is allowed.
-
-Most cases run the command's `main` in this process; that it shows nothing else is checked with a real process in
-`test_command_line.py`.
-"""
+"""Wrong words end at once, with a non-zero code and one message that names the key, the value and what is allowed."""
 
 import os
 import re

@@ -171,7 +171,6 @@ def test_an_impossible_state_is_refused_with_the_rest_of_a_checkpoint(change, pr
 
 
 def said(folder, run_dir, words):
-    """What the run says to people, on each rank."""
     trainer = jobs.build(folder, run_dir, words)
     lines = []
     trainer.recorder.say = lines.append

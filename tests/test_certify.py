@@ -101,7 +101,6 @@ def test_a_sound_layout_and_what_can_be_said_of_its_parameters(ranks):
     found = ranks.run(4, certified_runs.run, "experts", HYBRID, {"strategy": "hybrid"})
     assert found[0]["passed"], found[0]["lines"][:20]
     assert all(each["untouched"] for each in found)
-    # Every rank has the certificate.
     assert found[3]["table"] == found[0]["table"]
     assert "all_reduce in torch.float32 over the replicate axis" in found[0]["table"]
     notes = found[0]["notes"]

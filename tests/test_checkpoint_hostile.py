@@ -1,8 +1,6 @@
-"""Checkpoints made to harm: nothing in them runs, nothing outside of them is read, and the answer is one
-clear message.
+"""Checkpoints made to harm: nothing in them runs, nothing outside of them is read, and the answer is one clear message.
 
-Checksums are recomputed to match after every alteration: they guard against accidents and are not the
-defence.
+Checksums are recomputed to match after every alteration: they guard against accidents and are not the defence.
 """
 
 import hashlib
@@ -48,7 +46,6 @@ def original(tmp_path_factory):
 
 @pytest.fixture
 def victim(original, tmp_path):
-    """A copy to alter."""
     shutil.copytree(original, tmp_path / "step-00000001")
     return tmp_path / "step-00000001"
 
@@ -412,7 +409,6 @@ def test_a_step_of_another_size_and_a_mesh_of_other_ranks(victim, tmp_path):
 
 
 def grid(shape, parts):
-    """Cut in equal parts along every dimension."""
     sizes = tuple(size // n for size, n in zip(shape, parts, strict=True))
     numbers = itertools.product(*map(range, parts))
     return [Region(tuple(i * size for i, size in zip(place, sizes, strict=True)), sizes) for place in numbers]  # fmt: skip

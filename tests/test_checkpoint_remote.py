@@ -1,5 +1,4 @@
-"""Checkpoints on storage that cannot rename, reached through fsspec: the manifest, written last, is the
-publication."""
+"""Checkpoints on storage that cannot rename, reached through fsspec: the manifest, written last, is the publication."""
 
 import os
 

@@ -50,7 +50,6 @@ def plain_loss(hidden, weight, bias, targets, after=None, z_loss=0.0):
 
 
 def same(ours, plain, inputs):
-    """Whether two losses and their gradients are equal."""
     assert ours.item() == pytest.approx(plain.item(), rel=1e-13)
     found, expected = (torch.autograd.grad(loss * 0.3, inputs) for loss in (ours, plain))
     for one, other in zip(found, expected, strict=True):
@@ -200,8 +199,6 @@ class Capped(nn.Module):
 
 
 class Tied(Capped):
-    """Head and embedding are one parameter."""
-
     def __init__(self, **_sizes) -> None:
         super().__init__()
         self.head = nn.Linear(16, training.VOCAB, bias=False)

@@ -1,8 +1,4 @@
-"""docs/coming-from.md is true: every equivalent and every script of ours in it runs, and does what its row says.
-
-Rows come from the document itself. Python cells run on four ranks, with the checks of `coming_from_checks`; words of the command line
-are composed and checked as the command does it, and some really train.
-"""
+"""docs/coming-from.md is true: every equivalent and every script of ours in it runs, and does what its row says."""
 
 import contextlib
 import dataclasses
@@ -117,7 +113,6 @@ def with_base(base: tuple[str, ...], words: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """An empty folder with a text and a small saved Llama."""
     path = tmp_path_factory.mktemp("coming-from")
     lines = (" ".join(f"{(7 * i + 3 * k) % 97}" for k in range(12)) for i in range(3000))
     (path / "corpus.txt").write_text("\n".join(lines))
@@ -131,7 +126,6 @@ def select(config: Any, key: str) -> Any:
 
 
 def check_value(config: TrainConfig, word: str) -> None:
-    """The key has the value, or the group the choice."""
     key, _, value = word.partition("=")
     if key in ("model", "experiment") or key.startswith("hydra."):
         return
@@ -174,7 +168,6 @@ def words_of(name: str, program: str) -> list[str]:
 
 
 def execute(folder: Path, *words: str) -> str:
-    """What a module of Python, run in ``folder``, prints."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = jobs.run_python("-m", *words, cwd=folder, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -110,7 +110,6 @@ PLAN = {"blocks.*.c_fc": "colwise", "blocks.*.c_proj": "rowwise"}
 
 
 def plain(build):
-    """Parameters and buffers of one plain process."""
     random.seed(5)
     numpy.random.seed(5)
     torch.manual_seed(5)

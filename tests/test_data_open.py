@@ -41,7 +41,6 @@ def text(tmp_path: Path, seed: int = 0, seq_len: int = 16, **options: Any) -> Op
 
 
 def prepared(tmp_path: Path, name: str, texts: list[str], *words: str) -> str:
-    """A folder of token shards."""
     source = tmp_path / f"{name}.jsonl"
     source.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
     assert main(["prepare", str(source), "--output", str(tmp_path / name), *words]) == 0
@@ -100,7 +99,6 @@ def test_the_fingerprint_names_everything_that_decides_what_is_read(tmp_path):
     source.write_text(lines + '{"text": "one more"}\n')
     found.add(text(tmp_path).fingerprint)
     assert len(found - {reference}) == 6
-    # Where the files are does not matter.
     (tmp_path / "elsewhere").mkdir()
     assert text(tmp_path / "elsewhere").fingerprint == reference
 

@@ -20,7 +20,6 @@ CHOSEN = {
     "two/checkpoints/step-00000200": "run", "run/checkpoints/step-00000016": "run", "run/export": "exported-beside",
     "model.pt": "whole.pt", "~/.parallel2d-secret": "secret",
 }  # fmt: skip
-# What must not exist yet
 NEW = ("reported", "exported-anew", "exported", "exported-beside", "whole.pt", "secret")
 # A word -> why a command with it does not run here
 ELSEWHERE = {
@@ -91,7 +90,6 @@ def test_the_other_commands_run(workspace):
     # In the order of the pages: some read what the one before has written.
     for number, words in enumerate(RUN_HERE.values()):
         words = [CHOSEN.get(word, word) for word in words[words.index("-m") + 1 :]]
-        # Each writes into a new place.
         for taken in NEW:
             if taken in words[2:]:
                 words[words.index(taken, 2)] = f"{number}-{taken}"

@@ -16,7 +16,6 @@ OWN, OF_TORCH = PAGE.split("## Messages of torch")
 
 
 def quoted(text: str) -> list[str]:
-    """Every message that this part of the page quotes."""
     return ENTRY.findall(text)
 
 

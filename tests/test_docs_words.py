@@ -47,7 +47,6 @@ def words_of(line: str) -> list[str] | None:
 
 
 def commands() -> dict[str, list[str]]:
-    """Page and words -> words, of every command of a job."""
     found = {}
     for page in PAGES:
         for line in lines_of(page):

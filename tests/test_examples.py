@@ -46,7 +46,6 @@ def load(path: str) -> torch.nn.Module:
 
 
 def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
-    """The loss of the example's global batch ``step``, in plain PyTorch."""
     start = torch.randint(0, 64, (16, 1), generator=torch.Generator().manual_seed(step))
     tokens = (start + 3 * torch.arange(33)) % 64
     return F.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -9,7 +9,6 @@ SCRIPTS = Path(__file__).parents[1] / "tools" / "bench" / "gpu"
 
 
 def table_of(script: str, *options: str) -> list[list[str]]:
-    """The cells of each row that the script prints."""
     run = jobs.run_python(str(SCRIPTS / script), *options, timeout=240)
     assert run.returncode == 0, run.stderr[-2000:]
     rows = [line.split("|")[1:-1] for line in run.stdout.splitlines() if line.startswith("| ")]
@@ -21,7 +20,6 @@ def test_the_table_of_a_step_has_both_loops():
     head, *rows = table_of("step_flops.py", "--steps", "1", "--rounds", "1")
     assert head[0] == "step"
     assert [row[0] for row in rows[:2]] == ["hand-written `fully_shard`", "parallel2d"]
-    # Seconds and FLOP/s of every loop
     assert all(float(row[1]) > 0 and float(row[3]) > 0 for row in rows)
 
 

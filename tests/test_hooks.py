@@ -1,5 +1,4 @@
-"""Hooks: what they get and may ask for, on every rank; an error on one rank; the samples that a model writes. Losses are bitwise
-those of a run without."""
+"""Hooks: what they get and may ask for, on every rank; an error on one rank; the samples that a model writes."""
 
 import dataclasses
 import functools
@@ -76,7 +75,6 @@ class Noting(Hook):
 
 
 def calls_of(folder, rank):
-    """What `Noting` noted of a rank in ``run``."""
     lines = (folder / "run" / f"calls-{rank}.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -107,7 +105,6 @@ def test_one_rank_may_ask_and_all_follow(ranks, folder):
 
 
 def run_until_asked_to_end(folder, run_dir, words, step):
-    """Returns whether it was, and its last step."""
     trainer = jobs.build(folder, run_dir, words)
     trainer.run(LoopCallbacks(lambda: trainer.progress.step >= step))
     trainer.recorder.close()
@@ -138,8 +135,6 @@ def test_every_rank_is_called_in_the_same_order_also_when_resumed(ranks, folder)
 
 
 class Failing(Hook):
-    """Raises in one method, on one rank."""
-
     def __init__(self, method, rank=1):
         self.method, self.rank = method, rank
 
@@ -184,8 +179,6 @@ def test_an_exception_on_one_rank_is_the_same_message_on_all(ranks, folder, meth
 
 
 class Returning(Hook):
-    """Returns what it is given."""
-
     def __init__(self, what, method="step"):
         self.what = what
         if method == "save":
@@ -302,8 +295,6 @@ def test_drawn_tokens_depend_on_seed_and_step_alone(ranks, folder):
 
 
 class Dropping(torch.nn.Module):
-    """Bigram logits with dropout."""
-
     def __init__(self):
         super().__init__()
         self.table = torch.nn.Embedding(320, 16)

@@ -31,7 +31,6 @@ def save(run, model, **settings):
 
 
 def drawn_and_saved(run, kind, arguments=None):
-    """A model, and its checkpoint."""
     settings = {"architecture": kind, "arguments": arguments or MODELS[kind]}
     model = drawn(**settings)
     return model, save(run, model, **settings)

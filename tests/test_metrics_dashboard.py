@@ -45,7 +45,6 @@ def free_port():
 
 @contextlib.contextmanager
 def dashboard(runs):
-    """Its address, once it has read the runs."""
     port = free_port()
     words = [sys.executable, "-m", "parallel2d.dashboard", str(runs), "--port", str(port)]
     server = subprocess.Popen(

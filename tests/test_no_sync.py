@@ -18,7 +18,6 @@ def reductions(counter):
 
 
 def sharded():
-    """A model on 2 replicas of 2 shards, and this rank's micro-batches."""
     sizes, config = {"replicate": 2, "shard": 2}, {"strategy": "hybrid", "precision": "fp64"}
     mesh, model = training.sharded(sizes, config, n_layers=2, vocab_size=68)
     batches = [training.global_batch(step) for step in range(MICRO_BATCHES)]

@@ -78,7 +78,6 @@ def _offloaded():
     expected = copy.deepcopy(model)
     mesh = build_mesh(MeshSpec(), "zero3")
     layout = resolve(ParallelConfig("zero3"), mesh, model)
-    # On CPU it is refused.
     layout.config.cpu_offload = True
     model = shard(model, mesh, layout)
     allocate(model, "cpu", offload=True)

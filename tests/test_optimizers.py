@@ -125,7 +125,6 @@ REFERENCES: dict[str, Any] = {}
 
 
 def reference(variant: str) -> tuple[list[float], dict[str, Any]]:
-    """The same run in plain PyTorch on one process."""
     if variant not in REFERENCES:
         config = VARIANTS[variant]
         model = copy.deepcopy(initial_model()).double()

@@ -218,7 +218,6 @@ def test_what_a_loss_is_divided_by_is_found(name):
 
 
 def loss_of(forward, *words):
-    """Of a model with this forward."""
     module = type("Own", (nn.Module,), {"forward": forward})()
     data = () if "data=bin" in words else ("data=custom", "data.target=a:b")
     config = jobs.config_of(("model=custom", "model.target=a:b", *data, *words))

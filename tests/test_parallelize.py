@@ -197,7 +197,6 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def count(config):
-    """Collectives of one step."""
     parallel = ParallelConfig(**config)
     mesh = build_mesh(MeshSpec(), parallel.strategy.name)
     with build_on_meta():

@@ -318,7 +318,6 @@ def _results(strategy):
 
 @pytest.mark.parametrize("strategy", MESHES)
 def test_misuse_of_parameters_is_right_or_refused_by_name(ranks, strategy):
-    # Every rank has the whole parameter.
     right = ("number",) if strategy == "ddp" else ()
     for told in ranks.run(4, _refusals, strategy):
         for name, (_, _, expected) in REFUSED.items():

@@ -139,7 +139,6 @@ def test_a_run_has_the_mesh_and_the_bytes_of_its_plan(words, tmp_path, monkeypat
     assert layout["accumulation"] == planned.layout.workload.accumulation
     assert layout["parameters"] == planned.parameters
     assert planned.moved == pytest.approx(layout["predicted"], rel=1e-12)
-    # And the bytes of the plan are those that were sent.
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     (row,) = [row for row in rows if row.get("step") == 2]
     measured = {key: row[key] for key in planned.moved if key in row}

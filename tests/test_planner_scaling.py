@@ -31,7 +31,6 @@ def test_each_point_is_the_best_of_a_search_for_that_many_ranks():
     points = weak()
     assert [point.ranks for point in points] == [8 * 2**step for step in range(12)]
     for point in points:
-        # The batch grows with the ranks.
         assert point.global_batch_size == point.ranks
         assert list(point.best) == list(COMPARED)
         assert point.best["zero3"].cost.has_peak
@@ -89,6 +88,5 @@ def test_only_layouts_that_fit_are_shown_and_the_file_has_them(capsys, tmp_path,
     assert plan.main(words) == 0
     written = json.loads((tmp_path / "scaling.json").read_text())
     assert written["points"][-1]["best"]["hybrid"]["per_rank"] > 0
-    # A second time no file is replaced.
     assert plan.main(words) == 2
     assert "plan.json=scaling.json cannot be written: File exists" in capsys.readouterr().err

@@ -69,7 +69,6 @@ def test_what_is_given_stays():
     (layout,) = result.ranked
     given = (words[0], "mesh.replicate=4", words[1], "mesh.tensor=1", words[3], words[2])
     assert layout.words == given
-    # So do other keys of a section.
     assert layout.config.activation_checkpointing.every == 2
     named = found(UNTRACED, "strategy.name=zero2")
     assert {layout.words[0] for layout in named.ranked} == {"strategy=zero2"}
@@ -77,7 +76,6 @@ def test_what_is_given_stays():
 
 def test_the_chosen_one_was_traced_and_fits_and_the_faster_ones_do_not():
     fastest = search_traced(100)
-    # A little less than the fastest needs.
     limit = fastest.chosen.cost.traced / 2**30 * 0.9
     result = search_traced(limit)
     place = result.ranked.index(result.chosen)
@@ -120,7 +118,6 @@ def test_the_printed_command_runs_and_says_the_same(capsys, tmp_path, monkeypatc
     assert written["command"] == command
     chosen = [layout for layout in written["layouts"] if layout["reason"] is None]
     assert [layout["words"] for layout in chosen] == [words[-len(chosen[0]["words"]) :]]
-    # A second time the file is not replaced.
     assert plan.main([*JOB, UNTRACED, "plan.json=plan.json"]) == 2
     assert "plan.json=plan.json cannot be written: File exists" in capsys.readouterr().err
 

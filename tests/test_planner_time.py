@@ -279,7 +279,6 @@ def test_every_collective_of_the_tensor_axis_costs_its_latency():
     passes = (waiting - alone) / 100e-6
     assert passes == pytest.approx(round(passes))
     assert passes > 4 * 10  # four of them at least in each block, forward and backward
-    # Twice the micro-batches: twice as many.
     twice = (*TENSOR, "train.global_batch_size=128")
     waiting = estimate(*twice, "cluster.inside_node.latency_us=103.4").seconds.tensor
     assert waiting - estimate(*twice).seconds.tensor == pytest.approx(2 * passes * 100e-6)

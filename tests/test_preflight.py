@@ -164,7 +164,6 @@ def copy_of_the_package(folder: Path) -> Path:
     """The package as if installed there, with one line more in one module."""
     target = folder / "parallel2d"
     ignore = shutil.ignore_patterns("__pycache__")
-    # Links to folders become folders, as in an installed wheel.
     shutil.copytree(parallel2d.__path__[0], target, ignore=ignore)
     with (target / "loss.py").open("a") as file:
         file.write("# one line more\n")
@@ -221,7 +220,6 @@ def test_each_axis_is_measured_and_the_planner_reads_the_file(ranks, tmp_path):
     assert cluster.device.peak_tflops.bf16 > 0
     assert cluster.inside_node.bytes_per_s > 0
     assert cost_of(config).time.seconds.total > 0
-    # The same file as a choice of the group.
     (tmp_path / "cluster").mkdir()
     (tmp_path / "mine.yaml").rename(tmp_path / "cluster" / "mine.yaml")
     assert compose(["--config-dir", str(tmp_path), "cluster=mine"]).config.cluster == cluster

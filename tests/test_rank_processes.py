@@ -26,7 +26,6 @@ SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
 def rank_main(words):
-    """What the words ask for."""
     task, *rest = words
     if task == "tell":
         import torch

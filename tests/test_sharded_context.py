@@ -115,7 +115,6 @@ class Adapted(nn.Module):
 
 
 def trained(model, parameters):
-    """Losses of three steps."""
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     losses = []
     for _ in range(3):

@@ -83,7 +83,6 @@ def receive(opened: socket.socket, length: int) -> bytes:
 
 
 def is_dropped(opened: socket.socket) -> bool:
-    """Whether the other end closes the connection without another byte."""
     with opened:
         try:
             return opened.recv(1) == b""
@@ -127,7 +126,6 @@ def raised_late(act, *arguments) -> str:
 
 
 def exercised(store: dist.Store) -> list[object]:
-    """What the operations of a store answer."""
     long, short = timedelta(seconds=3), timedelta(milliseconds=50)
     store.set("a", "1")
     store.set("bytes", bytes(range(256)))

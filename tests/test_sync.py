@@ -1,5 +1,4 @@
-"""The engine of the replicate axis: what may reduce a bucket, in which dtype gradients are added, and what ends a run of ranks that
-take different routes."""
+"""The engine of the replicate axis: what may reduce a bucket, in which dtype gradients are added, ranks on different routes."""
 
 import ast
 import copy

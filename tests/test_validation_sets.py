@@ -55,7 +55,6 @@ def test_each_set_has_a_loss_of_its_own_in_any_order_and_on_any_layout(ranks, fo
     for name in ("hybrid", "tensor"):
         for row, expected in zip(losses(folder, name), first, strict=True):
             assert row == pytest.approx(expected, rel=1e-10, abs=0)
-    # The held-out part, under another name
     same, held_out = ([row[key] for row in first] for key in (keys[1], keys[0]))
     assert same == held_out
     assert len({row["validation/sums/loss"] for row in first}) == 2

@@ -125,7 +125,6 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
-    """Whole weights by name."""
     return {
         name: whole(p).detach().double().clone().numpy() for name, p in model.named_parameters()
     }
