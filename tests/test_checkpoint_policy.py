@@ -261,7 +261,7 @@ def test_a_changed_model_is_refused_with_every_name_and_shape_or_takes_what_fits
 
 def test_another_optimizer_is_refused(tmp_path):
     Small(tmp_path).train(1).checkpointer.finish()
-    told = "optimizer Adam here, AdamW in the checkpoint.*checkpoint.load=model_only"
+    told = "(?s)optimizer Adam here, AdamW in the checkpoint.*checkpoint.load=model_only"
     with pytest.raises(ConfigError, match=told):
         Small(tmp_path, optimizer=torch.optim.Adam).restore()
 
