@@ -3,8 +3,6 @@
 The protocol is https://chromedevtools.github.io/devtools-protocol/; over the pipe a message is JSON that ends with a zero byte.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -20,7 +18,6 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def find_chromium() -> str | None:
-    """The browser of this machine, if it has one."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -53,7 +50,6 @@ class Browser:
         self.call("Page.bringToFront")  # a page in the background draws nothing
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """The result of one command of the protocol."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -70,7 +66,6 @@ class Browser:
         self.call("Page.navigate", url=url)
 
     def ask(self, script: str) -> Any:
-        """The JSON value of a JavaScript expression."""
         answer = self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )

@@ -1,7 +1,5 @@
 """Models and faults for tests of certificates. A fault is something that a library, a driver or a user's code could do on a rank."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -183,7 +181,6 @@ FAULTS: dict[str, Callable[[Any, Put], None]] = {}
 
 
 def fault(name: str) -> Callable[[Any], Any]:
-    """Lists a function of the plain model among the faults."""
     return lambda function: FAULTS.setdefault(name, function)
 
 

@@ -1,7 +1,4 @@
-"""Small training runs that save and resume, for the checkpoint tests. Every function here runs on the ranks
-of a pool."""
-
-from __future__ import annotations
+"""Small training runs that save and resume, for the checkpoint tests. Every function here runs on the ranks of a pool."""
 
 import logging
 import os
@@ -48,7 +45,6 @@ class Heard(logging.Handler):
 def build(
     mesh_sizes: dict[str, Any], config: dict[str, Any], seed: int = 0, **llama: Any
 ) -> tuple[Any, Any, Any]:
-    """(mesh, parallelized model, optimizer)."""
     mesh, model = sharded(mesh_sizes, config, seed, **llama)
     return mesh, model, optimizer_of(model)
 
@@ -103,13 +99,9 @@ def run(
             blocked.append(checkpointer.blocked_s)
         checkpointer.finish()
     return {
-        "losses": losses,
-        "restored": restored,
-        "log": heard,
-        "published": checkpointer.published,
-        "bytes_written": checkpointer.bytes_written,
-        "blocked": blocked,
-    }
+        "losses": losses, "restored": restored, "log": heard, "published": checkpointer.published,
+        "bytes_written": checkpointer.bytes_written, "blocked": blocked,
+    }  # fmt: skip
 
 
 def steps_in(folder: str) -> list[str]:

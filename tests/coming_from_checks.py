@@ -1,7 +1,5 @@
 """Names that docs/coming-from.md uses, and what must have happened after each of its Python cells: a check per row, on every rank."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -10,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from test_parallelize import CollectiveCounter
+from test_parallelize import Block, CollectiveCounter
+from test_parallelize import Nine as MyModel
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.tensor import DTensor
@@ -46,30 +45,7 @@ class AllCollectives(CollectiveCounter):
         return function(*args, **(kwargs or {}))
 
 
-class Block(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4))
-
-
-class MyModel(nn.Module):
-    """Two blocks and nine modules that own parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(8, 4)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm = nn.LayerNorm(4)
-        self.head = nn.Linear(4, 8)
-
-    def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(self.norm(x))
-
-
 def halve(module: nn.Module, _name: str) -> None:
-    """An initializer that can be recognized."""
     for parameter in module._parameters.values():
         if parameter is not None:
             nn.init.constant_(parameter, 0.5)

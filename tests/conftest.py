@@ -1,7 +1,5 @@
 """Fixtures: `ranks` runs a function on several gloo ranks. Marks: `extras` names what a test needs beside the package."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

@@ -4,8 +4,6 @@ Each case is a class: its constructor builds the model from the global random st
 A route is (number of the data rank, number of its replica, number of the micro-batch, number of the step).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

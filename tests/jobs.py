@@ -1,11 +1,11 @@
 """A job on this process group, built by the same functions as on the command line, and stopped when the test says so."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -62,14 +62,12 @@ def config_of(words):
 
 
 def build(folder, run_dir, words, hooks=()):
-    """The trainer of this rank."""
     from parallel2d.training.assemble import build_trainer
 
     return build_trainer(*job_of(folder, run_dir, words), hooks=hooks)
 
 
 def job_of(folder, run_dir, words):
-    """The job, and the runtime of this rank."""
     import torch
     import torch.distributed as dist
 
@@ -121,8 +119,13 @@ def run_to_the_end(folder, run_dir, words, hooks=()):
 
 
 def rows(run_dir):
-    """The rows of a run's ``metrics.jsonl``."""
     return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_python(*words, **options):
+    """Another Python with these words, to its end; what it said."""
+    given = {"capture_output": True, "text": True, "timeout": 150, **options}
+    return subprocess.run([sys.executable, *words], **given)
 
 
 def wait_for(condition, seconds=90.0):

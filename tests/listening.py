@@ -1,7 +1,5 @@
 """Which ports a process listens on, from the kernel's tables."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys
@@ -9,7 +7,6 @@ from pathlib import Path
 
 
 def listeners(process: str = "self") -> set[str]:
-    """Local addresses of a process's listening TCP sockets, from the kernel's tables."""
     inodes = set()
     for entry in os.listdir(f"/proc/{process}/fd"):
         try:
@@ -28,5 +25,4 @@ def listeners(process: str = "self") -> set[str]:
 
 
 def in_table(host: str, port: int) -> str:
-    """An IPv4 address and port as the tables have them."""
     return f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"

@@ -1,7 +1,5 @@
 """Lives of a run on the ranks of a pool: each goes on from what the one before left on its nodes, and ends without farewell."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

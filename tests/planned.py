@@ -1,7 +1,5 @@
 """Real parallelized models on a process group without processes, for the tests of the planner: what one rank of any world has."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -124,18 +122,12 @@ def small_llama(**changes: Any) -> nn.Module:
 
 
 MODELS = {
-    "odd": Odd,
-    "untied": lambda: Odd(tied=False, frozen=False),
-    "attending": Attending,
-    "turning": Turning,
-    "llama": small_llama,
-    "tied_llama": lambda: small_llama(tie_embeddings=True),
-}
+    "odd": Odd, "untied": lambda: Odd(tied=False, frozen=False), "attending": Attending, "turning": Turning,
+    "llama": small_llama, "tied_llama": lambda: small_llama(tie_embeddings=True),
+}  # fmt: skip
 
 
 class Measured(NamedTuple):
-    """What one rank has after a step."""
-
     states: StateBytes
     moved: dict[str, float]  # comm/AXIS/bytes
 

@@ -3,8 +3,6 @@
 python runtime_runs.py FUNCTION[:ARGUMENT] ...    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment, or without
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json
@@ -72,7 +70,6 @@ def one_run() -> float:
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -97,15 +94,11 @@ def soak(times: str) -> dict[str, object]:
     early = state()
     losses += [one_run() for _ in range(int(times) - 3)]
     return {
-        "early": early,
-        "late": state(),
-        "losses": losses,
-        "unwrapped": dist.all_reduce is all_reduce,
-    }
+        "early": early, "late": state(), "losses": losses, "unwrapped": dist.all_reduce is all_reduce,
+    }  # fmt: skip
 
 
 def alone() -> dict[str, object]:
-    """Without any environment."""
     from parallel2d import barrier, reduce, setup, teardown
     from parallel2d.base.errors import ConfigError
 
@@ -117,19 +110,14 @@ def alone() -> dict[str, object]:
     except ConfigError as error:
         told = str(error)
     answer = [
-        runtime.identity.rank,
-        runtime.identity.world_size,
-        reduce(torch.ones(2)).tolist(),
-        dist.get_backend(),
-        told,
-    ]
+        runtime.identity.rank, runtime.identity.world_size, reduce(torch.ones(2)).tolist(), dist.get_backend(), told,
+    ]  # fmt: skip
     teardown()
     teardown()
     return {"answer": answer, "left": not dist.is_initialized()}
 
 
 def timeouts() -> dict[str, object]:
-    """Seconds that every group may wait, before and after."""
     from datetime import timedelta
 
     from parallel2d import build_mesh, limit_waiting, setup, teardown

@@ -1,7 +1,5 @@
 """Runs of every sync method on several ranks, and of its one-process reference, on the same model and data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

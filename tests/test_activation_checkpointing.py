@@ -1,7 +1,5 @@
 """Activation checkpointing: what is kept, what is computed again, and that losses and gradients stay the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import training
@@ -168,7 +166,6 @@ FEED_FORWARD = ActivationCheckpointingConfig("full", blocks=["FeedForward"])
 BUDGET = ActivationCheckpointingConfig("budget", memory_budget=0.3)
 
 
-# Strategy, size of the tensor axis, bucketing, mode, other settings
 RUNS = [
     ("hybrid", 2, "block", selecting("mm", "all_reduce"), {}),
     ("zero3", 1, "layer", selecting("bmm", "silu"), {}),
@@ -193,13 +190,10 @@ def test_every_mode_equals_plain_pytorch(ranks, strategy, tensor, bucketing, mod
     check(ranks, 4, {"tensor": tensor}, {**config, **more}, accumulation=2 // tensor)
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param(selecting("mm", "all_reduce"), marks=pytest.mark.slow),
-        ActivationCheckpointingConfig("full", blocks=["Attention"]),
-    ],
-)
+@pytest.mark.parametrize("mode", [
+    pytest.param(selecting("mm", "all_reduce"), marks=pytest.mark.slow),
+    ActivationCheckpointingConfig("full", blocks=["Attention"]),
+])  # fmt: skip
 def test_collectives_of_a_tensor_axis_are_kept_and_recomputed(ranks, mode):
     check(ranks, 2, {"tensor": 2}, {"strategy": "ddp", "activation_checkpointing": mode})
 

@@ -1,7 +1,5 @@
 """LoRA adapters of the ``peft`` library: trained alike on every layout, beside a base that stays as it was, and saved for the library."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -126,7 +124,6 @@ def test_initial_values_are_those_of_the_library_and_of_the_folder(tmp_path, rul
 
 
 def trained_model(folder, kind, adapter):
-    """The model of a run, from its weights in torch's own format."""
     assert main(["convert", str(folder / "run"), str(folder / "plain.pt")]) == 0
     parts = build_model(HuggingFaceModel(path=str(folder / "base"), adapter=adapter))
     model = parts.module.to_empty(device="cpu")
@@ -208,17 +205,6 @@ def test_an_adapter_that_cannot_be_is_one_message(tmp_path, monkeypatch, changes
         monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError) as error:
         build_model(HuggingFaceModel(path=path, adapter={**LORA, **changes}))
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(("words", "message"), [
-    (["model.path=base", "mesh.tensor=2"], "mesh.tensor=2: a model with model.adapter needs mesh.tensor=1"),
-    (["model.architecture=llama"], "model.adapter needs model.path"),
-    (["model.path=base", "model.load_weights=false"], "and model.load_weights=true"),
-])  # fmt: skip
-def test_what_an_adapter_needs_is_said_before_anything_starts(words, message):
-    with pytest.raises(ConfigError) as error:
-        jobs.config_of(["model=hf", f"model.adapter={WORDS}", *words])
     assert message in str(error.value)
 
 

@@ -126,26 +126,17 @@ def test_no_name_of_a_class_exists_twice():
     assert not {name: found for name, found in classes.items() if len(found) > 1}
 
 
-@pytest.mark.parametrize(
-    ("library", "where"),
-    [
-        (
-            "hydra",
-            {
-                f"parallel2d.base.config.{name}"
-                for name in (
-                    "composition",
-                    "explanation",
-                    "schema",
-                    "sweep",
-                    "words",
-                )
-            },
-        ),
-        ("transformers", {"parallel2d.models.huggingface"}),
-        ("peft", {"parallel2d.models.adapters"}),
-    ],
-)
+@pytest.mark.parametrize(("library", "where"), [
+    (
+        "hydra",
+        {
+            f"parallel2d.base.config.{name}"
+            for name in ("composition", "explanation", "schema", "sweep", "words")
+        },
+    ),
+    ("transformers", {"parallel2d.models.huggingface"}),
+    ("peft", {"parallel2d.models.adapters"}),
+])  # fmt: skip
 def test_a_library_is_imported_in_its_own_place_alone(library, where):
     found = {
         name

@@ -1,10 +1,4 @@
-"""Wrong words end at once, with a non-zero code and one message that names the key, the value and what is allowed.
-
-Most cases run the command's `main` in this process; that it shows nothing else is checked with a real process in
-`test_command_line.py`.
-"""
-
-from __future__ import annotations
+"""Wrong words end at once, with a non-zero code and one message that names the key, the value and what is allowed."""
 
 import os
 import re
@@ -33,13 +27,9 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 TEXT = (
-    "data=text",
-    "data.path=text.txt",
-    "data.validation_fraction=0",
-    "data.cache_dir=cache",
-    "train.seq_len=16",
+    "data=text", "data.path=text.txt", "data.validation_fraction=0", "data.cache_dir=cache", "train.seq_len=16",
     "launch.nproc_per_node=4",
-)
+)  # fmt: skip
 
 # Words that are refused together, as each word is explained on its own.
 CASES = [
@@ -131,6 +121,32 @@ def test_wrong_words_are_one_clear_message(words, expected, capsys):
 
 @pytest.mark.parametrize(("words", "told"), [
     (("train.epochs=2", "data.epochs=3"), "contradict each other"),
+    (("strategy=hybrid_full", "sync=diloco"), "hybrid_full does not go with sync=diloco"),
+    (("strategy=hybrid_full", "sync.wire=int8"), "so few bits cannot hold them; use sync.wire=bf16"),
+    (("strategy=hybrid_full", "sync.engine=torch"), "use sync.engine=parallel2d"),
+    (("sync.engine=torch", "sync.wire=bf16"), "does not go with sync.wire=bf16: use sync.wire=auto"),
+    (("sync.engine=torch", "sync=diloco"), "torch does not go with sync=diloco"),
+    (("sync=diloco", "sync.every=4", "sync.delay=4"), "must be below sync.every=4"),
+    (("sync=diloco", "sync.every=4", "sync.fragments=5"), "at most sync.every=4"),
+    (("train.stop.metric=accuracy",), "train.stop.metric=accuracy is never measured"),
+    (("checkpoint.keep_best=validation/wiki/loss",), "never measured"),
+    (("checkpoint.keep_best=validation/loss", "train.validate_every=0"), "never measured with train.validate_every=0"),
+    (("checkpoint.keep_best=validation/loss", "train.validate_every=1", "data.validation_fraction=0"), "never measured with data.validation_fraction=0"),
+    (("checkpoint.keep_best=loss", "checkpoint.enabled=false"), "does not go with checkpoint.enabled=false: nothing is saved"),
+    (("train.stop.patience=2",), "no effect without train.stop.metric"),
+    (("train.stop.metric=loss", "train.stop.patience=0"), "train.stop.patience=0 must be at least 1"),
+    (("train.stop.metric=loss", "train.stop.mode=low"), "train.stop.mode=low is not one of min, max"),
+    (("train.hooks=[{every: 5}]",), "an entry has the form package.module:Class"),
+    (("train.hooks=[7]",), "an entry has the form package.module:Class"),
+    (("optimizer.groups=[{weight_decay:0.1}]",), "an entry has the form"),
+    (("optimizer.groups=[{pattern:a,weigth_decay:0.1}]",), "did you mean weight_decay?"),
+    (("model=custom", "model.target=a:B", "train.loss=a:b", "train.loss_chunk=8"), "does not go with train.loss=a:b: it chunks the head"),
+    (("model=custom", "model.target=a:B", "train.loss=a:b", "train.z_loss=0.1"), "train.z_loss=0.1 does not go with train.loss=a:b: it is added to the cross-entropy"),
+    (("model=hf", "model.adapter={r: 4}", "model.path=base", "mesh.tensor=2"), "mesh.tensor=2: a model with model.adapter needs mesh.tensor=1"),
+    (("model=hf", "model.adapter={r: 4}", "model.architecture=llama"), "model.adapter needs model.path"),
+    (("model=hf", "model.adapter={r: 4}", "model.path=base", "model.load_weights=false"), "and model.load_weights=true"),
+    (("precision=bf16", "precision.keep_low_precision_gradients=true"), "has no effect with precision.reduce=fp32"),
+    (("precision=fp32", "precision.fp32_modules=[LayerNorm]"), "only with bf16, fp16"),
     (("train.epochs=2", "train.steps=5"), "both say when"),
     (("launch.rdzv_endpoint=a:1",), "has no effect with launch.nnodes=1"),
     (("launch.nnodes=2",), "needs launch.rdzv_endpoint"),

@@ -1,11 +1,7 @@
 """Certificates: sound layouts pass, and each kind of fault is found and located."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -105,7 +101,6 @@ def test_a_sound_layout_and_what_can_be_said_of_its_parameters(ranks):
     found = ranks.run(4, certified_runs.run, "experts", HYBRID, {"strategy": "hybrid"})
     assert found[0]["passed"], found[0]["lines"][:20]
     assert all(each["untouched"] for each in found)
-    # Every rank has the certificate.
     assert found[3]["table"] == found[0]["table"]
     assert "all_reduce in torch.float32 over the replicate axis" in found[0]["table"]
     notes = found[0]["notes"]
@@ -197,14 +192,9 @@ def folder(tmp_path):
 
 def execute(folder, module, *words):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PARALLEL2D")}
-    return subprocess.run(
-        [sys.executable, "-m", module, *SMALL, "hydra.run.dir=run", *words],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    environment["OMP_NUM_THREADS"] = "1"
+    words = ("-m", module, *SMALL, "hydra.run.dir=run", *words)
+    return jobs.run_python(*words, cwd=folder, env=environment)
 
 
 # The reference has whole logits.

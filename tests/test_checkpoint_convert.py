@@ -1,8 +1,6 @@
 """Every format round-trips bit by bit, Hugging Face computes the same logits, no conversion holds the model in memory, and files
 that are made to harm are one message within bounds."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

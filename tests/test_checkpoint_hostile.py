@@ -1,11 +1,7 @@
-"""Checkpoints made to harm: nothing in them runs, nothing outside of them is read, and the answer is one
-clear message.
+"""Checkpoints made to harm: nothing in them runs, nothing outside of them is read, and the answer is one clear message.
 
-Checksums are recomputed to match after every alteration: they guard against accidents and are not the
-defence.
+Checksums are recomputed to match after every alteration: they guard against accidents and are not the defence.
 """
-
-from __future__ import annotations
 
 import hashlib
 import io
@@ -50,7 +46,6 @@ def original(tmp_path_factory):
 
 @pytest.fixture
 def victim(original, tmp_path):
-    """A copy to alter."""
     shutil.copytree(original, tmp_path / "step-00000001")
     return tmp_path / "step-00000001"
 
@@ -93,9 +88,6 @@ def refused(folder, tmp_path, says="", **options):
     assert error.value.__cause__ is None
     same(small, before)
     assert small.optimizer.param_groups[0]["lr"] == 0.1
-
-
-# code
 
 
 def bombs(marker):
@@ -152,9 +144,6 @@ def test_settings_of_another_kind_are_refused(victim, tmp_path, settings, says):
     refused(victim, tmp_path, says, settings=True)
 
 
-# paths
-
-
 @pytest.mark.parametrize("name", [
     "../secret.safetensors", "/etc/passwd", "a/../../secret.safetensors", "..", "", "C:\\x.safetensors", "s3://bucket/x.safetensors",
     "x\0.safetensors", "\x1b[2Jx.safetensors", "x.pt", "~root.safetensors",
@@ -176,9 +165,6 @@ def test_a_linked_step_is_passed_over(original, tmp_path):
     Small(tmp_path).train(1).checkpointer.finish()
     os.symlink(original, tmp_path / "checkpoints" / "step-00000009")
     assert Small(tmp_path).restore()["step"] == 1
-
-
-# files
 
 
 def _file(header):
@@ -282,9 +268,6 @@ def test_a_folder_is_refused_that_has(victim, tmp_path, capsys, name):
     refused(victim, tmp_path, says)
     assert main(["verify", str(victim)]) == 1
     assert says in capsys.readouterr().err
-
-
-# the manifest
 
 
 def _set(*path_and_value):
@@ -425,11 +408,7 @@ def test_a_step_of_another_size_and_a_mesh_of_other_ranks(victim, tmp_path):
     assert time.monotonic() - begin < 5
 
 
-# chunks
-
-
 def grid(shape, parts):
-    """Cut in equal parts along every dimension."""
     sizes = tuple(size // n for size, n in zip(shape, parts, strict=True))
     numbers = itertools.product(*map(range, parts))
     return [Region(tuple(i * size for i, size in zip(place, sizes, strict=True)), sizes) for place in numbers]  # fmt: skip

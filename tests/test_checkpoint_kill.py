@@ -1,7 +1,5 @@
 """Whatever is killed and when, the newest published checkpoint is complete, and the run resumes from it."""
 
-from __future__ import annotations
-
 import multiprocessing.connection
 import os
 import random

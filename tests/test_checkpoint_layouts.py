@@ -1,7 +1,5 @@
 """A checkpoint of any layout loads into any other, and the run goes on as if nothing had happened."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

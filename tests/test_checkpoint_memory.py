@@ -1,7 +1,5 @@
 """Copies of the state in the nodes' memory: what is found again after which loss, and what is never used."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -76,7 +74,6 @@ def cluster(tmp_path, ranks):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, ranks):
-    """The run that nothing happens to, six steps on 2 x 2."""
     return Cluster(tmp_path_factory.mktemp("undisturbed"), ranks).run("AABB", until=6, every=0)
 
 
@@ -85,7 +82,6 @@ def said(lives, text: str) -> bool:
 
 
 def start(lives) -> int:
-    """The step that all ranks went on from."""
     (step,) = {life["start"] for life in lives}
     return step
 
@@ -98,7 +94,6 @@ def test_a_lost_node_comes_back_from_the_other_replica_bit_by_bit(cluster, undis
     lives = cluster.run("AACC", until=6)
     assert start(lives) == 4
     for now, then in zip(lives, undisturbed, strict=True):
-        # Random generators came back too.
         for key in ("losses", "draws"):
             assert now[key] == {step: then[key][step] for step in (5, 6)}
     assert not list((cluster.run_dir / "checkpoints").glob("step-*"))

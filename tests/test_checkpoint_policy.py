@@ -1,7 +1,5 @@
 """When a run saves, what it keeps, and what it does when saving or resuming fails."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil
@@ -263,10 +261,9 @@ def test_a_changed_model_is_refused_with_every_name_and_shape_or_takes_what_fits
 
 def test_another_optimizer_is_refused(tmp_path):
     Small(tmp_path).train(1).checkpointer.finish()
-    with pytest.raises(ConfigError) as error:
+    told = "(?s)optimizer Adam here, AdamW in the checkpoint.*checkpoint.load=model_only"
+    with pytest.raises(ConfigError, match=told):
         Small(tmp_path, optimizer=torch.optim.Adam).restore()
-    assert "optimizer Adam here, AdamW in the checkpoint" in str(error.value)
-    assert "checkpoint.load=model_only" in str(error.value)
 
 
 def test_failures_are_counted_leave_no_debris_and_end_the_run_at_the_limit(tmp_path, monkeypatch):

@@ -1,7 +1,4 @@
-"""Checkpoints on storage that cannot rename, reached through fsspec: the manifest, written last, is the
-publication."""
-
-from __future__ import annotations
+"""Checkpoints on storage that cannot rename, reached through fsspec: the manifest, written last, is the publication."""
 
 import os
 

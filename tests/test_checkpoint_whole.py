@@ -1,7 +1,5 @@
 """States in memory leave a sharded model, whole or in parts, and come back; and what a rank holds meanwhile."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 
@@ -48,7 +46,6 @@ HYBRID = LAYOUTS[0][1:3]
 
 
 def trained(mesh_sizes, config, name="adamw"):
-    """(mesh, model, optimizer) after two steps."""
     mesh, model, _ = build(mesh_sizes, config)
     optimizer = build_optimizer(model, OPTIMIZERS[name])
     for step in (1, 2):
@@ -323,7 +320,6 @@ def test_what_is_wrong_with_a_state_is_said_before_anything_is_written():
 
 
 def scaled(value):
-    """Each row times its number."""
     return value * torch.arange(1.0, value.shape[0] + 1).view(-1, *[1] * (value.ndim - 1))
 
 

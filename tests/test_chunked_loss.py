@@ -1,7 +1,5 @@
 """The loss whose logits are never whole: as a function, on models of every kind, on every strategy, and its peak of memory."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from functools import partial
@@ -12,15 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import training
-from test_parity import (
-    STRATEGIES,
-    compare,
-    initial_model,
-    layout,
-    named,
-    pairwise,
-    world_of,
-)
+from test_parity import STRATEGIES, compare, initial_model, layout, named, pairwise, world_of
 from torch import Tensor, nn
 
 from parallel2d import (
@@ -60,7 +50,6 @@ def plain_loss(hidden, weight, bias, targets, after=None, z_loss=0.0):
 
 
 def same(ours, plain, inputs):
-    """Whether two losses and their gradients are equal."""
     assert ours.item() == pytest.approx(plain.item(), rel=1e-13)
     found, expected = (torch.autograd.grad(loss * 0.3, inputs) for loss in (ours, plain))
     for one, other in zip(found, expected, strict=True):
@@ -182,9 +171,6 @@ def test_a_split_vocabulary_has_the_loss_of_a_whole_one(ranks, vocab):
         assert gradient <= 1e-12
 
 
-# Models that are no presets
-
-
 class Capped(nn.Module):
     """A head with a bias, a scale that is a buffer, and a soft cap."""
 
@@ -213,8 +199,6 @@ class Capped(nn.Module):
 
 
 class Tied(Capped):
-    """Head and embedding are one parameter."""
-
     def __init__(self, **_sizes) -> None:
         super().__init__()
         self.head = nn.Linear(16, training.VOCAB, bias=False)
@@ -291,9 +275,6 @@ def test_inputs_without_an_entry_for_each_target_are_compared_whole():
     plain = cross_entropy_sum(model(*inputs), tokens)
     loss = ChunkedHead(model, 64).loss(tokens, *inputs)
     assert loss.item() == pytest.approx(plain.item(), rel=1e-13)
-
-
-# What cannot be computed so
 
 
 class Otherwise(Capped):
@@ -412,9 +393,6 @@ def test_logits_are_what_they_were_and_a_copy_computes_with_its_own_head():
     assert list(model.state_dict()) == list(twin.state_dict())
 
 
-# Memory
-
-
 def _peak(run):
     """The most bytes that are allocated at once while ``run`` runs, above what was there."""
     with torch.profiler.profile(
@@ -440,9 +418,6 @@ def test_the_peak_falls_by_the_logits_and_their_gradient():
     logits = 512 * 8192 * 4
     # One chunk of logits and its softmax remain.
     assert whole - chunked >= 1.8 * logits
-
-
-# Whole jobs
 
 
 def _rows(ranks, folder, name, words, steps=2):
@@ -491,26 +466,12 @@ def test_validation_is_without_z_loss(ranks, folder):
         assert 0.1 < z["loss"] - plain["loss"] < 1
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("model.target=test_chunked_loss:Capped train.loss=a:b", "does not go with train.loss=a:b: it chunks the head"),
-    ("model.target=a:B train.loss=a:b train.z_loss=0.1", "train.z_loss=0.1 does not go with train.loss=a:b: it is added to the cross-entropy"),
-])  # fmt: skip
-def test_a_loss_of_ones_own_goes_with_neither_chunks_nor_z_loss(words, message):
-    with pytest.raises(ConfigError, match=message):
-        jobs.config_of(("model=custom", "train.loss_chunk=8", *words.split()))
-
-
 # Models of a library
 
 _SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
-    "pad_token_id": 0,
-}
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 300, "pad_token_id": 0,
+}  # fmt: skip
 LIBRARY_MODELS = {
     "gemma2": {**_SIZES, "head_dim": 4, "final_logit_softcapping": 0.5},
     "cohere": {**_SIZES, "logit_scale": 0.3},

@@ -1,7 +1,5 @@
 """A run directory belongs to the last start that took it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,9 +1,4 @@
-"""The cluster tool: names, links, counters, each fault, and that nothing is left; then real training on its nodes.
-
-The first part runs small programs on the nodes. Training on them is at the end: two nodes here, more under soak.
-"""
-
-from __future__ import annotations
+"""The cluster tool: names, links, counters, each fault, and that nothing is left; then real training on its nodes."""
 
 import contextlib
 import itertools
@@ -74,7 +69,6 @@ def python(source: str, *arguments: object) -> list[str]:
 
 
 def said(cluster: Cluster, node: int, after: int = 0) -> str:
-    """The node's log beyond ``after`` characters."""
     return cluster.log_path(node).read_text()[after:]
 
 
@@ -121,7 +115,6 @@ def comes_to(pid: int, state: str) -> None:
 
 
 def left_of(tag: str) -> list[str]:
-    """Namespaces, folders and processes that name this cluster."""
     left = [name for name in namespaces() if tag in name] + [
         str(path) for path in leftovers.ROOT.glob(f"*{tag}*")
     ]
@@ -194,7 +187,6 @@ def test_counters_equal_what_was_sent(tmp_path):
     most = 1 + 66 / 1448
     assert 1 < link["node0"]["eth0"]["tx_bytes"] / 5e6 < most
     assert 1 < link["node1"]["eth0"]["rx_bytes"] / 5e6 < most
-    # Acknowledgements, at most one for each packet
     assert link["node0"]["eth0"]["rx_bytes"] < 66 / 1448 * 5e6
     assert link["node1"]["eth0"]["tx_bytes"] < 66 / 1448 * 5e6
     assert link["node0"]["lo"]["tx_bytes"] == 0
@@ -313,7 +305,6 @@ for number in range(2050):
             cluster.execute(1, python(send))
             assert listener.wait(10) == 0
             arrived = int(said(cluster, 0, begun).split()[-1])
-            # 6 standard deviations
             assert arrived == pytest.approx(2000 * (1 - share), abs=0 if share == 0 else 120)
             cluster.set_loss(lossy, 0.0)
         with pytest.raises(ClusterError, match="loss=2 must lie between 0 and 1"):

@@ -1,10 +1,4 @@
-"""docs/coming-from.md is true: every equivalent and every script of ours in it runs, and does what its row says.
-
-Rows come from the document itself. Python cells run on four ranks, with the checks of `coming_from_checks`; words of the command line
-are composed and checked as the command does it, and some really train.
-"""
-
-from __future__ import annotations
+"""docs/coming-from.md is true: every equivalent and every script of ours in it runs, and does what its row says."""
 
 import contextlib
 import dataclasses
@@ -12,8 +6,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,10 +97,7 @@ BASE = (
     "model.dim=32", "model.hidden_dim=48", "metrics.console=silent",
 )  # fmt: skip
 # a choice of a group replaces what is said of it
-IMPLIED = {
-    "data": ("data.",),
-    "model": ("model.",),
-}
+IMPLIED = {"data": ("data.",), "model": ("model.",)}
 
 
 def with_base(base: tuple[str, ...], words: list[str]) -> list[str]:
@@ -124,7 +113,6 @@ def with_base(base: tuple[str, ...], words: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """An empty folder with a text and a small saved Llama."""
     path = tmp_path_factory.mktemp("coming-from")
     lines = (" ".join(f"{(7 * i + 3 * k) % 97}" for k in range(12)) for i in range(3000))
     (path / "corpus.txt").write_text("\n".join(lines))
@@ -138,7 +126,6 @@ def select(config: Any, key: str) -> Any:
 
 
 def check_value(config: TrainConfig, word: str) -> None:
-    """The key has the value, or the group the choice."""
     key, _, value = word.partition("=")
     if key in ("model", "experiment") or key.startswith("hydra."):
         return
@@ -169,9 +156,6 @@ def test_words(folder, monkeypatch, origin):
             assert (config == default) == is_default, row.name
 
 
-# Whole scripts
-
-
 def block(name: str) -> str:
     (found,) = re.findall(rf"<!-- {name} -->\n```\w*\n(.*?)```\n<!-- end -->", DOCUMENT, re.DOTALL)
     return found
@@ -184,12 +168,8 @@ def words_of(name: str, program: str) -> list[str]:
 
 
 def execute(folder: Path, *words: str) -> str:
-    """What a module of Python, run in ``folder``, prints."""
-    command = [sys.executable, "-m", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = jobs.run_python("-m", *words, cwd=folder, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,7 +1,5 @@
 """The command as people run it: real processes, real signals, one run directory."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -70,14 +68,7 @@ def environment():
 
 
 def execute(folder, *words, **options):
-    return subprocess.run(
-        command(*words, **options),
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    return jobs.run_python(*command(*words, **options)[1:], cwd=folder, env=environment())
 
 
 def run_dirs(folder: Path):
@@ -264,9 +255,7 @@ def test_what_a_rank_of_torchrun_cannot_do_is_one_clear_message(folder):
 
     def refused(*words):
         variables = {**environment(), **rank, "MASTER_PORT": str(port)}
-        failed = subprocess.run(
-            command(*SMALL, *words), cwd=folder, env=variables, capture_output=True, text=True
-        )
+        failed = jobs.run_python(*command(*SMALL, *words)[1:], cwd=folder, env=variables)
         assert failed.returncode != 0
         assert "Traceback" not in failed.stderr
         return failed.stderr

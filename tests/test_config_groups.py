@@ -1,7 +1,5 @@
 """Groups of the configuration: experiments of one's own, and which choices a group has."""
 
-from __future__ import annotations
-
 import pytest
 
 from parallel2d import ConfigError
@@ -64,14 +62,11 @@ def test_a_group_that_is_added_twice_is_one_message():
         compose(["+strategy=ddp"])
 
 
-@pytest.mark.parametrize(
-    ("word", "told"),
-    [
-        ("experiment=bog", "experiment=bog is not one of big, none, small; did you mean big"),
-        ("model=narow", "model=narow is not one of .*; did you mean narrow"),
-        ("train.stepz=3", "unknown key train.stepz .*did you mean train.steps"),
-    ],
-)
+@pytest.mark.parametrize(("word", "told"), [
+    ("experiment=bog", "experiment=bog is not one of big, none, small; did you mean big"),
+    ("model=narow", "model=narow is not one of .*; did you mean narrow"),
+    ("train.stepz=3", "unknown key train.stepz .*did you mean train.steps"),
+])  # fmt: skip
 def test_a_wrong_word_is_explained_beside_files_of_ones_own(own, word, told):
     with pytest.raises(ConfigError, match=told):
         compose([own, word])

@@ -1,7 +1,5 @@
 """Models whose constructors set initial values: they keep them, on every layout and through the train command."""
 
-from __future__ import annotations
-
 import math
 import random
 from unittest import mock
@@ -112,7 +110,6 @@ PLAN = {"blocks.*.c_fc": "colwise", "blocks.*.c_proj": "rowwise"}
 
 
 def plain(build):
-    """Parameters and buffers of one plain process."""
     random.seed(5)
     numpy.random.seed(5)
     torch.manual_seed(5)
@@ -155,12 +152,8 @@ def test_a_constructors_values_are_those_of_one_process_on_every_layout(ranks):
 
 
 JOB = (
-    "model=custom",
-    "model.target=test_constructors:Gpt",
-    "precision=fp32",
-    "train.seed=5",
-    "checkpoint.enabled=false",
-)
+    "model=custom", "model.target=test_constructors:Gpt", "precision=fp32", "train.seed=5", "checkpoint.enabled=false",
+)  # fmt: skip
 
 
 def _through_the_train_command(folder):

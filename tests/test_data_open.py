@@ -1,7 +1,5 @@
 """Opening data from a configuration, the cache that processes share, and the feed that reads ahead."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json
@@ -43,7 +41,6 @@ def text(tmp_path: Path, seed: int = 0, seq_len: int = 16, **options: Any) -> Op
 
 
 def prepared(tmp_path: Path, name: str, texts: list[str], *words: str) -> str:
-    """A folder of token shards."""
     source = tmp_path / f"{name}.jsonl"
     source.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
     assert main(["prepare", str(source), "--output", str(tmp_path / name), *words]) == 0
@@ -102,7 +99,6 @@ def test_the_fingerprint_names_everything_that_decides_what_is_read(tmp_path):
     source.write_text(lines + '{"text": "one more"}\n')
     found.add(text(tmp_path).fingerprint)
     assert len(found - {reference}) == 6
-    # Where the files are does not matter.
     (tmp_path / "elsewhere").mkdir()
     assert text(tmp_path / "elsewhere").fingerprint == reference
 
@@ -157,19 +153,16 @@ def test_prepared_folders_and_their_mixtures_are_read(tmp_path):
         open_data(config, seq_len=16, seed=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"name": "stdlib", "path": "x"}, "data.path=x has no effect with data=stdlib, only with"),
-        ({"name": "tokens", "path": "nowhere"}, "nowhere is not a prepared folder"),
-        ({"name": "tokens", "path": "x", "tokenizer": "y"}, "data.tokenizer=y has no effect with"),
-        ({"name": "other"}, "data.name=other is not one of stdlib, text, tokens, hf"),
-        ({"end": "pad"}, "data.end=pad has no effect without data.epochs"),
-        ({"packing": "padded", "intra_document_masking": True}, "no effect with data.packing=padded"),
-        ({"end_token": "</s>"}, "data.end_token=</s> has no meaning with data.tokenizer=bytes"),
-        ({"validation_fraction": 0.9}, "data.validation_fraction=0.9 must be at least 0 and at most"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "message"), [
+    ({"name": "stdlib", "path": "x"}, "data.path=x has no effect with data=stdlib, only with"),
+    ({"name": "tokens", "path": "nowhere"}, "nowhere is not a prepared folder"),
+    ({"name": "tokens", "path": "x", "tokenizer": "y"}, "data.tokenizer=y has no effect with"),
+    ({"name": "other"}, "data.name=other is not one of stdlib, text, tokens, hf"),
+    ({"end": "pad"}, "data.end=pad has no effect without data.epochs"),
+    ({"packing": "padded", "intra_document_masking": True}, "no effect with data.packing=padded"),
+    ({"end_token": "</s>"}, "data.end_token=</s> has no meaning with data.tokenizer=bytes"),
+    ({"validation_fraction": 0.9}, "data.validation_fraction=0.9 must be at least 0 and at most"),
+])  # fmt: skip
 def test_a_wrong_configuration_is_one_clear_message(options, message):
     with pytest.raises(ConfigError) as caught:
         open_data(DataConfig(**options), seq_len=16, seed=0)

@@ -1,7 +1,5 @@
 """The order of samples: which sample stands at which position, and which rank reads which position."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,15 +1,12 @@
 """The other commands of README.md and docs/, those that start no job, run as they stand on a run and a corpus that are there."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import jobs
 import pytest
 from test_docs_words import PAGES, lines_of, words_of
 from test_docs_words import is_elsewhere as is_composed_elsewhere
@@ -19,17 +16,10 @@ PROGRAM = re.compile(
 )
 # In the place of words that the reader chooses
 CHOSEN = {
-    "RUN_DIR": "run",
-    "RUN": "run",
-    "DIR": "reported",
-    "NEW_FOLDER": "exported-anew",
-    "two/checkpoints/step-00000200": "run",
-    "run/checkpoints/step-00000016": "run",
-    "run/export": "exported-beside",
-    "model.pt": "whole.pt",
-    "~/.parallel2d-secret": "secret",
-}
-# What must not exist yet
+    "RUN_DIR": "run", "RUN": "run", "DIR": "reported", "NEW_FOLDER": "exported-anew",
+    "two/checkpoints/step-00000200": "run", "run/checkpoints/step-00000016": "run", "run/export": "exported-beside",
+    "model.pt": "whole.pt", "~/.parallel2d-secret": "secret",
+}  # fmt: skip
 NEW = ("reported", "exported-anew", "exported", "exported-beside", "whole.pt", "secret")
 # A word -> why a command with it does not run here
 ELSEWHERE = {
@@ -84,14 +74,7 @@ def workspace(tmp_path_factory) -> Path:
 
 def ran(folder: Path, words: list[str]) -> str:
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "HOME": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = jobs.run_python("-m", *words, cwd=folder, env=environment, timeout=240)
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
@@ -107,7 +90,6 @@ def test_the_other_commands_run(workspace):
     # In the order of the pages: some read what the one before has written.
     for number, words in enumerate(RUN_HERE.values()):
         words = [CHOSEN.get(word, word) for word in words[words.index("-m") + 1 :]]
-        # Each writes into a new place.
         for taken in NEW:
             if taken in words[2:]:
                 words[words.index(taken, 2)] = f"{number}-{taken}"

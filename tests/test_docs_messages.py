@@ -1,7 +1,5 @@
 """docs/troubleshooting.md quotes messages: each of them stands in the source of the package, or in torch's libraries."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import mmap
@@ -18,7 +16,6 @@ OWN, OF_TORCH = PAGE.split("## Messages of torch")
 
 
 def quoted(text: str) -> list[str]:
-    """Every message that this part of the page quotes."""
     return ENTRY.findall(text)
 
 

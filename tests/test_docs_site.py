@@ -1,8 +1,6 @@
 """The documentation builds as a site without a warning; every key, name and page is in it; a page loads nothing from elsewhere
 and is never wider than the window; a newcomer's questions are answered."""
 
-from __future__ import annotations
-
 import html
 import posixpath
 import re
@@ -60,17 +58,14 @@ TOO_WIDE = """(() => {
 
 
 def text_of(page: str) -> str:
-    """A page's or section's words, as a reader sees them."""
     return " ".join(html.unescape(re.sub(r"<[^>]+>", "", page)).split())
 
 
 def body_of(site: Path, page: str) -> str:
-    """The HTML between the navigation of ``page``."""
     return (site / page).read_text().partition("<article")[2].partition("</article>")[0]
 
 
 def pages_linked_in(site: Path, page: str) -> set[str]:
-    """Pages of the site that the body of ``page`` links."""
     links = re.findall(r'href="([^"#:]+\.html)', body_of(site, page))
     return {posixpath.normpath(posixpath.join(posixpath.dirname(page), link)) for link in links}
 

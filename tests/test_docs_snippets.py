@@ -1,7 +1,5 @@
 """The Python blocks of README.md and docs/ run as they stand, most on two ranks, with small values for the names that a reader brings."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -33,7 +31,6 @@ ELSEWHERE = {
 
 
 def blocks() -> list[tuple[str, str]]:
-    """(page, code) of every Python block that runs here."""
     found = []
     for page in PAGES:
         for language, code in BLOCK.findall(page.read_text()):
@@ -53,8 +50,6 @@ def first_line(block: Any) -> str:
 
 
 class MyModel(nn.Module):
-    """Takes token ids [n, t], gives logits [n, t, 8]."""
-
     def __init__(self, _config: Any = None) -> None:
         super().__init__()
         self.embedding = nn.Embedding(8, 4)
@@ -145,7 +140,6 @@ def test_a_block_runs_on_ranks(ranks, folder, block):
 
 @pytest.mark.parametrize("block", ALONE, ids=first_line)
 def test_a_block_runs_in_one_process(folder, block):
-    # There may be no GPU here.
     run_block(str(folder), block[1].replace('device="cuda"', 'device="cpu"'))
     assert not dist.is_initialized()
 

@@ -1,7 +1,5 @@
 """The commands of README.md and docs/ are accepted as they stand: their words compose and pass every check."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -49,7 +47,6 @@ def words_of(line: str) -> list[str] | None:
 
 
 def commands() -> dict[str, list[str]]:
-    """Page and words -> words, of every command of a job."""
     found = {}
     for page in PAGES:
         for line in lines_of(page):

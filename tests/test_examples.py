@@ -1,15 +1,12 @@
 """The examples run, on several ranks, and do what they claim. `own_loop.py` is run in `test_command_line.py`, `ray_train.py` in
 `test_ray.py`."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json
 import os
 import shutil
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,7 +46,6 @@ def load(path: str) -> torch.nn.Module:
 
 
 def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
-    """The loss of the example's global batch ``step``, in plain PyTorch."""
     start = torch.randint(0, 64, (16, 1), generator=torch.Generator().manual_seed(step))
     tokens = (start + 3 * torch.arange(33)) % 64
     return F.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -147,13 +143,9 @@ def test_a_saved_model_is_fine_tuned_by_the_train_command(ranks, small_llama, tm
 
 def fabric(*words: str) -> list[dict[str, float]]:
     options = ["--devices", "4", "--accelerator", "cpu", "--steps", "4"]
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "fabric.py"), *options, *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = (str(EXAMPLES / "fabric.py"), *options, *words)
+    done = jobs.run_python(*words, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -167,14 +159,9 @@ def hooked(folder: Path, hook: str, steps: int) -> None:
     ]  # fmt: skip
     path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "parallel2d.train", *small, *words],
-        cwd=folder,
-        env={**environment, "WANDB_MODE": "offline"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    environment["WANDB_MODE"] = "offline"
+    words = ("-m", "parallel2d.train", *small, *words)
+    done = jobs.run_python(*words, cwd=folder, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,7 +1,5 @@
 """Values between ranks: the types that arrive are those that were sent, and nothing that arrives runs."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -6,8 +6,6 @@ one job; ``-m soak`` runs PARALLEL2D_FAULTS (20) of each of PARALLEL2D_FAULT_KIN
 the next step.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

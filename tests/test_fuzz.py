@@ -4,8 +4,6 @@
 the same file again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -122,9 +120,6 @@ def changed_json(path: Path, random: random.Random) -> None:
         path.write_bytes(mutated_bytes(path.read_bytes(), random))
     else:
         path.write_text(json.dumps(mutated_value(json.loads(path.read_bytes()), random)))
-
-
-# What is changed, and who reads it
 
 
 def manifest(folder: Path, random: random.Random) -> None:

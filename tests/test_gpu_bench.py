@@ -1,25 +1,15 @@
 """The scripts for a GPU run on the CPU too, with a tiny model, so that they are right when there is a GPU."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
 from pathlib import Path
 
+import jobs
 import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "tools" / "bench" / "gpu"
 
 
 def table_of(script: str, *options: str) -> list[list[str]]:
-    """The cells of each row that the script prints."""
-    run = subprocess.run(
-        [sys.executable, str(SCRIPTS / script), *options],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    run = jobs.run_python(str(SCRIPTS / script), *options, timeout=240)
     assert run.returncode == 0, run.stderr[-2000:]
     rows = [line.split("|")[1:-1] for line in run.stdout.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in row] for row in rows]
@@ -30,7 +20,6 @@ def test_the_table_of_a_step_has_both_loops():
     head, *rows = table_of("step_flops.py", "--steps", "1", "--rounds", "1")
     assert head[0] == "step"
     assert [row[0] for row in rows[:2]] == ["hand-written `fully_shard`", "parallel2d"]
-    # Seconds and FLOP/s of every loop
     assert all(float(row[1]) > 0 and float(row[3]) > 0 for row in rows)
 
 

@@ -1,7 +1,5 @@
 """Every gradient lands in its own parameter, whatever ranks and micro-batches use which: all compared with one plain process."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

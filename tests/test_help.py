@@ -1,7 +1,5 @@
 """Every key is explained, and ``--help`` shows it; the command ``parallel2d`` has the others."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re
@@ -10,6 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import jobs
 import pytest
 
 from parallel2d import ConfigError, __main__
@@ -148,17 +147,14 @@ def test_the_command_lists_the_commands(capsys):
         assert re.search(rf"^  {name} +{re.escape(purpose)}$", page, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["trian"], "trian is not one of train, certify, .*; did you mean train?"),
-        ([], "a command is missing\nusage: parallel2d COMMAND"),
-        (["--nonsense"], "--nonsense is not one of train"),
-        (["-sc", "install=bash"], "-sc of parallel2d is gone: docs/command-line.md"),
-        (["train", "--help", "model=hff"], "model=hff is not one of custom, hf"),
-        (["train", "train.stepz=4"], ".*did you mean train.steps?"),
-    ],
-)
+@pytest.mark.parametrize(("words", "told"), [
+    (["trian"], "trian is not one of train, certify, .*; did you mean train?"),
+    ([], "a command is missing\nusage: parallel2d COMMAND"),
+    (["--nonsense"], "--nonsense is not one of train"),
+    (["-sc", "install=bash"], "-sc of parallel2d is gone: docs/command-line.md"),
+    (["train", "--help", "model=hff"], "model=hff is not one of custom, hf"),
+    (["train", "train.stepz=4"], ".*did you mean train.steps?"),
+])  # fmt: skip
 def test_a_wrong_command_is_one_clear_message(words, told, capsys):
     assert __main__.main(words) == 2
     assert re.match(f"parallel2d: {told}", capsys.readouterr().err)
@@ -202,12 +198,6 @@ def test_the_command_finds_a_model_of_the_current_folder(tmp_path):
     (tmp_path / "here.py").write_text("from torch.nn import Embedding")
     words = ["model=custom", "model.target=here:Embedding", "plan.dry_run=true"]
     words += ["model.arguments={num_embeddings: 320, embedding_dim: 320}", "plan.verify=false"]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "parallel2d", "train", *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = jobs.run_python("-P", "-m", "parallel2d", "train", *words, cwd=tmp_path, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "model       Embedding: 102,400 parameters" in done.stdout

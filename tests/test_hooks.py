@@ -1,7 +1,4 @@
-"""Hooks: what they get and may ask for, on every rank; an error on one rank; the samples that a model writes. Losses are bitwise
-those of a run without."""
-
-from __future__ import annotations
+"""Hooks: what they get and may ask for, on every rank; an error on one rank; the samples that a model writes."""
 
 import dataclasses
 import functools
@@ -19,7 +16,6 @@ from test_command_line import execute
 from training import whole
 from workers import WorkerError
 
-from parallel2d.base.config.checks import validated
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.hooks import Hook, HookCalls, HookResult, SampleText, build_hooks
 from parallel2d.training.trainer import LoopCallbacks
@@ -79,7 +75,6 @@ class Noting(Hook):
 
 
 def calls_of(folder, rank):
-    """What `Noting` noted of a rank in ``run``."""
     lines = (folder / "run" / f"calls-{rank}.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -110,7 +105,6 @@ def test_one_rank_may_ask_and_all_follow(ranks, folder):
 
 
 def run_until_asked_to_end(folder, run_dir, words, step):
-    """Returns whether it was, and its last step."""
     trainer = jobs.build(folder, run_dir, words)
     trainer.run(LoopCallbacks(lambda: trainer.progress.step >= step))
     trainer.recorder.close()
@@ -141,8 +135,6 @@ def test_every_rank_is_called_in_the_same_order_also_when_resumed(ranks, folder)
 
 
 class Failing(Hook):
-    """Raises in one method, on one rank."""
-
     def __init__(self, method, rank=1):
         self.method, self.rank = method, rank
 
@@ -168,10 +160,7 @@ class Failing(Hook):
         self.fail(run, "end")
 
 
-@pytest.mark.parametrize(
-    ("method", "step"),
-    [("start", 0), ("leave", 1), ("save", 2)],
-)
+@pytest.mark.parametrize(("method", "step"), [("start", 0), ("leave", 1), ("save", 2)])
 def test_an_exception_on_one_rank_is_the_same_message_on_all(ranks, folder, method, step):
     words = (
         f"train.hooks=[{{hook: 'test_hooks:Failing', method: {method}}}]", "train.steps=4", "train.validate_every=3",
@@ -190,8 +179,6 @@ def test_an_exception_on_one_rank_is_the_same_message_on_all(ranks, folder, meth
 
 
 class Returning(Hook):
-    """Returns what it is given."""
-
     def __init__(self, what, method="step"):
         self.what = what
         if method == "save":
@@ -209,18 +196,15 @@ def call_once(hooks):
     calls.step(2, {}, None, True)
 
 
-@pytest.mark.parametrize(
-    ("hooks", "message"),
-    [
-        ([Returning({"loss": 1.0})], "the metric loss is one that the trainer measures"),
-        ([Returning({"validation/wiki/loss": 1})], "loss is one that the trainer measures"),
-        ([Returning({"a": 1}), Returning({"a": 2})], "the metric a is given by two hooks"),
-        ([Returning({"a": "b"})], "could not convert string to float: 'b'"),
-        ([Returning({1: 1})], "a metric has the name 1, which is no string"),
-        ([Returning(7)], "it may return a dict of metrics, a HookResult or None"),
-        ([Returning({}, "save")], "save returned {}; it may return nothing"),
-    ],
-)
+@pytest.mark.parametrize(("hooks", "message"), [
+    ([Returning({"loss": 1.0})], "the metric loss is one that the trainer measures"),
+    ([Returning({"validation/wiki/loss": 1})], "loss is one that the trainer measures"),
+    ([Returning({"a": 1}), Returning({"a": 2})], "the metric a is given by two hooks"),
+    ([Returning({"a": "b"})], "could not convert string to float: 'b'"),
+    ([Returning({1: 1})], "a metric has the name 1, which is no string"),
+    ([Returning(7)], "it may return a dict of metrics, a HookResult or None"),
+    ([Returning({}, "save")], "save returned {}; it may return nothing"),
+])  # fmt: skip
 def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
     with pytest.raises(WorkerError) as caught:
         ranks.run(2, call_once, hooks)
@@ -228,35 +212,21 @@ def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
     assert message in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        (["nowhere:Hook"], "train.hooks=nowhere:Hook cannot be imported"),
-        (["test_hooks:Nothing"], "module test_hooks has no Nothing"),
-        (["test_hooks:SAMPLE"], "is not callable"),
-        (["test_hooks:call_once"], "is no class derived from parallel2d.hooks.Hook"),
-        ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),
-        ([{"hook": "test_hooks:Noting", "x": 1}], "unexpected keyword argument 'x'|too many"),
-        (
-            [{"hook": "parallel2d.hooks:SampleText", "every": 0}],
-            r"SampleText: ConfigError: every=0 and tokens=64 must be at least 1",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("entries", "message"), [
+    (["nowhere:Hook"], "train.hooks=nowhere:Hook cannot be imported"),
+    (["test_hooks:Nothing"], "module test_hooks has no Nothing"),
+    (["test_hooks:SAMPLE"], "is not callable"),
+    (["test_hooks:call_once"], "is no class derived from parallel2d.hooks.Hook"),
+    ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),
+    ([{"hook": "test_hooks:Noting", "x": 1}], "unexpected keyword argument 'x'|too many"),
+    (
+        [{"hook": "parallel2d.hooks:SampleText", "every": 0}],
+        r"SampleText: ConfigError: every=0 and tokens=64 must be at least 1",
+    ),
+])  # fmt: skip
 def test_a_hook_that_cannot_be_made_is_one_message(entries, message):
     with pytest.raises(ConfigError, match=message):
         build_hooks(entries)
-
-
-def test_an_entry_of_another_form_is_refused_with_the_configuration():
-    for entry in ("nowhere", {"every": 5}, 7):
-        config = jobs.config_of(())
-        config.train.hooks = [entry]
-        with pytest.raises(ConfigError, match=r"an entry has the form package\.module:Class"):
-            validated(config)
-
-
-# What SampleText shows
 
 
 class Keeping(SampleText):
@@ -325,8 +295,6 @@ def test_drawn_tokens_depend_on_seed_and_step_alone(ranks, folder):
 
 
 class Dropping(torch.nn.Module):
-    """Bigram logits with dropout."""
-
     def __init__(self):
         super().__init__()
         self.table = torch.nn.Embedding(320, 16)
@@ -381,9 +349,6 @@ def test_samples_of_another_tokenizer_than_that_of_the_data_are_refused(ranks, f
     hook = SampleText(tokenizer="nowhere.json")
     with pytest.raises(WorkerError, match=r"hooks:SampleText: data\.tokenizer=nowhere\.json"):
         ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), (), [hook])
-
-
-# The command
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Launching without a cluster: restarts, what bounds them, sizes of a mesh whose nodes come and go, who listens where."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """A checkpoint of a model of the ``transformers`` library becomes a folder that the library loads as it is, from any layout."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -33,7 +31,6 @@ def save(run, model, **settings):
 
 
 def drawn_and_saved(run, kind, arguments=None):
-    """A model, and its checkpoint."""
     settings = {"architecture": kind, "arguments": arguments or MODELS[kind]}
     model = drawn(**settings)
     return model, save(run, model, **settings)

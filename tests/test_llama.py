@@ -1,7 +1,5 @@
 """The model itself: who sees whom, what a rotation preserves, how many parameters each configuration has."""
 
-from __future__ import annotations
-
 import jobs
 import pytest
 import torch
@@ -71,11 +69,8 @@ def test_masked_documents_train_alike_on_every_layout(ranks, tmp_path):
     losses = []
     for world, words in ((1, ()), (4, ("mesh.tensor=2",))):
         words = (
-            *words,
-            "data.path=corpus.jsonl",
-            "data.intra_document_masking=true",
-            "checkpoint.enabled=false",
-        )
+            *words, "data.path=corpus.jsonl", "data.intra_document_masking=true", "checkpoint.enabled=false",
+        )  # fmt: skip
         ranks.run(world, jobs.run, str(tmp_path), str(tmp_path / f"run{world}"), words, 4)
         losses.append([row["loss"] for row in jobs.rows(tmp_path / f"run{world}")])
     assert losses[1] == pytest.approx(losses[0], rel=1e-10, abs=0)

@@ -1,7 +1,5 @@
 """The loss against torch's own, whole and split over the vocabulary; the mean over valid tokens, however they fall."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Muon's matrices: each is worked on by one rank, the work is divided evenly, and updates are those of one process on any layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Axis sizes, placement on hosts, refusals. No process group is needed for any of it, and one test proves it on real ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

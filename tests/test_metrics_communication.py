@@ -1,7 +1,5 @@
 """Measured communication against the kernel's own counters, the formula, and torch's functions."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable
@@ -39,13 +37,8 @@ from parallel2d.training.metrics.recorder import Deviation
 from tools.cluster import Cluster, why_not
 
 LLAMA = {
-    "dim": 128,
-    "n_layers": 2,
-    "n_heads": 4,
-    "n_kv_heads": 4,
-    "hidden_dim": 256,
-    "vocab_size": 512,
-}
+    "dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "hidden_dim": 256, "vocab_size": 512,
+}  # fmt: skip
 SEQUENCES, TOKENS = 4, 32
 NO_CLUSTER = why_not()
 

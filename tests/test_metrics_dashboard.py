@@ -1,7 +1,5 @@
 """The dashboard as a person sees it: a finished sweep, shown by TensorBoard, looked at with a browser."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -47,7 +45,6 @@ def free_port():
 
 @contextlib.contextmanager
 def dashboard(runs):
-    """Its address, once it has read the runs."""
     port = free_port()
     words = [sys.executable, "-m", "parallel2d.dashboard", str(runs), "--port", str(port)]
     server = subprocess.Popen(
@@ -82,11 +79,8 @@ def chromium():
 @pytest.mark.extras
 def test_a_sweep_shows_no_empty_panel_and_every_run_in_the_table(chromium, folder):  # noqa: F811
     words = (
-        "strategy=zero3,hybrid",
-        "launch.nproc_per_node=4",
-        "metrics.console=silent",
-        "hydra.sweep.dir=sweep",
-    )
+        "strategy=zero3,hybrid", "launch.nproc_per_node=4", "metrics.console=silent", "hydra.sweep.dir=sweep",
+    )  # fmt: skip
     done = execute(folder, "-m", *SMALL, *words)
     assert done.returncode == 0, done.stderr
     charts = [name for group in (*LAYOUT.values(), BETWEEN_REPLICAS) for name in group]

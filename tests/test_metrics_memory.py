@@ -1,7 +1,5 @@
 """What is said when memory runs out, from the errors that torch and numpy raise for it."""
 
-from __future__ import annotations
-
 import numpy
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What rows, warnings, console lines and event files say, from given numbers."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

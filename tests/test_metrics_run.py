@@ -1,7 +1,5 @@
 """Measurements and records of real runs: whole jobs, started as people start them, and jobs on the ranks of the tests."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -39,12 +37,8 @@ def trained(tmp_path_factory):
     place = tmp_path_factory.mktemp("trained")
     (place / "corpus.txt").write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(20000)))
     words = (
-        "train.steps=5",
-        "profile.steps=[3,4]",
-        "profile.ranks=[1]",
-        "checkpoint.every=2",
-        "hydra.run.dir=run",
-    )
+        "train.steps=5", "profile.steps=[3,4]", "profile.ranks=[1]", "checkpoint.every=2", "hydra.run.dir=run",
+    )  # fmt: skip
     done = execute(place, *ON_TWO, *words)
     assert done.returncode == 0, done.stderr
     return place, done.stderr

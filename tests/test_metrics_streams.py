@@ -1,7 +1,5 @@
 """Exposed seconds on GPU, on streams that are simulated: each has a clock of its own, and an event is a moment on it."""
 
-from __future__ import annotations
-
 import pytest
 
 from parallel2d.training.metrics.communication import StreamWaits, seconds_between

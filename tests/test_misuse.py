@@ -1,7 +1,5 @@
 """Mistakes that would train wrongly or hang: each is impossible, or one clear error."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging
@@ -98,7 +96,6 @@ def _statistics_and_pickles():
 
 
 def _copied(what):
-    """Raises what a copy that cannot be made says."""
     mesh = build_mesh(MeshSpec(), "hybrid")
     net, storage = _Norm(), "bf16" if what == "narrow" else "fp32"
     if what == "lock":
@@ -253,7 +250,6 @@ UNSUITED = {
 
 
 def _unsuited():
-    """What parallelize says of each."""
     mesh = build_mesh(MeshSpec(), "hybrid")
     told = {}
     for name, (build, _) in UNSUITED.items():
@@ -377,7 +373,6 @@ class Spectral(nn.Module):
 
 
 def _kinds_of_numbers():
-    """What is said of complex and integer parameters."""
     mesh, rank = build_mesh(MeshSpec(), "hybrid"), torch.distributed.get_rank()
 
     def unset():
@@ -434,7 +429,6 @@ def test_offloading_with_replicas_is_refused_as_long_as_torch_corrupts_it():
 
 
 def _raw_errors():
-    """What calls with wrong arguments say on a rank."""
     told = []
 
     def keep(call, *arguments):

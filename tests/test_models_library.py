@@ -1,7 +1,5 @@
 """Models that nobody here wrote: Hugging Face's, and torch's own transformer, equal their single-process runs on every layout."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import lru_cache
@@ -37,11 +35,8 @@ from parallel2d.training.model_families import _given_plan, _own_plan, build_mod
 
 LIBRARY = pytest.mark.extras("transformers")
 HEADS = {
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-}
+    "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24,
+}  # fmt: skip
 GROUPED = {**HEADS, "num_key_value_heads": 2, "vocab_size": 31, "pad_token_id": 0}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": GROUPED,

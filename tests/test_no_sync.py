@@ -1,17 +1,11 @@
 """`no_sync`: what runs on which axis inside and after it, that it adds up as `accumulate` does, and what an exception leaves: nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import training
 from test_parallelize import CollectiveCounter
 
-from parallel2d import (
-    accumulate,
-    cross_entropy_sum,
-    data_coordinate,
-)
+from parallel2d import accumulate, cross_entropy_sum, data_coordinate
 from parallel2d.parallel.sync import no_sync
 
 MICRO_BATCHES = 3
@@ -24,7 +18,6 @@ def reductions(counter):
 
 
 def sharded():
-    """A model on 2 replicas of 2 shards, and this rank's micro-batches."""
     sizes, config = {"replicate": 2, "shard": 2}, {"strategy": "hybrid", "precision": "fp64"}
     mesh, model = training.sharded(sizes, config, n_layers=2, vocab_size=68)
     batches = [training.global_batch(step) for step in range(MICRO_BATCHES)]

@@ -1,7 +1,5 @@
 """Offloading to CPU and float8: what can be seen without a GPU. Both are refused here; their parts run on CPU."""
 
-from __future__ import annotations
-
 import copy
 import sys
 
@@ -80,7 +78,6 @@ def _offloaded():
     expected = copy.deepcopy(model)
     mesh = build_mesh(MeshSpec(), "zero3")
     layout = resolve(ParallelConfig("zero3"), mesh, model)
-    # On CPU it is refused.
     layout.config.cpu_offload = True
     model = shard(model, mesh, layout)
     allocate(model, "cpu", offload=True)

@@ -1,7 +1,5 @@
 """Modules that return views: a hook on such a tensor crashes torch, or is lost when its caller changes it in place."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """A script's own model outputs, loss and data through the train command: losses do not depend on the layout, and what would is refused."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 
@@ -117,11 +115,8 @@ def pairs():
 
 
 NANO = (
-    "model=custom",
-    "model.target=test_own_parts:NanoGPT",
-    "data.packing=padded",
-    "data.path=rows.jsonl",
-)
+    "model=custom", "model.target=test_own_parts:NanoGPT", "data.packing=padded", "data.path=rows.jsonl",
+)  # fmt: skip
 OWN = ("model=custom", "data=custom")
 JOBS = {
     "nano": NANO,
@@ -223,7 +218,6 @@ def test_what_a_loss_is_divided_by_is_found(name):
 
 
 def loss_of(forward, *words):
-    """Of a model with this forward."""
     module = type("Own", (nn.Module,), {"forward": forward})()
     data = () if "data=bin" in words else ("data=custom", "data.target=a:b")
     config = jobs.config_of(("model=custom", "model.target=a:b", *data, *words))

@@ -1,7 +1,5 @@
 """`parallelize` on modules it has never seen: structure, collectives, weights, names, misuse."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -199,7 +197,6 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def count(config):
-    """Collectives of one step."""
     parallel = ParallelConfig(**config)
     mesh = build_mesh(MeshSpec(), parallel.strategy.name)
     with build_on_meta():
@@ -211,15 +208,18 @@ def count(config):
     return counter.counts
 
 
+class Block(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4))
+
+
 class Nine(nn.Module):
     """Two blocks and nine modules that own parameters."""
 
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(8, 4)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)
-        )
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.norm = nn.LayerNorm(4)
         self.head = nn.Linear(4, 8)
 

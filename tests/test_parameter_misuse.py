@@ -1,7 +1,5 @@
 """Scripts that write to, swap or misuse parameters of a parallelized model are right, or refused by name on every rank."""
 
-from __future__ import annotations
-
 import functools
 import re
 
@@ -79,9 +77,6 @@ def _batch(_rank):
     return torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
 
 
-# ---- Written to in forward
-
-
 def _clamp(block):
     with torch.no_grad():
         block.up.weight.clamp_(-9, 9)
@@ -101,9 +96,6 @@ def _stash(block):
 
 def _stash_itself(block):
     block.last = block.up.bias
-
-
-# ---- Steps of scripts that are refused
 
 
 def _train(training):
@@ -233,9 +225,6 @@ def _refusals(strategy):
     return told
 
 
-# ---- Steps of scripts that are right
-
-
 def _build_after_evaluation(training):
     training.evaluate()
     training.live = list(training.model.parameters())
@@ -329,7 +318,6 @@ def _results(strategy):
 
 @pytest.mark.parametrize("strategy", MESHES)
 def test_misuse_of_parameters_is_right_or_refused_by_name(ranks, strategy):
-    # Every rank has the whole parameter.
     right = ("number",) if strategy == "ddp" else ()
     for told in ranks.run(4, _refusals, strategy):
         for name, (_, _, expected) in REFUSED.items():

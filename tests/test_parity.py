@@ -4,8 +4,6 @@ The reference has none of our code in its loop: one process, the whole global ba
 are partly ignored, unevenly over the sequences, so that a mean of rank means would be seen.
 """
 
-from __future__ import annotations
-
 import itertools
 from functools import lru_cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory and bytes that are computed from shapes against real parallelized models on a process group without processes."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``strategy=auto``: a job runs in the layout that the planner finds for the ranks that there are."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

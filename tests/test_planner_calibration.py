@@ -1,7 +1,5 @@
 """What the planner knows of a cluster: presets, measured files, the fit of a link, and what gloo's collectives cost."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields
 from pathlib import Path
@@ -37,17 +35,14 @@ def test_words_beside_a_cluster_file_go_before_it(tmp_path):
         assert (cluster.name, cluster.nodes, cluster.device.efficiency) == ("it's mine", 4, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("nodes: [", "not YAML"),
-        ("42", "no cluster file"),
-        ("nodes: [1]", "is no value"),
-        ("a b: 1", "is no key"),
-        ("name: mine\ninter_node: null", "of an earlier form"),
-        (None, "No such file"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("nodes: [", "not YAML"),
+    ("42", "no cluster file"),
+    ("nodes: [1]", "is no value"),
+    ("a b: 1", "is no key"),
+    ("name: mine\ninter_node: null", "of an earlier form"),
+    (None, "No such file"),
+])  # fmt: skip
 def test_a_file_that_is_no_cluster_file_is_refused(tmp_path, text, message):
     path = tmp_path / "mine.yaml"
     if text is not None:
@@ -103,9 +98,6 @@ def test_backward_on_a_cpu_waits_for_each_collective_of_the_shard_axis():
     groups = [GroupSeconds(1, 2, 3, 4, 0, frees=True)] * 3
     schedule = StepSchedule(1, "none", False, overlaps=False)
     assert step_seconds(groups, schedule, update=0).total == 3 * (1 + 2 + 3 + 3 + 4)
-
-
-# Presets
 
 
 def cluster(*words: str) -> ClusterConfig:

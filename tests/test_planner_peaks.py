@@ -1,7 +1,5 @@
 """FLOPs and peaks of deep models from few of their blocks, beside those of all of them."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -92,7 +90,6 @@ def test_flops_of_deep_models_are_those_of_all_their_blocks(monkeypatch):
     whole = sum(parameter.numel() for parameter in deep.parameters())
     assert len(runs) == 3
     assert max(runs) < whole / 2
-    # It is as it was.
     assert len(deep.layers) == 20
     # Blocks that are used differently are all run.
     count_flops(alternating, EXAMPLE, loss_of_logits)

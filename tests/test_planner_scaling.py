@@ -1,7 +1,5 @@
 """``plan.scaling``: the best layouts on more and more ranks."""
 
-from __future__ import annotations
-
 import functools
 import json
 
@@ -33,7 +31,6 @@ def test_each_point_is_the_best_of_a_search_for_that_many_ranks():
     points = weak()
     assert [point.ranks for point in points] == [8 * 2**step for step in range(12)]
     for point in points:
-        # The batch grows with the ranks.
         assert point.global_batch_size == point.ranks
         assert list(point.best) == list(COMPARED)
         assert point.best["zero3"].cost.has_peak
@@ -59,20 +56,17 @@ def test_what_leaves_hosts_is_what_waits():
     assert crossing["zero3"].time.samples_per_s < crossing["hybrid"].time.samples_per_s
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("strategy=ddp", "plan.scaling: omit strategy, which the table compares or varies"),
-        ("mesh.shard=8", "plan.scaling: omit mesh.shard, which"),
-        (
-            "train.global_batch_size=17",
-            "plan.scaling=weak: train.global_batch_size=17 on 2 nodes is not a whole number of samples on 1; take a multiple of 2",
-        ),
-        ("plan.dry_run=true", "plan.scaling=weak does not go with plan.dry_run=true"),
-        ("cluster.device.memory_gib=0.00001", "plan.scaling=weak: no layout can run and fit on 8 to 16,384 ranks"),
-        ("precision=fp64", "layouts cannot be ranked"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("word", "message"), [
+    ("strategy=ddp", "plan.scaling: omit strategy, which the table compares or varies"),
+    ("mesh.shard=8", "plan.scaling: omit mesh.shard, which"),
+    (
+        "train.global_batch_size=17",
+        "plan.scaling=weak: train.global_batch_size=17 on 2 nodes is not a whole number of samples on 1; take a multiple of 2",
+    ),
+    ("plan.dry_run=true", "plan.scaling=weak does not go with plan.dry_run=true"),
+    ("cluster.device.memory_gib=0.00001", "plan.scaling=weak: no layout can run and fit on 8 to 16,384 ranks"),
+    ("precision=fp64", "layouts cannot be ranked"),
+])  # fmt: skip
 def test_what_cannot_be_scaled_is_one_sentence(word, message):
     with pytest.raises(ConfigError) as caught:
         scaled("plan.scaling=weak", word)
@@ -94,6 +88,5 @@ def test_only_layouts_that_fit_are_shown_and_the_file_has_them(capsys, tmp_path,
     assert plan.main(words) == 0
     written = json.loads((tmp_path / "scaling.json").read_text())
     assert written["points"][-1]["best"]["hybrid"]["per_rank"] > 0
-    # A second time no file is replaced.
     assert plan.main(words) == 2
     assert "plan.json=scaling.json cannot be written: File exists" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """``python -m parallel2d.plan``: the fastest layout that fits, with a reason for each other one."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shlex
@@ -71,7 +69,6 @@ def test_what_is_given_stays():
     (layout,) = result.ranked
     given = (words[0], "mesh.replicate=4", words[1], "mesh.tensor=1", words[3], words[2])
     assert layout.words == given
-    # So do other keys of a section.
     assert layout.config.activation_checkpointing.every == 2
     named = found(UNTRACED, "strategy.name=zero2")
     assert {layout.words[0] for layout in named.ranked} == {"strategy=zero2"}
@@ -79,7 +76,6 @@ def test_what_is_given_stays():
 
 def test_the_chosen_one_was_traced_and_fits_and_the_faster_ones_do_not():
     fastest = search_traced(100)
-    # A little less than the fastest needs.
     limit = fastest.chosen.cost.traced / 2**30 * 0.9
     result = search_traced(limit)
     place = result.ranked.index(result.chosen)
@@ -94,15 +90,12 @@ def search_traced(memory_gib: float) -> SearchResult:
     return found(f"cluster.device.memory_gib={memory_gib}", *words)
 
 
-@pytest.mark.parametrize(
-    ("word", "begin", "end"),
-    [
-        ("cluster.device.memory_gib=0.00001", "no layout fits: the smallest of", "take more nodes"),
-        ("train.global_batch_size=7", "no layout can run; the first one: train.global_batch_size=7 is not divisible", ""),
-        ("precision=fp64", "layouts cannot be ranked: what share of its peak", "plans the one that is given"),
-        ("precision.float8=tensorwise", "layouts cannot be ranked: compute in 8-bit floats", "plans the one that is given"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("word", "begin", "end"), [
+    ("cluster.device.memory_gib=0.00001", "no layout fits: the smallest of", "take more nodes"),
+    ("train.global_batch_size=7", "no layout can run; the first one: train.global_batch_size=7 is not divisible", ""),
+    ("precision=fp64", "layouts cannot be ranked: what share of its peak", "plans the one that is given"),
+    ("precision.float8=tensorwise", "layouts cannot be ranked: compute in 8-bit floats", "plans the one that is given"),
+])  # fmt: skip
 def test_what_cannot_be_searched_is_one_sentence(word, begin, end):
     with pytest.raises(ConfigError) as caught:
         found(UNTRACED, word)
@@ -125,7 +118,6 @@ def test_the_printed_command_runs_and_says_the_same(capsys, tmp_path, monkeypatc
     assert written["command"] == command
     chosen = [layout for layout in written["layouts"] if layout["reason"] is None]
     assert [layout["words"] for layout in chosen] == [words[-len(chosen[0]["words"]) :]]
-    # A second time the file is not replaced.
     assert plan.main([*JOB, UNTRACED, "plan.json=plan.json"]) == 2
     assert "plan.json=plan.json cannot be written: File exists" in capsys.readouterr().err
 

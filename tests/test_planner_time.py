@@ -1,7 +1,5 @@
 """The model of time: links, collectives, failures. Figures of others are the judges where there are any."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -40,17 +38,14 @@ def leaving(shape: MeshShape, hosts: int, parameters: float = 1.0) -> float:
     return placed(shape, SHARD, hosts).groups_per_host * (2 * gathered + scattered) + between
 
 
-@pytest.mark.parametrize(
-    ("hosts", "shape", "measured"),
-    [
-        (2, MeshShape(2, 2), 1.0018),
-        (2, MeshShape(1, 4), 3.0056),
-        (2, MeshShape(4, 1), 1.5022),
-        (4, MeshShape(4, 2), 1.505),
-        (4, MeshShape(1, 8), 3.510),
-        (4, MeshShape(8, 1), 1.754),
-    ],
-)
+@pytest.mark.parametrize(("hosts", "shape", "measured"), [
+    (2, MeshShape(2, 2), 1.0018),
+    (2, MeshShape(1, 4), 3.0056),
+    (2, MeshShape(4, 1), 1.5022),
+    (4, MeshShape(4, 2), 1.505),
+    (4, MeshShape(1, 8), 3.510),
+    (4, MeshShape(8, 1), 1.754),
+])  # fmt: skip
 def test_a_host_sends_what_kernel_counters_have_measured(hosts, shape, measured):
     # Counters of the uplinks of hosts with two ranks each, in units of the parameters, headers of packets included.
     assert leaving(shape, hosts) == pytest.approx(measured, rel=0.006)
@@ -190,15 +185,12 @@ def test_a_bucket_starts_when_its_last_group_is_reduced():
     assert step_seconds(late, schedule(), update=0).replicate == pytest.approx(4)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "kinds", "expected"),
-    [
-        ([1, 1, 1], "aaa", [[0, 1, 2]]),
-        ([1, 1, 1, 1], "aabb", [[0, 1], [2, 3]]),
-        ([3, 1, 9, 1], "aaaa", [[0, 1], [2], [3]]),
-        ([], "", []),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "kinds", "expected"), [
+    ([1, 1, 1], "aaa", [[0, 1, 2]]),
+    ([1, 1, 1, 1], "aabb", [[0, 1], [2, 3]]),
+    ([3, 1, 9, 1], "aaaa", [[0, 1], [2], [3]]),
+    ([], "", []),
+])  # fmt: skip
 def test_neighbours_of_one_kind_share_a_bucket(sizes, kinds, expected):
     assert fill_buckets(sizes, list(kinds), 4) == expected
 
@@ -264,18 +256,15 @@ def test_recomputation_costs_a_third_of_compute():
     assert every_second == pytest.approx(plain * 7 / 6)
 
 
-@pytest.mark.parametrize(
-    ("words", "lacking"),
-    [
-        ((), "cluster.device.peak_tflops.bf16 is not known"),
-        (("cluster=commodity",), "what share of its peak GeForce RTX 4090 reaches in bf16 is not known: give cluster.device.efficiency"),
-        (("cluster=h100", "cluster.device.memory_gb_per_s=null"), "cluster.device.memory_gb_per_s is not known"),
-        (
-            ("cluster=h100", "cluster.inside_node={up_gbit: null, down_gbit: null, latency_us: null}"),
-            "cluster.inside_node is not known",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "lacking"), [
+    ((), "cluster.device.peak_tflops.bf16 is not known"),
+    (("cluster=commodity",), "what share of its peak GeForce RTX 4090 reaches in bf16 is not known: give cluster.device.efficiency"),
+    (("cluster=h100", "cluster.device.memory_gb_per_s=null"), "cluster.device.memory_gb_per_s is not known"),
+    (
+        ("cluster=h100", "cluster.inside_node={up_gbit: null, down_gbit: null, latency_us: null}"),
+        "cluster.inside_node is not known",
+    ),
+])  # fmt: skip
 def test_what_is_not_known_is_named_instead_of_guessed(words, lacking):
     found = cost(*words)
     assert found.time == lacking
@@ -290,7 +279,6 @@ def test_every_collective_of_the_tensor_axis_costs_its_latency():
     passes = (waiting - alone) / 100e-6
     assert passes == pytest.approx(round(passes))
     assert passes > 4 * 10  # four of them at least in each block, forward and backward
-    # Twice the micro-batches: twice as many.
     twice = (*TENSOR, "train.global_batch_size=128")
     waiting = estimate(*twice, "cluster.inside_node.latency_us=103.4").seconds.tensor
     assert waiting - estimate(*twice).seconds.tensor == pytest.approx(2 * passes * 100e-6)

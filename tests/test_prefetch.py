@@ -1,7 +1,5 @@
 """Prefetch: when parameters are gathered, in which order, at what cost in memory, and that nothing else changes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import training
@@ -32,7 +30,6 @@ class Reordered(nn.Module):
 
 
 def _groups(model):
-    """The engine's groups of the layers, by index."""
     return [layer._get_fsdp_state()._fsdp_param_groups[0] for layer in model.layers]
 
 

@@ -1,7 +1,5 @@
 """The check of a cluster names the node and the cause; what it measures is what the planner reads."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -45,9 +43,6 @@ from tools.cluster import Cluster, why_not
 NO_CLUSTER = why_not()
 
 
-# The endpoint and the interface
-
-
 def test_endpoints_are_split():
     assert split_endpoint("node0:29500") == ("node0", 29500)
     assert split_endpoint("[fd00::1]:1") == ("fd00::1", 1)
@@ -87,9 +82,6 @@ def test_patterns_of_nccl():
     assert chosen("=eth1,ib0") == ["eth1", "ib0"]
     assert chosen("^docker,lo") == ["eth0", "eth1", "ib0"]
     assert chosen("^=eth0") == ["lo", "docker0", "eth1", "ib0"]
-
-
-# Verdicts
 
 
 def facts(host: str, faults: tuple[Finding, ...] = (), **versions: str) -> NodeFacts:
@@ -172,14 +164,10 @@ def copy_of_the_package(folder: Path) -> Path:
     """The package as if installed there, with one line more in one module."""
     target = folder / "parallel2d"
     ignore = shutil.ignore_patterns("__pycache__")
-    # Links to folders become folders, as in an installed wheel.
     shutil.copytree(parallel2d.__path__[0], target, ignore=ignore)
     with (target / "loss.py").open("a") as file:
         file.write("# one line more\n")
     return target
-
-
-# Checks on ranks of this machine, which stand for two nodes
 
 
 def checked(folder: str, *words: str, own_run_dir: bool = False) -> tuple[int, str]:
@@ -232,7 +220,6 @@ def test_each_axis_is_measured_and_the_planner_reads_the_file(ranks, tmp_path):
     assert cluster.device.peak_tflops.bf16 > 0
     assert cluster.inside_node.bytes_per_s > 0
     assert cost_of(config).time.seconds.total > 0
-    # The same file as a choice of the group.
     (tmp_path / "cluster").mkdir()
     (tmp_path / "mine.yaml").rename(tmp_path / "cluster" / "mine.yaml")
     assert compose(["--config-dir", str(tmp_path), "cluster=mine"]).config.cluster == cluster
@@ -253,23 +240,17 @@ def test_links_that_no_axis_shows_alone_give_no_file(ranks, tmp_path):
     assert os.listdir(tmp_path) == ["runs"]
 
 
-# The command
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--nnodes=2"], "launch.nnodes=2"),
-        (["mesh.shard=two"], "mesh.shard"),
-        (["--seconds=0"], "--seconds=0 must be above 0"),
-        (["--largest-mib=nan"], "--largest-mib=nan must be from"),
-        (["--write=mine.json"], "must end with .yaml"),
-        (["--write=none/mine.yaml"], "cannot be written"),
-        (["--calibrate=mine.yaml"], "--calibrate is gone: --write FILE"),
-        (["--nnodes=2", "--node-rank", "1"], "--node-rank is gone"),
-        (["--name=word"], "launch.job_id=WORD"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["--nnodes=2"], "launch.nnodes=2"),
+    (["mesh.shard=two"], "mesh.shard"),
+    (["--seconds=0"], "--seconds=0 must be above 0"),
+    (["--largest-mib=nan"], "--largest-mib=nan must be from"),
+    (["--write=mine.json"], "must end with .yaml"),
+    (["--write=none/mine.yaml"], "cannot be written"),
+    (["--calibrate=mine.yaml"], "--calibrate is gone: --write FILE"),
+    (["--nnodes=2", "--node-rank", "1"], "--node-rank is gone"),
+    (["--name=word"], "launch.job_id=WORD"),
+])  # fmt: skip
 def test_wrong_arguments_end_with_2(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2

@@ -1,7 +1,5 @@
 """Forked ranks: what they inherit and what not, how they end, and who ends with whom."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
@@ -28,7 +26,6 @@ SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
 def rank_main(words):
-    """What the words ask for."""
     task, *rest = words
     if task == "tell":
         import torch

@@ -1,14 +1,12 @@
 """The example for Ray Train: Ray's workers and one process alone see the same losses."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
+import jobs
 import pytest
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_train.py"
@@ -21,14 +19,8 @@ def rows_of(words: list[str], folder: Path) -> list[dict]:
         for key, value in os.environ.items()
         if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     }
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env={**env, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = {**env, "OMP_NUM_THREADS": "1"}
+    done = jobs.run_python(*words, cwd=folder, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -47,15 +39,9 @@ def test_the_loop_of_the_example_gives_the_same_losses_on_two_ranks_as_alone(tmp
     """Without Ray, so that it runs everywhere."""
     alone = rows_of([str(EXAMPLE), "--no-ray", *WORDS], tmp_path)
     launch = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(EXAMPLE),
-        "--no-ray",
-        "--shard=2",
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE), "--no-ray", "--shard=2",
         *WORDS,
-    ]
+    ]  # fmt: skip
     equal(rows_of(launch, tmp_path), alone)
 
 
@@ -75,10 +61,6 @@ def test_the_name_in_the_package_can_be_sent_to_a_worker():
 def test_ray_workers_see_the_losses_of_one_process(tmp_path, workers, shard):
     alone = rows_of([str(EXAMPLE), "--no-ray", *WORDS], tmp_path)
     words = [
-        str(EXAMPLE),
-        f"--workers={workers}",
-        f"--shard={shard}",
-        f"--storage={tmp_path / 'ray'}",
-        *WORDS,
-    ]
+        str(EXAMPLE), f"--workers={workers}", f"--shard={shard}", f"--storage={tmp_path / 'ray'}", *WORDS,
+    ]  # fmt: skip
     equal(rows_of(words, tmp_path), alone)

@@ -1,7 +1,4 @@
-"""The report of three runs, one of which was restarted and went on with another layout: its tables, its figures, and the
-page in a browser. Figures need plotly."""
-
-from __future__ import annotations
+"""The report of three runs, one of which was restarted and went on with another layout: tables, figures, the page."""
 
 import json
 import os
@@ -193,7 +190,6 @@ def test_curves_have_a_line_for_each_run_and_marks_for_its_events(folder):
     assert (loss.showlegend, {trace.showlegend for trace in others}) == (True, {False})
     assert list(loss.x) == list(range(1, 31))
     assert loss.y[-1] == pytest.approx(2.5)
-    # Those of hybrid are the second.
     marks = [trace for trace in curves.data if trace.hovertext][1]
     assert list(marks.x) == [1, 11, 21, 21, 10, 20, 30, 30]
     assert list(marks.y) == [pytest.approx(4.0 - 0.05 * step) for step in marks.x]

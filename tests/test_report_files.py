@@ -1,7 +1,5 @@
 """Reports on run directories that are incomplete, hostile or large."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -204,7 +202,6 @@ def test_what_few_of_many_rows_hold_is_kept(tmp_path):
     assert run.known(NOT_FINITE) == [6999]
     assert run.known("validation/loss") == [0.5]
     assert run["step"][run["time/checkpoint_s"] > 0] == pytest.approx([3000], abs=5)
-    # Whichever steps are kept, the mean is of all.
     assert run.mean("comm/replicate/bytes") == pytest.approx(0.999, abs=0.01)
 
 

@@ -1,10 +1,4 @@
-"""A run that is stopped and goes on elsewhere: the same global batches and losses as the run nobody disturbed.
-
-The trainer is built by the same function as on the command line; a stop leaves the steps after the last checkpoint undone, as a
-kill would.
-"""
-
-from __future__ import annotations
+"""A run that is stopped and goes on elsewhere: the same global batches and losses as the run nobody disturbed."""
 
 import json
 from pathlib import Path
@@ -59,7 +53,6 @@ AVERAGED = ("train.ema=0.9", "checkpoint.every=1", "checkpoint.keep_last=0", "tr
 
 
 def saved(folder: Path, kind: str, step: int):
-    """The tensors of a kind in a checkpoint."""
     stored = Checkpoint.open(str(folder / "checkpoints" / f"step-{step:08d}"))
     names = [name for name in stored.tensors if name.startswith(f"{kind}/")]
     return {name.removeprefix(f"{kind}/"): stored.read(name).numpy() for name in names}

@@ -1,7 +1,5 @@
 """What a run directory says about its starts and its end, and what a sweep says about its jobs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,16 +1,14 @@
 """The real command, attacked: by another user of the machine, and from another host."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jobs
 import pytest
+from jobs import wait_for
 
 from parallel2d.base.files import private_folders as folders
 
@@ -62,14 +60,6 @@ while not os.path.exists(end):
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs a second user")
 
 
-def wait_for(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
-
-
 @pytest.mark.slow
 @needs_root
 def test_a_folder_that_somebody_else_holds_is_not_used(tmp_path):
@@ -84,12 +74,8 @@ def test_a_folder_that_somebody_else_holds_is_not_used(tmp_path):
         "TMPDIR": str(shared)
     }
     words = [
-        sys.executable,
-        *TRAIN,
-        "train.steps=1",
-        "launch.nproc_per_node=1",
-        f"hydra.run.dir={tmp_path}/run",
-    ]
+        sys.executable, *TRAIN, "train.steps=1", "launch.nproc_per_node=1", f"hydra.run.dir={tmp_path}/run",
+    ]  # fmt: skip
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
     assert f"{around}: belongs to user {NOBODY}" in ended.stderr

@@ -1,7 +1,5 @@
 """A model built straight into its shards; parameters that are left out of sharding."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
@@ -117,7 +115,6 @@ class Adapted(nn.Module):
 
 
 def trained(model, parameters):
-    """Losses of three steps."""
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     losses = []
     for _ in range(3):

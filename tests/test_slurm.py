@@ -5,8 +5,6 @@ that Slurm sets, passes SIGUSR1 on, and ends with the highest exit code of a tas
 What is tested is the script and the run under it, not Slurm.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The store where ranks and nodes meet: what it does for those who know the secret, and what others can do to it."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -85,15 +83,11 @@ def receive(opened: socket.socket, length: int) -> bytes:
 
 
 def is_dropped(opened: socket.socket) -> bool:
-    """Whether the other end closes the connection without another byte."""
     with opened:
         try:
             return opened.recv(1) == b""
         except ConnectionResetError:
             return True
-
-
-# What a store does
 
 
 def test_the_store_listens_on_its_address_only_and_says_what_is_wrong_with_another():
@@ -132,7 +126,6 @@ def raised_late(act, *arguments) -> str:
 
 
 def exercised(store: dist.Store) -> list[object]:
-    """What the operations of a store answer."""
     long, short = timedelta(seconds=3), timedelta(milliseconds=50)
     store.set("a", "1")
     store.set("bytes", bytes(range(256)))
@@ -291,9 +284,6 @@ def test_requests_that_make_no_sense_are_answered(server, client):
         client.get("text")  # it has ended, and is not late
 
 
-# What others can do to it
-
-
 @on_both
 def test_who_does_not_know_the_secret_takes_no_part(server, client, strangers):
     client.set("key", "value")
@@ -414,9 +404,6 @@ def test_a_pickle_in_the_store_is_not_read(client, tmp_path):
 def _told(**changed) -> bytes:
     state = rendezvous.RendezvousState()
     return json.dumps({**json.loads(rendezvous.to_json(state)), **changed}).encode()
-
-
-# The secret
 
 
 def test_a_secret_is_made_and_read_and_refused_where_others_may_know_it(

@@ -1,7 +1,4 @@
-"""The engine of the replicate axis: what may reduce a bucket, in which dtype gradients are added, and what ends a run of ranks that
-take different routes."""
-
-from __future__ import annotations
+"""The engine of the replicate axis: what may reduce a bucket, in which dtype gradients are added, ranks on different routes."""
 
 import ast
 import copy
@@ -55,9 +52,6 @@ def backward(model, mesh, micro=0):
 
 def gradients(model):
     return [None if p.grad is None else p.grad.full_tensor().clone() for p in model.parameters()]
-
-
-# Hooks
 
 
 def mean_in_place(state, bucket):
@@ -142,9 +136,6 @@ def _accumulate_hooks(case):
 @pytest.mark.parametrize(("case", "unused"), [(ByRank, 0), (OneRankAlone, 12)])
 def test_hooks_after_accumulation_see_the_mean_over_all_ranks(ranks, case, unused):
     assert ranks.run(4, _accumulate_hooks, case) == [(True, unused)] * 4
-
-
-# Dtypes
 
 
 class Additions(TorchDispatchMode):
@@ -237,9 +228,6 @@ def test_a_tensor_axis_rounds_the_gradients_of_whole_weights_no_more_than_one_ra
     assert all(split[kind] <= 1.05 * alone[kind] for kind in alone), (alone, split)
 
 
-# Ranks of a shard group on different routes
-
-
 class WholeBlocks(Case):
     """Rank 1 skips a block."""
 
@@ -295,9 +283,6 @@ def test_other_blocks_on_a_rank_of_a_shard_group_are_refused_on_every_rank(
     if case is WholeBlocks:
         assert "blocks.1" in answers[0][0]
         assert len({told for told, _ in answers}) == 1
-
-
-# More than one model; what torch's engine refuses
 
 
 def _two_models():

@@ -1,9 +1,6 @@
 """What crosses the replicate axis, by every method: equal to a plain reference in one process, in fp64."""
 
-from __future__ import annotations
-
 import functools
-import re
 
 import numpy as np
 import pytest
@@ -27,17 +24,10 @@ from parallel2d import (
     updated_parameters,
 )
 from parallel2d.base.config import SyncConfig
-from parallel2d.base.config.checks import validated
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.sync.methods.outer_parameter import OuterParameter
 from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
-from parallel2d.parallel.sync.wires.blocks import (
-    BlockCode,
-    BlockNoise,
-    Piece,
-    key_of,
-    to_blocks,
-)
+from parallel2d.parallel.sync.wires.blocks import BlockCode, BlockNoise, Piece, key_of, to_blocks
 
 TWO_BY_TWO = {"replicate": 2, "shard": 2}
 DILOCO = {"name": "diloco", "every": 5}
@@ -101,9 +91,6 @@ def test_accumulation_changes_nothing(ranks, name, mode):
     assert largest_difference(once["parameters"], twice["parameters"]) < bound
 
 
-# Going on from a checkpoint
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "split", "in_flight"])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(ranks, tmp_path, name):
@@ -165,9 +152,6 @@ def test_replicas_come_and_go_between_outer_steps(ranks, tmp_path):
         assert largest_difference(on[0]["parameters"], saved[0]["parameters"]) > 0.0
 
 
-# What replicas must have in common
-
-
 def _flip_one_bit(cases, rank):
     """Trains with the trainer's comparison; one bit of one parameter of one replica changes on the way."""
     said = []
@@ -191,23 +175,6 @@ def test_one_bit_of_one_replica_is_found_and_named(ranks):
     for said in ranks.run(4, _flip_one_bit, cases, 3):
         assert len(said) == 3
         assert all("1.up.weight differs between ranks [1] and [3]" in each for each in said)
-
-
-# What is refused, and what a loop of one's own must do
-
-
-@pytest.mark.parametrize(("strategy", "sync", "message"), [
-    ("hybrid_full", {"name": "diloco"}, "hybrid_full does not go with sync=diloco"),
-    ("hybrid_full", {"wire": "int8"}, "so few bits cannot hold them; use sync.wire=bf16"),
-    ("hybrid_full", {"engine": "torch"}, "use sync.engine=parallel2d"),
-    ("hybrid", {"engine": "torch", "wire": "bf16"}, "does not go with sync.wire=bf16: use sync.wire=auto"),
-    ("hybrid", {"engine": "torch", "name": "diloco"}, "torch does not go with sync=diloco"),
-    ("hybrid", {"name": "diloco", "every": 4, "delay": 4}, "must be below sync.every=4"),
-    ("hybrid", {"name": "diloco", "every": 4, "fragments": 5}, "at most sync.every=4"),
-])  # fmt: skip
-def test_words_that_cannot_work_are_refused_with_the_reason(strategy, sync, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        validated(ParallelConfig(strategy, sync=SyncConfig(**sync)))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -237,9 +204,6 @@ def test_random_rounding_is_unbiased_and_bounded_by_the_scale():
             total += back
         # The mean of 400 numbers that are one scale apart at most: 4 standard deviations.
         assert ((total / 400 - blocks).abs() <= 4 * 0.5 / 20 * scale).all()
-
-
-# In a loop of one's own
 
 
 def _sharded_model(strategy, sync, frozen=()):

@@ -1,7 +1,5 @@
 """The loop's decisions: skipping what is not finite, learning rates, loss scale. And the installed package as people get it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -37,12 +35,9 @@ class Breaking(nn.Module):
 def breaking(calls):
     arguments = f"++model.arguments={{rank: 1, calls: {calls}}}"
     return (
-        "model=custom",
-        "model.target=test_trainer:Breaking",
-        arguments,
-        "checkpoint.enabled=false",
+        "model=custom", "model.target=test_trainer:Breaking", arguments, "checkpoint.enabled=false",
         "optimizer.lr=0.1",
-    )
+    )  # fmt: skip
 
 
 def rows(folder):
@@ -132,13 +127,8 @@ def test_a_wheel_installed_elsewhere_trains_from_an_empty_folder(tmp_path):
     for name in ("pyproject.toml", "README.md", "LICENSE", "parallel2d", "conf", "models"):
         (copied / name).symlink_to(source / name)
     build = [
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        str(tmp_path),
-        str(copied),
-    ]
+        "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(copied),
+    ]  # fmt: skip
     subprocess.run([*pip, *build], check=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
     subprocess.run(
@@ -147,30 +137,12 @@ def test_a_wheel_installed_elsewhere_trains_from_an_empty_folder(tmp_path):
     empty.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     where = "import parallel2d, parallel2d.conf, parallel2d.models; print(parallel2d.__file__, parallel2d.models.__file__)"
-    found = subprocess.run(
-        [sys.executable, "-c", where],
-        cwd=empty,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    found = jobs.run_python("-c", where, cwd=empty, env=environment, check=True)
     assert found.stdout.count(str(site)) == 2
     words = [
-        "train.steps=2",
-        "model.n_layers=1",
-        "launch.nproc_per_node=1",
-        "data.cache_dir=cache",
+        "train.steps=2", "model.n_layers=1", "launch.nproc_per_node=1", "data.cache_dir=cache",
         "train.validate_every=0",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "parallel2d.train", *words],
-        cwd=empty,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    ]  # fmt: skip
+    done = jobs.run_python("-m", "parallel2d.train", *words, cwd=empty, env=environment)
     assert done.returncode == 0, done.stderr
     assert len(list(empty.glob("outputs/*/*/metrics.jsonl"))) == 1

@@ -1,7 +1,5 @@
 """Named validation sets, and `train.epochs`: what is read, how often, and that neither depends on the layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jobs
@@ -57,7 +55,6 @@ def test_each_set_has_a_loss_of_its_own_in_any_order_and_on_any_layout(ranks, fo
     for name in ("hybrid", "tensor"):
         for row, expected in zip(losses(folder, name), first, strict=True):
             assert row == pytest.approx(expected, rel=1e-10, abs=0)
-    # The held-out part, under another name
     same, held_out = ([row[key] for row in first] for key in (keys[1], keys[0]))
     assert same == held_out
     assert len({row["validation/sums/loss"] for row in first}) == 2
@@ -106,19 +103,16 @@ def test_a_set_is_no_part_of_what_a_checkpoint_belongs_to(folder):
     assert plain.validation_fingerprint != named.validation_fingerprint
 
 
-@pytest.mark.parametrize(
-    ("entry", "problem"),
-    [
-        ({"path": "nowhere.txt"}, r"data\.validation\.it: .*nowhere\.txt"),
-        ({"pth": "x"}, r"data\.validation\.it\.pth: a set may have .*did you mean path"),
-        ({"epochs": 2}, r"data\.validation\.it\.epochs: a set may have"),
-        ({"path": 7}, r"data\.validation\.it\.path=7 is no value of data\.path"),
-        ("sums.txt", r"data\.validation\.it=sums\.txt must have the form"),
-        ({"packing": "tight"}, r"data\.validation\.it\.packing=tight is not one of packed, padded"),
-        ({"split": "test"}, r"data\.validation\.it\.split=test has no effect with .*only with hf"),
-        ({"name": "custom", "target": "a:b"}, "all sets are custom, or none"),
-    ],
-)
+@pytest.mark.parametrize(("entry", "problem"), [
+    ({"path": "nowhere.txt"}, r"data\.validation\.it: .*nowhere\.txt"),
+    ({"pth": "x"}, r"data\.validation\.it\.pth: a set may have .*did you mean path"),
+    ({"epochs": 2}, r"data\.validation\.it\.epochs: a set may have"),
+    ({"path": 7}, r"data\.validation\.it\.path=7 is no value of data\.path"),
+    ("sums.txt", r"data\.validation\.it=sums\.txt must have the form"),
+    ({"packing": "tight"}, r"data\.validation\.it\.packing=tight is not one of packed, padded"),
+    ({"split": "test"}, r"data\.validation\.it\.split=test has no effect with .*only with hf"),
+    ({"name": "custom", "target": "a:b"}, "all sets are custom, or none"),
+])  # fmt: skip
 def test_a_wrong_entry_is_one_message(folder, entry, problem):
     with pytest.raises(ConfigError, match=problem) as caught:
         data_of(folder, validation={"it": entry})
@@ -143,11 +137,8 @@ def test_a_set_of_another_tokenizer_is_refused(folder):
 # Epochs
 
 SHORT_EPOCH = (
-    "data.path=sums.txt",
-    "data.validation_fraction=0",
-    "checkpoint.every=10",
-    "optimizer.lr=0.01",
-)
+    "data.path=sums.txt", "data.validation_fraction=0", "checkpoint.every=10", "optimizer.lr=0.01",
+)  # fmt: skip
 
 
 def sums(folder, **options):
@@ -161,8 +152,7 @@ def samples_of(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("end", "count", "layout"),
-    [("drop", 4, "mesh.replicate=2"), ("pad", 2, "mesh.tensor=2")],
+    ("end", "count", "layout"), [("drop", 4, "mesh.replicate=2"), ("pad", 2, "mesh.tensor=2")]
 )
 def test_epochs_set_the_steps_from_the_size_of_the_data(ranks, folder, end, count, layout):
     samples, batch = samples_of(folder), 192

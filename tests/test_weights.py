@@ -1,7 +1,5 @@
 """Weights: from one rank to all, from a folder, whole for a moment; and what frozen ones cost."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -58,7 +56,6 @@ class Tabled(nn.Module):
 
 
 def equals(model, whole):
-    """Whether the parameters of a sharded model are those of a bare one, or of its state dict."""
     expected = whole.state_dict() if isinstance(whole, nn.Module) else whole
     return all(
         torch.equal(training.whole(p), expected[name]) for name, p in model.named_parameters()
@@ -100,7 +97,6 @@ def test_weights_tied_on_the_rank_they_come_from_are_tied_on_all(ranks):
 
 
 def change(model, how):
-    """Makes a `Tabled` another model."""
     if how == "shape":
         model.layers[0][0] = nn.Linear(16, 16, bias=False)
     elif how == "more":
@@ -280,7 +276,6 @@ SUMMONED = (
 
 
 def values_of(model):
-    """Whole parameters, and whole gradients, by name."""
     values, gradients = {}, {}
     for name, parameter in model.named_parameters():
         values[name] = training.whole(parameter).clone()

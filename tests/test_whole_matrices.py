@@ -1,7 +1,5 @@
 """Optimizers of one's own that need whole tensors: as in one process on any layout, saved and resumed on another."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The pools of ranks that the other tests run on: what they survive, and what they say."""
 
-from __future__ import annotations
-
 import os
 import signal
 

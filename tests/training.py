@@ -1,7 +1,5 @@
 """A small training run as a function, for tests: the same steps on any layout, and a plain PyTorch reference."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable
@@ -38,14 +36,8 @@ from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 
 VOCAB = 67
 LLAMA = {
-    "dim": 32,
-    "n_layers": 1,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "hidden_dim": 48,
-    "vocab_size": VOCAB,
-    "max_seq_len": 64,
-}
+    "dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": VOCAB, "max_seq_len": 64,
+}  # fmt: skip
 SEQ, GLOBAL_BATCH = 16, 8
 
 
@@ -133,7 +125,6 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
-    """Whole weights by name."""
     return {
         name: whole(p).detach().double().clone().numpy() for name, p in model.named_parameters()
     }

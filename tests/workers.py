@@ -5,8 +5,6 @@ results by rank. An exception on any rank is raised in the test with that rank's
 because the other ranks may be waiting in a collective, unless every rank raised the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc
@@ -127,9 +125,7 @@ class Pool:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_worker,
-                args=(rank, world_size, self.folder.name, theirs),
-                daemon=True,
+                target=_worker, args=(rank, world_size, self.folder.name, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -207,12 +203,9 @@ class Pools:
 
     # What the server imports before the first rank is forked.
     preload: ClassVar[list[str]] = [
-        "torch",
-        "torch._dynamo",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor.parallel",
+        "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
         "parallel2d.training.assemble",
-    ]
+    ]  # fmt: skip
 
     most_faults = 3  # of native code, in a session
 
