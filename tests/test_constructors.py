@@ -1,5 +1,6 @@
 """Models whose constructors set initial values: they keep them, on every layout and through the train command."""
 
+import copy
 import math
 import random
 from unittest import mock
@@ -221,6 +222,11 @@ REFUSED = {
 }
 
 
+def _with_ones(module, _name):
+    for parameter in module.parameters(recurse=False):
+        nn.init.ones_(parameter)
+
+
 def _refused():
     mesh, told = build_mesh(MeshSpec(), "ddp"), []
     for build in (*REFUSED, Gpt):
@@ -230,6 +236,10 @@ def _refused():
         with pytest.raises(ConfigError) as error, mock.patch.object(source, "free_memory", return_value=free):  # fmt: skip
             parallelize(model, mesh, ParallelConfig("ddp"), seed=5)
         told.append(str(error.value))
+    # A copy asks no constructor for values.
+    with build_on_meta():
+        model = set_late()
+    copy.deepcopy(parallelize(model, mesh, ParallelConfig("ddp"), seed=5, init=_with_ones))
     return told
 
 

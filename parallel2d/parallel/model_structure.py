@@ -155,13 +155,22 @@ def owning_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+# Parameter -> the (module, attribute) that it is; a tied one is several.
+Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
+
+
+def places_in(modules: Iterable[nn.Module]) -> Places:
+    """Where the parameters are that ``modules`` hold themselves."""
+    places: Places = defaultdict(list)
+    for module in modules:
+        for name, parameter in held_parameters(module):
+            places[parameter].append((module, name))
+    return places
+
+
 def tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """Groups of (module, attribute) that are one and the same parameter."""
-    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for module in model.modules():
-        for name, parameter in held_parameters(module):
-            places[id(parameter)].append((module, name))
-    return [group for group in places.values() if len(group) > 1]
+    return [group for group in places_in(model.modules()).values() if len(group) > 1]
 
 
 def find_blocks(

@@ -14,7 +14,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import Any
 
@@ -191,7 +191,9 @@ class _Audit:
         for leaf in leaves:
             # A leaf for torch, which all the same puts its hooks on the tensors inside.
             if is_dataclass(type(leaf)):
-                vars(leaf).update({key: self._own(each) for key, each in vars(leaf).items()})
+                for each in fields(leaf):
+                    # It may be frozen, or have slots.
+                    object.__setattr__(leaf, each.name, self._own(getattr(leaf, each.name)))
         if not any(map(self._is_shared, leaves)):
             return output
         return tree_map(lambda leaf: leaf.clone() if self._is_shared(leaf) else leaf, output)

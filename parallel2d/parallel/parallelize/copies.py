@@ -56,7 +56,9 @@ def copier(model: nn.Module, transforms: Transforms) -> Callable[..., nn.Module]
         for name, parameter in parameters_by_name(twin).items():
             # Before the transforms, which allocate for trained ones what training needs.
             parameter.requires_grad_(name in trained and not frozen)
-        transforms(twin, WeightSource(twin, seed=0, init=None, broadcast_from=None, given=give))
+        # All is given: no constructor is asked for values, which may be on some ranks alone.
+        source = WeightSource(twin, seed=0, init=lambda *_: None, broadcast_from=None, given=give)
+        transforms(twin, source)
         modes = {fqn_of(name): module.training for name, module in model.named_modules()}
         for name, module in twin.named_modules():
             module.training = modes[fqn_of(name)] and not frozen

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh import mesh_shape
-from parallel2d.parallel.model_structure import held_parameters, stays_whole
+from parallel2d.parallel.model_structure import Places, places_in, stays_whole
 from parallel2d.parallel.weights.initial_values import rank_device
 
 
@@ -122,22 +122,18 @@ class Scalar:
         self._plain.grad = None
 
 
-def scalar_places(
-    model: nn.Module, left_out: Container[nn.Parameter]
-) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+def scalar_places(model: nn.Module, left_out: Container[nn.Parameter]) -> Places:
     """The (module, attribute) of each occurrence of each parameter without dimensions or elements
     that is not in ``left_out``. Raises `ConfigError` for complex ones without dimensions, and where
     the model has no others."""
     to_split = [parameter for parameter in model.parameters() if parameter not in left_out]
     scalars = {parameter for parameter in to_split if stays_whole(parameter)}
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in held_parameters(module):
-            if parameter in scalars:
-                places.setdefault(parameter, []).append((module, name))
-                if parameter.is_complex() and parameter.ndim == 0:
-                    problem = "is complex and has no dimensions: give it one, torch.zeros(1)"
-                    raise ConfigError(f"{name} {problem}")
+    found = places_in(model.modules())
+    places = {parameter: each for parameter, each in found.items() if parameter in scalars}
+    for parameter, ((_, name), *_) in places.items():
+        if parameter.is_complex() and parameter.ndim == 0:
+            problem = "is complex and has no dimensions: give it one, torch.zeros(1)"
+            raise ConfigError(f"{name} {problem}")
     if scalars and len(scalars) == len(to_split):
         raise ConfigError(
             "the model has parameters without dimensions or elements alone: nothing to shard"

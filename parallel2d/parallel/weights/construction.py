@@ -66,7 +66,9 @@ _NO_CALL = _Call()  # what runs in no constructor
 
 
 def _new_module(cls: type[nn.Module], *arguments: Any, **keywords: Any) -> nn.Module:
-    made: nn.Module = super(nn.Module, cls).__new__(cls)
+    new = super(nn.Module, cls).__new__
+    # That of another base class may take the arguments.
+    made = new(cls) if new is object.__new__ else new(cls, *arguments, **keywords)
     if _recorders:
         vars(made)[_MADE_BY] = _Call(cls, arguments, keywords)
         _recorders[-1].built.append(weakref.ref(made))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import broadcast
-from parallel2d.parallel.model_structure import fqn_of, held_parameters
+from parallel2d.parallel.model_structure import Places, fqn_of, places_in
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region
 from parallel2d.parallel.weights.named_tensors import masters_in, reshard
 
@@ -140,7 +140,11 @@ def summon_full_params(
         )
     # After a forward without backward, some parameters may still be gathered.
     reshard(model)
-    places = _places_of_parameters(model.modules() if recurse else [model])
+    places = places_in(model.modules() if recurse else [model])
+    for parameter, ((module, name), *_) in places.items():
+        if hasattr(parameter, _MARK):
+            place = f"{name} of {type(module).__name__}"
+            raise ConfigError(f"summon_full_params: {place} is whole already, in an outer context")
     keep = not rank0_only or dist.get_rank() == 0
     wholes = {}
     for parameter in places:
@@ -193,24 +197,8 @@ def sharded_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 # An attribute of whole parameters, by which a context inside another is noticed.
 _MARK = "_summoned_whole"
 
-# Parameter -> the (module, attribute) that it is; a tied one is several.
-_Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
-
-def _places_of_parameters(modules: Iterable[nn.Module]) -> _Places:
-    """Raises `ConfigError` for a parameter that is whole already."""
-    places: _Places = {}
-    for module in modules:
-        for name, parameter in held_parameters(module):
-            places.setdefault(parameter, []).append((module, name))
-            if hasattr(parameter, _MARK):
-                place = f"{name} of {type(module).__name__}"
-                problem = "is whole already, in an outer context"
-                raise ConfigError(f"summon_full_params: {place} {problem}")
-    return places
-
-
-def _show(places: _Places, shown: Mapping[nn.Parameter, nn.Parameter]) -> None:
+def _show(places: Places, shown: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Lets the modules have what is ``shown`` for each parameter."""
     for parameter, owners in places.items():
         for module, name in owners:
