@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import default_collate
 
 from parallel2d.base.config import DataConfig
-from parallel2d.base.config.options import load_reference
+from parallel2d.base.config.options import call_reference
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.parallelize.layout import SampleShape, TensorShape
 from parallel2d.training.data.batch import IGNORED, Batch, mixed_with
@@ -63,20 +63,19 @@ class OwnSamples:
     def __init__(self, config: DataConfig) -> None:
         """Raises `ConfigError` for what is no data set."""
         assert config.target is not None
-        build = load_reference("data.target", config.target)
         what = f"data.target={config.target}"
+        built = call_reference("data.target", config.target, **config.arguments)
         try:
-            built = build(**config.arguments)
             self.dataset, self.collate = built, default_collate
             if isinstance(built, tuple):
                 self.dataset, self.collate = built
             self._length = len(self.dataset)
             first = self.batch([self.dataset[0]]) if self._length else None
         except Exception as error:
-            said = f"{what} with arguments {config.arguments}: {type(error).__name__}: {error}"
             raise ConfigError(
-                f"{said}; it must return a data set with __len__ and __getitem__, or that and a "
-                "function that makes a batch of a list of samples"
+                f"{what} with arguments {config.arguments}: {type(error).__name__}: {error}; it "
+                "must return a data set with __len__ and __getitem__, or that and a function that "
+                "makes a batch of a list of samples"
             ) from error
         if first is None:
             raise ConfigError(f"{what} returned a data set without samples")
@@ -100,10 +99,6 @@ class OwnSamples:
             *values, targets = batch
             return (tuple(values), targets) if values else (targets, None)
         return batch, None
-
-    def read(self, *_: Any) -> None:
-        """Samples of one's own fill no rows of tokens: `OwnStream` reads them."""
-        raise NotImplementedError
 
 
 def _of_one_sample(tensor: torch.Tensor) -> TensorShape:
