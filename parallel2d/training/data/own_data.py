@@ -109,7 +109,8 @@ class OwnStream(SampleStream):
     """Samples of `OwnSamples` addressed by position. ``workers``: threads that read a batch."""
 
     def __init__(self, samples: OwnSamples, workers: int | str, **how: Any) -> None:
-        super().__init__([samples], Schedule([1]), **how)
+        read: list[Any] = [samples]  # here, as they fill no rows of tokens
+        super().__init__(read, Schedule([1]), **how)
         threads = worker_count(workers)
         if workers == "auto":
             threads = min(threads, _MOST_THREADS)
