@@ -190,6 +190,7 @@ RULES = {
     "no targets": (lambda logits, _: logits.square().mean(), LossRule("samples", None)),
     "logits": (lambda logits, _: None, None),
     "batch": (lambda logits, _: logits.mean(0).square().mean(), "neither a sum nor a mean"),
+    "nothing": (lambda logits, _: logits.sum() * 0, "no number that shows what it was divided by"),
     "micro-batch": (lambda logits, _: logits.new_tensor(len(logits)).clamp(1, 2) - logits.mean() * 0 , "train.loss_is=mean_per_micro_batch"),
 }  # fmt: skip
 

@@ -35,7 +35,7 @@ from parallel2d.parallel.chunked_loss import (
 from parallel2d.parallel.loss import cross_entropy_sum, loss_bound
 from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.model_structure import find_blocks, fqn_of
-from parallel2d.parallel.weights.named_tensors import reshard
+from parallel2d.parallel.weights.named_tensors import reshard, undisturbed
 
 _COMPARED = 480  # tokens of the first batch; a multiple of usual sizes of the tensor axis
 
@@ -274,7 +274,6 @@ class ChunkedHead:
             )
         return loss
 
-    @torch.no_grad()
     def compare(self, targets: Tensor, *inputs: Any, **options: Any) -> None:
         """Learns what the model does with its logits, and compares the loss with the plain one, on
         the first tokens of the first sample (on all tokens where an input has not one entry for
@@ -284,9 +283,7 @@ class ChunkedHead:
         something else than this head's output.
         """
         first, options, like = self._first_tokens(targets, inputs, options)
-        training = {module: module.training for module in self.model.modules()}
-        self.model.eval()
-        try:
+        with undisturbed(self.model, targets.device):
             output = self.model(*first, **options)
             logits = getattr(output, "logits", output)
             wanted = targets_like(like, logits)
@@ -298,10 +295,6 @@ class ChunkedHead:
             # Of several chunks, the last one smaller.
             rows = min(self.chunk, max(1, wanted.numel() * 2 // 5))
             found: Any = self._call(wanted, rows, first, options).loss
-        finally:
-            for module, was in training.items():
-                module.training = was
-            reshard(self.model)
         self._check_equal(found, plain, loss_bound(dtype))
 
     def record(self, targets: Tensor, *inputs: Any, **options: Any) -> None:

@@ -25,8 +25,9 @@ from parallel2d.base.config.options import load_reference
 from parallel2d.base.errors import ConfigError, HookError
 from parallel2d.base.exchange import all_gather
 from parallel2d.parallel.sync import outer_parameters
+from parallel2d.parallel.weights.named_tensors import undisturbed
 from parallel2d.training.data.tokenizer import Tokenizer, load_tokenizer
-from parallel2d.training.loss.model_loss import logits_in, undisturbed
+from parallel2d.training.loss.model_loss import logits_in
 from parallel2d.training.metrics import keys
 
 _KEY = "train.hooks"
@@ -184,8 +185,6 @@ class HookCalls:
     ) -> Agreed:
         """After a step, and a validation where one was done. ``saved``: a value of each rank, of
         which `Agreed` tells whether it is true on all. Collective. Raises as `start`."""
-        if not self.hooks:
-            return Agreed()
         if validation is not None:
             self._call("validation", step, step, validation)
         self._call("step", step, step, metrics)

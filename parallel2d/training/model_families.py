@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from parallel2d.base.config import CustomModel, HuggingFaceModel, LlamaModel, TrainConfig
-from parallel2d.base.config.options import load_reference
+from parallel2d.base.config.options import call_reference, load_reference
 from parallel2d.base.errors import ConfigError
 from parallel2d.models import adapters, huggingface, llama
 from parallel2d.parallel.chunked_head import find_head
@@ -85,12 +85,7 @@ def _build_custom(config: CustomModel) -> ModelParts:
 
 def _call_factory(config: CustomModel) -> nn.Module:
     """The model of ``model.target``, on meta or with values."""
-    factory = load_reference("model.target", config.target)
-    try:
-        built = factory(**config.arguments)
-    except Exception as error:
-        what = f"model.target={config.target} with arguments {config.arguments}"
-        raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
+    built = call_reference("model.target", config.target, **config.arguments)
     if not isinstance(built, nn.Module):
         raise ConfigError(
             f"model.target={config.target} returned {type(built).__name__}, not an nn.Module"

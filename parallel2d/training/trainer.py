@@ -29,7 +29,7 @@ from parallel2d.parallel.sync import (
     updated_parameters,
 )
 from parallel2d.parallel.sync.updates import set_step
-from parallel2d.parallel.weights.named_tensors import reshard
+from parallel2d.parallel.weights.named_tensors import undisturbed
 from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.data.feed import BatchFeed, BatchPlan, EndOfData, StepBatch
 from parallel2d.training.data.opening import OpenData
@@ -253,25 +253,22 @@ class Trainer:
         self._watched.load_state_dict(state)
         self.progress = Progress(**{item.name: int(state[item.name]) for item in fields(Progress)})
 
-    @torch.no_grad()
     def validate(self, stream: SampleStream) -> float:
         """Mean loss over the valid tokens of the first ``train.validate_batches`` global batches of
         ``stream``. Collective."""
         feed = BatchFeed(stream, self.plan, self.device)
-        self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
         try:
-            for _ in range(self.config.train.validate_batches):
-                batch = self._take(feed)
-                if batch is None:
-                    break
-                for micro in batch.micro_batches:
-                    sums[0] += self.loss(self.model, micro)
-                sums[1] += batch.valid_tokens
+            with undisturbed(self.model, self.device):
+                for _ in range(self.config.train.validate_batches):
+                    batch = self._take(feed)
+                    if batch is None:
+                        break
+                    for micro in batch.micro_batches:
+                        sums[0] += self.loss(self.model, micro)
+                    sums[1] += batch.valid_tokens
         finally:
             feed.close()
-            self.model.train()
-        reshard(self.model)  # without a backward nothing else frees what forward gathered
         sums *= self._agreement.counts
         dist.all_reduce(sums)
         return (sums[0] / sums[1].clamp(min=1)).item()

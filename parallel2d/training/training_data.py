@@ -28,7 +28,7 @@ def open_training_data(config: TrainConfig, parts: ModelParts) -> OpenData:
     )
     batch = config.train.global_batch_size
     too_few = data.train.end is None and len(data.train) < batch
-    if config.data.name == "custom" and (too_few or data.train.ends_before(0, batch)):
+    if config.data.name == "custom" and too_few:
         raise ConfigError(
             f"train.global_batch_size={batch} is more than the {len(data.train)} samples of "
             f"data.target={config.data.target}"

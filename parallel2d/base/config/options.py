@@ -223,3 +223,13 @@ def load_reference(key: str, reference: str) -> Any:
     if not callable(found):
         raise ConfigError(f"{key}={reference} is not callable")
     return found
+
+
+def call_reference(key: str, reference: str, *given: Any, **arguments: Any) -> Any:
+    """Calls what ``reference`` names. Raises `ConfigError` as `load_reference`, or if it raises."""
+    function = load_reference(key, reference)
+    try:
+        return function(*given, **arguments)
+    except Exception as error:
+        what = f"{key}={reference} with arguments {arguments}"
+        raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error

@@ -9,7 +9,8 @@ method beside the parameters (`MasterValues`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Protocol
 
@@ -74,6 +75,22 @@ def reshard(model: nn.Module) -> None:
         # `reshard` is not recursive: each module frees the parameters of its own group.
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, ``model`` evaluates, without gradients. Its modes and the random generators are as
+    before afterwards, and nothing that a forward has gathered stays."""
+    modes = {module: module.training for module in model.modules()}
+    devices = [device] if device.type == "cuda" else []
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        reshard(model)
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:

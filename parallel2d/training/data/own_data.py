@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import default_collate
 
 from parallel2d.base.config import DataConfig
-from parallel2d.base.config.options import load_reference
+from parallel2d.base.config.options import call_reference
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.parallelize.layout import SampleShape, TensorShape
 from parallel2d.training.data.batch import IGNORED, Batch, mixed_with
@@ -63,20 +63,19 @@ class OwnSamples:
     def __init__(self, config: DataConfig) -> None:
         """Raises `ConfigError` for what is no data set."""
         assert config.target is not None
-        build = load_reference("data.target", config.target)
         what = f"data.target={config.target}"
+        built = call_reference("data.target", config.target, **config.arguments)
         try:
-            built = build(**config.arguments)
             self.dataset, self.collate = built, default_collate
             if isinstance(built, tuple):
                 self.dataset, self.collate = built
             self._length = len(self.dataset)
             first = self.batch([self.dataset[0]]) if self._length else None
         except Exception as error:
-            said = f"{what} with arguments {config.arguments}: {type(error).__name__}: {error}"
             raise ConfigError(
-                f"{said}; it must return a data set with __len__ and __getitem__, or that and a "
-                "function that makes a batch of a list of samples"
+                f"{what} with arguments {config.arguments}: {type(error).__name__}: {error}; it "
+                "must return a data set with __len__ and __getitem__, or that and a function that "
+                "makes a batch of a list of samples"
             ) from error
         if first is None:
             raise ConfigError(f"{what} returned a data set without samples")
@@ -101,10 +100,6 @@ class OwnSamples:
             return (tuple(values), targets) if values else (targets, None)
         return batch, None
 
-    def read(self, *_: Any) -> None:
-        """Samples of one's own fill no rows of tokens: `OwnStream` reads them."""
-        raise NotImplementedError
-
 
 def _of_one_sample(tensor: torch.Tensor) -> TensorShape:
     return TensorShape(tuple(tensor.shape[1:]), tensor.dtype)
@@ -114,7 +109,8 @@ class OwnStream(SampleStream):
     """Samples of `OwnSamples` addressed by position. ``workers``: threads that read a batch."""
 
     def __init__(self, samples: OwnSamples, workers: int | str, **how: Any) -> None:
-        super().__init__([samples], Schedule([1]), **how)
+        read: list[Any] = [samples]  # here, as they fill no rows of tokens
+        super().__init__(read, Schedule([1]), **how)
         threads = worker_count(workers)
         if workers == "auto":
             threads = min(threads, _MOST_THREADS)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from parallel2d.parallel.chunked_head import ChunkedHead
 from parallel2d.parallel.loss import cross_entropy_sum, loss_bound
 from parallel2d.parallel.parallelize.layout import SampleShape
 from parallel2d.parallel.parallelize.precision import DTYPES, input_dtype
-from parallel2d.parallel.weights.named_tensors import reshard
+from parallel2d.parallel.weights.named_tensors import undisturbed
 from parallel2d.training.data.batch import IGNORED, Batch
 from parallel2d.training.data.own_data import TARGET_NAMES
 from parallel2d.training.data.stream import SampleStream
@@ -122,14 +121,9 @@ class ModelLoss:
 
     def value(
         self, model: nn.Module, inputs: Any, targets: Any, document_ids: Tensor | None = None
-    ) -> Tensor:
-        """What the model or ``train.loss`` gives, a sum or a mean, or the summed cross-entropy."""
-        return self._value(model, inputs, targets, document_ids)[0]
-
-    def _value(
-        self, model: nn.Module, inputs: Any, targets: Any, document_ids: Tensor | None
     ) -> tuple[Tensor, bool]:
-        """And whether it is somebody's own."""
+        """What the model or ``train.loss`` gives, a sum or a mean, or the summed cross-entropy; and
+        whether it is somebody's own."""
         args, named = self.arguments(inputs, targets, document_ids)
         output = model(*args, **named)
         train = self._config.train
@@ -156,8 +150,9 @@ class ModelLoss:
         if head is not None and model is head.model:
             args, named = self.arguments(batch.inputs, batch.targets, batch.document_ids)
             assert batch.targets is not None, "logits have targets"
-            return head.loss(batch.targets, *args, **named)
-        value, is_own = self._value(model, batch.inputs, batch.targets, batch.document_ids)
+            value, is_own = head.loss(batch.targets, *args, **named), False
+        else:
+            value, is_own = self.value(model, batch.inputs, batch.targets, batch.document_ids)
         if not is_own:
             # Data of one's own have a sample where there is none to be read.
             return value if batch.valid_tokens else value * 0
@@ -235,7 +230,7 @@ class ModelLoss:
             def run(targets: Tensor | None, rows: slice) -> Tensor | None:
                 given = (batch.inputs, targets, batch.document_ids)
                 part = tree_map_only(Tensor, lambda each: each[rows] if each.ndim else each, given)
-                value, is_own = self._value(model, *part)
+                value, is_own = self.value(model, *part)
                 return self._scalar(value) if is_own else None
 
             with undisturbed(model, device), torch.compiler.set_stance("force_eager"):
@@ -298,19 +293,3 @@ def logits_in(output: Any) -> Any:
     if isinstance(output, tuple | list) and not hasattr(output, "logits"):
         return output[0] if output else output
     return getattr(output, "logits", output)
-
-
-@contextmanager
-def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, ``model`` evaluates, without gradients. Its modes and the random generators are as
-    before afterwards, and nothing that a forward has gathered stays."""
-    modes = {module: module.training for module in model.modules()}
-    devices = [device] if device.type == "cuda" else []
-    model.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-        reshard(model)

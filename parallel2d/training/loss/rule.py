@@ -13,6 +13,7 @@ that does neither depends on which samples share a micro-batch, and so on the la
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -128,7 +129,8 @@ def find_rule(
             expected = losses[1] + losses[2]
         else:
             expected = (first * losses[1] + rest * losses[2]) / whole
-        if abs(expected - losses[0]) <= bound * abs(losses[0]):
+        # Zeros would be anything.
+        if losses[0] and abs(expected - losses[0]) <= bound * abs(losses[0]):
             return rule
     raise ConfigError(_refusal(losses, _counts(rules[1], targets), bound))
 
@@ -143,12 +145,14 @@ def _counts(rule: LossRule, targets: Tensor | None) -> list[int]:
 
 def _refusal(losses: list[float], counts: list[int], bound: float) -> str:
     whole, first, rest = losses
-    what = "neither a sum nor a mean over its targets or samples"
-    if abs((first + rest) / 2 - whole) <= bound * abs(whole):
-        what = "a mean per micro-batch, whatever is in it"
+    what = "neither a sum nor a mean over its targets or samples, and so depends on the layout"
+    if not whole or not math.isfinite(whole):
+        what = "no number that shows what it was divided by"
+    elif abs((first + rest) / 2 - whole) <= bound * abs(whole):
+        what = "a mean per micro-batch, whatever is in it, and so depends on the layout"
     return (
         f"the loss of {SAMPLES} samples is {whole:.7g}, of the first of them {first:.7g} and of "
-        f"the others {rest:.7g}, with {counts[1]} and {counts[2]} valid targets: it is {what}, and "
-        "so depends on the layout; give train.loss a function of the output that adds up, or "
-        "accept that with train.loss_is=mean_per_micro_batch"
+        f"the others {rest:.7g}, with {counts[1]} and {counts[2]} valid targets: it is {what}; "
+        "give train.loss a function of the output that adds up, or accept that with "
+        "train.loss_is=mean_per_micro_batch"
     )

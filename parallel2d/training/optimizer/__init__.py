@@ -18,9 +18,10 @@ from torch import nn
 
 from parallel2d.base.config import OptimizerConfig, SchedulerConfig
 from parallel2d.base.config.checks import check_optimizer
-from parallel2d.base.config.options import load_reference
+from parallel2d.base.config.options import call_reference
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
+from parallel2d.parallel.sync.methods.method import needs_closure
 from parallel2d.training.optimizer.groups import describe_group, muon_names, plan_groups
 from parallel2d.training.optimizer.muon import Muon
 from parallel2d.training.optimizer.whole_matrices import whole_matrices
@@ -111,17 +112,16 @@ def _new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
 def _own_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """What ``config.target`` builds. Raises `ConfigError` for what cannot be trained with."""
     assert config.target is not None
-    build = load_reference("optimizer.target", config.target)
     what = f"optimizer.target={config.target}"
-    try:
-        optimizer = build(groups, **config.arguments)
-    except Exception as error:
-        raise ConfigError(
-            f"{what} with arguments {config.arguments}: {type(error).__name__}: {error}"
-        ) from error
+    optimizer = call_reference("optimizer.target", config.target, groups, **config.arguments)
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
         raise ConfigError(f"{what} returned {kind}, not a torch.optim.Optimizer")
+    if needs_closure(type(optimizer)):
+        raise ConfigError(
+            f"{what}: the step of {type(optimizer).__name__} needs a closure, and training gives "
+            "none; build another optimizer"
+        )
     given = _ids_in(groups)
     taken = _ids_in(optimizer.param_groups)
     if given != taken:
