@@ -29,7 +29,7 @@ from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import new_secret
 from parallel2d.base.store.server import StoreServer
 from parallel2d.base.topology import AGENT
-from parallel2d.launching import agreement, elastic_internals
+from parallel2d.launching import agreement, elastic_internals, launcher
 from parallel2d.launching.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
 from parallel2d.launching.elastic_internals import ElasticAgent
 from parallel2d.launching.rendezvous import find_rendezvous, own_rendezvous
@@ -141,6 +141,13 @@ def test_shard_groups_keep_their_size_when_nodes_leave():
     ):
         found = spec.resolve_elastic(strategy, hosts(nodes, 4), before)
         assert (found.replicate, found.shard, found.tensor) == expected
+
+
+def test_ranks_share_the_processors_and_each_has_a_thread(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    threads = [launcher._defaults(nproc, "lo")["OMP_NUM_THREADS"] for nproc in (1, 3, 9)]
+    assert threads == ["8", "2", "1"]
 
 
 @pytest.fixture

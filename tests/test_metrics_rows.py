@@ -143,7 +143,7 @@ def test_a_terminal_of_80_columns_shows_all_that_is_wanted(mode):
     lines = on_a_terminal(mode, SHOWN)
     assert all(len(line) <= 80 for line in lines)
     text = "\n".join(lines)
-    for wanted in (*describe(SHOWN, 3700.0), "ETA 12:00:00"):
+    for wanted in (*describe(SHOWN, 3700.0), "saved 1:01:40 ago", "ETA 12:00:00"):
         assert (wanted in text) == (mode != "silent"), wanted
     assert ("\u2501" in text) == (mode == "rich")
 

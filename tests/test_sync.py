@@ -76,6 +76,7 @@ def _hooked():
     found = {}
     model, mesh = sharded(ByRank, sync=SyncConfig(bucket_mib=0.001))
     group = replicate_group(model)
+    assert group is not mesh.get_group("replicate"), "others' collectives could come between"
     backward(model, mesh)
     expected = gradients(model)
     power = powerSGD_hook.PowerSGDState(
