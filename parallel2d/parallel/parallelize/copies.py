@@ -86,6 +86,12 @@ class ShardedCopy:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """What is not found here is the module's: ``ema.eval()``, ``ema.state_dict()``."""
+        if name == "module":  # it is being built
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
     @torch.no_grad()
     def update(self, decay: float) -> None:
         """Makes each trained parameter ``decay`` times itself plus ``1 - decay`` times the model's,

@@ -119,7 +119,11 @@ class ModelLoss:
             return value.to(self._dtype)
         return value
 
-    def value(
+    def value(self, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
+        """What a micro-batch is trained on, before anything is known of what it is divided by."""
+        return self._value(model, inputs, targets)[0]
+
+    def _value(
         self, model: nn.Module, inputs: Any, targets: Any, document_ids: Tensor | None = None
     ) -> tuple[Tensor, bool]:
         """What the model or ``train.loss`` gives, a sum or a mean, or the summed cross-entropy; and
@@ -152,7 +156,7 @@ class ModelLoss:
             assert batch.targets is not None, "logits have targets"
             value, is_own = head.loss(batch.targets, *args, **named), False
         else:
-            value, is_own = self.value(model, batch.inputs, batch.targets, batch.document_ids)
+            value, is_own = self._value(model, batch.inputs, batch.targets, batch.document_ids)
         if not is_own:
             # Data of one's own have a sample where there is none to be read.
             return value if batch.valid_tokens else value * 0
@@ -230,7 +234,7 @@ class ModelLoss:
             def run(targets: Tensor | None, rows: slice) -> Tensor | None:
                 given = (batch.inputs, targets, batch.document_ids)
                 part = tree_map_only(Tensor, lambda each: each[rows] if each.ndim else each, given)
-                value, is_own = self.value(model, *part)
+                value, is_own = self._value(model, *part)
                 return self._scalar(value) if is_own else None
 
             with undisturbed(model, device), torch.compiler.set_stance("force_eager"):
