@@ -36,7 +36,8 @@ _MIXING = """
     add sub mul div pow maximum minimum eq ne lt le gt ge add_ sub_ mul_ div_ lerp lerp_ copy_
     mm mv bmm dot addmm addmv baddbmm convolution cat stack where index embedding equal allclose
     mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
-    native_layer_norm mkldnn_rnn_layer _foreach_add _foreach_add_ _foreach_sub _foreach_sub_ _foreach_mul
+    native_layer_norm mkldnn_rnn_layer _foreach_add
+    _foreach_add_ _foreach_sub _foreach_sub_ _foreach_mul
     _foreach_mul_ _foreach_lerp_ _foreach_copy_
 """
 
