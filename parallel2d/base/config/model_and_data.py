@@ -223,9 +223,7 @@ def data_problems(data: DataConfig) -> Iterator[str]:
             "data=tokens needs either data.path, a prepared folder, or data.mixture=[{path: A, "
             "weight: 0.7}, ...]"
         )
-    for entry in data.mixture:
-        if not isinstance(entry, dict) or set(entry) != {"path", "weight"}:
-            yield f"data.mixture has {entry}; an entry has the form {{path: A, weight: 1}}"
+    yield from _mixture_problems(data.mixture)
     if data.packing == "padded" and data.intra_document_masking:
         yield (
             "data.intra_document_masking=true has no effect with data.packing=padded: a sequence "
@@ -233,6 +231,12 @@ def data_problems(data: DataConfig) -> Iterator[str]:
         )
     for name, entry in data.validation.items():
         yield from _validation_set_problems(data, f"data.validation.{name}", str(name), entry)
+
+
+def _mixture_problems(mixture: list[Any]) -> Iterator[str]:
+    for entry in mixture:
+        if not isinstance(entry, dict) or set(entry) != {"path", "weight"}:
+            yield f"data.mixture has {entry}; an entry has the form {{path: A, weight: 1}}"
 
 
 def _validation_set_problems(data: DataConfig, where: str, name: str, entry: Any) -> Iterator[str]:

@@ -91,12 +91,7 @@ class _Audit:
         if fsdp_internals.in_backward():
             return
         if not self._begun:
-            # In the first forward torch takes over what is there.
-            for module, managed in self._managed.items():
-                for attribute in managed:
-                    found = module._parameters.get(attribute)
-                    if not (isinstance(found, nn.Parameter) and isinstance(found, DTensor)):
-                        raise RuntimeError(f"{self._fqn(module, attribute)} {_MISPLACED}")
+            self._check_places()
         self._begun[torch.is_grad_enabled()] += 1
         number = self._begun[torch.is_grad_enabled()]
         self._auditing = number & (number - 1) == 0
@@ -113,6 +108,14 @@ class _Audit:
                 f"parameter: use {name}.data.copy_(value) with a value that is sharded alike, or "
                 f"{_INSTEAD}"
             )
+
+    def _check_places(self) -> None:
+        """Before the first forward, in which torch takes over what is there."""
+        for module, managed in self._managed.items():
+            for attribute in managed:
+                found = module._parameters.get(attribute)
+                if not (isinstance(found, nn.Parameter) and isinstance(found, DTensor)):
+                    raise RuntimeError(f"{self._fqn(module, attribute)} {_MISPLACED}")
 
     def end(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         self._check_modules()
@@ -146,9 +149,12 @@ class _Audit:
                         "parallelize, trainable"
                     )
             if self._auditing:
-                for attribute, value in plain_attributes(module):
-                    for held in tensors_in(value):
-                        self._refuse_kept(module, attribute, held)
+                self._check_attributes(module)
+
+    def _check_attributes(self, module: nn.Module) -> None:
+        for attribute, value in plain_attributes(module):
+            for held in tensors_in(value):
+                self._refuse_kept(module, attribute, held)
 
     def _refuse_kept(self, module: nn.Module, attribute: str, held: Tensor) -> None:
         name = self._storages.get(storage_of(held) or 0)

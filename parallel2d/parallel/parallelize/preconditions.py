@@ -115,26 +115,7 @@ def check_parameters(model: nn.Module) -> None:
     without a size."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
-        earlier = getattr(parameter, SHARDED_AS, None)
-        # A frozen one goes on being the same in both, unless it is that of a sharded module.
-        if earlier is not None and (parameter.requires_grad or isinstance(parameter, DTensor)):
-            raise ConfigError(
-                f"{name} is {earlier} of another model, which parallelize has sharded: it would be "
-                "two parameters from now on; put both models into one nn.Module and parallelize "
-                "that, or give this one a copy"
-            )
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ConfigError(
-                f"{name} has no size yet: run one forward pass of the model before parallelize, or "
-                "give its sizes"
-            )
-        # A tensor has hooks of two kinds; those of the second run when its gradient is complete.
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ConfigError(
-                f"{name} has a gradient hook, which would never be called, because sharding "
-                "replaces the parameter: call register_post_accumulate_grad_hook on the parameters "
-                "of the model that parallelize returns"
-            )
+        _check_parameter(name, parameter)
     by_storage: dict[int | None, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
         by_storage[storage_of(parameter)].append(parameter)
@@ -148,6 +129,29 @@ def check_parameters(model: nn.Module) -> None:
                 "and rescale the weight after the optimizer's step"
             )
         _check_references(name, module, names, by_storage)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    earlier = getattr(parameter, SHARDED_AS, None)
+    # A frozen one goes on being the same in both, unless it is that of a sharded module.
+    if earlier is not None and (parameter.requires_grad or isinstance(parameter, DTensor)):
+        raise ConfigError(
+            f"{name} is {earlier} of another model, which parallelize has sharded: it would be "
+            "two parameters from now on; put both models into one nn.Module and parallelize "
+            "that, or give this one a copy"
+        )
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ConfigError(
+            f"{name} has no size yet: run one forward pass of the model before parallelize, or "
+            "give its sizes"
+        )
+    # A tensor has hooks of two kinds; those of the second run when its gradient is complete.
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise ConfigError(
+            f"{name} has a gradient hook, which would never be called, because sharding "
+            "replaces the parameter: call register_post_accumulate_grad_hook on the parameters "
+            "of the model that parallelize returns"
+        )
 
 
 def _check_references(

@@ -210,8 +210,7 @@ def load_full_state(
     """
     if isinstance(model, Mapping) or isinstance(optimizer, Mapping):
         for name, each, own in _by_name(model, optimizer):
-            given = {kind: (state or {}).get(kind) or {} for kind in ("model", "optimizer")}
-            parts = {kind: value[name] for kind, value in given.items() if name in value}
+            parts = _part_of(state or {}, name)
             try:
                 load_full_state(each, own, parts, from_rank0=from_rank0, settings=settings)
             except ConfigError as error:
@@ -219,6 +218,12 @@ def load_full_state(
         return
     is_sent = from_rank0 and dist.is_initialized()
     _load(model, optimizer, state or {}, 0 if is_sent else None, settings)
+
+
+def _part_of(state: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What a state of several models has of the one with this name."""
+    given = {kind: state.get(kind) or {} for kind in ("model", "optimizer")}
+    return {kind: value[name] for kind, value in given.items() if name in value}
 
 
 def _by_name(

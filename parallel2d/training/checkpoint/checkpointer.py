@@ -117,12 +117,13 @@ class Checkpointer:
         self._last_step = self._base = 0
         self._first_call = True
         self._last_save = time.monotonic()
-        if config.enabled:
-            self._check_folder()
+        self._check_folder()
 
     def _check_folder(self) -> None:
         """Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would
         keep only its own part of a checkpoint."""
+        if not self.config.enabled:
+            return
         root = self.store.root
 
         def leave_token() -> str | None:

@@ -105,6 +105,19 @@ def find_rule(
         if targets.ndim > 1:
             targets[0] = ignored
             targets[0].view(-1)[-1] = int(ignored == 0)
+    counts_classes = has_classes and ignored is not None
+    return _rule_of_parts(run, targets, ignored, counts_classes, is_declared, bound)
+
+
+def _rule_of_parts(
+    run: Run,
+    targets: Tensor | None,
+    ignored: int | None,
+    counts_classes: bool,
+    is_declared: bool,
+    bound: float,
+) -> LossRule:
+    """The rule by which the losses of the parts add up to that of the whole."""
     losses, seen = [], []
     for rows in _PARTS:
         with CrossEntropyCalls() as calls:
@@ -113,14 +126,7 @@ def find_rule(
         losses.append(float(value))
         seen.append(calls.counts)
 
-    rules = [LossRule("none", ignored)]
-    # What cross-entropy was seen to count; a function that calls none has been told what to ignore.
-    for shift in (0, 1) if has_classes and ignored is not None else ():
-        rule = LossRule("targets", ignored, shift)
-        pairs = zip(_counts(rule, targets), seen, strict=True)
-        if all(count in found for count, found in pairs) or (not seen[0] and shift == 0):
-            rules.append(rule)
-    rules.append(LossRule("samples", ignored))
+    rules = _candidates(targets, ignored, counts_classes, seen)
     if is_declared:
         return rules[1]
     for rule in rules:
@@ -133,6 +139,20 @@ def find_rule(
         if losses[0] and abs(expected - losses[0]) <= bound * abs(losses[0]):
             return rule
     raise ConfigError(_refusal(losses, _counts(rules[1], targets), bound))
+
+
+def _candidates(
+    targets: Tensor | None, ignored: int | None, counts_classes: bool, seen: list[list[int]]
+) -> list[LossRule]:
+    rules = [LossRule("none", ignored)]
+    # What cross-entropy was seen to count; a function that calls none has been told what to ignore.
+    for shift in (0, 1) if counts_classes else ():
+        rule = LossRule("targets", ignored, shift)
+        pairs = zip(_counts(rule, targets), seen, strict=True)
+        if all(count in found for count, found in pairs) or (not seen[0] and shift == 0):
+            rules.append(rule)
+    rules.append(LossRule("samples", ignored))
+    return rules
 
 
 def _counts(rule: LossRule, targets: Tensor | None) -> list[int]:

@@ -57,6 +57,10 @@ def whole_matrices(
     return kind(optimizer_class, _mapped(parameters, updated_as), split, arguments)
 
 
+# By number of the parameter and key
+_State = dict[tuple[int, str], Any]
+
+
 class WholeMatrices(torch.optim.Optimizer):
     """See [Note: an optimizer that sees whole tensors]; made by `whole_matrices`."""
 
@@ -96,7 +100,11 @@ class WholeMatrices(torch.optim.Optimizer):
         self._rounds = self._plan(self._parameters, self._owner_of)
         # For the numbers of the parameters that have gradients
         self._gradient_rounds: dict[tuple[int, ...], list[MatrixRound]] = {}
-        # The class steps its own parameters, and has no state of others.
+        self._keep_own()
+
+    def _keep_own(self) -> None:
+        """Leaves the class the parameters that this rank owns: it steps them alone, and has no
+        state of others."""
         for number in list(self._wholes):
             if not self._owners.is_own(self._owner_of[number]):
                 self._inner.state.pop(self._wholes.pop(number), None)
@@ -113,6 +121,10 @@ class WholeMatrices(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._collect_state()
+        self._step()
+        return loss
+
+    def _step(self) -> None:
         every = {number: each.grad for number, each in self._parameters.items()}
         gradients = {number: each for number, each in every.items() if each is not None}
         numbers = tuple(gradients)
@@ -135,7 +147,6 @@ class WholeMatrices(torch.optim.Optimizer):
         for whole in self._wholes.values():
             whole.grad = None
             whole.data = whole.new_empty(()).expand(whole.shape)
-        return loss
 
     def _plan(self, tensors: Tensors, owners: Sequence[int]) -> list[MatrixRound]:
         """The rounds in which ``tensors`` are sent, each in its own dtype."""
@@ -157,18 +168,7 @@ class WholeMatrices(torch.optim.Optimizer):
         # Whoever looks for the state of a parameter makes an empty entry.
         if any(self.state.values()):
             return
-        own: dict[tuple[int, str], Any] = {}
-        for number, whole in self._wholes.items():
-            for key, value in _without_lists(self._inner.state.pop(whole, {})):
-                own[number, key] = value
-        unknown = {str(key) for key in self._inner.state}
-        found: dict[tuple[int, str], Any] = {}
-        for place, value in own.items():
-            found[place] = value
-            if isinstance(value, Tensor) and value.ndim:
-                found[place] = TensorEntry(value.shape, value.dtype)
-            elif not isinstance(value, Tensor | int | float | None) and value != _EMPTY:
-                unknown.add(place[1])
+        own, found, unknown = self._take_own_state()
         settings = {}
         for number, group in enumerate(self._inner_groups):
             if group["params"]:
@@ -188,12 +188,33 @@ class WholeMatrices(torch.optim.Optimizer):
             )
         for number, plain in settings.items():
             self.param_groups[number].update(plain)
+        self._put_state(own, found)
+
+    def _take_own_state(self) -> tuple[_State, _State, set[str]]:
+        """What the class has of its parameters, which forgets it; the same with shapes in the
+        place of tensors; and the keys of what cannot be saved."""
+        own: _State = {}
+        for number, whole in self._wholes.items():
+            for key, value in _without_lists(self._inner.state.pop(whole, {})):
+                own[number, key] = value
+        unknown = {str(key) for key in self._inner.state}
+        found: _State = {}
+        for place, value in own.items():
+            found[place] = value
+            if isinstance(value, Tensor) and value.ndim:
+                found[place] = TensorEntry(value.shape, value.dtype)
+            elif not isinstance(value, Tensor | int | float | None) and value != _EMPTY:
+                unknown.add(place[1])
+        return own, found, unknown
+
+    def _put_state(self, own: _State, found: _State) -> None:
+        """Fills ``self.state`` with what was ``found``, of which this rank has its ``own``."""
         sources: dict[int, Tensor] = {}
         targets: dict[int, Tensor] = {}
         owners: list[int] = []
         for number, key in sorted(found):
             parameter, entry = self._parameters[number], found[number, key]
-            value = own.get((number, key), entry)
+            value: Any = own.get((number, key), entry)
             if isinstance(entry, TensorEntry):
                 sources[len(owners)] = value
                 value = torch.empty(entry.shape, dtype=entry.dtype, device=parameter.device)

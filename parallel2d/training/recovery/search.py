@@ -365,6 +365,10 @@ def _needed(
     if manifest.world_size == group.size:
         for name in names_under([f"rng/{group.rank:05d}"], manifest.tensors):
             wanted.append((name, Region.whole(manifest.tensors[name].shape)))
+    return _files_with(wanted, manifest)
+
+
+def _files_with(wanted: list[tuple[str, Region]], manifest: Manifest) -> set[str]:
     found: set[str] = set()
     for name, region in wanted:
         for chunk in manifest.tensors[name].chunks:
