@@ -167,6 +167,7 @@ def _through_the_train_command(folder):
     return found, training_job.certify_job(*jobs.job_of(folder, f"{folder}/run", JOB)).problems()
 
 
+@pytest.mark.slow
 def test_a_job_starts_from_its_constructors_values_and_is_certified(ranks, folder):
     assert ranks.run(4, _through_the_train_command, str(folder)) == [([[]] * 3, "")] * 4
 

@@ -135,7 +135,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", [
+    job if job in ("nano", "function") else pytest.param(job, marks=pytest.mark.slow) for job in JOBS
+])  # fmt: skip
 def test_a_loss_of_ones_own_is_the_global_mean_on_any_layout(ranks, folder, job):
     rows = [json.dumps({"text": "x" * (3 + 5 * (i % 4))}) for i in range(400)]
     (folder / "rows.jsonl").write_text("\n".join(rows))

@@ -316,7 +316,10 @@ def _results(strategy):
     return found
 
 
-@pytest.mark.parametrize("strategy", MESHES)
+@pytest.mark.parametrize(
+    "strategy",
+    ["hybrid", *(pytest.param(each, marks=pytest.mark.slow) for each in ("zero3", "ddp"))],
+)
 def test_misuse_of_parameters_is_right_or_refused_by_name(ranks, strategy):
     right = ("number",) if strategy == "ddp" else ()
     for told in ranks.run(4, _refusals, strategy):

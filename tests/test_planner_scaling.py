@@ -27,6 +27,7 @@ def weak() -> list[ScalingPoint]:
     return scaled("plan.scaling=weak")
 
 
+@pytest.mark.slow
 def test_each_point_is_the_best_of_a_search_for_that_many_ranks():
     points = weak()
     assert [point.ranks for point in points] == [8 * 2**step for step in range(12)]

@@ -69,6 +69,7 @@ def validation(run_dir: Path):
     return [row["validation/loss"] for row in jobs.rows(run_dir) if "validation/loss" in row]
 
 
+@pytest.mark.slow
 def test_averages_of_weights_go_on_on_another_layout_and_are_exported(ranks, folder):
     alone, moved = folder / "alone", folder / "moved"
     ranks.run(1, jobs.run, str(folder), str(alone), (*AVERAGED, "strategy=ddp"), 2)

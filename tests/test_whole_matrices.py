@@ -203,8 +203,10 @@ def train(kind: str, layout: str, folder: str, resumes: bool) -> tuple[Any, Any,
 
 
 @pytest.mark.parametrize(("kind", "first", "then"), [
-    ("stacked", "zero3", "hybrid"), ("stacked", "hybrid_full", "ddp"), ("stacked", "tensor", "tensor"),
-    ("lists", "hybrid", "zero3"), ("lists", "ddp", "hybrid_full"),
+    ("stacked", "zero3", "hybrid"), ("lists", "ddp", "hybrid_full"),
+    pytest.param("stacked", "hybrid_full", "ddp", marks=pytest.mark.slow),
+    pytest.param("stacked", "tensor", "tensor", marks=pytest.mark.slow),
+    pytest.param("lists", "hybrid", "zero3", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_updates_are_those_of_one_process_and_resumed_on_another_layout(
     ranks, tmp_path, kind, first, then

@@ -91,7 +91,8 @@ def build_on_meta() -> Iterator[list[weakref.ref[nn.Module]]]:
 
     # It stays, and outside of contexts does what `object` does: Python cannot take `__new__` back
     # from a class, whose constructors would then refuse all arguments.
-    nn.Module.__new__ = _new_module  # type: ignore[assignment]
+    # Static, because torch also calls it on an instance.
+    nn.Module.__new__ = staticmethod(_new_module)  # type: ignore[assignment]
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     _recorders.append(recorder)
     try:
