@@ -158,7 +158,8 @@ def _watch_calls(module: nn.Module, name: str) -> None:
         received = {**dict(enumerate(args)), **kwargs}
         first: dict[int, Any] = {}
         for key, value in given[-1].items():
-            if isinstance(value, Tensor):
+            # A hook of the model's own may have taken arguments away.
+            if isinstance(value, Tensor) and key in received:
                 received[key] = first.setdefault(id(value), received[key])
         positional = tuple(received.pop(index) for index in range(len(args)))
         return positional, received
