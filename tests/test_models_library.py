@@ -307,7 +307,7 @@ def test_an_encoder_decoder_learns_to_continue_the_prefix():
     assert parts.context(9) == 3
     expected = F.cross_entropy(logits.flatten(0, 1), targets[:, 3:].flatten(), reduction="sum")
     config = jobs.config_of(["model=hf", "model.architecture=t5", "train.seq_len=9"])
-    found = ModelLoss(config, parts).value(parts.module, tokens, targets)[0]
+    found = ModelLoss(config, parts).value(parts.module, tokens, targets)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     changed = tokens.clone()
     changed[:, 6:] = 1  # what comes later than a token has no part in its prediction
