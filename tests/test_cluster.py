@@ -181,8 +181,13 @@ def test_counters_equal_what_was_sent(tmp_path):
         before = cluster.counters()
         transfer(cluster, 0, 1, 5_000_000)
         after_link = cluster.counters()
-        transfer(cluster, 0, 0, 3_000_000)
-        link, inside = difference(after_link, before), difference(cluster.counters(), after_link)
+        link = difference(after_link, before)
+        # A receiver that gets no processor for a while is sent segments again: the least of three is what was sent.
+        inside = []
+        for _ in range(3):
+            begin = cluster.counters()
+            transfer(cluster, 0, 0, 3_000_000)
+            inside.append(difference(cluster.counters(), begin)["node0"])
     # With the headers of packets: 66 bytes for each of 1,448 to 65,160, the fewer the busier the machine is.
     most = 1 + 66 / 1448
     assert 1 < link["node0"]["eth0"]["tx_bytes"] / 5e6 < most
@@ -190,9 +195,8 @@ def test_counters_equal_what_was_sent(tmp_path):
     assert link["node0"]["eth0"]["rx_bytes"] < 66 / 1448 * 5e6
     assert link["node1"]["eth0"]["tx_bytes"] < 66 / 1448 * 5e6
     assert link["node0"]["lo"]["tx_bytes"] == 0
-    # A receiver that gets no processor for a while is sent its last segments again: 3 of 65,056 bytes were seen.
-    assert 1 < inside["node0"]["lo"]["tx_bytes"] / 3e6 < most + 4 * 65_160 / 3e6
-    assert inside["node0"]["eth0"]["tx_bytes"] < 1000
+    assert 1 < min(each["lo"]["tx_bytes"] for each in inside) / 3e6 < most
+    assert max(each["eth0"]["tx_bytes"] for each in inside) < 1000
 
 
 @needs_nodes
