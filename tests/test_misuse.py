@@ -74,6 +74,7 @@ def _statistics_and_pickles():
     assert all("norm: running_mean and running_var are of each" in line for line in said)
     average_buffers(model)
     twin = sharded_copy(model)
+    assert twin.eval() is twin.module, "what a copy lacks is its module's"
     with logged("parallel2d", logging.WARNING) as said:
         results = reduce(model(x).detach(), op="max"), reduce(model(x).detach(), op="min")
     assert torch.equal(*results)
