@@ -192,7 +192,7 @@ def test_every_mode_equals_plain_pytorch(ranks, strategy, tensor, bucketing, mod
 
 @pytest.mark.parametrize("mode", [
     pytest.param(selecting("mm", "all_reduce"), marks=pytest.mark.slow),
-    ActivationCheckpointingConfig("full", blocks=["Attention"]),
+    pytest.param(ActivationCheckpointingConfig("full", blocks=["Attention"]), marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_collectives_of_a_tensor_axis_are_kept_and_recomputed(ranks, mode):
     check(ranks, 2, {"tensor": 2}, {"strategy": "ddp", "activation_checkpointing": mode})

@@ -104,6 +104,7 @@ def test_a_lost_node_comes_back_from_the_other_replica_bit_by_bit(cluster, undis
     assert cluster.copies("C") == [(5, 2), (5, 3), (6, 2), (6, 3)]
 
 
+@pytest.mark.slow
 def test_averages_of_weights_come_back_from_the_other_replica(cluster, tmp_path, ranks):
     """With split updates in bf16 a rank needs more of an average than of the weights that it keeps unrounded."""
     split = {"strategy": "hybrid_full", "precision": "fp64", "sync": SyncConfig(wire="bf16")}
@@ -162,6 +163,7 @@ def test_a_kill_while_a_copy_is_made_leaves_the_one_before(cluster, fault):
     assert start(cluster.run("AA", SHARDED, until=5)) == 4
 
 
+@pytest.mark.slow
 def test_damage_is_named_and_the_other_replica_or_an_older_copy_or_the_disk_is_used(cluster):
     cluster.run("AABB", until=4, disk_every=1, keep_last=0)
     for step in (2, 3, 4):

@@ -140,6 +140,7 @@ def check_value(config: TrainConfig, word: str) -> None:
         assert str(found) == value or float(found) == float(value), word
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_words(folder, monkeypatch, origin):
     """They compose, change what they say, and more than nothing unless they are the default."""

@@ -150,12 +150,18 @@ def fabric(*words: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def hooked(folder: Path, hook: str, steps: int) -> None:
-    """A whole job with a hook of the examples, that goes on where there is a run already."""
+HOOKS = {"mlflow": "mlflow_hook:MLflowHook", "wandb": "wandb_hook:WandbHook"}
+
+
+def hooked(folder: Path, steps: int) -> None:
+    """A whole job with the hooks of the examples, that goes on where there is a run already."""
+    hooks = [
+        f"{{hook: '{HOOKS[name]}', every: 2}}" for name in HOOKS if importlib.util.find_spec(name)
+    ]
     small = [word for word in jobs.SMALL if not word.startswith("train.steps")]
     words = [
         "hydra.run.dir=run", "launch.nproc_per_node=2", f"train.steps={steps}", "train.validate_every=3",
-        f"train.hooks=[{{hook: '{hook}', every: 2}}]", "scheduler=constant",
+        f"train.hooks=[{', '.join(hooks)}]", "scheduler=constant",
     ]  # fmt: skip
     path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -169,20 +175,26 @@ def hooked(folder: Path, hook: str, steps: int) -> None:
 LOGGED = {"loss": (2, 4, 6), "grad_norm": (2, 4, 6), "validation/loss": (3, 4, 6)}
 
 
-def run_twice(folder: Path, hook: str) -> dict[int, dict[str, float]]:
-    """Up to step 4, and again up to step 6. The rows of the run by step."""
+@pytest.fixture(scope="module")
+def logged_run(tmp_path_factory) -> Path:
+    """A run up to step 4, and again up to step 6."""
+    folder = tmp_path_factory.mktemp("logged")
     (folder / "corpus.txt").write_text("".join(f"{i} and {i} is {i + i}\n" for i in range(12000)))
-    hooked(folder, hook, 4)
-    hooked(folder, hook, 6)
-    return {row["step"]: row for row in jobs.rows(folder / "run")}
+    hooked(folder, 4)
+    hooked(folder, 6)
+    return folder / "run"
+
+
+def rows_by_step(run: Path) -> dict[int, dict[str, float]]:
+    return {row["step"]: row for row in jobs.rows(run)}
 
 
 @pytest.mark.extras("mlflow")
-def test_the_mlflow_hook_logs_one_run_over_a_resume(tmp_path):
+def test_the_mlflow_hook_logs_one_run_over_a_resume(logged_run):
     from mlflow import MlflowClient
 
-    rows = run_twice(tmp_path, "mlflow_hook:MLflowHook")
-    client = MlflowClient(f"sqlite:///{tmp_path}/run/mlflow.db")
+    rows = rows_by_step(logged_run)
+    client = MlflowClient(f"sqlite:///{logged_run}/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("parallel2d").experiment_id])
     assert run.info.status == "FINISHED"
     assert run.data.params["lr"] == "0.001"
@@ -213,13 +225,13 @@ def wandb_records(path: Path) -> list[Any]:
 
 
 @pytest.mark.extras("wandb")
-def test_the_wandb_hook_logs_one_run_over_a_resume(tmp_path):
-    rows = run_twice(tmp_path, "wandb_hook:WandbHook")
-    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+def test_the_wandb_hook_logs_one_run_over_a_resume(logged_run):
+    rows = rows_by_step(logged_run)
+    files = sorted((logged_run / "wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 2
     records = [record for file in files for record in wandb_records(file)]
     ids = {record.run.run_id for record in records if record.HasField("run")}
-    assert ids == {(tmp_path / "run" / "wandb_run_id").read_text()}
+    assert ids == {(logged_run / "wandb_run_id").read_text()}
     found: dict[str, dict[int, float]] = {}
     for record in records:
         for item in record.history.item if record.HasField("history") else ():

@@ -160,7 +160,9 @@ def test_a_wrong_command_is_one_clear_message(words, told, capsys):
     assert re.match(f"parallel2d: {told}", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.slow) if name in ("plan", "certify", "preflight") else name for name in COMMANDS
+])  # fmt: skip
 def test_a_commands_usage_names_the_way_it_was_called(name, capsys):
     module = importlib.import_module(f"parallel2d.{name}")
     for main, words, program in (

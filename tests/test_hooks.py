@@ -281,6 +281,7 @@ def test_a_sample_is_the_same_on_every_layout_and_rank(ranks, folder):
         assert found == [expected] * 4, layout
 
 
+@pytest.mark.slow
 def test_drawn_tokens_depend_on_seed_and_step_alone(ranks, folder):
     def drawn(name, *words):
         arguments = (str(folder), str(folder / name), words)

@@ -136,7 +136,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("job", [
-    job if job in ("nano", "function") else pytest.param(job, marks=pytest.mark.slow) for job in JOBS
+    job if job == "nano" else pytest.param(job, marks=pytest.mark.slow) for job in JOBS
 ])  # fmt: skip
 def test_a_loss_of_ones_own_is_the_global_mean_on_any_layout(ranks, folder, job):
     rows = [json.dumps({"text": "x" * (3 + 5 * (i % 4))}) for i in range(400)]

@@ -132,6 +132,7 @@ def test_any_figure_of_a_preset_can_be_set():
     assert found.between_nodes.down_gbit == 3200
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_refused_with_the_key():
     assert "did you mean h100?" in problem("cluster=h1000")
     assert "cluster.nodes=0 must be a whole number of at least 1" in problem("cluster.nodes=0")

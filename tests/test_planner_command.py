@@ -26,6 +26,7 @@ def config_of(*words):
     return compose([*SMALL, *words]).config
 
 
+@pytest.mark.slow
 def test_a_plan_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = [*SMALL, "cluster.device.memory_gib=80", "cluster.nodes=2", "plan.dry_run=true"]

@@ -76,6 +76,7 @@ class Alternating(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.slow
 def test_flops_of_deep_models_are_those_of_all_their_blocks(monkeypatch):
     with torch.device("meta"):
         deep, encoder, alternating, odd = small_llama(n_layers=20), Encoder(), Alternating(), Odd()

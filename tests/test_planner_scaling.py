@@ -44,12 +44,14 @@ def test_each_point_is_the_best_of_a_search_for_that_many_ranks():
     assert (best.words, best.cost.needed) == (chosen.words, chosen.cost.needed)
 
 
+@pytest.mark.slow
 def test_a_fixed_batch_leaves_layouts_out_that_it_does_not_divide():
     for point in scaled("plan.scaling=strong"):
         assert point.global_batch_size == 16
         assert all((best is not None) == (point.ranks <= 16) for best in point.best.values())
 
 
+@pytest.mark.slow
 def test_what_leaves_hosts_is_what_waits():
     inside, crossing = weak()[0].best, weak()[-1].best
     assert [wait_between_hosts(inside[name]) for name in COMPARED] == [0, 0, 0]
@@ -65,7 +67,10 @@ def test_what_leaves_hosts_is_what_waits():
         "plan.scaling=weak: train.global_batch_size=17 on 2 nodes is not a whole number of samples on 1; take a multiple of 2",
     ),
     ("plan.dry_run=true", "plan.scaling=weak does not go with plan.dry_run=true"),
-    ("cluster.device.memory_gib=0.00001", "plan.scaling=weak: no layout can run and fit on 8 to 16,384 ranks"),
+    pytest.param(
+        "cluster.device.memory_gib=0.00001", "plan.scaling=weak: no layout can run and fit on 8 to 16,384 ranks",
+        marks=pytest.mark.slow,
+    ),
     ("precision=fp64", "layouts cannot be ranked"),
 ])  # fmt: skip
 def test_what_cannot_be_scaled_is_one_sentence(word, message):

@@ -30,6 +30,7 @@ def found(*words: str) -> SearchResult:
     return search(compose([*JOB, *words]).config, fixed_keys([*JOB, *words]))
 
 
+@pytest.mark.slow
 def test_the_fastest_is_chosen_where_all_fit():
     result = found(UNTRACED)
     seconds = [layout.time.seconds.total for layout in result.ranked]

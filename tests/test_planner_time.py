@@ -230,6 +230,7 @@ def test_throughput_mfu_and_step_time_are_one_figure():
     assert half.seconds.compute == pytest.approx(2 * seconds.compute)
 
 
+@pytest.mark.slow
 def test_the_network_and_what_is_sent_decide_what_waits():
     hybrid = estimate(*HYBRID).seconds
     flat = estimate(*FOUR_NODES, "strategy=zero3").seconds

@@ -266,6 +266,7 @@ def test_options_are_words_of_train_and_the_job_is_that_of_the_words():
     assert config.launch.node_range == (4, 4)
 
 
+@pytest.mark.slow
 def test_what_cannot_meet_is_one_message(capsys, monkeypatch):
     monkeypatch.setattr("parallel2d.launching.start_server", lambda: None)
     assert main(["--nnodes=2", "--endpoint=nowhere.invalid:1", "--timeout=1"]) == 1

@@ -290,7 +290,14 @@ def test_optuna_minimizes_the_objective(folder):  # noqa: F811
     assert best["best_value"] == pytest.approx(min(values), abs=1e-9)
     first = next(line for line in done.stderr.splitlines() if line.startswith("#"))
     assert first.split()[0] == f"#{values.index(min(values))}"
-    unmeasured = execute(folder, *SWEEP, *words, "train.validate_every=0", "hydra.sweep.dir=two")
+    unmeasured = execute(
+        folder,
+        *SWEEP,
+        *words,
+        "train.validate_every=0",
+        "hydra.sweep.dir=two",
+        "hydra.sweeper.n_trials=1",
+    )
     assert unmeasured.returncode == 2
     assert (
         "train.objective=validation/loss was never measured" in unmeasured.stderr.splitlines()[-1]

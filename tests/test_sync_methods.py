@@ -69,7 +69,9 @@ def check_method(ranks, name, replicas, shards):
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow) if name in ("fp32", "diloco_bf16", "late") else name for name in METHODS
+    *("bf16", "int8", "split", "diloco", "diloco_int4", "in_flight"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "late", "mixed", "fragments")),
+    *(pytest.param(name, marks=pytest.mark.soak) for name in ("split_bf16", "diloco_bf16", "diloco_int8")),
 ])  # fmt: skip
 def test_every_method_equals_its_reference(ranks, name):
     check_method(ranks, name, 2, 2)
