@@ -5,6 +5,7 @@ import os
 import pickle
 import random
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -426,9 +427,20 @@ def test_a_secret_is_made_and_read_and_refused_where_others_may_know_it(
     path.chmod(0o640)
     refused(path, f"launch.secret_file={path} can be read by others: chmod 600")
     path.chmod(0o600)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "getuid", lambda: 12345)
-        refused(path, "belongs to user")
+    known = os.stat(path)
+    for owner, mode, says in (
+        (7, 0o600, "belongs to user 7"),
+        (0, 0o640, None),
+        (0, 0o644, "by others"),
+    ):
+        status = os.stat_result((stat.S_IFREG | mode, *known[1:4], owner, *known[5:]))
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "getuid", lambda: 12345)
+            patched.setattr(os, "fstat", lambda _, status=status: status)
+            if says:
+                refused(path, says)
+            else:  # root mounts it for a container
+                assert len(secrets.read_secret(str(path))) == 64
     path.write_text("short\n")
     refused(path, "a secret has 32 to 4096 characters, this has 5")
     refused(tmp_path / "nowhere", "No such file")

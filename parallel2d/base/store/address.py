@@ -112,11 +112,15 @@ class PortTaken(ConfigError):  # noqa: N818 (named after what happened)
 
 def connect(address: str, patience_s: float) -> socket.socket:
     """A connection to ``HOST:PORT`` or ``unix:PATH``, which may come up later: it is tried again
-    for ``patience_s`` seconds. Raises `ConfigError` with the last outcome, such as refused."""
+    for ``patience_s`` seconds, its name resolved anew each time. Raises `ConfigError` with the last
+    outcome, such as refused."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
             return _connect_once(address, min(5.0, max(0.5, deadline - time.monotonic())))
+        except ConfigError:  # a name that has no address for now, such as that of a pod
+            if time.monotonic() >= deadline:
+                raise
         except OSError as error:
             if time.monotonic() >= deadline:
                 # That of a socket with a timeout has no number.

@@ -36,7 +36,8 @@ def write_secret(path: str) -> None:
 
 
 def read_secret(path: str) -> str:
-    """The secret in a file. Raises `ConfigError` unless it is regular and this user's alone."""
+    """The secret in a file. Raises `ConfigError` unless it is regular and this user's alone, or
+    root's and not for all."""
     try:
         # a pipe without a writer is refused below
         descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK)
@@ -46,11 +47,13 @@ def read_secret(path: str) -> str:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"launch.secret_file={path} is no regular file")
-        if status.st_uid != os.getuid():
+        if status.st_uid not in (0, os.getuid()):
             raise ConfigError(
                 f"launch.secret_file={path} belongs to user {status.st_uid}, not to {os.getuid()}"
             )
-        if status.st_mode & 0o077:
+        # What root mounts for a container is read through a group of its own.
+        others = 0o077 if status.st_uid == os.getuid() else 0o027
+        if status.st_mode & others:
             raise ConfigError(f"launch.secret_file={path} can be read by others: chmod 600 {path}")
         return checked(
             file.read(_LONGEST + 1).decode(errors="replace"), f"launch.secret_file={path}"

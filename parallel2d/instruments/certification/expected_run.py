@@ -291,7 +291,7 @@ class ExpectedRun:
 
 class ExpectedSync:
     """What crosses the replicate axis, and with ``sync=diloco`` the parameters that replicas share;
-    see docs/sync.md for the mathematics. ``cuts``: by FQN, what each rank of a replica holds."""
+    see docs/sync-mathematics.md. ``cuts``: by FQN, what each rank of a replica holds."""
 
     def __init__(self, subject: Subject, tracks: Sequence[Track]) -> None:
         self.cuts: dict[str, list[Region]] = {}
