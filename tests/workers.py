@@ -15,7 +15,6 @@ import os
 import signal
 import tempfile
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -207,11 +206,8 @@ class Pools:
         "parallel2d.training.assemble",
     ]  # fmt: skip
 
-    most_faults = 3  # of native code, in a session
-
     def __init__(self) -> None:
         self.pools: dict[int, Pool] = {}
-        self.faults = 0
 
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any
@@ -228,18 +224,7 @@ class Pools:
             pool.close(kill=True)
             if fault and isinstance(error, WorkerError):
                 error.args = (f"{error}\n{fault}",)
-            # An exception of C++ that nobody caught is a fault of the program: ranks that disagree about a collective.
-            if not fault or "terminate called" in fault or self.faults == self.most_faults:
-                raise
-        # torch 2.13 was seen to crash once in some thousand runs: in create_cpp_hook, and in threads of gloo that run an all-gather
-        # (heap damaged in UnboundBuffer and Context; neither valgrind nor AddressSanitizer finds anything before). A few times a
-        # session that is said, not failed.
-        self.faults += 1
-        warnings.warn(
-            f"a native fault in {function.__module__}.{function.__qualname__}; run again. {fault}",
-            stacklevel=2,
-        )
-        return self.run(world_size, function, *args, **kwargs)
+            raise
 
     def close(self) -> None:
         while self.pools:
