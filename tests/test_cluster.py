@@ -256,66 +256,6 @@ def test_a_partition_heals_and_a_killed_node_loses_its_memory_and_its_peers_noti
         transfer(cluster, 1, 0, 1000)
 
 
-@pytest.mark.slow
-@needs_nodes
-def test_power_loss_is_silent_until_the_node_is_back():
-    with Cluster(2) as cluster:
-        conversation(cluster)
-        before = cluster.counters()["node0"]
-        cluster.kill_node(0, power_loss=True)
-        await_text(cluster, 1, "SENT", len(said(cluster, 1)))
-        silent = cluster.counters()["node1"]["eth0"]["rx_packets"]
-        sends_on(cluster)
-        assert "ERROR" not in said(cluster, 1)
-        assert cluster.counters()["node1"]["eth0"]["rx_packets"] == silent
-        with pytest.raises(ClusterError, match="node0 has no power"):
-            cluster.heal(0)
-        cluster.restore_node(0)
-        # the new kernel does not know the connection
-        await_text(cluster, 1, "ERROR ConnectionResetError")
-        assert cluster.counters()["node0"]["eth0"]["rx_bytes"] >= before["eth0"]["rx_bytes"]
-        transfer(cluster, 1, 0, 1000)
-
-
-@pytest.mark.slow
-@needs_nodes
-def test_loss_loses_the_share_that_was_asked_for():
-    listen = """
-import socket
-inbox = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-inbox.setsockopt(socket.SOL_SOCKET, 33, 1 << 22)  # SO_RCVBUFFORCE: whatever is not lost waits there
-inbox.bind(("", 7001))
-print("LISTENING", flush=True)
-count = 0
-while inbox.recv(100) == b"x":
-    count += 1
-print("COUNTED", count, flush=True)
-"""
-    send = """
-import socket, time
-outbox, address = socket.socket(socket.AF_INET, socket.SOCK_DGRAM), (socket.gethostbyname("node0"), 7001)
-for number in range(2050):
-    outbox.sendto(b"x" if number < 2000 else b"end", address)
-    time.sleep(0.001 if number % 50 == 0 else 0)
-"""
-    with Cluster(2) as cluster:
-        for lossy, share in ((0, 0.0), (0, 0.3), (1, 0.3)):  # the receiver's link and the sender's
-            try:
-                cluster.set_loss(lossy, share)
-            except ClusterError as error:
-                pytest.skip(str(error))
-            begun = len(said(cluster, 0))
-            listener = cluster.start(0, python(listen))
-            await_text(cluster, 0, "LISTENING", begun)
-            cluster.execute(1, python(send))
-            assert listener.wait(10) == 0
-            arrived = int(said(cluster, 0, begun).split()[-1])
-            assert arrived == pytest.approx(2000 * (1 - share), abs=0 if share == 0 else 120)
-            cluster.set_loss(lossy, 0.0)
-        with pytest.raises(ClusterError, match="loss=2 must lie between 0 and 1"):
-            cluster.set_loss(0, 2)
-
-
 def start_tool(tmp_path: Path, *options: str) -> tuple[subprocess.Popen, str]:
     """The tool with nodes whose job never ends, and its tag once the job runs."""
     words = ["run", "--output", str(tmp_path / "out"), *options, "--launcher", "none", "--"]
