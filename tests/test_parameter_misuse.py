@@ -118,6 +118,11 @@ def _call_with_others(training):
     torch.func.functional_call(training.model, weights, (_batch(0),))
 
 
+def _call_with_others_later(training):
+    training.step(3)
+    _call_with_others(training)
+
+
 def _add(training):
     training.step(5)
     training.model.register_parameter("temperature", nn.Parameter(torch.ones(WIDTH)))
@@ -195,6 +200,7 @@ REFUSED = {
     "stash a parameter": (_evaluate, {"act": _stash_itself}, "blocks.[01].last keeps blocks.[01].up.bias"),
     "data": (_set_data, {}, r".*\.data was set to another tensor"),
     "functional_call": (_call_with_others, {}, MISPLACED),
+    "functional_call later": (_call_with_others_later, {}, MISPLACED),
     "no bias": (_drop_bias, {}, f"head.bias {MISPLACED}"),
     "late": (_add, {}, "temperature was added or unfrozen after parallelize"),
     "layer": (_replace_layer, {}, "head.weight was added or unfrozen after parallelize"),
