@@ -114,6 +114,8 @@ def _set_data(training):
 
 
 def _call_with_others(training):
+    # The third forward is not among those that are looked through.
+    training.step(2)
     weights = {name: 0.9 * each for name, each in training.model.named_parameters()}
     torch.func.functional_call(training.model, weights, (_batch(0),))
 
@@ -270,6 +272,21 @@ def _train_twice(training):
     return []
 
 
+def _state_of_a_parameter(training):
+    """A first state as scripts make it, of a parameter, outside of a forward and inside."""
+    first = training.live[0]
+    for make in (first.new_zeros, first.new_ones, first.new_empty):
+        state = make(2, WIDTH).fill_(0.5)
+        assert type(state) is torch.Tensor
+        training.model(_batch(0) + state).square().sum().backward()
+    training.optimizer.step()
+    return []
+
+
+def _add_a_state(block):
+    return {"w": next(block.parameters()).new_full((WIDTH, WIDTH), 0.1)}
+
+
 def _freeze_one_more(training):
     training.model.extra = nn.Linear(2, 2).requires_grad_(False)
     training.step(2)
@@ -294,6 +311,8 @@ RIGHT = {
     "evaluated before update": (_evaluate_before_update, {}),
     "target without gradients": (_target_without_gradients, {}),
     "frozen added": (_freeze_one_more, {}),
+    "state outside": (_state_of_a_parameter, {}),
+    "state inside": (_train_twice, {"act": _add_a_state}),
     "clone kept": (_train_twice, {"act": _keep_clone}),
     "weight returned": (_train_twice, {"act": functools.partial(_hand_out, "itself")}),
     "detached returned": (_train_twice, {"act": functools.partial(_hand_out, "detached")}),

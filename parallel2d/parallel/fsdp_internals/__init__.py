@@ -26,6 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from parallel2d.parallel.fsdp_internals.computations import (
+    SHARDED_AS,
     MixedTensorsError,
     explain_mixed_tensors,
     is_differentiated_forward,
@@ -55,6 +56,7 @@ __all__ = [
     "GATHERED_AS",
     "KEPT",
     "REACHED",
+    "SHARDED_AS",
     "AllGather",
     "FSDPGroup",
     "FSDPParameter",
