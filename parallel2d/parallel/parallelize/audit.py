@@ -25,14 +25,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from parallel2d.parallel import fsdp_internals
-from parallel2d.parallel.fsdp_internals import (
+from parallel2d.parallel.fsdp_internals.computations import SHARDED_AS
+from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
+from parallel2d.parallel.fsdp_internals.group_watch import (
     GATHERED_AS,
-    SHARDED_AS,
-    FSDPGroup,
     GroupWatch,
+    refuse_numbers_of_parts,
     storage_of,
 )
+from parallel2d.parallel.fsdp_internals.sharded_model import in_backward
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.model_structure import (
     fqn_of,
@@ -94,7 +95,7 @@ class _Audit:
     # Forwards of the model
 
     def begin(self, *_: Any) -> None:
-        if fsdp_internals.in_backward():
+        if in_backward():
             return
         if not self._begun:
             self._check_places()
@@ -126,7 +127,7 @@ class _Audit:
     def end(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         self._check_modules()
         self._auditing = False
-        if torch.is_grad_enabled() or fsdp_internals.in_backward():
+        if torch.is_grad_enabled() or in_backward():
             return None
         output = self._own(output)
         # Where no backward will follow, whoever asks for parameters gets the sharded ones.
@@ -248,7 +249,7 @@ def _watch_process() -> None:
     torch.autograd.backward = _checked(torch.autograd.backward, "backward", 5, SHARDED_AS)
     # Gradients that backward leaves in gathered parameters are averaged, those that it returns not.
     torch.autograd.grad = _checked(torch.autograd.grad, "grad", 1, SHARDED_AS, GATHERED_AS)
-    fsdp_internals.refuse_numbers_of_parts()
+    refuse_numbers_of_parts()
 
 
 def _changed_groups() -> list[FSDPGroup]:

@@ -23,8 +23,12 @@ from torch.utils._pytree import tree_leaves
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
-from parallel2d.parallel import fsdp_internals
-from parallel2d.parallel.fsdp_internals import RunningForward
+from parallel2d.parallel.fsdp_internals.computations import (
+    MixedTensorsError,
+    explain_mixed_tensors,
+    is_differentiated_forward,
+)
+from parallel2d.parallel.fsdp_internals.sharded_model import RunningForward, has_begun
 from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.weights.optimizer_steps import watch_steps
 from parallel2d.parallel.weights.whole_tensors import sharded_modules
@@ -36,7 +40,7 @@ def guard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Installs the errors on ``model``, after `fully_shard`."""
     # With a tensor axis activations are `DTensor`s, whose operators shall cost nothing more.
     if "tensor" not in axis_names(mesh):
-        fsdp_internals.explain_mixed_tensors()
+        explain_mixed_tensors()
     explain_calls(model)
     model.register_load_state_dict_pre_hook(_refuse_whole_tensors)
     check_tensor_ranks_share_data(model, mesh)
@@ -96,7 +100,7 @@ def explain_calls(model: nn.Module) -> None:
 
 
 def _refuse_early(name: str, root: nn.Module, _module: nn.Module, _inputs: Any) -> None:
-    if not fsdp_internals.has_begun(root):
+    if not has_begun(root):
         raise RuntimeError(
             f"{name} was called before the model that it is a part of: call the model first, or "
             f"the method that calls {name} through "
@@ -120,7 +124,7 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
     def explained(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
-        except fsdp_internals.MixedTensorsError as error:
+        except MixedTensorsError as error:
             # In a forward of the module its parameters are gathered, and the error is another.
             if forward.now:
                 raise
@@ -144,7 +148,7 @@ def _watch_calls(module: nn.Module, name: str) -> None:
     running, forward = RunningForward(module), module.forward
 
     def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        if fsdp_internals.is_differentiated_forward((args, kwargs), running.frees):
+        if is_differentiated_forward((args, kwargs), running.frees):
             raise RuntimeError(
                 f"{name or _class_name(module)} was called with a derivative of "
                 "torch.autograd.forward_ad, which sharded modules support under torch.no_grad() "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.fsdp_internals import has_begun
+from parallel2d.parallel.fsdp_internals.sharded_model import has_begun
 from parallel2d.parallel.sync import no_sync
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of
 from parallel2d.parallel.sync.methods.method import UpdateFollower
