@@ -72,6 +72,10 @@ def _statistics_and_pickles():
         model(x), model(x)
     assert len(said) == (dist.get_rank() == 0)
     assert all("norm: running_mean and running_var are of each" in line for line in said)
+    for twin in (copy.deepcopy(model), sharded_copy(model)):
+        with logged("parallel2d", logging.WARNING) as said:
+            twin(x)
+        assert len(said) == (dist.get_rank() == 0), "a copy has the same statistics"
     average_buffers(model)
     twin = sharded_copy(model)
     assert twin.eval() is twin.module, "what a copy lacks is its module's"

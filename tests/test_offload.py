@@ -22,7 +22,7 @@ from parallel2d import (
 from parallel2d.base.config import PrecisionConfig
 from parallel2d.base.config.checks import validated
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel import fsdp_internals
+from parallel2d.parallel.fsdp_internals.sharded_model import groups
 from parallel2d.parallel.model_structure import find_blocks
 from parallel2d.parallel.parallelize.float8 import convert_to_float8
 from parallel2d.parallel.parallelize.layout import resolve
@@ -81,7 +81,7 @@ def _offloaded():
     layout.config.cpu_offload = True
     model = shard(model, mesh, layout)
     allocate(model, "cpu", offload=True)
-    offloaded = [p.offload_to_cpu for g in fsdp_internals.groups(model) for p in g.fsdp_params]
+    offloaded = [p.offload_to_cpu for g in groups(model) for p in g.fsdp_params]
     x = torch.randn(4, 6)
     norms = []
     for module in (model, expected):

@@ -98,14 +98,6 @@ def _stash_itself(block):
     block.last = block.up.bias
 
 
-def _train(training):
-    training.step()
-
-
-def _evaluate(training):
-    training.evaluate()
-
-
 def _set_data(training):
     training.step()
     for each in training.live:
@@ -114,6 +106,8 @@ def _set_data(training):
 
 
 def _call_with_others(training):
+    # The third forward is not among those that are looked through.
+    training.step(2)
     weights = {name: 0.9 * each for name, each in training.model.named_parameters()}
     torch.func.functional_call(training.model, weights, (_batch(0),))
 
@@ -191,13 +185,13 @@ WRITTEN = "was written to while it was gathered"
 MISPLACED = "is not the parameter that parallelize has sharded: torch.func.functional_call"
 HELD = "blocks.0.{} holds {}blocks.0.up.weight in a plain"
 REFUSED = {
-    "clamp": (_train, {"act": _clamp}, f"blocks.0.up.weight {WRITTEN}"),
-    "clamp without gradients": (_evaluate, {"act": _clamp}, f"blocks.0.up.weight {WRITTEN}"),
+    "clamp": (Training.step, {"act": _clamp}, f"blocks.0.up.weight {WRITTEN}"),
+    "clamp without gradients": (Training.evaluate, {"act": _clamp}, f"blocks.0.up.weight {WRITTEN}"),
     # Rank 0 of each shard group alone sees it, and the agreement tells the others.
-    "a row": (_train, {"act": _fill_a_row}, f"blocks.[01].up.weight {WRITTEN}"),
-    "frozen": (_train, {"act": _move_frozen}, f"blocks.0.frozen {WRITTEN}"),
-    "stash": (_train, {"act": _stash}, "blocks.[01].kept keeps blocks.[01].up.weight"),
-    "stash a parameter": (_evaluate, {"act": _stash_itself}, "blocks.[01].last keeps blocks.[01].up.bias"),
+    "a row": (Training.step, {"act": _fill_a_row}, f"blocks.[01].up.weight {WRITTEN}"),
+    "frozen": (Training.step, {"act": _move_frozen}, f"blocks.0.frozen {WRITTEN}"),
+    "stash": (Training.step, {"act": _stash}, "blocks.[01].kept keeps blocks.[01].up.weight"),
+    "stash a parameter": (Training.evaluate, {"act": _stash_itself}, "blocks.[01].last keeps blocks.[01].up.bias"),
     "data": (_set_data, {}, r".*\.data was set to another tensor"),
     "functional_call": (_call_with_others, {}, MISPLACED),
     "functional_call later": (_call_with_others_later, {}, MISPLACED),
@@ -209,12 +203,12 @@ REFUSED = {
     "grad of gathered": (_grad_of_gathered, {}, r"torch.autograd.grad\(\) with inputs=blocks.0"),
     "backward": (_backward_to_inputs, {}, r"torch.autograd.backward\(\) with inputs=blocks.0"),
     "update": (_update_between, {}, "parameters of .* were changed between a forward and its backward.*optimizer.step"),
-    "closure": (_train, {"prepare": functools.partial(_hold, "closure")}, HELD.format("project", "")),
-    "partial": (_train, {"prepare": functools.partial(_hold, "partial")}, HELD.format("project", "")),
-    "default": (_train, {"prepare": functools.partial(_hold, "default")}, HELD.format("project", "")),
-    "buffer": (_train, {"prepare": functools.partial(_hold, "buffer")}, HELD.format("view", "the memory of ")),
-    "view": (_train, {"prepare": functools.partial(_hold, "view")}, HELD.format("views", "the memory of ")),
-    "two models": (_train, {"prepare": _share}, "head.weight is head.weight of another model"),
+    "closure": (Training.step, {"prepare": functools.partial(_hold, "closure")}, HELD.format("project", "")),
+    "partial": (Training.step, {"prepare": functools.partial(_hold, "partial")}, HELD.format("project", "")),
+    "default": (Training.step, {"prepare": functools.partial(_hold, "default")}, HELD.format("project", "")),
+    "buffer": (Training.step, {"prepare": functools.partial(_hold, "buffer")}, HELD.format("view", "the memory of ")),
+    "view": (Training.step, {"prepare": functools.partial(_hold, "view")}, HELD.format("views", "the memory of ")),
+    "two models": (Training.step, {"prepare": _share}, "head.weight is head.weight of another model"),
 }  # fmt: skip
 
 
@@ -248,7 +242,6 @@ def _clamp_after_evaluation(training):
     for each in training.live:
         each.data.clamp_(-0.1, 0.1)
     training.step()
-    return []
 
 
 def _evaluate_before_update(training):
@@ -268,19 +261,23 @@ def _target_without_gradients(training):
         loss.backward()
         training.optimizer.step()
         training.optimizer.zero_grad()
-    return []
 
 
 def _train_twice(training):
     training.step(2)
-    return []
+
+
+def _state_of_a_parameter(training):
+    first = training.live[0]
+    for make in (first.new_zeros, first.new_ones, first.new_empty):
+        training.model(_batch(0) + make(2, WIDTH).fill_(0.5)).square().sum().backward()
+    training.optimizer.step()
 
 
 def _freeze_one_more(training):
     training.model.extra = nn.Linear(2, 2).requires_grad_(False)
     training.step(2)
     del training.model.extra
-    return []
 
 
 def _hand_out(which, block):
@@ -300,6 +297,11 @@ RIGHT = {
     "evaluated before update": (_evaluate_before_update, {}),
     "target without gradients": (_target_without_gradients, {}),
     "frozen added": (_freeze_one_more, {}),
+    "state outside": (_state_of_a_parameter, {}),
+    "state inside": (
+        _train_twice,
+        {"act": lambda block: {"w": next(block.parameters()).new_ones(WIDTH, WIDTH)}},
+    ),
     "clone kept": (_train_twice, {"act": _keep_clone}),
     "weight returned": (_train_twice, {"act": functools.partial(_hand_out, "itself")}),
     "detached returned": (_train_twice, {"act": functools.partial(_hand_out, "detached")}),
@@ -314,7 +316,7 @@ def _results(strategy):
         training = Training(mesh, strategy, **settings)
         if mesh is None:
             training.model.double()
-        more = act(training)
+        more = act(training) or ()
         found[name] = [
             getattr(each, "full_tensor", lambda each=each: each)().detach().clone()
             for each in [*more, *training.model.parameters()]

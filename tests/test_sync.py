@@ -30,6 +30,7 @@ from parallel2d import (
 )
 from parallel2d.base.config import PrecisionConfig, SyncConfig
 from parallel2d.parallel import fsdp_internals
+from parallel2d.parallel.fsdp_internals.sharded_model import groups, states
 from parallel2d.parallel.mesh import mesh_shape
 
 HYBRID = MeshSpec(replicate=2, shard=2)
@@ -439,9 +440,8 @@ def test_torchs_engine_says_what_it_cannot_do(ranks, what):
 def _lacking():
     model, mesh = sharded()
     backward(model, mesh)
-    states, groups = fsdp_internals.states(model), fsdp_internals.groups(model)
-    objects = [*states, *groups, *(state._comm_ctx for state in states)]
-    objects += [parameter for group in groups for parameter in group.fsdp_params]
+    objects = [*states(model), *groups(model), *(state._comm_ctx for state in states(model))]
+    objects += [parameter for group in groups(model) for parameter in group.fsdp_params]
     assert {type(owner) for owner in objects} == set(fsdp_internals.KEPT)
     return {
         f"{type(owner).__name__}.{name}"

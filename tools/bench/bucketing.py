@@ -27,7 +27,7 @@ import torch.multiprocessing
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel2d.parallel.fsdp_internals import AllGather, set_asynchronous_gathers
+from parallel2d.parallel.fsdp_internals.sharded_model import AllGather, set_asynchronous_gathers
 
 WORLD, SEQ, BATCH = 4, 64, 2
 LLAMA = {

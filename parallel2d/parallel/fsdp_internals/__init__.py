@@ -11,74 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import FSDPModule, _common_utils
-
-# The tensors of an output on which torch puts its hooks. A public traversal such as `tree_leaves`
-# does not enter the same containers.
-from torch.distributed.fsdp._common_utils import collect_grad_tensors
-
-# `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` are public and take these
-# classes, which `torch.distributed.fsdp` does not export.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
-
-from parallel2d.parallel.fsdp_internals.computations import (
-    MixedTensorsError,
-    explain_mixed_tensors,
-    is_differentiated_forward,
-)
-from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, FSDPParameter, fsdp_groups
-from parallel2d.parallel.fsdp_internals.group_watch import (
-    GATHERED_AS,
-    GroupWatch,
-    refuse_numbers_of_parts,
-    storage_of,
-)
-from parallel2d.parallel.fsdp_internals.sharded_model import (
-    ForwardOrder,
-    RunningForward,
-    after_backward,
-    groups,
-    has_begun,
-    in_backward,
-    prefetch_in_forward,
-    reduce_over_shard_alone,
-    reset_iteration,
-    set_asynchronous_gathers,
-    states,
-)
-
-__all__ = [
-    "GATHERED_AS",
-    "KEPT",
-    "REACHED",
-    "AllGather",
-    "FSDPGroup",
-    "FSDPParameter",
-    "ForwardOrder",
-    "GroupWatch",
-    "MixedTensorsError",
-    "ReduceScatter",
-    "RunningForward",
-    "after_backward",
-    "collect_grad_tensors",
-    "explain_mixed_tensors",
-    "fsdp_groups",
-    "groups",
-    "has_begun",
-    "in_backward",
-    "is_differentiated_forward",
-    "prefetch_in_forward",
-    "reduce_over_shard_alone",
-    "refuse_numbers_of_parts",
-    "reset_iteration",
-    "set_asynchronous_gathers",
-    "states",
-    "storage_of",
-]
 
 # What the package reaches on classes and modules.
 REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (

@@ -42,6 +42,14 @@ _MIXING = """
 """
 
 
+# Operators by which scripts make tensors of their own, such as a first hidden state, on the device
+# and in the dtype of a parameter
+_MAKING = ("new_empty", "new_full", "new_ones", "new_zeros")
+
+# An attribute of the parameters of a sharded model, and of those they have replaced: the name
+SHARDED_AS = "_parallel2d_sharded_as"
+
+
 class MixedTensorsError(RuntimeError):
     """A plain tensor met a sharded one."""
 
@@ -49,13 +57,16 @@ class MixedTensorsError(RuntimeError):
 @functools.cache
 def explain_mixed_tensors() -> None:
     """Replaces torch's error for operators that get a `DTensor` and a plain tensor, in this
-    process. C++ raises it, and offers this table of handlers by operator alone."""
+    process, and lets sharded parameters make plain tensors of another size. C++ offers this table
+    of handlers by operator alone."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     explained: dict[Any, Any] = {}
     for name in _MIXING.split():
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
             explained[getattr(packet, overload)] = _explained
+    for name in _MAKING:
+        explained[getattr(torch.ops.aten, name).default] = _made_plain
     # Torch has handlers of its own for some.
     for operator in explained.keys() & handlers.keys():
         del explained[operator]
@@ -87,3 +98,14 @@ def _explained(operator: Any, args: Any, kwargs: Any) -> Any:
         ) from error
     finally:
         handlers[operator] = _explained
+
+
+def _made_plain(operator: Any, args: Any, kwargs: Any) -> Any:
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    if hasattr(args[0], SHARDED_AS):
+        return operator(args[0]._local_tensor, *args[1:], **kwargs)
+    handlers.pop(operator, None)
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        handlers[operator] = _made_plain

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from operator import ne, or_
+from operator import attrgetter, is_not, ne, or_
 from typing import Any
 
 import torch
@@ -27,88 +27,112 @@ def storage_of(tensor: Tensor) -> int | None:
         return None
 
 
+# Of an `FSDPParam`. Each step reads these of all parameters, in maps, which cost least.
+_SHARDED, _WHOLE = attrgetter("sharded_param"), attrgetter("_unsharded_param")
+_SHARDED_VERSION = attrgetter("sharded_param._version")
+_NUMBER = attrgetter("_cdata")
+
+
 class GroupWatch:
-    """Compares the parameters of one group with what they were before, in lists, because each step
-    does. ``storages``: by number the names of gathered parameters, to which these are added."""
+    """Compares the parameters of one group with what they were before. ``storages``: by number the
+    names of gathered parameters, to which these are added."""
 
     def __init__(
         self, group: FSDPParamGroup, names: Sequence[str], storages: dict[int, str]
     ) -> None:
-        self.names = names
         self._parameters = group.fsdp_params
+        self._names = names
         self._storages = storages
-        # By parameter the (module, attribute) of each of its occurrences
-        self.places: list[list[tuple[nn.Module, str]]] = []
-        for parameter in self._parameters:
-            info = parameter._module_info
-            shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-            self.places.append([(info.module, info.param_name), *shared])
+        # Of each occurrence of each parameter: where it is registered, and under which key
+        self._occurring: list[tuple[str, FSDPParam]] = []
+        self._holders: list[dict[str, nn.Parameter | None]] = []
+        self._keys: list[str] = []
         # Allocation may have replaced what torch takes over in the first forward.
-        registered = [getattr(*places[0]) for places in self.places]
+        registered: list[nn.Parameter] = []
+        for name, each in zip(names, self._parameters, strict=True):
+            info = each._module_info
+            registered.append(getattr(info.module, info.param_name))
+            modules = [info.module, *info.shared_modules]
+            self._keys += [info.param_name, *info.shared_param_names]
+            self._holders += [vars(module)["_parameters"] for module in modules]
+            self._occurring += [(name, each)] * len(modules)
         self.versions = [each._version for each in registered]
-        self._wrappers = _wrappers(registered)
-        # Of the gathered ones, once they have been: storage and version
-        self._stamps: list[tuple[int, int]] = []
+        self._wrapped = _storages_of(registered)
+        self._locals = list(map(id, map(_local, registered)))
+        # Of the gathered ones, once they have been
+        self._gathered: list[int] = []
+        self._written: list[int] = []
 
-    def registered(self, gathered: bool) -> list[nn.Parameter]:
-        """The parameters that torch has put into the modules."""
-        name = "_unsharded_param" if gathered else "sharded_param"
-        return [getattr(each, name) for each in self._parameters]
+    def misplaced(self, gathered: bool) -> str:
+        """The name of a parameter in whose place is another than torch has put there; empty if none
+        is."""
+        names, owners = zip(*self._occurring, strict=True)
+        wanted = map(_WHOLE if gathered else _SHARDED, owners)
+        found = map(dict.get, self._holders, self._keys)
+        return next(compress(names, map(is_not, found, wanted)), "")
 
     def reassigned(self) -> str:
         """The name of a sharded parameter whose ``.data`` was set since the last call, which
         reaches neither this rank's part nor torch's engine; empty if none was."""
-        before, self._wrappers = self._wrappers, _wrappers(self.registered(gathered=False))
-        if before != self._wrappers:
-            pairs = zip(self.names, before, self._wrappers, strict=True)
-            for name, (storage, local), now in pairs:
-                # Conversions and loading replace the local tensor too.
-                if storage != now[0] and local == now[1]:
-                    return name
+        sharded = list(map(_SHARDED, self._parameters))
+        wrapped = _storages_of(sharded)
+        if wrapped == self._wrapped:
+            return ""
+        before = zip(self._names, self._wrapped, self._locals, strict=True)
+        self._wrapped, self._locals = wrapped, list(map(id, map(_local, sharded)))
+        for (name, storage, local), now, local_now in zip(
+            before, wrapped, self._locals, strict=True
+        ):
+            # Conversions and loading replace the local tensor too.
+            if storage != now and local == local_now:
+                return name
         return ""
 
     def take_updates(self) -> bool:
         """Whether sharded parameters were changed since the last call. Autograd hears of it as a
         change of the gathered ones, so that it raises its own error where a backward pass needs the
         values of before."""
-        versions = [each.sharded_param._version for each in self._parameters]
+        versions = list(map(_SHARDED_VERSION, self._parameters))
         if versions == self.versions:
             return False
         before, self.versions = self.versions, versions
-        for number, (storage, version) in enumerate(self._stamps):
+        for number in range(len(self._written)):
             whole = self._parameters[number]._unsharded_param
             if versions[number] != before[number] and not whole.is_inference():
                 torch.autograd.graph.increment_version(whole)
-                self._stamps[number] = (storage, version + 1)
+                self._written[number] += 1
         return True
 
     def remember(self) -> None:
         """Takes down what the gathered parameters are, which later gathers do not change."""
-        self._stamps = self._stamps_now()
-        whole = self.registered(gathered=True)
-        for name, each, (storage, _) in zip(self.names, whole, self._stamps, strict=True):
+        self._gathered, self._written = self._state()
+        for name, each, storage in zip(
+            self._names, map(_WHOLE, self._parameters), self._gathered, strict=True
+        ):
             setattr(each, GATHERED_AS, name)
             self._storages[storage] = name
 
-    def _stamps_now(self) -> list[tuple[int, int]]:
-        found = []
-        for each in self.registered(gathered=True):
-            # Those that were made in inference mode have no version.
-            version = 0 if each.is_inference() else each._version
-            found.append((_local(each).untyped_storage()._cdata, version))
-        return found
+    def _state(self) -> tuple[list[int], list[int]]:
+        """Storages and versions of the gathered parameters."""
+        whole = list(map(_WHOLE, self._parameters))
+        # Those that were made in inference mode, all in one forward, have no version.
+        versions = [0] * len(whole)
+        if not whole[0].is_inference():
+            versions = [each._version for each in whole]
+        return _storages_of(list(map(_local, whole))), versions
 
     def written(self, by_value: bool) -> str:
         """The name of a gathered parameter that was written to, or whose ``.data`` was set; empty
         if none was. ``by_value``: shows writes through ``.data`` too, which count nowhere."""
-        differs = map(ne, self._stamps_now(), self._stamps)
+        storages, versions = self._state()
+        differs = map(or_, map(ne, storages, self._gathered), map(ne, versions, self._written))
         if by_value:
             differs = map(or_, differs, map(_differs, self._parameters))
-        return next(compress(self.names, differs), "")
+        return next(compress(self._names, differs), "")
 
 
-def _wrappers(parameters: Sequence[Any]) -> list[tuple[int, int]]:
-    return [(each.untyped_storage()._cdata, id(each._local_tensor)) for each in parameters]
+def _storages_of(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(_NUMBER, map(Tensor.untyped_storage, tensors)))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -10,6 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+
+# The tensors of an output on which torch puts its hooks. A public traversal such as `tree_leaves`
+# does not enter the same containers.
+from torch.distributed.fsdp._common_utils import collect_grad_tensors as collect_grad_tensors
+
+# `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` are public and take these
+# classes, which `torch.distributed.fsdp` does not export.
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState

@@ -31,7 +31,6 @@ from parallel2d.parallel.parallelize.float8 import convert_to_float8
 from parallel2d.parallel.parallelize.guards import guard
 from parallel2d.parallel.parallelize.ignored import cast_ignored, ignored_parameters
 from parallel2d.parallel.parallelize.layout import Layout, resolve
-from parallel2d.parallel.parallelize.other_calls import accept_other_calls
 from parallel2d.parallel.parallelize.precision import cast_storage
 from parallel2d.parallel.parallelize.preconditions import check, check_arguments, mark_sharded
 from parallel2d.parallel.parallelize.prefetch import prefetch_parameters
@@ -127,7 +126,6 @@ def apply_layout(
     guard(model, mesh)
     audit(model, mesh, layout.config.sync.compare_every)
     watch_statistics(model, mesh)
-    accept_other_calls(model)
     clear_with_gradients(model)
     # `fully_shard` has given the class one that raises.
     vars(model)[DEEPCOPY] = copy

@@ -25,8 +25,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from parallel2d.parallel import fsdp_internals
-from parallel2d.parallel.fsdp_internals import GATHERED_AS, FSDPGroup, GroupWatch, storage_of
+from parallel2d.parallel.fsdp_internals.computations import SHARDED_AS
+from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
+from parallel2d.parallel.fsdp_internals.group_watch import (
+    GATHERED_AS,
+    GroupWatch,
+    refuse_numbers_of_parts,
+    storage_of,
+)
+from parallel2d.parallel.fsdp_internals.sharded_model import in_backward
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.model_structure import (
     fqn_of,
@@ -35,7 +42,6 @@ from parallel2d.parallel.model_structure import (
     plain_attributes,
     tensors_in,
 )
-from parallel2d.parallel.parallelize.preconditions import SHARDED_AS
 from parallel2d.parallel.sync.engine.replica_reducer import ReplicaReducer, engine_of
 
 _INSTEAD = (
@@ -75,6 +81,7 @@ class _Audit:
         for module in model.modules():
             held = held_parameters(module)
             self._managed[module] = [key for key, each in held if isinstance(each, DTensor)]
+        self._learn_modules()
         self._states = self._engine.batch.states
         self._watches: list[GroupWatch] = []
         # The versions of sharded parameters of which a forward with gradients has computed
@@ -88,7 +95,7 @@ class _Audit:
     # Forwards of the model
 
     def begin(self, *_: Any) -> None:
-        if fsdp_internals.in_backward():
+        if in_backward():
             return
         if not self._begun:
             self._check_places()
@@ -120,7 +127,7 @@ class _Audit:
     def end(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         self._check_modules()
         self._auditing = False
-        if torch.is_grad_enabled() or fsdp_internals.in_backward():
+        if torch.is_grad_enabled() or in_backward():
             return None
         output = self._own(output)
         # Where no backward will follow, whoever asks for parameters gets the sharded ones.
@@ -129,32 +136,45 @@ class _Audit:
                 state.group.release()
         return output
 
+    def _learn_modules(self) -> None:
+        """Takes down which modules there are and what they hold, in the form that is compared
+        fastest."""
+        self._modules = list(self._model.modules())
+        self._children = [module._modules for module in self._modules]
+        self._known_children = [dict(children) for children in self._children]
+        self._held = [module._parameters for module in self._modules]
+        self._known_names = list(map(tuple, self._held))
+        # (module, attribute) of parameters that `fully_shard` does not have
+        self._unmanaged: list[tuple[nn.Module, str]] = []
+        for module in self._modules:
+            managed = self._managed.get(module, ())
+            others = [key for key in module._parameters if key not in managed]
+            self._unmanaged += [(module, key) for key in others]
+
     def _check_modules(self) -> None:
         """Raises RuntimeError for a trained parameter that nothing averages over the ranks, and for
         what keeps the memory of a gathered one, which is freed."""
+        names = list(map(tuple, self._held))
+        if self._children != self._known_children or names != self._known_names:
+            self._learn_modules()
         trains = torch.is_grad_enabled() and self._averages
-        modules = [self._model]
-        while modules:
-            module = modules.pop()
-            modules += [child for child in module._modules.values() if child is not None]
-            managed = self._managed.get(module, ())
-            for attribute, each in module._parameters.items():
-                if attribute in managed or each is None:
-                    continue
-                self._refuse_kept(module, attribute, each)
-                if trains and each.requires_grad:
-                    raise RuntimeError(
-                        f"{self._fqn(module, attribute)} was added or unfrozen after parallelize, "
-                        "and nothing averages its gradient over the ranks: add it before "
-                        "parallelize, trainable"
-                    )
-            if self._auditing:
-                self._check_attributes(module)
-
-    def _check_attributes(self, module: nn.Module) -> None:
-        for attribute, value in plain_attributes(module):
-            for held in tensors_in(value):
-                self._refuse_kept(module, attribute, held)
+        for module, attribute in self._unmanaged:
+            each = module._parameters[attribute]
+            if each is None:
+                continue
+            self._refuse_kept(module, attribute, each)
+            if trains and each.requires_grad:
+                raise RuntimeError(
+                    f"{self._fqn(module, attribute)} was added or unfrozen after parallelize, and "
+                    "nothing averages its gradient over the ranks: add it before parallelize, "
+                    "trainable"
+                )
+        if not self._auditing:
+            return
+        for module in self._modules:
+            for attribute, value in plain_attributes(module):
+                for held in tensors_in(value):
+                    self._refuse_kept(module, attribute, held)
 
     def _refuse_kept(self, module: nn.Module, attribute: str, held: Tensor) -> None:
         name = self._storages.get(storage_of(held) or 0)
@@ -171,11 +191,9 @@ class _Audit:
     # Forwards of groups
 
     def _enter(self, watch: GroupWatch, gathered: bool) -> None:
-        expected = watch.registered(gathered)
-        for name, one, places in zip(watch.names, expected, watch.places, strict=True):
-            for module, attribute in places:
-                if module._parameters.get(attribute) is not one:
-                    raise RuntimeError(f"{name} {_MISPLACED}")
+        name = watch.misplaced(gathered)
+        if name:
+            raise RuntimeError(f"{name} {_MISPLACED}")
 
     def _leave(self, group: FSDPGroup, watch: GroupWatch, output: Any) -> Any:
         name = watch.written(by_value=self._auditing)
@@ -193,6 +211,8 @@ class _Audit:
 
     def _own(self, output: Any) -> Any:
         """Has what a group returns share no memory with gathered parameters, which is freed."""
+        if isinstance(output, Tensor):
+            return output.clone() if self._is_shared(output) else output
         leaves = tree_leaves(output)
         for leaf in leaves:
             # A leaf for torch, which all the same puts its hooks on the tensors inside.
@@ -229,7 +249,7 @@ def _watch_process() -> None:
     torch.autograd.backward = _checked(torch.autograd.backward, "backward", 5, SHARDED_AS)
     # Gradients that backward leaves in gathered parameters are averaged, those that it returns not.
     torch.autograd.grad = _checked(torch.autograd.grad, "grad", 1, SHARDED_AS, GATHERED_AS)
-    fsdp_internals.refuse_numbers_of_parts()
+    refuse_numbers_of_parts()
 
 
 def _changed_groups() -> list[FSDPGroup]:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather, broadcast
-from parallel2d.parallel.fsdp_internals import AllGather, ReduceScatter
+from parallel2d.parallel.fsdp_internals.sharded_model import AllGather, ReduceScatter
 from parallel2d.parallel.weights.initial_values import rank_device
 
 RING = 4096  # entries kept for each rank; no rank is so many collectives ahead of another

@@ -16,6 +16,7 @@ from torch import nn
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.parallelize.layout import without_storage
+from parallel2d.parallel.parallelize.running_statistics import take_over_statistics
 from parallel2d.parallel.sync.average import move_averages, trained_values
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of
 from parallel2d.parallel.weights.geometry import local_part
@@ -59,6 +60,7 @@ def copier(model: nn.Module, transforms: Transforms) -> Callable[..., nn.Module]
         # All is given: no constructor is asked for values, which may be on some ranks alone.
         source = WeightSource(twin, seed=0, init=lambda *_: None, broadcast_from=None, given=give)
         transforms(twin, source)
+        take_over_statistics(twin, model)
         modes = {fqn_of(name): module.training for name, module in model.named_modules()}
         for name, module in twin.named_modules():
             module.training = modes[fqn_of(name)] and not frozen
@@ -108,6 +110,7 @@ class ShardedCopy:
         move_averages(averages, self._model, decay)
         for own, buffer in zip(self.module.buffers(), self._model.buffers(), strict=True):
             own.copy_(buffer)
+        take_over_statistics(self.module, self._model)
 
 
 def sharded_copy(model: nn.Module) -> ShardedCopy:

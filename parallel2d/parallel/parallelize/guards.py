@@ -1,5 +1,6 @@
 """Errors for calls of a sharded model that would compute with parts of its parameters, or train
-it wrongly without an error: `guard` installs them.
+it wrongly without an error, and calls that scripts for ``DistributedDataParallel`` and transformers
+make: `guard` installs them.
 
 Under a tensor axis they cost one small collective in the first forward.
 """
@@ -23,9 +24,16 @@ from torch.utils._pytree import tree_leaves
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
-from parallel2d.parallel import fsdp_internals
-from parallel2d.parallel.fsdp_internals import RunningForward
+from parallel2d.parallel.fsdp_internals.computations import (
+    MixedTensorsError,
+    explain_mixed_tensors,
+    is_differentiated_forward,
+)
+from parallel2d.parallel.fsdp_internals.sharded_model import RunningForward, has_begun
 from parallel2d.parallel.mesh import axis_names
+from parallel2d.parallel.sync import no_sync
+from parallel2d.parallel.sync.engine.replica_reducer import engine_of
+from parallel2d.parallel.sync.methods.method import UpdateFollower
 from parallel2d.parallel.weights.optimizer_steps import watch_steps
 from parallel2d.parallel.weights.whole_tensors import sharded_modules
 
@@ -36,10 +44,11 @@ def guard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Installs the errors on ``model``, after `fully_shard`."""
     # With a tensor axis activations are `DTensor`s, whose operators shall cost nothing more.
     if "tensor" not in axis_names(mesh):
-        fsdp_internals.explain_mixed_tensors()
+        explain_mixed_tensors()
     explain_calls(model)
     model.register_load_state_dict_pre_hook(_refuse_whole_tensors)
     check_tensor_ranks_share_data(model, mesh)
+    _accept_other_calls(model)
     watch_steps()
     # `pickle` asks this table before it asks the tensor; `copy` does not.
     copyreg.pickle(DTensor, _pickled)
@@ -96,7 +105,7 @@ def explain_calls(model: nn.Module) -> None:
 
 
 def _refuse_early(name: str, root: nn.Module, _module: nn.Module, _inputs: Any) -> None:
-    if not fsdp_internals.has_begun(root):
+    if not has_begun(root):
         raise RuntimeError(
             f"{name} was called before the model that it is a part of: call the model first, or "
             f"the method that calls {name} through "
@@ -120,7 +129,7 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
     def explained(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
-        except fsdp_internals.MixedTensorsError as error:
+        except MixedTensorsError as error:
             # In a forward of the module its parameters are gathered, and the error is another.
             if forward.now:
                 raise
@@ -144,7 +153,7 @@ def _watch_calls(module: nn.Module, name: str) -> None:
     running, forward = RunningForward(module), module.forward
 
     def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        if fsdp_internals.is_differentiated_forward((args, kwargs), running.frees):
+        if is_differentiated_forward((args, kwargs), running.frees):
             raise RuntimeError(
                 f"{name or _class_name(module)} was called with a derivative of "
                 "torch.autograd.forward_ad, which sharded modules support under torch.no_grad() "
@@ -251,3 +260,64 @@ def _digest(inputs: Any) -> str:
                 leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             )
     return digest.hexdigest()
+
+
+def _accept_other_calls(model: nn.Module) -> None:
+    """Makes ``model.no_sync()`` that of `parallel2d.no_sync`, and gives ``model.module``,
+    ``save_pretrained`` and late casts an error that says what to do."""
+    if not hasattr(model, "no_sync"):
+        vars(model)["no_sync"] = functools.partial(no_sync, model)
+    _explain_missing_wrapper(type(model))
+    for _, module in sharded_modules(model):
+        # `to`, `half` and others go through it.
+        vars(module)["_apply"] = functools.partial(_apply, model, module._apply)
+    for module in model.modules():
+        save = getattr(module, "save_pretrained", None)
+        if callable(save):
+            vars(module)["save_pretrained"] = functools.partial(_save_whole, save)
+
+
+def _apply(
+    model: nn.Module,
+    apply: Callable[..., Any],
+    function: Callable[[Tensor], Tensor],
+    recurse: bool = True,
+) -> Any:
+    engine = engine_of(model)
+    is_used = has_begun(model) or type(engine.updates) is not UpdateFollower
+    for dtype in {parameter.dtype for parameter in model.parameters()}:
+        wanted = function(torch.empty(0, dtype=dtype)).dtype
+        # The wire to other replicas is no wider than what the configuration says.
+        is_wider = engine.batch.buckets is not None and wanted.itemsize > dtype.itemsize
+        if wanted != dtype and (is_used or is_wider):
+            raise ConfigError(
+                f"model.to({wanted}): what gathers, reduces or updates parameters is made for "
+                f"{dtype}; choose it by parallelize(..., ParallelConfig(precision=...))"
+            )
+    return apply(function, recurse)
+
+
+def _save_whole(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("state_dict") is None:
+        raise ConfigError(
+            "save_pretrained(...) would write this rank's parts of the parameters: gather them on "
+            "all ranks by state = parallel2d.full_state(model) and give state_dict=state['model'] "
+            "on rank 0, or save a checkpoint for python -m parallel2d.checkpoint convert"
+        )
+    return save(*args, **kwargs)
+
+
+def _explain_missing_wrapper(kind: type) -> None:
+    """``kind``: the class that `fully_shard` has made, or had made for an earlier model."""
+
+    # Not a property, whose AttributeError torch replaces, and which would hide a child.
+    def find(self: Any, name: str) -> Any:
+        try:
+            return super(kind, self).__getattr__(name)  # type: ignore[arg-type]
+        except AttributeError as error:
+            if name != "module":
+                raise
+            problem = "model.module: parallelize(...) returns the model itself, without a wrapper"
+            raise AttributeError(f"{problem}; use model") from error
+
+    kind.__getattr__ = find  # type: ignore[attr-defined]

@@ -20,13 +20,11 @@ from parallel2d.base.config.parallel import AUTOMATIC
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
 from parallel2d.base.topology import Topology
-from parallel2d.parallel.fsdp_internals import storage_of
+from parallel2d.parallel.fsdp_internals.computations import SHARDED_AS
+from parallel2d.parallel.fsdp_internals.group_watch import storage_of
 from parallel2d.parallel.mesh import check_placement, has_cpu_backend, ranks_of
 from parallel2d.parallel.model_structure import fqn_of, is_called, plain_attributes, tensors_in
 from parallel2d.parallel.parallelize.float8 import check_float8
-
-# An attribute of the parameters of a sharded model, and of those they have replaced: the name
-SHARDED_AS = "_parallel2d_sharded_as"
 
 
 def mark_sharded(model: nn.Module, ignored: Container[str]) -> None:

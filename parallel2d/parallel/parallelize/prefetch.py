@@ -25,8 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.base.config import PrefetchConfig
-from parallel2d.parallel import fsdp_internals
-from parallel2d.parallel.fsdp_internals import ForwardOrder
+from parallel2d.parallel.fsdp_internals.sharded_model import (
+    ForwardOrder,
+    prefetch_in_forward,
+    set_asynchronous_gathers,
+)
 from parallel2d.parallel.mesh import mesh_shape
 
 log = logging.getLogger(__name__)
@@ -47,7 +50,7 @@ def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConf
             log.info("prefetch has no effect with mesh.shard=1: no parameters are gathered")
         return model
     if mesh.device_type == "cpu" and config.forward:
-        fsdp_internals.set_asynchronous_gathers(model, True)
+        set_asynchronous_gathers(model, True)
     # An empty chain would mean torch's own choice, which is one group ahead in backward.
     if config.backward == 0:
         for module in model.modules():
@@ -72,7 +75,7 @@ def _set_chains(ended: Sequence[Group], config: PrefetchConfig) -> None:
     once = [group for group in ended if times[id(group)] == 1]
     if config.forward:
         for module, later in _chains(_in_order_of_begin(once), config.forward):
-            fsdp_internals.prefetch_in_forward(module, later)
+            prefetch_in_forward(module, later)
     # Backward runs groups in the reverse of the order in which their forward ended.
     if config.backward > 1:
         for module, later in _chains(once[::-1], config.backward):

@@ -27,13 +27,13 @@ class RunningStatistics:
 
     def __init__(self, mesh: DeviceMesh, norms: Mapping[str, nn.Module]) -> None:
         self._mesh, self._norms = mesh, norms
-        self._differ = self._was_said = False
+        self.differ = self._was_said = False
 
     def before_forward(self, *_: Any) -> None:
         """Notes, without communication, that ranks will differ, or warns once that they do."""
         if any(norm.training for norm in self._norms.values()):
-            self._differ = True
-        elif self._differ and not self._was_said and dist.get_rank() == 0:
+            self.differ = True
+        elif self.differ and not self._was_said and dist.get_rank() == 0:
             self._was_said = True
             log.warning(
                 "%s: running_mean and running_var are of each rank's own samples, so evaluations "
@@ -50,7 +50,7 @@ class RunningStatistics:
             means = sum_over_data_ranks(both, self._mesh) / mesh_shape(self._mesh).data_ranks
             for name, mean in zip(_BUFFERS, means, strict=True):
                 getattr(norm, name).copy_(mean)
-        self._differ = False
+        self.differ = False
 
 
 def watch_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -64,6 +64,12 @@ def watch_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
     if norms and mesh_shape(mesh).data_ranks > 1:
         statistics = vars(model)[_STATISTICS] = RunningStatistics(mesh, norms)
         model.register_forward_pre_hook(statistics.before_forward)
+
+
+def take_over_statistics(twin: nn.Module, model: nn.Module) -> None:
+    """Lets ``twin``, which has got the buffers of ``model``, warn as this would."""
+    if _STATISTICS in vars(model):
+        vars(twin)[_STATISTICS].differ = vars(model)[_STATISTICS].differ
 
 
 def average_buffers(model: nn.Module) -> None:

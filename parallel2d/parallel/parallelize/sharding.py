@@ -32,8 +32,12 @@ from torch.utils._pytree import tree_map
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import Topology
-from parallel2d.parallel import fsdp_internals
-from parallel2d.parallel.fsdp_internals import FSDPGroup, collect_grad_tensors
+from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, fsdp_groups
+from parallel2d.parallel.fsdp_internals.sharded_model import (
+    after_backward,
+    collect_grad_tensors,
+    reduce_over_shard_alone,
+)
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.parallelize.collective_order import (
     CollectiveOrder,
@@ -101,7 +105,7 @@ def synchronize(
     Raises `ConfigError` for a group whose trained parameters have several dtypes, and for what
     torch's own engine cannot do.
     """
-    groups = fsdp_internals.fsdp_groups(model)
+    groups = fsdp_groups(model)
     method = layout.method
     if layout.config.sync.engine == "torch":
         for what, wanted in (
@@ -118,7 +122,7 @@ def synchronize(
         register_engine(model, TorchReducer(mesh, groups, method))
         return
     if mesh_shape(mesh).replicate > 1:
-        fsdp_internals.reduce_over_shard_alone(model, mesh)
+        reduce_over_shard_alone(model, mesh)
     for group in groups:
         in_fp32 = id(group.modules[0]) in precision.fp32_modules
         wire = torch.float32 if in_fp32 else precision.reduce
@@ -140,7 +144,7 @@ def synchronize(
         seed=seed,
     )
     register_engine(model, engine)
-    fsdp_internals.after_backward(model, engine.end_backward)
+    after_backward(model, engine.end_backward)
     if order is not None:
         _keep_order(order, groups, engine)
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallel2d.parallel import fsdp_internals
+from parallel2d.parallel.fsdp_internals.sharded_model import reset_iteration
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in, reducers_in
 
 Batch = TypeVar("Batch")
@@ -85,7 +85,7 @@ def discard_accumulated(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            fsdp_internals.reset_iteration(module)
+            reset_iteration(module)
     for engine in engines_in(model):
         engine.batch.reset()
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel2d.parallel.fsdp_internals import FSDPParameter
+from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
 from parallel2d.parallel.sync.engine.group_state import GroupState, keep_until_done
 from parallel2d.parallel.sync.wires import Wire
 from parallel2d.parallel.weights.geometry import as_real, pieces_of

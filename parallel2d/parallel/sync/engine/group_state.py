@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel2d.parallel.fsdp_internals import FSDPGroup, FSDPParameter
+from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, FSDPParameter
 from parallel2d.parallel.model_structure import updated_as
 from parallel2d.parallel.sync.wires import Wire
 from parallel2d.parallel.weights.geometry import pieces_of

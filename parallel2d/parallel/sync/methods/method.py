@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.fsdp_internals import FSDPGroup
+from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
 from parallel2d.parallel.sync.engine.buckets import Reduction
 from parallel2d.parallel.sync.wires import WIRES, Wire, wire_of
 from parallel2d.parallel.sync.wires.blocks import RoundingKeys

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError, first_five
-from parallel2d.parallel.fsdp_internals import FSDPParameter
+from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
 from parallel2d.parallel.mesh import axis_names, ranks_of
 from parallel2d.parallel.model_structure import update_as
 from parallel2d.parallel.sync.engine.buckets import Bucket, Wait, fill_buckets
