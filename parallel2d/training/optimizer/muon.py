@@ -108,8 +108,7 @@ class Muon(torch.optim.Optimizer):
         """One update. Collective where matrices are sharded."""
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            loss = torch.enable_grad()(closure)()
         self._update_matrices()
         # AdamW works on this optimizer's own groups and state; they are looked up each time because
         # load_state_dict replaces them.
