@@ -4,7 +4,7 @@ checks that all ranks hold the same model."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import chain
 
 import torch
@@ -101,7 +101,9 @@ class WeightSource:
             if self._initial is not None:
                 self._initial.write(model, self._seed or 0, mesh.device_type, given=given)
                 return
-            here = _without(here, given)
+            # What is tied may be given under any of its names.
+            loaded = {id(each) for name, each in here.items() if name in given}
+            here = {name: each for name, each in here.items() if id(each) not in loaded}
             if not any(isinstance(each, nn.Parameter) for each in here.values()):
                 return
             self._build(mesh, topology)
@@ -151,12 +153,6 @@ def _raise_any(problem: str | None, value: str | None = None) -> dict[int, str]:
         if first is not None:
             raise ConfigError(first)
     return {rank: value for rank, (_, value) in enumerate(found) if value is not None}
-
-
-def _without(here: Mapping[str, Tensor], given: Container[str]) -> dict[str, Tensor]:
-    """The tensors none of whose names is ``given``."""
-    loaded = {id(each) for name, each in here.items() if name in given}
-    return {name: each for name, each in here.items() if id(each) not in loaded}
 
 
 def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
