@@ -167,6 +167,13 @@ def listed(state):
     return sorted(map(str, tree_flatten_with_path(state)[0]))
 
 
+class Rounded(torch.optim.SGD):
+    def step(self):  # with a state in bf16, whatever its parameters are in
+        super().step()
+        for entries in self.state.values():
+            entries["momentum_buffer"] = entries["momentum_buffer"].bfloat16()
+
+
 def pair(seed, world):
     """Generator and critic with an optimizer each, after a step; the critic has buffers."""
     torch.manual_seed(seed)
@@ -178,7 +185,7 @@ def pair(seed, world):
     }
     optimizers = {
         "generator": torch.optim.AdamW(models["generator"].parameters(), lr=0.1),
-        "critic": torch.optim.SGD(models["critic"].parameters(), lr=0.1, momentum=0.9),
+        "critic": Rounded(models["critic"].parameters(), lr=0.1, momentum=0.9),
     }
     return mesh, models, optimizers
 

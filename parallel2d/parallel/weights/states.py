@@ -33,6 +33,7 @@ from parallel2d.parallel.weights.named_tensors import (
     spread_state,
     tied_names,
     trained_parameters,
+    updated_by_name,
 )
 from parallel2d.parallel.weights.optimizer_settings import (
     Settings,
@@ -210,7 +211,8 @@ def load_full_state(
     """
     if isinstance(model, Mapping) or isinstance(optimizer, Mapping):
         for name, each, own in _by_name(model, optimizer):
-            parts = _part_of(state or {}, name)
+            given = {kind: (state or {}).get(kind) or {} for kind in ("model", "optimizer")}
+            parts = {kind: value[name] for kind, value in given.items() if name in value}
             try:
                 load_full_state(each, own, parts, from_rank0=from_rank0, settings=settings)
             except ConfigError as error:
@@ -218,12 +220,6 @@ def load_full_state(
         return
     is_sent = from_rank0 and dist.is_initialized()
     _load(model, optimizer, state or {}, 0 if is_sent else None, settings)
-
-
-def _part_of(state: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What a state of several models has of the one with this name."""
-    given = {kind: state.get(kind) or {} for kind in ("model", "optimizer")}
-    return {kind: value[name] for kind, value in given.items() if name in value}
 
 
 def _by_name(
@@ -289,7 +285,7 @@ def _load(
             problems += more
         # Nothing is read of an optimizer's state that does not fit.
         if not problems:
-            described = _described(entries)
+            described = _described(entries, tensors, updated_by_name(model))
     if source is not None:
         # Ranks without the state learn whether it fits, and which tensors come in which order.
         plan = problems, described, new_settings
@@ -369,20 +365,27 @@ def _match_optimizer(
     return entries, new_settings, problems + more
 
 
-def _described(entries: Entries) -> dict[str, dict[str, Any]]:
-    """``entries`` with a `TensorEntry` in the place of each tensor."""
-
-    def describe(value: Any) -> Any:
-        # Sent with the description, a scalar needs no collective of its own.
-        is_scalar = type(value) is Tensor and value.ndim == 0
-        if isinstance(value, Tensor) and not is_scalar:
-            return TensorEntry(value.shape, value.dtype)
-        return value
-
+def _described(
+    entries: Entries, given: Mapping[str, Tensor], here: Mapping[str, Tensor]
+) -> dict[str, dict[str, Any]]:
+    """``entries`` with a `TensorEntry` in the place of each tensor. ``given``, ``here``: the
+    parameters of the state, and those that it is loaded into."""
     described: dict[str, dict[str, Any]] = {}
     for name, values in entries.items():
-        described[name] = {key: describe(value) for key, value in values.items()}
+        described[name] = dict(values)
+        for key, value in values.items():
+            # Sent with the description, a scalar needs no collective of its own.
+            if isinstance(value, Tensor) and (value.ndim or type(value) is not Tensor):
+                dtype = state_dtype(value.dtype, given[name].dtype, here[name].dtype)
+                described[name][key] = TensorEntry(value.shape, dtype)
     return described
+
+
+def state_dtype(stored: torch.dtype, of_parameter: torch.dtype, here: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor of an optimizer's state that was ``stored`` beside a parameter in
+    ``of_parameter`` and is loaded for one in ``here``: what had the dtype of its parameter has it
+    again, any other is the optimizer's own."""
+    return here if stored == of_parameter else stored
 
 
 def _tensors_to_fill(
@@ -416,14 +419,14 @@ def new_state_tensor(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """A tensor of zeros as ``optimizer`` itself would make it for ``key`` of the state of
-    ``parameter``: split like the parameter, or a scalar of ``dtype``.
+    """A tensor of zeros in ``dtype`` as ``optimizer`` itself would make it for ``key`` of the state
+    of ``parameter``: split like the parameter, or a scalar.
 
     Raises `ConfigError` for any other ``shape``: only the optimizer knows how it is split.
     """
     # The step count of a parameter without dims has its shape too, and is no `DTensor` like it.
     if tuple(shape) == tuple(parameter.shape) and key != "step":
-        return torch.zeros_like(parameter, requires_grad=False)
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     # An optimizer that shares its state has whole tensors beside those of the parameter's shape.
     shares_state = hasattr(optimizer, "spread_state")
     if tuple(shape) not in ((), (1,)) and not shares_state:

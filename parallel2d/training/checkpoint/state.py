@@ -39,7 +39,7 @@ from parallel2d.parallel.weights.named_tensors import (
     trained_parameters,
 )
 from parallel2d.parallel.weights.optimizer_settings import Settings, match_settings
-from parallel2d.parallel.weights.states import new_state_tensor
+from parallel2d.parallel.weights.states import new_state_tensor, state_dtype
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
 
 log = logging.getLogger(__name__)
@@ -208,9 +208,12 @@ def load_optimizer(
     if stored.get("class") != type(optimizer).__name__:
         return differences
     fitting = {}
+    stored_as: dict[str, torch.dtype] = {}
     for name, parameter in trained_parameters(model, optimizer).items():
-        if fitting_name(name, parameter, checkpoint.manifest) is not None:
+        source = fitting_name(name, parameter, checkpoint.manifest)
+        if source is not None:
             fitting[name] = parameter
+            stored_as[name] = DTYPES[checkpoint.tensors[source].dtype]
     prefix = optimizer_prefix(model, checkpoint.tensors)
     for full in names_under([prefix], checkpoint.tensors):
         key, _, name = full.removeprefix(f"{prefix}/").partition("/")
@@ -220,6 +223,7 @@ def load_optimizer(
             shape = torch.Size(entry.shape)
             if not isinstance(state.get(key), Tensor):
                 dtype = DTYPES[entry.dtype]
+                dtype = state_dtype(dtype, stored_as[name], fitting[name].dtype)
                 state[key] = new_state_tensor(optimizer, fitting[name], key, shape, dtype)
             if shape != state[key].shape:
                 here = list(state[key].shape)

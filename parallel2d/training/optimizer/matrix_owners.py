@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise, product, zip_longest
+from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -71,16 +71,10 @@ class _MatrixPart(NamedTuple):
             shape[self.dim] = self.lengths[place]
         return tuple(map(slice, shape))
 
-    @property
-    def split_dim(self) -> int:
-        """``dim``, of an axis that splits."""
+    def cut(self, before: Tensor) -> Sequence[Tensor]:
+        """``before``, which the axis has not split yet, in the parts of its ranks."""
         assert self.dim is not None
-        return self.dim
-
-    def cut(self, before: Tensor, place: int) -> Tensor:
-        """What the rank in ``place`` gets of ``before``, which the axis has not split yet."""
-        begin = sum(self.lengths[:place])
-        return before.narrow(self.split_dim, begin, self.lengths[place])
+        return before.split(self.lengths, self.dim)
 
 
 @dataclass(frozen=True)
@@ -161,7 +155,7 @@ class MatrixRound:
     def _gather_over(self, level: int, held: dict[int, Tensor]) -> None:
         """Joins parts in the owner's place on one axis, in ``held``. Collective."""
         axis = self._axes[level]
-        split, _ = _split_and_copied(level, self.matrices)
+        split = [each for each in self.matrices if each.parts[level].dim is not None]
         by_place = self._by_place(level, filter(self.is_sent, split))
         sent = []
         for matrix in chain.from_iterable(by_place):
@@ -176,15 +170,15 @@ class MatrixRound:
             part = matrix.parts[level]
             pieces = enumerate(received[index :: len(own)])
             joined = [piece[part.slices(place)] for place, piece in pieces]
-            held[matrix.number] = torch.cat(joined, part.split_dim)
+            held[matrix.number] = torch.cat(joined, part.dim or 0)
 
     def _scatter_over(
         self, level: int, batch: Sequence[OwnedMatrix], held: dict[int, Tensor]
     ) -> None:
         """Sends what ``held`` has, in the owner's place on one axis, to all ranks of the axis, and
         replaces it by what this rank gets. Collective."""
-        split, copied = _split_and_copied(level, batch)
-        for matrices, send in ((split, self._send_parts), (copied, self._send_copies)):
+        for is_split, send in ((True, self._send_parts), (False, self._send_copies)):
+            matrices = [each for each in batch if (each.parts[level].dim is not None) == is_split]
             by_place = self._by_place(level, matrices)
             for of_place, flat in zip(by_place, send(level, by_place, held), strict=True):
                 parts = [matrix.parts[level] for matrix in of_place]
@@ -197,10 +191,12 @@ class MatrixRound:
     ) -> Sequence[Tensor]:
         """By the owner's place, this rank's parts, flat and padded. Collective."""
         axis = self._axes[level]
-        sent = []
-        for place, matrix in product(range(axis.ranks), by_place[axis.place]):
+        own = []
+        for matrix in by_place[axis.place]:
             part = matrix.parts[level]
-            sent.append(_padded(part.cut(held[matrix.number], place), part.padded))
+            own.append([_padded(each, part.padded) for each in part.cut(held[matrix.number])])
+        # All that the first rank of the axis gets, then what the second gets, ...
+        sent = list(chain.from_iterable(zip(*own, strict=True)))
         sizes = [_numel(level, matrices) for matrices in by_place]
         flat = self._exchange(axis, sent, [sizes[axis.place]] * axis.ranks, sizes)
         return flat.split(sizes)
@@ -361,15 +357,6 @@ def _padded(part: Tensor, shape: torch.Size) -> Tensor:
     # The last dim comes first.
     missing = [after - before for before, after in zip(part.shape, shape, strict=True)]
     return pad(part, list(chain.from_iterable((0, each) for each in reversed(missing))))
-
-
-def _split_and_copied(
-    level: int, matrices: Sequence[OwnedMatrix]
-) -> tuple[list[OwnedMatrix], list[OwnedMatrix]]:
-    """The matrices that an axis splits, and those of which its ranks hold copies."""
-    split = [matrix for matrix in matrices if matrix.parts[level].dim is not None]
-    copied = [matrix for matrix in matrices if matrix.parts[level].dim is None]
-    return split, copied
 
 
 def _numel(level: int, matrices: Sequence[OwnedMatrix]) -> int:

@@ -118,13 +118,8 @@ class WholeMatrices(torch.optim.Optimizer):
         """One update. Collective; every rank must have gradients of the same parameters."""
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            loss = torch.enable_grad()(closure)()
         self._collect_state()
-        self._step()
-        return loss
-
-    def _step(self) -> None:
         every = {number: each.grad for number, each in self._parameters.items()}
         gradients = {number: each for number, each in every.items() if each is not None}
         numbers = tuple(gradients)
@@ -147,6 +142,7 @@ class WholeMatrices(torch.optim.Optimizer):
         for whole in self._wholes.values():
             whole.grad = None
             whole.data = whole.new_empty(()).expand(whole.shape)
+        return loss
 
     def _plan(self, tensors: Tensors, owners: Sequence[int]) -> list[MatrixRound]:
         """The rounds in which ``tensors`` are sent, each in its own dtype."""
