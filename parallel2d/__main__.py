@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
 import sys
 from collections.abc import Sequence
 
@@ -40,9 +39,6 @@ def main(arguments: Sequence[str] | None = None, program: str = "parallel2d") ->
             print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
             return 2
         return 0
-    # As `python -m` does: a model or a hook of the current folder is found either way.
-    if sys.path[:1] not in ([""], [os.getcwd()]):
-        sys.path.insert(0, os.getcwd())
     module = importlib.import_module(f"parallel2d.{first}")
     return int(module.main(words[1:], program=f"{program} {first}"))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ def find_boards(paths: Sequence[str]) -> dict[str, str]:
         if not runs:
             raise ConfigError(f"{path}: no run with a tensorboard folder here or below")
         for run in runs:
+            _check_board(os.path.join(run, "tensorboard"))
             # As much of the path as tells it apart from those before.
             above, name = os.path.split(os.path.abspath(run))
             while name in found and above != os.sep:
@@ -31,6 +33,17 @@ def find_boards(paths: Sequence[str]) -> dict[str, str]:
                 name = f"{folder}-{name}"
             found[name] = os.path.join(run, "tensorboard")
     return found
+
+
+def _check_board(board: str) -> None:
+    """TensorBoard would follow links out of the run, and wait for what others write to a pipe."""
+    entries = [board]
+    for folder, folders, names in os.walk(board):
+        entries += [os.path.join(folder, name) for name in folders + names]
+    for entry in entries:
+        mode = os.lstat(entry).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise ConfigError(f"{entry}: neither a file nor a folder, and links are not followed")
 
 
 def main(

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from parallel2d.base import files
 from parallel2d.base.config import Job, TrainConfig
 from parallel2d.base.config.composition import compose
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.files import for_terminal
 from parallel2d.base.topology import RankIdentity, find_rank
 from parallel2d.launching.agreement import agree_on_job, forget_run, recording_steps
 from parallel2d.launching.failures import failures_reported_once
@@ -66,7 +66,7 @@ def choose_layout(
 
     config, lines = with_chosen_layout(config, words, nodes, ranks)
     for line in lines:
-        print(for_terminal(line), file=stream or sys.stderr, flush=True)
+        print(files.for_terminal(line), file=stream or sys.stderr, flush=True)
     return config
 
 
@@ -170,6 +170,13 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
     return trainer.preempted
 
 
+class _Escaped(logging.Formatter):
+    """A file of log lines is printed on terminals."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return files.for_terminal(super().format(record))
+
+
 def _log_to(run_dir: str, identity: RankIdentity) -> None:
     """Rank 0 logs to ``train.log``; every rank shows errors. All else goes through the display."""
     logging.getLogger().handlers.clear()  # Hydra's, where this process composed
@@ -178,7 +185,8 @@ def _log_to(run_dir: str, identity: RankIdentity) -> None:
     errors.setLevel(logging.ERROR)
     logging.getLogger().addHandler(errors)
     if identity.rank == 0:
-        kept = logging.FileHandler(os.path.join(run_dir, "train.log"))
-        kept.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        path = os.path.join(run_dir, "train.log")
+        kept = logging.StreamHandler(open(path, "a", opener=files.regular))  # noqa: SIM115
+        kept.setFormatter(_Escaped("%(asctime)s %(message)s", "%H:%M:%S"))
         logging.getLogger("parallel2d").setLevel(logging.INFO)
         logging.getLogger().addHandler(kept)

@@ -265,17 +265,23 @@ def test_nothing_is_left_behind_by_wrong_words(tmp_path):
     assert "outputs" not in os.listdir(tmp_path)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can make links for somebody else")
-@pytest.mark.parametrize(
-    "place", ["train.log", ".hydra/config.yaml", "logs", "tensorboard/shard/events"]
-)
-def test_a_run_directory_with_a_planted_link_is_refused(tmp_path, capsys, place):
+@pytest.mark.parametrize("owner", [
+    os.getuid(),
+    pytest.param(65534, marks=pytest.mark.skipif(os.getuid() != 0, reason="only root can make links for somebody else")),
+])  # fmt: skip
+@pytest.mark.parametrize("place", ["train.log", ".hydra/config.yaml", "logs", "tensorboard/shard/events", "checkpoints"])  # fmt: skip
+def test_a_run_directory_with_a_link_is_refused(tmp_path, capsys, place, owner):
     outside = tmp_path / "outside"
     outside.write_text("mine")
     link = tmp_path / "run" / place
     link.parent.mkdir(parents=True)
     link.symlink_to(outside)
-    os.lchown(link, 65534, 65534)
+    os.lchown(link, owner, owner)
     assert main([*TEXT, f"hydra.run.dir={tmp_path}/run"]) == 2
-    assert f"hydra.run.dir: {link}: a link that another user has made" in capsys.readouterr().err
+    says = "a symbolic link, which" if owner == os.getuid() else "a link that another user has made"
+    said = capsys.readouterr().err
+    assert f"hydra.run.dir: {link}: {says}" in said
+    assert (f"checkpoint.folder={outside} has checkpoints elsewhere" in said) == (
+        place == "checkpoints" and owner == os.getuid()
+    )
     assert outside.read_text() == "mine"

@@ -165,6 +165,14 @@ def test_a_linked_step_is_passed_over(original, tmp_path):
     Small(tmp_path).train(1).checkpointer.finish()
     os.symlink(original, tmp_path / "checkpoints" / "step-00000009")
     assert Small(tmp_path).restore()["step"] == 1
+    shutil.move(tmp_path / "checkpoints", tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", tmp_path / "checkpoints")
+    with pytest.raises(
+        ConfigError, match=f"checkpoint.folder={tmp_path}/elsewhere has checkpoints"
+    ):
+        Small(tmp_path)
+    refused(tmp_path, tmp_path / "other", "checkpoint.folder=")
+    assert main(["verify", str(tmp_path)]) == 1
 
 
 def _file(header):
@@ -372,7 +380,7 @@ TRAINED = {
 STATES = {
     "nothing": {},
     "text for a number": TRAINED | {"tokens": "many"},
-    "too many samples": TRAINED | {"samples": 2**62},
+    "too many samples": TRAINED | {"samples": 2**53},
     "another step": TRAINED | {"step": 2},
     "more steps than samples": TRAINED | {"samples": 0},
     "more skipped than done": TRAINED | {"skipped": 2},
@@ -395,6 +403,8 @@ def test_a_run_does_not_go_on_from(victim, tmp_path, name):
 
 def test_a_step_of_another_size_and_a_mesh_of_other_ranks(victim, tmp_path):
     reseal(victim, lambda manifest: manifest.update(step=2**62))
+    refused(victim, tmp_path, "larger than any")
+    reseal(victim, lambda manifest: manifest.update(step=2**53))
     refused(victim, tmp_path, "larger than any")
     reseal(victim, lambda manifest: manifest.update(step=1, mesh={"shard": 3}))
     refused(victim, tmp_path, "is not one of 1 ranks")

@@ -126,6 +126,8 @@ def test_a_wheel_installed_elsewhere_trains_from_an_empty_folder(tmp_path):
     copied.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "parallel2d", "conf", "models"):
         (copied / name).symlink_to(source / name)
+    (copied / "tools/install").mkdir(parents=True)
+    (copied / "tools/install/parallel2d").symlink_to("../../parallel2d")
     build = [
         "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(copied),
     ]  # fmt: skip

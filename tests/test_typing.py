@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -57,4 +58,9 @@ def test_an_editable_install_is_a_path():
     package = Path(parallel2d.__file__).parent
     for name in ("models", "conf"):
         assert (package / name).is_dir()
-        assert (package / name).resolve() == package.parent / name
+        assert (package / name).resolve() == package.resolve().parent / name
+    # The folder on the path: nothing but the package can be imported from elsewhere.
+    settings = tomllib.loads(Path(package.resolve().parent, "pyproject.toml").read_text())
+    exposed = package.resolve().parent / settings["tool"]["setuptools"]["package-dir"][""]
+    assert [path.name for path in exposed.iterdir() if path.suffix != ".egg-info"] == ["parallel2d"]
+    assert (exposed / "parallel2d").resolve() == package.resolve()

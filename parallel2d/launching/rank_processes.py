@@ -190,7 +190,7 @@ def _run_rank(server: int, connection: socket.socket, others: Sequence[socket.so
         main, words, environment, streams, folder, path = json.load(request)
     for number, file in enumerate(streams, start=1):
         if file:
-            opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
             os.dup2(opened, number)
             os.close(opened)
     for stream in (sys.stdout, sys.stderr):

@@ -13,7 +13,7 @@ from parallel2d.base.config import TrainConfig
 from parallel2d.base.errors import did_you_mean
 from parallel2d.base.files import is_count, is_number, printable
 
-LARGEST_COUNT = 2**53  # whole numbers up to here are exact as floats too
+LARGEST_COUNT = 2**52  # whole numbers up to twice that are exact as floats: a run may go on
 LARGEST_SCALE = 2.0**24  # of a loss
 _LONGEST_NAME = 200
 
@@ -78,7 +78,7 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
         value = state.get(item.name)
         if not is_count(value, LARGEST_COUNT):
             shown = printable(repr(value), 40)
-            problems.append(f"{item.name} is {shown}, no whole number from 0 to 2**53")
+            problems.append(f"{item.name} is {shown}, no whole number from 0 to 2**52")
     if problems:  # the checks below compare these numbers
         return problems
     fingerprint = state["data_fingerprint"]

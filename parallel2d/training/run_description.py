@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
 import os
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel2d.base import files
 from parallel2d.base.config import AXES, Job, TrainConfig
 from parallel2d.base.config.composition import to_yaml
 from parallel2d.base.runtime import Runtime
@@ -80,10 +80,10 @@ class RunFacts:
         return [
             *lines,
             f"sync        {self.layout.method.description}",
-            f"data        {self.data.description}",
+            f"data        {files.printable(self.data.description, 500)}",
             f"batch       {batch} = {shape.data_ranks} data ranks x {work.accumulation} "
             f"micro-batches x {work.micro_batch_size}",
-            f"run dir     {self.job.run_dir}",
+            f"run dir     {files.printable(self.job.run_dir, 500)}",
         ]
 
     def mesh_sizes(self) -> dict[str, Any]:
@@ -128,6 +128,7 @@ class RunFacts:
             "seq_len": self.data.train.shape.targets_per_sample,
             "flops_per_sequence": self.flops_per_sequence,
             "torch": torch.__version__,
+            "checkpoints": config.checkpoint.folder or "checkpoints",
             "predicted": self.predicted,
         }
 
@@ -173,11 +174,13 @@ def flops_per_sequence(job: Job, parts: ModelParts, sample: SampleShape) -> int 
     """
     if job.restarted:
         try:
-            with open(os.path.join(job.run_dir, "layout.json")) as file:
-                known: int | None = json.load(file)["flops_per_sequence"]
-            return known
-        except (OSError, ValueError, KeyError):
-            log.info("layout.json of the earlier workers cannot be read; FLOPs are counted again")
+            layout = files.read_json(os.path.join(job.run_dir, "layout.json"))
+            known: int | None = layout["flops_per_sequence"]
+            if known is None or files.is_count(known):
+                return known
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        log.info("layout.json of the earlier workers cannot be read; FLOPs are counted again")
     loss = ModelLoss(job.config, parts)
     return count_flops(parts.module, functools.partial(sample.example, 1), loss.value)
 

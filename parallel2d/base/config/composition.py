@@ -189,7 +189,7 @@ def folder_errors_explained() -> Iterator[None]:
 
 
 def check_run_dir(word: str) -> None:
-    """Raises `ConfigError` for an empty run directory, or one with links of another user."""
+    """Raises `ConfigError` for an empty run directory, or one with links where a run writes."""
     named = _FOLDER.fullmatch(word)
     if named is None:
         return
@@ -204,7 +204,7 @@ def check_run_dir(word: str) -> None:
 
 def _check_links(folder: str) -> None:
     try:
-        files.check_no_planted_links(folder)
+        files.check_run_directory(folder)
     except OSError as error:
         where = files.printable(error.filename, 500)
         raise ConfigError(f"hydra.run.dir: {where}: {error.strerror}") from None

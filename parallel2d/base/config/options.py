@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import pkgutil
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from typing import Any
@@ -212,7 +214,11 @@ def is_reference(value: Any) -> bool:
 
 def load_reference(key: str, reference: str) -> Any:
     """The callable that ``package.module:name`` names; ``key``, of the configuration, is for the
-    message. Raises `ConfigError` with the reason when it cannot be imported."""
+    message. Raises `ConfigError` with the reason when it cannot be imported.
+
+    Modules of the current folder are found, after all that is installed."""
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
     try:
         found: Any = pkgutil.resolve_name(reference)
     except ImportError as error:

@@ -9,28 +9,35 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, BinaryIO, TypeGuard
 
 MAX_COUNT = 2**63 - 1  # of a size or an offset
 MAX_DEPTH = 32  # of lists and dicts in what is read as JSON
 
 
-def open_regular(path: str) -> BinaryIO:
-    """A file to read. Raises OSError for a link and for what is no regular file, such as a pipe."""
-    # Without O_NONBLOCK, opening a pipe would wait for somebody to write to it.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+def regular(path: str, flags: int) -> int:
+    """The ``opener`` of `open` for a file in a run directory, to read or to write. Raises OSError
+    for a link and for what is no regular file, such as a pipe."""
+    # Without O_NONBLOCK, opening a pipe would wait for its other end.
+    flags |= os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
             error.strerror = "a symbolic link, which is not followed"
+        if error.errno in (errno.ENXIO, errno.EISDIR):  # nobody reads the pipe; a socket
+            error.strerror = "not a regular file"
         raise
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", path)
-    return open(descriptor, "rb")
+    return descriptor
+
+
+def open_regular(path: str) -> BinaryIO:
+    """A file to read. Raises OSError as `regular`."""
+    return open(path, "rb", opener=regular)
 
 
 def read_json(path: str, largest: int = 16 * 2**20) -> Any:
@@ -131,17 +138,37 @@ def flush_folder(path: str) -> None:
         os.close(descriptor)
 
 
-def check_no_planted_links(folder: str) -> None:
-    """Raises OSError for a link that another user has made, in the folder, which may not exist, or
-    up to two folders further inside: what is written there goes elsewhere."""
-    for inside in _checked_folders(folder):
+# What a run writes in its directory through open files. All else is renamed into its place.
+_WRITTEN_FILES = {"train.log", "metrics.jsonl", "segments.jsonl", "checkpoints"}
+_WRITTEN_FOLDERS = {".hydra", "tensorboard", "logs", "stacks", "traces", "memory", "refused"}
+
+
+def check_run_directory(folder: str) -> None:
+    """Raises OSError for a link where a run writes or reads, and for any that another user has
+    made, in the folder, which may not exist, or up to two folders further inside: what is written
+    there goes elsewhere."""
+    for inside in _checked_folders(folder, _WRITTEN_FILES | _WRITTEN_FOLDERS):
+        is_ours = os.path.basename(inside) in _WRITTEN_FOLDERS
         # Such as those of mesh axes in that of TensorBoard
-        for further in _checked_folders(inside):
-            _checked_folders(further)
+        for further in _checked_folders(inside, None if is_ours else ()):
+            _checked_folders(further, None if is_ours else ())
 
 
-def _checked_folders(folder: str) -> list[str]:
-    """Paths of the folders in ``folder``; none when it cannot be listed."""
+def refuse_link(path: str) -> None:
+    """Raises OSError for a link. The message about one in the place of a run's checkpoints names
+    the setting that has them elsewhere."""
+    if not os.path.islink(path):
+        return
+    reason = "a symbolic link, which is not followed"
+    if os.path.basename(path) == "checkpoints":
+        target = printable(os.path.realpath(path), 500)
+        reason += f": checkpoint.folder={target} has checkpoints elsewhere"
+    raise OSError(errno.ELOOP, reason, path)
+
+
+def _checked_folders(folder: str, ours: Container[str] | None) -> list[str]:
+    """Paths of the folders in ``folder``; none when it cannot be listed. ``ours``: names that may
+    be no links, whoever made them; None for all."""
     entries: list[os.DirEntry[str]] = []
     # In a folder that does not exist yet, or may not be listed, there is nothing to check.
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
@@ -151,6 +178,8 @@ def _checked_folders(folder: str) -> list[str]:
         if entry.is_symlink() and entry.stat(follow_symlinks=False).st_uid != os.getuid():
             reason = "a link that another user has made, and is not followed"
             raise OSError(errno.ELOOP, reason, entry.path)
+        if ours is None or entry.name in ours:
+            refuse_link(entry.path)
     return [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 

@@ -45,7 +45,7 @@ def with_chosen_layout(
     # A user's model is found there as it is here.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-m", "parallel2d.instruments.planner.automatic"],
+        [sys.executable, "-P", "-m", "parallel2d.instruments.planner.automatic"],
         input=json.dumps(request),
         env=environment,
         capture_output=True,

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.files import refuse_link
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.parallel.mesh import AXES, axis_names
@@ -102,7 +103,11 @@ class Checkpointer:
         self.group = Group.new()
         # The agreement of a step must not mix with the messages of a save that runs beside it.
         self._votes = Group.new() if config.enabled and config.every_minutes else None
-        self.store = open_store(config.folder or os.path.join(os.fspath(run_dir), "checkpoints"))
+        own_folder = os.path.join(os.fspath(run_dir), "checkpoints")
+        if not config.folder:
+            with as_config_error("hydra.run.dir"):
+                refuse_link(own_folder)
+        self.store = open_store(config.folder or own_folder)
         self.blocked_s = 0.0
         self.bytes_written = 0
         self.failures = 0

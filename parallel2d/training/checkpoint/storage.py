@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.files import flush_folder, replace
+from parallel2d.base.files import flush_folder, refuse_link, replace
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.training.checkpoint.manifest import MANIFEST, StoredFile
@@ -73,10 +73,14 @@ def find_checkpoint(path: str) -> str:
     if os.path.isfile(path):
         return path
     for root in (path, f"{path.rstrip('/')}/checkpoints"):
+        if root != path:
+            refuse_link(root)
         store = open_store(root)
         steps = store.steps()
         if steps:
-            return store.path_of(steps[-1])
+            found = store.path_of(steps[-1])
+            refuse_link(found)
+            return found
     return path
 
 

@@ -198,7 +198,12 @@ def _fork_workers(stack: contextlib.ExitStack, jobs: list[UnitJob], lock: int) -
     workers: list[Any] = []
     for _ in range(count if count > 1 else 0):
         worker = subprocess.Popen(
-            [sys.executable, "-c", "from parallel2d.training.data.prepare import work; work()"],
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                "from parallel2d.training.data.prepare import work; work()",
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # The path on which this process found its modules

@@ -9,6 +9,7 @@ import os
 from itertools import count, filterfalse
 from typing import Any
 
+from parallel2d.base.files import regular
 from parallel2d.training.metrics.keys import STEP
 
 Row = dict[str, Any]
@@ -33,7 +34,7 @@ def set_aside_after(path: str, from_step: int) -> tuple[Row | None, Row | None]:
     if not os.path.exists(path) or not os.path.getsize(path):  # which no memory can be mapped to
         return None, None
     last = standing = None
-    with open(path, "r+b") as file:
+    with open(path, "r+b", opener=regular) as file:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cut = len(data)  # where the rows to be moved begin
             while cut:
@@ -49,7 +50,7 @@ def set_aside_after(path: str, from_step: int) -> tuple[Row | None, Row | None]:
         if undone:
             base = path.removesuffix(".jsonl")
             unused = (f"{base}.before-restart-{number}.jsonl" for number in count(1))
-            with open(next(filterfalse(os.path.exists, unused)), "wb") as aside:
+            with open(next(filterfalse(os.path.lexists, unused)), "xb") as aside:
                 aside.write(undone)
             file.truncate(cut)
     return last, standing

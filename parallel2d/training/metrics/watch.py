@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from parallel2d.base.files import regular
 from parallel2d.base.store.address import answered_within
 
 INTERVAL = 1.0  # seconds between beats
@@ -125,7 +126,7 @@ class Watch:
         group as torch has recorded them (``TORCH_FR_BUFFER_SIZE`` of them; nothing with 0)."""
         path = os.path.join(self.run_dir, "stacks", f"rank-{self.rank}")
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(f"{path}.txt", "w") as file:
+        with open(f"{path}.txt", "w", opener=regular) as file:
             file.write(f"step {now.step}, collective {now.collectives}: {now.doing}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
@@ -133,7 +134,7 @@ class Watch:
             dump = getattr(torch._C._distributed_c10d, name, None)
             record = dump() if dump is not None else b"{}"
             if json.loads(record).get("entries"):
-                with open(f"{path}.{ending}.json", "wb") as file:
+                with open(f"{path}.{ending}.json", "wb", opener=regular) as file:
                     file.write(record)
 
 

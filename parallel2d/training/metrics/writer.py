@@ -18,6 +18,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from io import FileIO
 from typing import Any
 
+from parallel2d.base.files import regular
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.row_file import Row, set_aside_after
 
@@ -105,7 +106,7 @@ class MetricsWriter:
         """
         found = set_aside_after(self._path, from_step)
         # Without a buffer, which would keep what a full disk has refused for the next row.
-        self._file = FileIO(self._path, "ab")
+        self._file = FileIO(self._path, "ab", opener=regular)
         if self.tensorboard:
             for name in ("", *self.axes):
                 self._events[name] = _EventFile(os.path.join(self._board, name), from_step)

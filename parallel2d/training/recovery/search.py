@@ -76,7 +76,7 @@ class Lineage:
         """Empty when there is none. Raises `DamagedCheckpointError` when it is damaged, OSError
         when it cannot be read."""
         try:
-            with open(os.path.join(run_dir, NAME), "rb") as file:
+            with files.open_regular(os.path.join(run_dir, NAME)) as file:
                 listed = parse_json(file.read(MAX_BYTES), NAME).get("starts")
         except FileNotFoundError:
             return cls()

@@ -29,7 +29,7 @@ def _read_rows(run_dir: str) -> tuple[dict[str, Any], dict[str, tuple[float, int
     last: dict[str, Any] = {}
     best: dict[str, tuple[float, int]] = {}
     path = os.path.join(run_dir, "metrics.jsonl")
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+    with contextlib.suppress(FileNotFoundError), files.open_regular(path) as file:
         for row in filter(None, map(parse_row, file)):
             last.update(row)
             for key in [key for key in row if key.split("/")[-1] == keys.LOSS]:
@@ -123,7 +123,7 @@ def _commands(job: Job, summary: Mapping[str, Any], launcher: str) -> list[str]:
             lines.append(f"{label:<12}{_short(summary[key])}")
     if summary["checkpoint"] and not summary["reason"]:
         start = _STARTERS.get(launcher, "python -m ")
-        words = shlex.join(_words_to_go_on(job, summary))
+        words = files.printable(shlex.join(_words_to_go_on(job, summary)), 4000)
         lines.append(f"go on       {start}parallel2d.train {words} hydra.run.dir={run_dir}")
     lines.append(f"look        {_COMMAND}report {run_dir}")
     if job.config.metrics.tensorboard:
@@ -191,6 +191,7 @@ def objective_missing(name: str, run_dir: str) -> str:
 
 def note_failure(run_dir: str, text: str) -> None:
     """Adds the error of a run to its ``train.log``, if that can be written."""
-    stamped = f"{time.strftime('%H:%M:%S')} {text}\n"
-    with contextlib.suppress(OSError), open(os.path.join(run_dir, "train.log"), "a") as file:
+    stamped = f"{time.strftime('%H:%M:%S')} {files.for_terminal(text)}\n"
+    path = os.path.join(run_dir, "train.log")
+    with contextlib.suppress(OSError), open(path, "a", opener=files.regular) as file:
         file.write(stamped)

@@ -102,7 +102,7 @@ def _segment(value: Any) -> Segment:
 def _append(run_dir: str, segment: Segment) -> None:
     """Adds a line. Raises OSError."""
     line = json.dumps(dataclasses.asdict(segment), default=str).encode() + b"\n"
-    with open(os.path.join(run_dir, _SEGMENTS), "ab+") as file:
+    with open(os.path.join(run_dir, _SEGMENTS), "ab+", opener=files.regular) as file:
         # A line that a kill has cut must not swallow this one.
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -115,7 +115,10 @@ def changes_since(before: Segment, now: Segment) -> list[str]:
     """``optimizer.lr: 0.0003 -> 0.0001``: settings, then the mesh and the versions."""
     old, new = _facts(before), _facts(now)
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return [f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}" for key in changed]
+    return [
+        f"{files.printable(key)}: {_shown(old.get(key))} -> {_shown(new.get(key))}"
+        for key in changed
+    ]
 
 
 def _facts(segment: Segment) -> dict[str, Any]:
@@ -140,7 +143,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def _shown(value: Any) -> str:
     """Writes a value as on a command line, shortened."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+    return files.printable(text, _LONGEST_VALUE)
 
 
 log = logging.getLogger(__name__)
@@ -251,7 +254,7 @@ def accept_start(
     before = _start_before(job, earlier, finished_steps)
     changes = changes_since(before, segment) if before is not None else []
     what = "restart" if job.restarted else "start"
-    words = shlex.join(segment.command)
+    words = files.printable(shlex.join(segment.command), 4000)
     log.info("%s %d, at step %d: %s", what, segment.number, segment.first_step, words)
     begun_before_s = earlier[-1].begun_s if earlier else 0.0
     return AcceptedStart(segment, tuple(changes), begun_before_s)
