@@ -52,8 +52,8 @@ def main(
         text, code = preempted, preempted.exit_code
     except launching.WorkersFailed as error:
         text, code = error, 1
-    except KeyboardInterrupt:
-        text, code = "interrupted; all workers have ended", 130
+    except KeyboardInterrupt as error:
+        text, code = str(error) or "interrupted; all workers have ended", 130
     print(f"parallel2d: {for_terminal(text)}", file=sys.stderr)
     return code
 
@@ -123,8 +123,7 @@ def _launch(job: Job) -> float | None:
         config = choose_layout(job.config, job.overrides, nodes=1, ranks=workers)
         launching.start_workers(dataclasses.replace(job, config=config), _check(config, nodes=1))
     except (Exception, KeyboardInterrupt) as error:
-        text = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-        note_failure(job.run_dir, text)
+        note_failure(job.run_dir, str(error) or "interrupted")
         raise
     finally:
         discard_pending(job)
