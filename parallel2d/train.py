@@ -43,6 +43,7 @@ def main(
     large, 2 a configuration that cannot run, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     launching.open_standard_streams()
+    launching.keep_others_from_writing()
     text: object
     try:
         return _run(words, program, purpose)

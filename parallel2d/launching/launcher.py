@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from parallel2d.base.config import Job, LaunchConfig
+from parallel2d.base.store.secret import NOBODYS
 from parallel2d.base.topology import JOB
 from parallel2d.launching.agreement import job_record, recorded_run_dir
 from parallel2d.launching.failures import Preempted, StoppedBySignal, StoreLost, WorkersFailed
@@ -74,6 +75,11 @@ def start_node(
                 f"waiting for launch.nnodes={settings.nnodes} nodes at {endpoint} ({where}), over "
                 f"{interface}"
             )
+            if rendezvous.secret == NOBODYS:
+                workers.say(
+                    "warning: launch.insecure=true: whoever reaches this store decides what the "
+                    "ranks run"
+                )
         if settings.elastic:
             rendezvous.wait_for_all(settings)
         run_dir = functools.partial(recorded_run_dir, folder)
