@@ -140,22 +140,30 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
         trainer = build_trainer(job, runtime)
         if certificate is not None and runtime.is_first:
             certificate.write(run_dir)
+        trains = trainer.has_steps()
         position = recording_steps(identity, trainer.recorder.position)
         first = settings.longest_wait
         with Watch(store, identity.rank, hosts, run_dir, first, position) as watch:
 
-            def tighten() -> None:
+            def first_step_done() -> None:
                 limit_waiting(settings.timeout)
                 watch.limit(settings.timeout)
+                if job.config.checkpoint.enabled:  # there is something to save
+                    signals.listen_to_interrupts()
 
             try:
-                trainer.run(LoopCallbacks(signals.preemption_requested, tighten))
+                trainer.run(LoopCallbacks(signals.preemption_requested, first_step_done))
             except RuntimeError as error:
                 if "imed out" in str(error) or "imeout" in str(error):
                     error.add_note(watch.explain())
                 raise
         trainer.recorder.close()
-        if runtime.is_first:
+        if not trains:
+            step, steps = trainer.progress.step, trainer.config.train.steps
+            trainer.recorder.say(
+                f"nothing to train: the run is at step {step}, train.steps={steps}"
+            )
+        elif runtime.is_first:
             lines = summarize(
                 # Steps of train.epochs are known there.
                 dataclasses.replace(job, config=trainer.config),

@@ -43,6 +43,7 @@ def main(
     large, 2 a configuration that cannot run, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     launching.open_standard_streams()
+    launching.keep_others_from_writing()
     text: object
     try:
         return _run(words, program, purpose)
@@ -52,8 +53,8 @@ def main(
         text, code = preempted, preempted.exit_code
     except launching.WorkersFailed as error:
         text, code = error, 1
-    except KeyboardInterrupt:
-        text, code = "interrupted; all workers have ended", 130
+    except KeyboardInterrupt as error:
+        text, code = str(error) or "interrupted; all workers have ended", 130
     print(f"parallel2d: {for_terminal(text)}", file=sys.stderr)
     return code
 
@@ -123,8 +124,7 @@ def _launch(job: Job) -> float | None:
         config = choose_layout(job.config, job.overrides, nodes=1, ranks=workers)
         launching.start_workers(dataclasses.replace(job, config=config), _check(config, nodes=1))
     except (Exception, KeyboardInterrupt) as error:
-        text = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-        note_failure(job.run_dir, text)
+        note_failure(job.run_dir, str(error) or "interrupted")
         raise
     finally:
         discard_pending(job)

@@ -219,7 +219,14 @@ def test_a_run_that_diverged_has_no_finite_objective(tmp_path):
 
 def test_the_command_to_go_on_leaves_out_how_the_run_began(tmp_path):
     write_rows(tmp_path)
-    words = ("--config-dir", "my conf", "checkpoint.resume=never", "+train.steps=3", "train.seed=2")
+    words = (
+        "--config-dir",
+        "my conf",
+        "launch.host_id=n1",
+        "checkpoint.resume=never",
+        "+train.steps=3",
+        "train.seed=2",
+    )
     job = dataclasses.replace(job_in(tmp_path), overrides=words)
     told = "\n".join(summarize(job, stopped=False, checkpoint="c"))
     assert "train --config-dir 'my conf' train.seed=2 train.steps=6 hydra.run.dir=" in told

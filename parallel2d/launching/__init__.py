@@ -8,7 +8,11 @@ one run directory.
 from parallel2d.base.topology import RankIdentity, find_rank, first_host
 from parallel2d.launching.failures import Preempted, WorkersFailed
 from parallel2d.launching.launcher import start_node, start_workers
-from parallel2d.launching.processes import open_standard_streams, workers_per_node
+from parallel2d.launching.processes import (
+    keep_others_from_writing,
+    open_standard_streams,
+    workers_per_node,
+)
 from parallel2d.launching.rank_processes import start_server
 
 __all__ = [
@@ -17,6 +21,7 @@ __all__ = [
     "WorkersFailed",
     "find_rank",
     "first_host",
+    "keep_others_from_writing",
     "open_standard_streams",
     "start_node",
     "start_server",

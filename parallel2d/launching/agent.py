@@ -83,7 +83,7 @@ class NodeWorkers:
     """The ranks of this node, as long as the job lasts. ``words``: of each, on its command line.
     ``folder``: exists as long as this launcher. ``logs``: where ranks beside the first write what
     they print; None: to the console. ``main``: what each calls with ``words``
-    ("package.module:function")."""
+    ("package.module:function"). ``save``: whether they can; ``have_saved``: after a signal."""
 
     words: Sequence[str]
     size: int
@@ -91,6 +91,8 @@ class NodeWorkers:
     folder: str
     logs: str | None = None
     main: str = "parallel2d.rank:rank_main"
+    save: bool = False
+    have_saved: bool = False
 
     def __post_init__(self) -> None:
         limit = self.settings.max_restarts
@@ -160,6 +162,8 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
             raise _explain_failure(workers, rendezvous, first_failure(result.failures))
     except SignalException:
         over = False  # closing would keep a node that is only being replaced from coming back
+        ended_well = {0, workers.settings.requeue_exit_code} & set(agent.exit_codes())
+        workers.have_saved = workers.save and bool(ended_well)
         raise
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         over = False
@@ -250,6 +254,10 @@ class _Agent(ElasticAgent):
             f"rank {failure.rank}: {failure}; starting again{wait} ({left} more without progress)"
         )
         return True
+
+    def interrupted(self) -> None:
+        if self.workers.save and self.workers.last_step() > 0:
+            self.workers.say("saving after the running step; Ctrl-C again ends at once")
 
     def stop_workers(self, group: Any) -> None:
         # What its ranks have done since is done again elsewhere: they must not save it.

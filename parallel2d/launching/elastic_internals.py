@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -61,6 +61,7 @@ class ElasticAgent(LocalElasticAgent):
     new_processes: Callable[[WorkerGroup], StartedProcesses]
     stop_workers: Callable[[WorkerGroup], None]
     restart_workers: Callable[[WorkerGroup], None]
+    interrupted: Callable[[], None]
 
     def monitor_workers(self, group: WorkerGroup) -> RunResult:
         """Looks how the ranks of this node are now."""
@@ -82,6 +83,22 @@ class ElasticAgent(LocalElasticAgent):
     @remaining_restarts.setter
     def remaining_restarts(self, number: int) -> None:
         self._remaining_restarts = number
+
+    def exit_codes(self) -> list[int | None]:
+        """Of the ranks of this node, as they are now; None for one that runs."""
+        started: Any = getattr(self._pcontext, "subprocess_handlers", {})
+        return [process.poll() for process in started.values()]
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if death_sig == signal.SIGINT:
+            self.interrupted()
+        try:
+            super()._shutdown(death_sig, timeout)
+        except SignalException as another:
+            # Ctrl-C while the ranks save.
+            if another.sigval == signal.SIGINT:
+                super()._shutdown(signal.SIGKILL, GRACE_AFTER_FAILURE_S)
+            raise
 
     def _start_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
         self._pcontext = self.new_processes(worker_group)

@@ -15,30 +15,35 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallel2d.base.config import Job, LaunchConfig
+from parallel2d.base.store.secret import NOBODYS
 from parallel2d.base.topology import JOB
 from parallel2d.launching.agreement import job_record, recorded_run_dir
 from parallel2d.launching.failures import Preempted, StoppedBySignal, StoreLost, WorkersFailed
 from parallel2d.launching.network_interface import GLOO, NCCL
 
+if TYPE_CHECKING:
+    from parallel2d.launching.agent import NodeWorkers
+
 
 def start_workers(job: Job, nproc: int) -> None:
     """Runs ``job`` on ``nproc`` fresh workers of this machine, which communicate over loopback
     alone, and waits for them. Raises `ConfigError` or `WorkersFailed` with the error of the rank
-    that failed first, `Preempted` when asked to stop and saved, and KeyboardInterrupt after Ctrl-C;
-    all workers have ended then."""
+    that failed first, `Preempted` when asked to stop and saved, also by Ctrl-C, and
+    KeyboardInterrupt after Ctrl-C unsaved; all workers have ended then."""
     from parallel2d.launching.agent import NodeWorkers, launcher_environment, run_node
     from parallel2d.launching.rendezvous import own_rendezvous
 
-    settings = job.config.launch
+    settings, checkpoint = job.config.launch, job.config.checkpoint
     given = {JOB: json.dumps(job_record(job)), **_defaults(nproc, "lo")}
     with launcher_environment(given) as folder:
-        workers = NodeWorkers((), nproc, settings, folder, logs=os.path.join(job.run_dir, "logs"))
+        logs = os.path.join(job.run_dir, "logs")
+        workers = NodeWorkers((), nproc, settings, folder, logs, save=checkpoint.enabled)
         with (
             contextlib.closing(own_rendezvous(folder)) as rendezvous,
-            _stop_explained(settings, job.config.checkpoint.folder, lambda: job.run_dir),
+            _stop_explained(workers, checkpoint.folder, lambda: job.run_dir),
         ):
             run_node(workers, rendezvous)
 
@@ -62,17 +67,23 @@ def start_node(
         stack.callback(lambda: rendezvous.close())
         interface, endpoint = rendezvous.interface.name, rendezvous.endpoint
         folder = stack.enter_context(launcher_environment(_defaults(nproc, interface)))
-        workers = NodeWorkers(words, nproc, settings, folder, main=main)
+        save = config.checkpoint.enabled
+        workers = NodeWorkers(words, nproc, settings, folder, main=main, save=save)
         where = "opened here" if rendezvous.server else "found"
         if settings.node_range != (1, 1):
             workers.say(
                 f"waiting for launch.nnodes={settings.nnodes} nodes at {endpoint} ({where}), over "
                 f"{interface}"
             )
+            if rendezvous.secret == NOBODYS:
+                workers.say(
+                    "warning: launch.insecure=true: whoever reaches this store decides what the "
+                    "ranks run"
+                )
         if settings.elastic:
             rendezvous.wait_for_all(settings)
         run_dir = functools.partial(recorded_run_dir, folder)
-        stack.enter_context(_stop_explained(settings, config.checkpoint.folder, run_dir))
+        stack.enter_context(_stop_explained(workers, config.checkpoint.folder, run_dir))
         while True:
             try:
                 return run_node(workers, rendezvous)
@@ -93,7 +104,7 @@ def start_node(
 
 @contextlib.contextmanager
 def _stop_explained(
-    settings: LaunchConfig, folder: str | None, run_dir: Callable[[], str | None]
+    workers: NodeWorkers, folder: str | None, run_dir: Callable[[], str | None]
 ) -> Iterator[None]:
     """When this process gets a signal to stop, raises the exception for what came of it. ``folder``
     of checkpoints; None: the one in ``run_dir``, which may be known only later."""
@@ -103,16 +114,31 @@ def _stop_explained(
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    before = _newest_checkpoint(folder, run_dir())
     try:
         yield
     except SignalException as error:
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        saved = _newest_checkpoint(folder, run_dir())
-        if saved != before:
-            raise Preempted(f"asked to stop; saved {saved}", settings.requeue_exit_code) from None
-        raise StoppedBySignal(f"stopped by {signal.Signals(error.sigval).name}") from None
+        is_interrupt = error.sigval == signal.SIGINT
+        newest = _newest_checkpoint(folder, run_dir())
+        if workers.have_saved and newest:
+            what = "interrupted" if is_interrupt else "asked to stop"
+            code = 130 if is_interrupt else workers.settings.requeue_exit_code
+            raise Preempted(f"{what}; saved {newest}", code) from None
+        lost = _what_is_lost(workers, newest)
+        if is_interrupt:
+            raise KeyboardInterrupt(f"interrupted {lost}; all workers have ended") from None
+        name = signal.Signals(error.sigval).name
+        raise StoppedBySignal(f"stopped by {name} {lost}") from None
+
+
+def _what_is_lost(workers: NodeWorkers, newest: str | None) -> str:
+    step = workers.last_step()
+    if step < 1:
+        return "before the first step"
+    if not workers.save:
+        return f"in step {step}, and nothing is saved (checkpoint.enabled=false)"
+    if newest is None:
+        return f"in step {step}, before the first checkpoint: nothing is saved"
+    return f"in step {step}: what was trained after {newest} is lost"
 
 
 def _newest_checkpoint(folder: str | None, run_dir: str | None) -> str | None:

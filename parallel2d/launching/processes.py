@@ -1,5 +1,6 @@
 """The processes of a node: `workers_per_node` counts its ranks, `end_with_parent` ends a process
-with its parent, `set_process_name` names it, `open_standard_streams` before it opens files."""
+with its parent, `set_process_name` names it; `open_standard_streams` and `keep_others_from_writing`
+come before it opens files."""
 
 from __future__ import annotations
 
@@ -65,6 +66,12 @@ def open_standard_streams() -> None:
         except OSError:
             # It gets the lowest free number, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
+def keep_others_from_writing() -> None:
+    """Files of this process and its children are not for everybody to write to, whatever the umask:
+    who writes to a run directory decides what the run loads."""
+    os.umask(os.umask(0o077) | 0o002)
 
 
 def set_process_name(name: str) -> None:

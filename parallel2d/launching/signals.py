@@ -1,4 +1,4 @@
-"""Signals that ask a rank to save and stop. Start at `listen`.
+"""Signals that ask a rank to save and stop. Start at `listen` and `listen_to_interrupts`.
 
 [Note: pre-emption] Slurm sends SIGTERM (or SIGUSR1 with ``--signal``) before it takes a node away.
 A handler may interrupt a collective, so it must not start one. It only sets a flag; the next step's
@@ -18,7 +18,8 @@ _replaced: dict[int, Any] = {}  # the handlers that were there before ours
 
 def listen() -> None:
     """Installs the handlers, in the main thread. SIGTERM and SIGUSR1 request a save and a stop.
-    SIGINT ends a worker at once and without a traceback: its parent reports the interruption."""
+    SIGINT ends a worker at once and without a traceback, until `listen_to_interrupts`: its parent
+    reports the interruption."""
     ours: dict[int, Any] = {
         signal.SIGTERM: _request,
         signal.SIGUSR1: _request,
@@ -29,6 +30,11 @@ def listen() -> None:
         # A second `listen` finds our own handlers and must not take them for the former ones.
         _replaced.setdefault(number, before)
     on_teardown(stop_listening)
+
+
+def listen_to_interrupts() -> None:
+    """From now on the first SIGINT requests a save and a stop too; the next one ends this rank."""
+    signal.signal(signal.SIGINT, _request)
 
 
 def stop_listening() -> None:
@@ -49,3 +55,5 @@ def preemption_requested() -> bool:
 def _request(number: int, frame: Any) -> None:
     global _requested
     _requested = True
+    if number == signal.SIGINT:
+        signal.signal(number, signal.SIG_DFL)

@@ -7,13 +7,16 @@ is started; `build_trainer` does all of it on a rank. Both go through the same f
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import Job, TrainConfig
+from parallel2d.base.config.job import SchedulerConfig
 from parallel2d.base.exchange import check_same_data
 from parallel2d.base.runtime import Runtime, barrier, seed_everything
 from parallel2d.base.topology import Topology
@@ -34,13 +37,19 @@ from parallel2d.training.data.batch import token_sequences
 from parallel2d.training.data.feed import BatchPlan
 from parallel2d.training.hooks import Hook, build_hooks, check_hooks
 from parallel2d.training.loss.model_loss import ModelLoss
+from parallel2d.training.metrics.recorder import Recorder
 from parallel2d.training.model_families import (
     ModelParts,
     build_model,
     name_of_head,
     plan_tensor_axis,
 )
-from parallel2d.training.optimizer import build_optimizer, muon_names, plan_groups
+from parallel2d.training.optimizer import (
+    build_optimizer,
+    learning_rate,
+    muon_names,
+    plan_groups,
+)
 from parallel2d.training.recovery import memory_copies
 from parallel2d.training.run_description import RunFacts, build_recorder, describe_run
 from parallel2d.training.run_directory import RunClaim, accept_start
@@ -189,6 +198,7 @@ def build_trainer(
     if not quiet and trainer.has_steps():
         _begin_records(job, facts, trainer, first=runtime.is_first)
     else:
+        trainer.recorder.writer = None  # the rows may be those of a start that still trains
         trainer.recorder.begin(trainer.progress.step)
     return trainer
 
@@ -202,10 +212,32 @@ def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) 
         number, not_before = start.segment.number, start.begun_before_s
         for change in start.changes:
             recorder.say(f"changed     {change}")
+        if start.before is not None:
+            _say_new_rate(job.config, start.before.config, finished + 1, recorder)
     # Only once this start owns the directory.
     barrier("start")
     trainer.checkpointer.begin()
     recorder.begin(finished, number, restarted=job.restarted, not_before=not_before)
+
+
+def _say_new_rate(
+    config: TrainConfig, before: dict[str, Any], step: int, recorder: Recorder
+) -> None:
+    """Says that another schedule continues at another height. ``before``: of the start before."""
+    now = learning_rate(step, config.train.steps, config.optimizer.lr, config.scheduler)
+    try:
+        schedule, lr = SchedulerConfig(**before["scheduler"]), before["optimizer"]["lr"]
+        old = learning_rate(step, before["train"]["steps"], lr, schedule)
+        is_same = math.isclose(now * lr, old * config.optimizer.lr)
+    except (KeyError, TypeError, ValueError):  # recorded by another version
+        return
+    if not is_same:
+        recorder.say(
+            f"warning: the learning rate of step {step} is {now:.3g}; with the schedule of the "
+            f"start before it was {old:.3g}. scheduler={config.scheduler.name} ends at "
+            f"train.steps={config.train.steps} now; scheduler=constant optimizer.lr={old:.3g} "
+            "keeps the rate"
+        )
 
 
 def _chunked_head(config: TrainConfig, model: nn.Module, head: str | None) -> ChunkedHead | None:

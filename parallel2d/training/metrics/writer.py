@@ -65,6 +65,7 @@ BETWEEN_REPLICAS = {"bytes saved: exact over sent": [keys.COMPRESSION]}
 SHARED_CHANGES = {"norm of the shared change": [keys.OUTER_NORM]}
 # Of the table of runs: the columns that it shows first, and the results, by their last values
 COMPARED = ("strategy", "replicate", "shard", "tensor", "lr")
+_HPARAMS = "events.out.tfevents.0.hparams"
 _RESULTS = (keys.VALIDATION_LOSS, keys.LOSS, keys.TOKENS_PER_S, keys.GOODPUT)
 
 
@@ -112,7 +113,23 @@ class MetricsWriter:
                 self._events[name] = _EventFile(os.path.join(self._board, name), from_step)
             for summary in _introduction(self):
                 self._events[""].add(summary)
+            self._write_hparams()
         return found
+
+    def _write_hparams(self) -> None:
+        """TensorBoard shows the first that a folder holds: they replace those of earlier starts."""
+        if not self.hparams:
+            return
+        from torch.utils.tensorboard import summary
+
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self._board, _HPARAMS))
+        events = _EventFile(self._board, 0, _HPARAMS)
+        # Into the run's own folder, where its scalars are: ``add_hparams`` makes one beside it.
+        for part in summary.hparams(self.hparams, dict.fromkeys(_RESULTS)):
+            _mark_compared(part)
+            events.add(part)
+        events.close()
 
     def write(self, row: Row, busy_s: Sequence[float] = ()) -> None:
         """``row`` holds ``step``; numbers that are not finite become null. ``busy_s``: by rank."""
@@ -189,14 +206,14 @@ class _EventFile:
     """A file of TensorBoard's in ``folder``, which drops the steps after ``from_step`` that earlier
     files hold. Written in this thread: ``SummaryWriter``'s prints a traceback on a full disk."""
 
-    def __init__(self, folder: str, from_step: int) -> None:
+    def __init__(self, folder: str, from_step: int, name: str = "") -> None:
         # Imported here and below, so that only runs with TensorBoard wait for it.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         os.makedirs(folder, exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names.
-        name = f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
+        name = name or f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
         self._records = RecordWriter(open(os.path.join(folder, name), "xb"))  # noqa: SIM115
         self._event = Event
         self._write(Event(file_version="brain.Event:2"))
@@ -237,11 +254,6 @@ def _introduction(writer: MetricsWriter) -> Iterator[Any]:
         if by_title:
             charts[group] = {title: ["Multiline", tags] for title, tags in by_title.items()}
     yield summary.custom_scalars(charts)
-    if writer.hparams:
-        # Into the run's own folder, where its scalars are: ``add_hparams`` makes one beside it.
-        for part in summary.hparams(writer.hparams, dict.fromkeys(_RESULTS)):
-            _mark_compared(part)
-            yield part
 
 
 def _mark_compared(summary: Any) -> None:

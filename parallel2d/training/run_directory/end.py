@@ -142,7 +142,7 @@ def _commands(job: Job, summary: Mapping[str, Any], launcher: str) -> list[str]:
 
 # Words that are about how a run begins, or that get another value
 _NOT_AGAIN = (
-    *("train.steps=", "train.epochs=", "train.certify"),
+    *("train.steps=", "train.epochs=", "train.certify", "launch.host_id="),
     *("hydra.run.", "checkpoint.resume=", "checkpoint.load="),
 )
 

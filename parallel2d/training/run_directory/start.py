@@ -204,10 +204,11 @@ def _identity(path: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class AcceptedStart:
-    """``changes``: lines about what differs from the start before; ``begun_before_s``: when that
-    start of this run began, as of `time.time`; 0 without one."""
+    """``before``: the start that this one continues; ``changes``: lines about what differs from it;
+    ``begun_before_s``: when the last start of this run began, as of `time.time`; 0 without one."""
 
     segment: Segment
+    before: Segment | None
     changes: tuple[str, ...]
     begun_before_s: float
 
@@ -257,7 +258,7 @@ def accept_start(
     words = files.printable(shlex.join(segment.command), 4000)
     log.info("%s %d, at step %d: %s", what, segment.number, segment.first_step, words)
     begun_before_s = earlier[-1].begun_s if earlier else 0.0
-    return AcceptedStart(segment, tuple(changes), begun_before_s)
+    return AcceptedStart(segment, before, tuple(changes), begun_before_s)
 
 
 def _own_version() -> str:
