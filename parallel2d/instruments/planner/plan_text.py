@@ -95,7 +95,9 @@ def _traffic_lines(cost: LayoutCost) -> list[str]:
         if cost.places[axis].ranks == 1:
             continue
         moved = cost.moved.get(f"comm/{axis}/bytes")
-        amount = "not known" if moved is None else f"{moved / 1e9:.3f} GB"
+        amount = "not known"
+        if moved is not None:
+            amount = f"{moved / 1e9:.3f} GB" if moved >= 1e8 else f"{moved / 1e6:.3f} MB"
         where = "inside hosts" if cost.places[axis].is_inside else "between hosts"
         lines.append(f"{_INDENT}{axis} {amount}, {where}")
     if lines:
