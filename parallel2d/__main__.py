@@ -13,7 +13,7 @@ from parallel2d.base.files import for_terminal
 
 # Command, which is a module of this package too, and its purpose
 COMMANDS = {
-    "train": "train a model; its words are groups and keys",
+    "train": "train a model; its arguments are groups and keys",
     "certify": "compare a layout of train with one process, step by step",
     "plan": "find the fastest layout of train that fits, and what it costs",
     "report": "write one page about one finished run or several",
@@ -61,7 +61,7 @@ def _information(first: str, program: str) -> str:
 
 def _help(program: str) -> str:
     lines = [
-        f"usage: {program} COMMAND [WORD ...]",
+        f"usage: {program} COMMAND [ARGUMENT ...]",
         "",
         "Hybrid 2-D parallel training: sharded inside a node, replicated across nodes.",
         "",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from parallel2d import train
 
 _PURPOSE = (
-    "Compares a few steps of the job that the words describe with one process, parameter by "
+    "Compares a few steps of the job that the arguments describe with one process, parameter by "
     "parameter. Exit code 0: the layout computes what one process computes."
 )
 

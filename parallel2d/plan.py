@@ -14,7 +14,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
 
 _PURPOSE = (
-    "Finds the fastest layout of the job that the words describe that fits on a cluster, and what "
+    "Finds the fastest layout of the described job that fits on a cluster, and what "
     "it would cost. Nothing is started."
 )
 
@@ -44,6 +44,7 @@ def _plan(composition: Composition) -> None:
     import torch
 
     from parallel2d.instruments.planner import plan_text
+    from parallel2d.instruments.planner.layout_cost import seconds_in_bf16
     from parallel2d.instruments.planner.layout_search import command_line, fixed_keys, search
     from parallel2d.instruments.planner.scaling import scale
 
@@ -60,8 +61,11 @@ def _plan(composition: Composition) -> None:
         lines = [
             *plan_text.ranking_lines(result),
             *plan_text.summary(result.chosen.config, result.chosen.cost),
-            f"command     {command}",
         ]
+        in_bf16 = seconds_in_bf16(result.chosen.config)
+        if in_bf16 is not None:
+            lines.append(f"            precision=bf16 would take {in_bf16:.3f} s per step")
+        lines.append(f"command     {command}")
     path = config.plan.json
     if path is not None:
         try:

@@ -33,7 +33,7 @@ _LAUNCHING: dict[str, tuple[str, type, str]] = {
 _GONE = {
     "--calibrate": "--write FILE measures the same beside the check",
     "--node-rank": "nodes are numbered as they meet",
-    "--name": "launch.job_id=WORD tells jobs at one store apart",
+    "--name": "launch.job_id=NAME tells jobs at one store apart",
 }
 
 
@@ -46,7 +46,7 @@ def parser(program: str) -> argparse.ArgumentParser:
         "torchrun or srun as every rank. Exit code: 0 fit, 1 not fit, 2 wrong arguments.",
     )
     words.add_argument(
-        "words", nargs="*", metavar="WORD", help="of train, for the job that the check is for"
+        "words", nargs="*", metavar="ARGUMENT", help="of train, for the job that the check is for"
     )
     for option, (key, kind, meaning) in _LAUNCHING.items():
         words.add_argument(f"--{option}", dest=key, type=kind, metavar="X", help=meaning)
@@ -71,14 +71,14 @@ def main(
         given, config = understand(words, program)
         identity = launching.find_rank()
     except ConfigError as error:
-        print(f"preflight: {for_terminal(error)}", file=sys.stderr)
+        print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
         return 2
     if identity is not None:
         return _take_part(identity, given, config)
     try:
         return _start_ranks(words, config)
     except (ConfigError, launching.WorkersFailed) as error:
-        print(f"preflight on {socket.gethostname()}: {for_terminal(error)}", file=sys.stderr)
+        print(f"parallel2d: on {socket.gethostname()}: {for_terminal(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

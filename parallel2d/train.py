@@ -19,6 +19,7 @@ from parallel2d.base.config.help_page import information, show
 from parallel2d.base.config.sweep import run_sweep
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
+from parallel2d.base.topology import Topology
 from parallel2d.rank import choose_layout, rank_main
 from parallel2d.training.run_directory import (
     discard_pending,
@@ -29,7 +30,7 @@ from parallel2d.training.run_directory import (
 
 _PURPOSE = (
     "Trains a model with hybrid 2-D parallelism: sharded inside a node, replicated across nodes. "
-    "Without words it trains a small Llama on the source of Python's library, on this machine."
+    "Without arguments it trains a small Llama on the source of Python's library, on this machine."
 )
 
 
@@ -76,8 +77,8 @@ def _run(words: list[str], program: str, purpose: str) -> int:
         return _plan(composition)
     elif composition.config.launch.node_range != (1, 1):
         # Each node checks for itself, rank 0 of the job composes.
-        _prepare_launch()
         nodes = composition.config.launch.node_range[1]
+        _prepare_launch(composition.config, nodes)
         launching.start_node(composition.config, words, _check(composition.config, nodes))
     else:
         composition.start(_launch)
@@ -119,7 +120,7 @@ def _launch(job: Job) -> float | None:
                 f"launch.nnodes={settings.nnodes} with -m: a sweep runs on one node, several nodes "
                 "start one job"
             )
-        _prepare_launch()
+        _prepare_launch(job.config, nodes=1)
         workers = launching.workers_per_node(settings)
         config = choose_layout(job.config, job.overrides, nodes=1, ranks=workers)
         launching.start_workers(dataclasses.replace(job, config=config), _check(config, nodes=1))
@@ -134,11 +135,17 @@ def _launch(job: Job) -> float | None:
     return value
 
 
-def _prepare_launch() -> None:
-    """Starts the process that ranks are forked from, and imports what the check needs meanwhile.
+def _prepare_launch(config: TrainConfig, nodes: int) -> None:
+    """Starts the process that ranks are forked from, and imports what the check needs meanwhile. A
+    mesh that cannot work is refused before, in a third of the time.
     Ctrl-C waits for the imports: some libraries lose an interrupt there, or stay half imported."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
+        from parallel2d.parallel.mesh import resolve_mesh
+
+        if not config.is_automatic:
+            workers = launching.workers_per_node(config.launch)
+            resolve_mesh(config, Topology.equal_hosts(nodes, workers))
         launching.start_server()
         importlib.import_module("parallel2d.training.assemble")
     finally:
@@ -147,7 +154,6 @@ def _prepare_launch() -> None:
 
 def _check(config: TrainConfig, nodes: int) -> int:
     """The workers of a node, once the job was checked as far as one process can."""
-    from parallel2d.base.topology import Topology
     from parallel2d.training.assemble import check
 
     workers = launching.workers_per_node(config.launch)

@@ -65,7 +65,9 @@ def test_a_key_has_its_type_constraint_choices_readers_and_default():
 
 
 def test_help_shows_every_key_with_the_value_that_the_words_give():
-    page = help_page(["--help", "model=hf", "strategy=zero3", "train.steps=7"], "program", "Why.")
+    page = help_page(
+        ["--help", "all", "model=hf", "strategy=zero3", "train.steps=7"], "program", "Why."
+    )
     for key in keys_of(compose(NEEDED["hf"]).config):
         assert re.search(rf"^ +{re.escape(key)}=", page, re.MULTILINE), key
     assert "train.steps=7 " in page
@@ -81,22 +83,33 @@ def test_help_lists_groups_options_and_examples_that_compose():
     choices = "auto ddp hybrid hybrid_full hybrid_zero2 zero2 zero3"
     assert re.search(rf"strategy=hybrid +{choices}\n", page)
     assert "schema" not in page
+    assert len(page.splitlines()) <= 50
     for option in ("-m, --multirun", "--cfg job", "--config-dir", "-sc install", "--hydra-help"):
         assert option in page
     examples = re.findall(r"^  program (.*)$", page, re.MULTILINE)
     assert len(examples) == 4
+    for name, told in {
+        "scheduler": "constant cosine linear wsd",
+        "train.hooks": "and its arguments} (docs/hooks.md) (a list",
+        "train.stop": "train.stop.patience=5",
+    }.items():
+        explained = " ".join(help_page(["--help", name], "program", "").split())
+        assert told in explained
+        assert "mesh.shard" not in explained
+    with pytest.raises(ConfigError, match="--help optimiser: no such key; did you mean optimizer"):
+        help_page(["--help", "optimiser"], "program", "")
     for example in examples:
         words = [word.strip("'").replace("='", "=") for word in example.split()]
         help_page(words, "program", "")
 
 
 def test_help_shows_a_required_value_ones_own_choices_and_no_sweep(tmp_path):
-    assert "model.target (required)" in help_page(["--help", "model=custom"], "program", "")
+    assert "model.target (required)" in help_page(["--help", "all", "model=custom"], "program", "")
     (tmp_path / "experiment").mkdir()
     text = "# @package _global_\ntrain:\n  steps: 11\n"
     (tmp_path / "experiment" / "mine.yaml").write_text(text)
     words = ["-h", "-m", f"--config-dir={tmp_path}", "+experiment=mine", "strategy=ddp,zero3"]
-    page = help_page(words, "program", "")
+    page = help_page(words, "program", "") + help_page([*words, "all"], "program", "")
     assert re.search(r"experiment=mine +mine none\n", page)
     assert "train.steps=11" in page
     assert "strategy.name=hybrid " in page
@@ -120,7 +133,7 @@ def test_help_ends_quietly_with_its_reader_and_loads_no_torch():
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "usage: parallel2d COMMAND [WORD ...]\n"
+    assert done.stdout == "usage: parallel2d COMMAND [ARGUMENT ...]\n"
 
 
 def test_options_may_stand_between_overrides(capsys):

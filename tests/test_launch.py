@@ -85,8 +85,8 @@ def test_killed_workers_are_started_again_and_nothing_is_lost(tmp_path):
         kill_one(process, tmp_path / "run", victim)
     errors = process.communicate(timeout=120)[1]
     assert process.returncode == 0, errors
-    assert "rank 1: killed by SIGKILL, by a user or by the kernel when memory ran out; starting again" in errors  # fmt: skip
-    assert "exited with code 255, as ranks do when the process that forks them is ended; starting again" in errors  # fmt: skip
+    assert "rank 1: killed (SIGKILL; possibly out of memory). Restarting" in errors  # fmt: skip
+    assert "exited with code 255, as ranks do when the process that forks them is ended. Restarting" in errors  # fmt: skip
 
     quietly = [*words, "checkpoint.enabled=false", f"hydra.run.dir={tmp_path}/quiet"]
     again = subprocess.run(quietly, cwd=tmp_path, capture_output=True, text=True)
@@ -112,7 +112,7 @@ def test_a_broken_job_is_not_started_for_ever(tmp_path):
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr.count("ValueError: this model is broken\n") == 1
-    assert "rank 1: ValueError: this model is broken; starting again (0 more" in done.stderr
+    assert "rank 1: ValueError: this model is broken. Restarting; 0 attempts left" in done.stderr
     assert "rank 1 failed first" in done.stderr
     assert "1 restarts brought no step further" in done.stderr
     assert str(tmp_path / "run" / "logs") in done.stderr

@@ -7,7 +7,7 @@ import pytest
 from parallel2d.base.config import ClusterConfig, LinkConfig
 from parallel2d.base.config.composition import compose
 from parallel2d.base.topology import Topology
-from parallel2d.instruments.planner.layout_cost import JobCosts, LayoutCost
+from parallel2d.instruments.planner.layout_cost import JobCosts, LayoutCost, seconds_in_bf16
 from parallel2d.instruments.planner.plan_text import summary
 from parallel2d.parallel.cost.collectives import collective_seconds, placement_of, sent_bytes
 from parallel2d.parallel.cost.step_time import (
@@ -255,6 +255,14 @@ def test_recomputation_costs_a_third_of_compute():
     assert estimate(*full).seconds.compute == pytest.approx(plain * 4 / 3)
     every_second = estimate(*full, "activation_checkpointing.every=2").seconds.compute
     assert every_second == pytest.approx(plain * 7 / 6)
+
+
+def test_a_share_that_nobody_measured_is_said():
+    words = ("cluster=h100", "precision=fp32")
+    lines = summary(compose([*SMALL, *words]).config, cost(*words))
+    assert "50% of the fp32 peak of 67 TFLOP/s is assumed" in "\n".join(lines)
+    in_bf16 = seconds_in_bf16(compose([*SMALL, *words]).config)
+    assert in_bf16 == cost("cluster=h100", "precision=bf16").time.seconds.total
 
 
 @pytest.mark.parametrize(("words", "lacking"), [

@@ -137,6 +137,7 @@ def test_one_mean_is_in_all_places(tmp_path):
     run = read_run(str(write_run(tmp_path / "run", [segment(1, 1, TWO)], rows)))
     (compared,) = tables([run])["Runs"]
     assert compared["time of a step (mean)"] == "200 ms"
+    assert compared["time of a step (median)"] == "100 ms"
     assert compared["tokens/s (mean)"] == "500"  # 1,000 tokens in 2 seconds
     beside, _ = tables([run])["Measured and predicted"]
     assert (beside["measured"], beside["predicted"], beside["difference"]) == ("200 ms", "80 ms", "+150.00%")  # fmt: skip

@@ -38,7 +38,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from parallel2d.base import files
 from parallel2d.base.config import LaunchConfig
-from parallel2d.base.errors import ConfigError
+from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.files import private_folders as folders
 from parallel2d.base.topology import AGENT, PREFIX
 from parallel2d.launching.agreement import folder_errors_explained
@@ -249,10 +249,8 @@ class _Agent(ElasticAgent):
             return False
         self._pause = pause
         wait = f" in {pause:.0f} s" if pause else ""
-        left = restarts.limit - restarts.in_a_row
-        workers.say(
-            f"rank {failure.rank}: {failure}; starting again{wait} ({left} more without progress)"
-        )
+        left = counted(restarts.limit - restarts.in_a_row, "attempt")
+        workers.say(f"rank {failure.rank}: {failure}. Restarting{wait}; {left} left")
         return True
 
     def interrupted(self) -> None:

@@ -29,11 +29,6 @@ _BROKEN_CONNECTION = re.compile(
     "Connection closed by peer|Connection reset|Broken pipe|Connection refused|"
     "connection was closed"
 )
-# Why a rank may have ended with a code, where it left no error file
-_LIKELY_REASON = {
-    -signal.SIGKILL: ", by a user or by the kernel when memory ran out",
-    LOST: ", as ranks do when the process that forks them is ended",
-}
 
 
 class WorkersFailed(Exception):  # noqa: N818 (named after what happened)
@@ -100,8 +95,12 @@ class RankFailure:
         if self.error:
             return self.error.last_line
         code = self.exit_code
-        text = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return text + _LIKELY_REASON.get(code, "")
+        if code == LOST:
+            return f"exited with code {code}, as ranks do when the process that forks them is ended"
+        if code >= 0:
+            return f"exited with code {code}"
+        cause = "; possibly out of memory" if code == -signal.SIGKILL else ""
+        return f"killed ({signal.Signals(-code).name}{cause})"
 
 
 def first_failure(failures: dict[int, Any]) -> RankFailure:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.config import AXES, MeshConfig, StrategyConfig, named_strategy
+from parallel2d.base.config import AXES, MeshConfig, StrategyConfig, TrainConfig, named_strategy
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.files import is_count
 from parallel2d.base.runtime import release_groups
@@ -58,7 +58,7 @@ class MeshSpec:
         tensor = _size_or(self.tensor, 1)
         if world % tensor:
             raise ConfigError(
-                f"mesh.tensor={tensor} does not divide the {world} ranks; it may be "
+                f"mesh.tensor={tensor} does not divide {counted(world, 'rank')}; use "
                 f"{_divisors(world)}"
             )
         self.refuse_contradiction(strategy)
@@ -120,15 +120,24 @@ class MeshSpec:
         given = {axis: int(size) for axis, size in sizes.items() if size != "auto"}
         for axis, size in given.items():
             if rest % size:
+                left = "" if tensor == 1 else f" that mesh.tensor={tensor} leaves"
                 raise ConfigError(
-                    f"mesh.{axis}={size} does not divide the {rest} ranks that tensor={tensor} "
-                    f"leaves of {topology.world_size}; it may be {_divisors(rest)}"
+                    f"mesh.{axis}={size} does not divide {counted(rest, 'rank')}{left}; use "
+                    f"{_divisors(rest)}"
                 )
         if not given:
             return _sizes_from_hosts(topology, tensor)
         # Two given sizes may contradict each other: `resolve` checks the product.
         shard = given.get("shard", rest // given.get("replicate", 1))
         return given.get("replicate", rest // shard), shard, []
+
+
+def resolve_mesh(config: TrainConfig, topology: Topology) -> MeshShape:
+    """The sizes of the mesh axes on the machines that are there."""
+    spec = MeshSpec.from_config(config.mesh)
+    if config.launch.elastic:
+        return spec.resolve_elastic(config.strategy, topology, config.launch.node_range[1])
+    return spec.resolve(config.strategy, topology)
 
 
 def _size_or(size: int | str, default: int) -> int:
@@ -152,8 +161,8 @@ def _sizes_from_hosts(topology: Topology, tensor: int) -> tuple[int, int, list[s
     if inside % tensor:
         raise ConfigError(
             f"mesh.tensor={tensor} does not divide the ranks of every host "
-            f"({topology.describe()}); set mesh.shard and mesh.replicate yourself, or let tensor "
-            f"be one of {_divisors(inside)}"
+            f"({topology.describe()}); set mesh.shard and mesh.replicate yourself, or use "
+            f"mesh.tensor={_divisors(inside)}"
         )
     shard = inside // tensor
     notes = []
@@ -398,5 +407,6 @@ def draw_mesh(ranks: torch.Tensor, topology: Topology) -> str:
 
 
 def _divisors(number: int) -> str:
-    """For messages: ``1, 2, 4``."""
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+    """For messages: ``1, 2 or 4``."""
+    *others, last = [str(n) for n in range(1, number + 1) if number % n == 0]
+    return f"{', '.join(others)} or {last}" if others else last

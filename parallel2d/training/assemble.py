@@ -22,7 +22,13 @@ from parallel2d.base.runtime import Runtime, barrier, seed_everything
 from parallel2d.base.topology import Topology
 from parallel2d.models.adapters import settings_of
 from parallel2d.parallel.chunked_head import ChunkedHead
-from parallel2d.parallel.mesh import MeshShape, MeshSpec, build_mesh, data_coordinate, mesh_shape
+from parallel2d.parallel.mesh import (
+    MeshShape,
+    build_mesh,
+    data_coordinate,
+    mesh_shape,
+    resolve_mesh,
+)
 from parallel2d.parallel.parallelize import apply_layout
 from parallel2d.parallel.parallelize.activation_checkpointing import kept_operators
 from parallel2d.parallel.parallelize.float8 import check_float8
@@ -245,14 +251,6 @@ def _chunked_head(config: TrainConfig, model: nn.Module, head: str | None) -> Ch
     if head is None or chunk is None:
         return None
     return ChunkedHead(model, chunk, head, config.train.z_loss)
-
-
-def resolve_mesh(config: TrainConfig, topology: Topology) -> MeshShape:
-    """The sizes of the mesh axes on the machines that are there."""
-    spec = MeshSpec.from_config(config.mesh)
-    if config.launch.elastic:
-        return spec.resolve_elastic(config.strategy, topology, config.launch.node_range[1])
-    return spec.resolve(config.strategy, topology)
 
 
 def plan_batches(config: TrainConfig, shape: MeshShape, data_rank: int, *, pad: bool) -> BatchPlan:

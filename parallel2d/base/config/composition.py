@@ -150,7 +150,7 @@ def survey(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, tuple[st
     words = hydra_words(arguments)
     parsed = command_options(words)
     if parsed is None:
-        raise ConfigError(f"{' '.join(words)} cannot be read; --help alone lists all options")
+        raise ConfigError(f"{' '.join(words)} cannot be read; --help lists all options")
     chosen = [word for word in parsed.overrides if not may_sweep([word])]
     with wrong_words_explained(words), initialized(parsed.config_dir) as hydra_instance:
         name = parsed.config_name or "train"

@@ -114,6 +114,12 @@ def _unknown_choice(group: str, choice: str, allowed: Sequence[str]) -> str:
         named = preset.__dataclass_fields__.get("name")
         if named is not None and choice in named.metadata.get("gone", ()):
             return gone(group, choice, named.metadata)
+    if group == "experiment":
+        others = ", ".join(name for name in allowed if name != "none")
+        there = f"; there are {others}" if others else ""
+        return (
+            f"no experiment '{choice}'{there}; pass --config-dir DIR with experiment/{choice}.yaml"
+        )
     near = did_you_mean(choice, allowed)
     return f"{group}={choice} is not one of {', '.join(allowed)}{near}"
 
@@ -161,7 +167,7 @@ def unknown_key(key: str, word: str, keys: Collection[str], groups: Collection[s
     near = did_you_mean(key, [*keys, *groups], 0.8) or _near_last_part(key, siblings or keys)
     if siblings:
         return f"{line}{near}; {parent} has {', '.join(map(_last_part, siblings))}"
-    return line + (near or "; --help lists all, docs/coming-from.md those of other frameworks")
+    return line + (near or "; --help all lists them, docs/coming-from.md those of other frameworks")
 
 
 def _near_last_part(key: str, keys: Collection[str]) -> str:

@@ -21,17 +21,18 @@ from parallel2d.base.config.composition import survey
 from parallel2d.base.config.job import TrainConfig
 from parallel2d.base.config.model_and_data import FAMILIES
 from parallel2d.base.config.options import REQUIRED, as_word, bounds, default_of
-from parallel2d.base.errors import ConfigError
+from parallel2d.base.errors import ConfigError, did_you_mean
 
 WIDTH = 100
 _COLUMN = 34  # where texts begin
 _OPTIONS = {
-    "-h, --help": "this page; its values are those that the other words give",
-    "-m, --multirun": "run one job per combination of values: -m strategy=ddp,zero3 train.seed=1,2",
-    "--cfg job": "print the composed configuration as YAML and end; --resolve fills in references",
-    "--config-dir DIR": "a folder of your own files: DIR/experiment/big.yaml is experiment=big",
-    "--config-name NAME": "compose DIR/NAME.yaml, which builds on ours: defaults: [train, _self_]",
-    "-sc install=SHELL": "Hydra's code that completes words with TAB in bash, zsh or fish",
+    "--help all": "every key with its value and meaning",
+    "--help KEY or GROUP": "what a key means, or all keys of a group: --help optimizer",
+    "-m, --multirun": "one job per combination of values: -m strategy=ddp,zero3",
+    "--cfg job": "print the composed configuration as YAML and end",
+    "--config-dir DIR": "your own files: DIR/experiment/big.yaml is experiment=big",
+    "--config-name NAME": "compose DIR/NAME.yaml: defaults: [train, _self_]",
+    "-sc install=SHELL": "completion with TAB in bash, zsh or fish",
     "--version": "the version of parallel2d",
     "--hydra-help": "further options, which are Hydra's own",
 }
@@ -39,7 +40,7 @@ _EXAMPLES = (
     "strategy=zero3 precision=bf16 train.steps=1000",
     "data=text data.path='src/**/*.py' optimizer.lr=3e-4",
     "model=hf model.architecture=qwen3 mesh.tensor=2",
-    "--help model=hf strategy=zero3",
+    "--help all model=hf strategy=zero3",
 )
 _KINDS = {
     "int": "a whole number",
@@ -54,7 +55,7 @@ _KINDS = {
 _SENTENCE_END = re.compile(r"(?<=[.])\s+")
 _READ_ON = (
     "docs/command-line.md (experiments, sweeps), docs/launching.md (several nodes), "
-    "docs/models.md, docs/data.md; docs/coming-from.md has the words of other frameworks."
+    "docs/models.md, docs/data.md; docs/coming-from.md has the keys of other frameworks."
 )
 
 
@@ -77,9 +78,10 @@ class Documented:
 
 
 def information(words: Sequence[str], program: str, purpose: str) -> str | None:
-    """The text that ``words`` ask for by ``--help`` or ``--version``; None for words of a job.
+    """The text that ``words`` ask for by ``--help`` or ``--version``; None for those of a
+    job.
     ``program``: how the command was called. ``purpose``: what it does, for ``--help``. Raises
-    `ConfigError` for words that do not compose."""
+    `ConfigError` for arguments that do not compose."""
     if "--version" in words:
         return version()
     if not {"-h", "--help"}.isdisjoint(words):
@@ -107,26 +109,44 @@ def version() -> str:
 
 
 def help_page(words: Sequence[str], program: str, purpose: str) -> str:
-    """The page, at most `WIDTH` columns wide. Its values are those that ``words`` compose to.
-    ``program``: how the command was called. ``purpose``: what it does, in a sentence. Raises
-    `ConfigError` for words that do not compose."""
-    values, groups = survey(words)
-    chosen = values["hydra"]["runtime"]["choices"]
-    choices = {
-        f"{group}={chosen[group]}": " ".join(names)
-        for group, names in groups.items()
-        if group in chosen
-    }
-    keys: list[str] = []
-    for section in sections():
-        if section.family in ("", values["model"]["family"]):
-            title = f"{section.key}: {section.summary}" if section.key else "Without a section"
-            rows = dict(_row(each, values) for each in section.keys)
-            keys += ["", *textwrap.wrap(title, WIDTH), *_table(rows)]
+    """At most `WIDTH` columns wide. Values are those that the overrides among ``words`` compose to;
+    of the others, each is a key or a group that is explained, or ``all`` for every key. Without any
+    it is one screen. ``program``: how the command was called. ``purpose``: what it does, in a
+    sentence. Raises `ConfigError` for overrides that do not compose and for unknown names."""
+    topics = [word for word in words if "=" not in word and not word.startswith("-")]
+    values, groups = survey([word for word in words if word not in topics])
+    if not topics:
+        return _screen(program, purpose, groups, values["hydra"]["runtime"]["choices"])
+    family = values["model"]["family"]
+    shown = [section for section in sections() if section.family in ("", family)]
+    known = [each.key for section in shown for each in section.keys]
+    lines: list[str] = []
+    for topic in topics:
+        inside = [key for key in known if topic == "all" or f"{key}.".startswith(f"{topic}.")]
+        if not inside:
+            raise ConfigError(
+                f"--help {topic}: no such key{did_you_mean(topic, [*known, *groups])}"
+            )
+        if topic in groups:
+            lines.append(f"{topic}: one of {' '.join(groups[topic])}")
+        for section in shown:
+            rows = dict(_row(each, values, topic) for each in section.keys if each.key in inside)
+            if rows:
+                title = f"{section.key}: {section.summary}" if section.key else "Without a section"
+                lines += [*textwrap.wrap(title, WIDTH), *_table(rows), ""]
+    return "\n".join(lines[:-1])
+
+
+def _screen(
+    program: str, purpose: str, groups: Mapping[str, Sequence[str]], chosen: Mapping[str, str]
+) -> str:
+    choices: dict[str, str] = {}
+    for group, names in groups.items():
+        if group in chosen and len(names) > 1:
+            choices[f"{group}={chosen[group]}"] = " ".join(names)
     return "\n".join(
         [
             f"usage: {program} [OPTION ...] [GROUP=CHOICE ...] [KEY=VALUE ...]",
-            "",
             *textwrap.wrap(purpose, WIDTH),
             "",
             "Examples:",
@@ -135,11 +155,8 @@ def help_page(words: Sequence[str], program: str, purpose: str) -> str:
             "Options:",
             *_table(_OPTIONS),
             "",
-            "Groups, each with its choices; a choice sets the keys of its group:",
+            "Groups, each with its choice and all choices; a choice sets the keys of its group:",
             *_table(choices),
-            "",
-            "Keys, each with the value that it has:",
-            *keys,
             "",
             *textwrap.wrap(f"Read on: {_READ_ON}", WIDTH),
         ]
@@ -202,10 +219,13 @@ def _either(words: list[str]) -> str:
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def _row(documented: Documented, values: Mapping[str, Any]) -> tuple[str, str]:
-    """A key with its value and meaning, and what is allowed where no group lists it."""
+def _row(documented: Documented, values: Mapping[str, Any], topic: str) -> tuple[str, str]:
+    """A key with its value and meaning. What is allowed stands there for a key that was asked for,
+    and where no group lists it."""
     value: Any = functools.reduce(operator.getitem, documented.key.split("."), values)
     setting = documented.key + (" (required)" if value == REQUIRED else f"={as_word(value)}")
+    if topic == documented.key:
+        return setting, f"{documented.text} ({documented.allowed})"
     if documented.key.endswith(".name") or not documented.choices:
         return setting, documented.summary
     return setting, f"{documented.summary} ({documented.allowed})"

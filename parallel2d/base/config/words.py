@@ -82,8 +82,8 @@ def command_options(words: Sequence[str]) -> argparse.Namespace | None:
     if unknown:
         name = unknown[0].lstrip("-").partition("=")[0]
         raise ConfigError(
-            f"{unknown[0]} is no option of this command: settings are words key=value, such as "
-            f"{name}=VALUE if that is one; --help lists all"
+            f"{unknown[0]} is no option of this command: a setting is given as KEY=VALUE, such as "
+            f"{name}=VALUE if that is one; --help all lists them"
         )
     return parsed
 

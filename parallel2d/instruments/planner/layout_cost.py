@@ -27,7 +27,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.config import CompileConfig, TrainConfig
+from parallel2d.base.config import PRECISIONS, CompileConfig, TrainConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import Topology
 from parallel2d.launching import workers_per_node
@@ -47,13 +47,13 @@ from parallel2d.parallel.cost.state_memory import StateBytes, state_bytes
 from parallel2d.parallel.cost.step_time import StepEstimate, estimate_step
 from parallel2d.parallel.cost.tensor_twin import TensorTraffic
 from parallel2d.parallel.cost.traffic import predicted_bytes
-from parallel2d.parallel.mesh import MeshShape, MeshSpec, build_mesh, check_placement
+from parallel2d.parallel.mesh import MeshShape, MeshSpec, build_mesh, check_placement, resolve_mesh
 from parallel2d.parallel.parallelize import apply_on_fake_tensors
 from parallel2d.parallel.parallelize.layout import Layout, SampleShape
 from parallel2d.parallel.parallelize.preconditions import check_parameters
 from parallel2d.parallel.sync import accumulate
 from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
-from parallel2d.training.assemble import lay_out, plan_batches, resolve_mesh
+from parallel2d.training.assemble import lay_out, plan_batches
 from parallel2d.training.data.batch import token_sequences
 from parallel2d.training.data.feed import BatchPlan
 from parallel2d.training.data.own_data import OwnSamples
@@ -109,6 +109,16 @@ def cost_of(config: TrainConfig) -> LayoutCost:
     costs = JobCosts(config)
     cost = costs.with_peak(config, costs.cost(config))
     return costs.traced(config, cost) if config.plan.verify else cost
+
+
+def seconds_in_bf16(config: TrainConfig) -> float | None:
+    """Seconds of a step of the same layout with ``precision=bf16``; None where it computes in 16
+    bits already, and where that is not known."""
+    if config.precision.param not in ("fp32", "fp64"):
+        return None
+    config = dataclasses.replace(config, precision=PRECISIONS["bf16"])
+    time = JobCosts(config).cost(config).time
+    return None if isinstance(time, str) else time.seconds.total
 
 
 def planned_topology(config: TrainConfig) -> Topology:

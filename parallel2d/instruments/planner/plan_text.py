@@ -95,7 +95,9 @@ def _traffic_lines(cost: LayoutCost) -> list[str]:
         if cost.places[axis].ranks == 1:
             continue
         moved = cost.moved.get(f"comm/{axis}/bytes")
-        amount = "not known" if moved is None else f"{moved / 1e9:.3f} GB"
+        amount = "not known"
+        if moved is not None:
+            amount = f"{moved / 1e9:.3f} GB" if moved >= 1e8 else f"{moved / 1e6:.3f} MB"
         where = "inside hosts" if cost.places[axis].is_inside else "between hosts"
         lines.append(f"{_INDENT}{axis} {amount}, {where}")
     if lines:
@@ -115,7 +117,7 @@ def _time_lines(cost: LayoutCost) -> list[str]:
         return [f"time        not known: {cost.time}"]
     seconds = cost.time.seconds
     rate = cost.time.samples_per_s * cost.sample.targets_per_sample
-    return [
+    lines = [
         f"time        {seconds.total:.3f} s per step by a model, {seconds.exposed_share:.0%} of it "
         "waiting for links",
         f"{_INDENT}compute {seconds.compute:.3f} s, update {seconds.update:.3f} s; not hidden: "
@@ -124,6 +126,9 @@ def _time_lines(cost: LayoutCost) -> list[str]:
         f"{_INDENT}{rate:,.0f} {cost.sample.noun}/s, {rate / cost.shape.world_size:,.0f} per rank, "
         f"MFU {cost.time.mfu:.1%}",
     ]
+    if cost.time.assumed:
+        lines.append(f"{_INDENT}{cost.time.assumed}")
+    return lines
 
 
 # Rankings

@@ -112,6 +112,9 @@ def _comparison(run: Run) -> TextRow:
     }
     for what, key in _MEANS.items():
         values[f"{what} (mean)"] = (key, run.mean(key))
+    known = run.known(keys.STEP_S)
+    median = float(np.median(known)) if len(known) else math.nan
+    values["time of a step (median)"] = (keys.STEP_S, median)
     return row | {what: text_of(*value) for what, value in values.items()}
 
 

@@ -33,6 +33,8 @@ EFFICIENCIES = {
     ("H200", True): 0.366,
     ("A100", True): 0.53,
 }
+# In fp32 and fp64 nothing is fitted, for any device: half of what its data sheet says.
+ASSUMED_EFFICIENCY = 0.5
 
 
 class GroupSeconds(NamedTuple):
@@ -79,11 +81,13 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """``samples_per_s``: of the whole job. ``mfu``: model FLOPs over the peak of what computes."""
+    """``samples_per_s``: of the whole job. ``mfu``: model FLOPs over the peak of what computes.
+    ``assumed``: the share of the peak in words, where nobody gave it and none is fitted."""
 
     seconds: StepSeconds
     samples_per_s: float
     mfu: float
+    assumed: str = ""
 
 
 class _NotKnownError(Exception):
@@ -145,7 +149,7 @@ class _Estimate:
             seconds = step_seconds(groups, schedule, update=update, between_steps=added)
         samples_per_s = layout.global_batch_size / seconds.total
         mfu = samples_per_s * flops / (self._peak() * layout.shape.world_size)
-        return StepEstimate(seconds, samples_per_s, mfu)
+        return StepEstimate(seconds, samples_per_s, mfu, self._assumed())
 
     def _compute(self, flops: int) -> tuple[float, float]:
         """Seconds of forward of one micro-batch on one rank, and of computing it again."""
@@ -176,6 +180,8 @@ class _Estimate:
         device, config = self._cluster.device, self._layout.config
         if device.efficiency is not None:
             return device.efficiency
+        if config.precision.param in ("fp32", "fp64"):
+            return ASSUMED_EFFICIENCY
         is_compiled = config.compile.name != "none"
         for (part, compiled), share in EFFICIENCIES.items():
             if part in device.name and compiled == is_compiled and config.precision.param == "bf16":
@@ -183,6 +189,15 @@ class _Estimate:
         raise _NotKnownError(
             f"what share of its peak {device.name} reaches in {config.precision.param} is not "
             "known: give cluster.device.efficiency"
+        )
+
+    def _assumed(self) -> str:
+        dtype = self._layout.config.precision.param
+        if self._cluster.device.efficiency is not None or dtype not in ("fp32", "fp64"):
+            return ""
+        return (
+            f"{ASSUMED_EFFICIENCY:.0%} of the {dtype} peak of {self._peak() / 1e12:g} TFLOP/s is "
+            "assumed; cluster.device.efficiency=SHARE sets it"
         )
 
     def _collective(self, collective: str, sent: float, axis: str) -> float:
