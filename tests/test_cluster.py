@@ -373,7 +373,9 @@ def test_two_nodes_train_like_one_and_send_what_the_theory_says(ranks, folder):
     assert layout["parameters"] > 3e6
     expected = theory("hybrid", 2, 2) * 4 * layout["parameters"] * 8
     for node in ("node0", "node1"):
-        assert expected < counted[node]["eth0"]["tx_bytes"] < 1.02 * expected  # headers, heartbeats and what was sent twice
+        assert (
+            expected < counted[node]["eth0"]["tx_bytes"] < 1.02 * expected
+        )  # headers, heartbeats and what was sent twice
 
 
 @needs_nodes

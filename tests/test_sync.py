@@ -441,6 +441,7 @@ def _lacking():
     backward(model, mesh)
     states, groups = fsdp_internals.states(model), fsdp_internals.groups(model)
     objects = [*states, *groups, *(state._comm_ctx for state in states)]
+    objects += [state._state_ctx for state in states]
     objects += [parameter for group in groups for parameter in group.fsdp_params]
     assert {type(owner) for owner in objects} == set(fsdp_internals.KEPT)
     return {

@@ -119,9 +119,13 @@ def apply_layout(
     copy = copier(
         model, lambda twin, weights: apply_layout(layout, twin, mesh, weights, topology, seed)
     )
+    # Scripts choose parameter groups by attributes of parameters, which sharding replaces.
+    attributes = {fqn_of(name): dict(vars(each)) for name, each in model.named_parameters()}
     mark_sharded(model, layout.ignored)
     _transform(layout, model, mesh, source, topology, seed)
     _fill(layout, model, mesh, source, topology)
+    for name, parameter in model.named_parameters():
+        vars(parameter).update(attributes.get(fqn_of(name), {}))
     mark_sharded(model, layout.ignored)
     # Errors for calls that would go wrong.
     guard(model, mesh)
