@@ -2,6 +2,7 @@
 
 import functools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,11 +113,6 @@ def _call_with_others(training):
     torch.func.functional_call(training.model, weights, (_batch(0),))
 
 
-def _call_with_others_later(training):
-    training.step(3)
-    _call_with_others(training)
-
-
 def _add(training):
     training.step(5)
     training.model.register_parameter("temperature", nn.Parameter(torch.ones(WIDTH)))
@@ -138,6 +134,53 @@ def _number(training):
     # With `ddp` every rank has all of it.
     value = float(training.model.head.weight.norm())
     assert value == pytest.approx(training.model.head.weight.full_tensor().norm().item())
+
+
+def _zero_a_row(training):
+    training.model.head.weight.data[1].zero_()
+
+
+def _assign_rows(training):
+    training.forward().backward()
+    training.live[-2].grad[:2] = 0
+
+
+def _draw(training):
+    training.model.head.reset_parameters()
+
+
+def _values(training):
+    training.model.head.bias.detach().numpy()
+
+
+def _train_another(training):
+    training.optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    training.step()
+
+
+class Writer(nn.Module):
+    """Leaves its result in what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, state):
+        entries = state if isinstance(state, dict) else vars(state)
+        entries["x"] = self.up(entries["x"])
+
+
+def _write_into(kind, _training):
+    model = parallelize(Writer(), build_mesh(MeshSpec(), "zero3"), ParallelConfig(precision="fp64"))
+    model(kind(x=_batch(0)))
+
+
+def _see_same_memory(model):
+    model.head.bias = nn.Parameter(model.head.weight.data[0])
+
+
+def _hide(model):
+    model.named_parameters = lambda *_, **__: model.blocks.named_parameters("blocks")
 
 
 def _grad(training):
@@ -194,11 +237,19 @@ REFUSED = {
     "stash a parameter": (Training.evaluate, {"act": _stash_itself}, "blocks.[01].last keeps blocks.[01].up.bias"),
     "data": (_set_data, {}, r".*\.data was set to another tensor"),
     "functional_call": (_call_with_others, {}, MISPLACED),
-    "functional_call later": (_call_with_others_later, {}, MISPLACED),
     "no bias": (_drop_bias, {}, f"head.bias {MISPLACED}"),
     "late": (_add, {}, "temperature was added or unfrozen after parallelize"),
     "layer": (_replace_layer, {}, "head.weight was added or unfrozen after parallelize"),
     "number": (_number, {}, "a number was asked of a DTensor"),
+    "row of data": (_zero_a_row, {}, "aten.zero_.default writes to rows or columns of a DTensor"),
+    "rows": (_assign_rows, {}, "aten.fill_.Tensor .* a DTensor: .*apply_full"),
+    "random": (_draw, {}, "aten.uniform_.default would draw all parts of a DTensor alike"),
+    "values": (_values, {}, r"numpy\(\) .* tensor.full_tensor\(\)"),
+    "another": (_train_another, {}, r"SGD has a parameter of shape \(2, 2\) that is of no parallelized model"),
+    "dict": (functools.partial(_write_into, dict), {}, "Writer changed a dict that it was given"),
+    "object": (functools.partial(_write_into, SimpleNamespace), {}, "Writer changed a SimpleNamespace that"),
+    "same memory": (Training.step, {"prepare": _see_same_memory}, "head.weight and head.bias are two parameters in the same"),
+    "hidden": (Training.step, {"prepare": _hide}, r"Stack.named_parameters\(\) omits head.weight"),
     "grad": (_grad, {}, r"torch.autograd.grad\(\) with inputs=blocks.0"),
     "grad of gathered": (_grad_of_gathered, {}, r"torch.autograd.grad\(\) with inputs=blocks.0"),
     "backward": (_backward_to_inputs, {}, r"torch.autograd.backward\(\) with inputs=blocks.0"),
@@ -280,6 +331,39 @@ def _freeze_one_more(training):
     del training.model.extra
 
 
+def _infer_first(training):
+    with torch.inference_mode():
+        training.model(_batch(0))
+    training.step(2)
+    return []
+
+
+def _fail_in_backward(training):
+    def fail(_gradient):
+        raise RuntimeError("out of memory")
+
+    hook = training.model.blocks[1].register_forward_hook(
+        lambda *given: given[2].register_hook(fail) and None
+    )
+    with pytest.raises(RuntimeError, match="out of memory"):
+        training.forward().backward()
+    hook.remove()
+    training.optimizer.zero_grad()
+    training.step(2)
+    return []
+
+
+def _name_group(model):
+    model.head.weight.decays = False
+
+
+def _skip_group(training):
+    training.live = [each for each in training.model.parameters() if getattr(each, "decays", True)]
+    training.optimizer = torch.optim.SGD(training.live, lr=0.5)
+    training.step(2)
+    return []
+
+
 def _hand_out(which, block):
     weight = block.up.weight
     return {
@@ -296,6 +380,9 @@ RIGHT = {
     "clamped after evaluation": (_clamp_after_evaluation, {}),
     "evaluated before update": (_evaluate_before_update, {}),
     "target without gradients": (_target_without_gradients, {}),
+    "inference before training": (_infer_first, {}),
+    "exception in backward": (_fail_in_backward, {}),
+    "group by attribute": (_skip_group, {"prepare": _name_group}),
     "frozen added": (_freeze_one_more, {}),
     "state outside": (_state_of_a_parameter, {}),
     "state inside": (
@@ -329,7 +416,7 @@ def _results(strategy):
     ["hybrid", *(pytest.param(each, marks=pytest.mark.slow) for each in ("zero3", "ddp"))],
 )
 def test_misuse_of_parameters_is_right_or_refused_by_name(ranks, strategy):
-    right = ("number",) if strategy == "ddp" else ()
+    right = ("number", "row of data") if strategy == "ddp" else ()
     for told in ranks.run(4, _refusals, strategy):
         for name, (_, _, expected) in REFUSED.items():
             if name in right:

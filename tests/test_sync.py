@@ -441,6 +441,7 @@ def _lacking():
     model, mesh = sharded()
     backward(model, mesh)
     objects = [*states(model), *groups(model), *(state._comm_ctx for state in states(model))]
+    objects += [state._state_ctx for state in states(model)]
     objects += [parameter for group in groups(model) for parameter in group.fsdp_params]
     assert {type(owner) for owner in objects} == set(fsdp_internals.KEPT)
     return {

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 from torch.distributed.tensor import DTensor
 
 # What the package reaches on classes and modules.
@@ -39,7 +39,7 @@ REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (DTensor._op_dispatcher, ("_custom_op_handlers",)),
     (torch.UntypedStorage, ("_cdata",)),
     (torch.ops.aten, ("_local_scalar_dense",)),
-    (Tensor, ("_post_accumulate_grad_hooks", "_version")),
+    (Tensor, ("_base", "_post_accumulate_grad_hooks", "_version")),
     (torch, ("_C", "_dynamo")),
     (torch._C, ("_current_graph_task_id", "_functorch")),
     (forward_ad, ("_current_level",)),
@@ -48,10 +48,11 @@ REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
 # What it reaches on objects, once they have run.
 KEPT: dict[type, tuple[str, ...]] = {
     FSDPState: (
-        "_comm_ctx", "_fsdp_param_groups", "_is_root", "_states_to_forward_prefetch",
+        "_comm_ctx", "_fsdp_param_groups", "_is_root", "_state_ctx", "_states_to_forward_prefetch",
         "_training_state",
     ),
     FSDPCommContext: ("post_forward_order",),
+    FSDPStateContext: ("post_backward_final_callback_queued",),
     FSDPParamGroup: (
         "modules", "fsdp_params", "mesh_info", "mp_policy", "post_forward_mesh_info",
         "unshard", "post_forward", "is_unsharded", "reduce_grads", "all_reduce_grads",

@@ -4,17 +4,20 @@ neither parameters nor modules."""
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.utils._pytree import tree_leaves
+
+from parallel2d.parallel.fsdp_internals.group_watch import storage_of
 
 
 def is_differentiated_forward(inputs: Any, frees: bool) -> bool:
@@ -39,7 +42,16 @@ _MIXING = """
     native_layer_norm mkldnn_rnn_layer _foreach_add
     _foreach_add_ _foreach_sub _foreach_sub_ _foreach_mul
     _foreach_mul_ _foreach_lerp_ _foreach_copy_
+    zero_ fill_ clamp_ masked_fill_ index_put_ index_fill_ renorm_ normal_ uniform_
 """
+_RANDOM = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+_WHOLE = (
+    "change whole values with parallel2d.apply_full(model, function), or inside "
+    "parallel2d.summon_full_params(model, writeback=True, with_grads=True)"
+)
+
+
+_UNSUPPORTED = re.compile("sharding strategy registered|require placement changes")
 
 
 # Operators by which scripts make tensors of their own, such as a first hidden state, on the device
@@ -84,11 +96,21 @@ def explain_mixed_tensors() -> None:
 
 def _explained(operator: Any, args: Any, kwargs: Any) -> Any:
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    written = args[0]
+    if operator.name().partition(".")[0].endswith("_") and isinstance(written, DTensor):
+        base = written._base
+        # A view that needed other ranks' parts is a copy: what is written there is lost.
+        if isinstance(base, DTensor) and storage_of(written) != storage_of(base):
+            raise RuntimeError(f"{operator} writes to rows or columns of a DTensor: {_WHOLE}")
+        if operator in _RANDOM and any(map(Placement.is_shard, written.placements)):
+            raise RuntimeError(f"{operator} would draw all parts of a DTensor alike: {_WHOLE}")
     # Without the handler the call is what it would have been.
     handlers.pop(operator, None)
     try:
         return operator(*args, **kwargs)
     except RuntimeError as error:
+        if _UNSUPPORTED.search(str(error)):
+            raise RuntimeError(f"{operator} cannot be computed on a DTensor: {_WHOLE}") from error
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise MixedTensorsError(

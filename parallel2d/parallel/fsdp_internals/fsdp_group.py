@@ -109,7 +109,12 @@ class FSDPGroup:
             nonlocal has_run
             if group._training_state != TrainingState.FORWARD:
                 before(watch, group.is_unsharded)
-            result = begin(*given)
+            # Memory that is allocated in inference mode could not be gathered into after it.
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False), torch.no_grad():
+                    result = begin(*given)
+            else:
+                result = begin(*given)
             if not has_run:
                 watch.remember()
                 has_run = True

@@ -165,3 +165,11 @@ def refuse_numbers_of_parts() -> None:
 
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = number
+
+    def values(_tensor: DTensor, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            "numpy() or tolist() was asked of a DTensor, of which this rank has a part: use "
+            "tensor.full_tensor() on all ranks first"
+        )
+
+    DTensor.numpy = DTensor.tolist = values  # type: ignore[method-assign, assignment]

@@ -86,6 +86,12 @@ def has_begun(model: nn.Module) -> bool:
     return state_of(model)._is_root is not None
 
 
+def was_interrupted(model: nn.Module) -> bool:
+    """Whether an exception has ended a backward pass of ``model``: its last callback is still to
+    come. torch has no public name for that."""
+    return state_of(model)._state_ctx.post_backward_final_callback_queued
+
+
 def reset_iteration(model: nn.Module) -> None:
     """Prepares ``model`` for its next forward after one that an exception interrupted. Does nothing
     for a part of a larger model.

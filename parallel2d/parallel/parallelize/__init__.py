@@ -99,10 +99,16 @@ def parallelize(
     config = config or ParallelConfig()
     topology = topology or Topology.gather()
     check(model, mesh, config, topology)
+    # Scripts choose parameter groups by attributes of parameters, which are replaced from here on.
+    attributes = {fqn_of(name): dict(vars(each)) for name, each in model.named_parameters()}
     source = WeightSource(model, seed=seed, init=init, broadcast_from=broadcast_from, given=weights)
     # After the weights were handed over, which ties on all ranks what is tied on one.
     layout = resolve(config, mesh, model, tensor_plan=tensor_plan, ignored=ignored)
-    return apply_layout(layout, model, mesh, source, topology, seed or 0)
+    apply_layout(layout, model, mesh, source, topology, seed or 0)
+    for name, parameter in model.named_parameters():
+        kept = attributes.get(fqn_of(name), {})
+        vars(parameter).update(kept | vars(parameter))
+    return model
 
 
 def apply_layout(

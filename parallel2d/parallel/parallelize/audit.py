@@ -33,7 +33,7 @@ from parallel2d.parallel.fsdp_internals.group_watch import (
     refuse_numbers_of_parts,
     storage_of,
 )
-from parallel2d.parallel.fsdp_internals.sharded_model import in_backward
+from parallel2d.parallel.fsdp_internals.sharded_model import in_backward, was_interrupted
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.model_structure import (
     fqn_of,
@@ -42,6 +42,7 @@ from parallel2d.parallel.model_structure import (
     plain_attributes,
     tensors_in,
 )
+from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.replica_reducer import ReplicaReducer, engine_of
 
 _INSTEAD = (
@@ -70,7 +71,7 @@ class _Audit:
     def __init__(self, model: nn.Module, mesh: DeviceMesh, compare_every: int) -> None:
         self._model = model
         self._engine = engine_of(model)
-        self._averages = mesh_shape(mesh).data_ranks > 1
+        self.averages = mesh_shape(mesh).data_ranks > 1
         self._compare_every = compare_every
         # By number the names of gathered parameters, once they have been
         self._storages: dict[int, str] = {}
@@ -99,6 +100,8 @@ class _Audit:
             return
         if not self._begun:
             self._check_places()
+        if was_interrupted(self._model):
+            discard_accumulated(self._model)
         self._begun[torch.is_grad_enabled()] += 1
         number = self._begun[torch.is_grad_enabled()]
         self._auditing = number & (number - 1) == 0
@@ -157,7 +160,7 @@ class _Audit:
         names = list(map(tuple, self._held))
         if self._children != self._known_children or names != self._known_names:
             self._learn_modules()
-        trains = torch.is_grad_enabled() and self._averages
+        trains = torch.is_grad_enabled() and self.averages
         for module, attribute in self._unmanaged:
             each = module._parameters[attribute]
             if each is None:
@@ -244,7 +247,7 @@ _audits: weakref.WeakSet[_Audit] = weakref.WeakSet()
 @functools.cache
 def _watch_process() -> None:
     """Installs, once, what belongs to no model."""
-    optimizer.register_optimizer_step_pre_hook(_refuse_gathered)
+    optimizer.register_optimizer_step_pre_hook(_refuse_others)
     optimizer.register_optimizer_step_post_hook(_count_update)
     torch.autograd.backward = _checked(torch.autograd.backward, "backward", 5, SHARDED_AS)
     # Gradients that backward leaves in gathered parameters are averaged, those that it returns not.
@@ -260,8 +263,15 @@ def _parameters_of(stepping: Optimizer) -> Iterator[Tensor]:
     return chain.from_iterable(group["params"] for group in stepping.param_groups)
 
 
-def _refuse_gathered(stepping: Optimizer, *_: Any) -> None:
+def _refuse_others(stepping: Optimizer, *_: Any) -> None:
+    """Refuses gathered parameters, and trained ones of no model beside sharded ones."""
+    others: list[Tensor] = []
+    any_sharded = False
     for parameter in _parameters_of(stepping):
+        if isinstance(parameter, DTensor):
+            any_sharded |= hasattr(parameter, SHARDED_AS)
+        elif parameter.requires_grad and not hasattr(parameter, SHARDED_AS):
+            others.append(parameter)
         name = getattr(parameter, GATHERED_AS, None)
         if name is not None:
             raise RuntimeError(
@@ -269,6 +279,12 @@ def _refuse_gathered(stepping: Optimizer, *_: Any) -> None:
                 "forward and its backward, and would train nothing: build it after parallelize(), "
                 "before the first forward"
             )
+    if any_sharded and others and any(watch.averages for watch in _audits):
+        raise RuntimeError(
+            f"{type(stepping).__name__} has a parameter of shape {tuple(others[0].shape)} that is "
+            "of no parallelized model, and nothing averages its gradient over the ranks: put its "
+            "module and the model into one nn.Module and call parallelize() on that"
+        )
 
 
 def _count_update(stepping: Optimizer, *_: Any) -> None:

@@ -7,6 +7,7 @@ Under a tensor axis they cost one small collective in the first forward.
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import functools
 import hashlib
@@ -29,7 +30,11 @@ from parallel2d.parallel.fsdp_internals.computations import (
     explain_mixed_tensors,
     is_differentiated_forward,
 )
-from parallel2d.parallel.fsdp_internals.sharded_model import RunningForward, has_begun
+from parallel2d.parallel.fsdp_internals.sharded_model import (
+    RunningForward,
+    collect_grad_tensors,
+    has_begun,
+)
 from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.sync import no_sync
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of
@@ -144,12 +149,15 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
 
 
 def _watch_calls(module: nn.Module, name: str) -> None:
-    """Makes a call raise RuntimeError when ``module`` has added to a list or dict that it was
-    given: the sharding engine gives it a copy, so the caller would never see what was added; and
-    for a forward-mode derivative that it cannot compute. Makes ``module.forward(x)`` the call
+    """Makes a call raise RuntimeError when ``module`` has changed a list or dict that it was given:
+    the sharding engine gives it a copy, so the caller would never see the change; when it leaves
+    its result in an object, where no hook finds it; and for a forward-mode derivative that it
+    cannot compute. Makes ``module.forward(x)`` the call
     ``module(x)``, in which hooks gather parameters."""
     # The arguments of the calls that run
     given: list[Any] = []
+    # Lists and dicts that the last one got, what was in them, and whether the caller sees them
+    copied: list[tuple[Any, Any, bool]] = []
     running, forward = RunningForward(module), module.forward
 
     def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -170,22 +178,28 @@ def _watch_calls(module: nn.Module, name: str) -> None:
             # A hook of the model's own may have taken arguments away.
             if isinstance(value, Tensor) and key in received:
                 received[key] = first.setdefault(id(value), received[key])
+        own = set(map(id, _containers_in(list(given[-1].values()))))
+        containers = list(_containers_in(list(received.values())))[1:]
+        copied[:] = [(each, copy.copy(each), id(each) in own) for each in containers]
         positional = tuple(received.pop(index) for index in range(len(args)))
         return positional, received
 
-    def compare(_module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
+    def compare(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not given:  # an earlier hook has raised
             return
-        received = {**dict(enumerate(args)), **kwargs}
-        arguments = given.pop()
-        for key in arguments.keys() & received.keys():
-            changed = _first_changed(arguments[key], received[key])
-            if changed is not None:
-                raise RuntimeError(
-                    f"{name or _class_name(module)} changed a {type(changed).__name__} that it was "
-                    "given, and the caller would not see it, because sharded modules get copies of "
-                    "their arguments: return the values instead"
-                )
+        given.pop()
+        no_result = torch.is_grad_enabled() and not collect_grad_tensors(output)
+        changed = list(filter(_holds_result, tree_leaves((args, kwargs)))) if no_result else []
+        for after, before, is_seen in copied:
+            if _entries(after) != _entries(before) and (no_result or not is_seen):
+                changed.append(after)
+        copied.clear()
+        if changed:
+            raise RuntimeError(
+                f"{name or _class_name(module)} changed a {type(changed[0]).__name__} that it was "
+                "given, which sharded modules cannot, because they get copies of their arguments "
+                "and compute gradients of what they return: return the values instead"
+            )
 
     @functools.wraps(forward)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -200,14 +214,18 @@ def _watch_calls(module: nn.Module, name: str) -> None:
     module.register_forward_hook(compare, with_kwargs=True, always_call=True)
 
 
-def _first_changed(given: Any, received: Any) -> list[Any] | dict[Any, Any] | None:
-    """The first list or dict in ``given`` whose copy in ``received`` has another length."""
-    containers = zip(_containers_in(given), _containers_in(received), strict=False)
-    # One that is the same object was not copied, and the caller sees its changes.
-    for before, after in containers:
-        if before is not after and len(before) != len(after):
-            return before
-    return None
+def _entries(container: list[Any] | dict[Any, Any]) -> list[Any]:
+    """What is in ``container``, by identity."""
+    if isinstance(container, dict):
+        return [(key, id(value)) for key, value in container.items()]
+    return [id(value) for value in container]
+
+
+def _holds_result(argument: object) -> bool:
+    """Whether ``argument`` is an object with a tensor that a backward pass may reach."""
+    values = vars(argument).values() if hasattr(argument, "__dict__") else ()
+    held = [value for value in values if isinstance(value, Tensor)]
+    return not isinstance(argument, Tensor) and any(value.requires_grad for value in held)
 
 
 def _class_name(module: nn.Module) -> str:

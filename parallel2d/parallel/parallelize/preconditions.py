@@ -6,6 +6,7 @@ import gc
 import socket
 from collections import defaultdict
 from collections.abc import Container, Mapping
+from itertools import chain, combinations
 
 import torch
 import torch.distributed as dist
@@ -112,12 +113,23 @@ def check_parameters(model: nn.Module) -> None:
     without an error: a hook, a copy of the reference, an update that its module writes. And for one
     without a size."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
+    for name, parameter in nn.Module.named_parameters(model):
+        if id(parameter) not in names:
+            raise ConfigError(
+                f"{type(model).__name__}.named_parameters() omits {name}, which is to be sharded "
+                "too: give the method that selects parameters another name"
+            )
         _check_parameter(name, parameter)
     by_storage: dict[int | None, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
         by_storage[storage_of(parameter)].append(parameter)
     by_storage.pop(None, None)
+    for one, other in chain.from_iterable(combinations(same, 2) for same in by_storage.values()):
+        if _overlap(one, other):
+            raise ConfigError(
+                f"{names[id(one)]} and {names[id(other)]} are two parameters in the same memory, "
+                "which sharding would separate: keep one, and take views of it in forward"
+            )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             called = name or "the model"
