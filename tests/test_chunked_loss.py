@@ -498,13 +498,6 @@ def test_a_model_of_transformers_has_the_loss_of_its_whole_logits(kind):
 
 
 @pytest.mark.extras("transformers")
-def test_a_job_with_a_model_of_transformers(ranks, folder):
-    arguments = ",".join(f"{key}: {value}" for key, value in _SIZES.items())
-    model = ("model=hf", "model.architecture=llama", f"model.arguments={{{arguments}}}")
-    check_job(ranks, folder, (*model, *SPLIT), 1e-12)
-
-
-@pytest.mark.extras("transformers")
 def test_a_job_whose_loss_reads_a_part_of_its_targets_is_refused(ranks, folder):
     words = (
         "model=hf",

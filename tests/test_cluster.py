@@ -23,7 +23,7 @@ from tools.cluster import (
     why_not,
 )
 from tools.cluster.__main__ import main
-from tools.cluster.network import namespaces, parse_rate
+from tools.cluster.network import namespaces
 from tools.cluster.traffic import theory
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,34 +145,6 @@ def test_nodes_have_names_and_memory_of_their_own_and_see_each_other():
         tag = cluster.tag
     assert left_of(tag) == []
     assert root_links() == before
-
-
-@pytest.mark.slow
-@needs_nodes
-def test_a_link_is_as_fast_and_as_late_as_asked():
-    with Cluster(2, rate="80mbit") as cluster:
-        for sender, receiver in ((0, 1), (1, 0)):
-            assert 2e6 < transfer(cluster, sender, receiver, 4_000_000) < 1.1 * 10e6
-        cluster.set_rate(1, "16mbit")
-        for sender, receiver in ((0, 1), (1, 0)):
-            assert 4e5 < transfer(cluster, sender, receiver, 1_000_000) < 1.3 * 2e6
-        cluster.set_rate(1, None)
-        cluster.set_rate(0, None)
-        assert transfer(cluster, 0, 1, 20_000_000) > 1.5 * 10e6
-        cluster.set_rate(0, "80mbit")
-        connect = "import socket, time\nt = time.monotonic()\ns = socket.create_connection(('node1', 7000))\nprint(time.monotonic() - t)"
-        has_netem = True
-        try:
-            cluster.set_delay(0, 100)
-        except ClusterError as error:
-            has_netem = "no netem" not in str(error)
-        if not has_netem:
-            assert transfer(cluster, 0, 1, 2_000_000) < 1.1 * 10e6, "it is shaped as before"
-        else:
-            begun = len(said(cluster, 1))
-            cluster.start(1, python(LISTEN))
-            await_text(cluster, 1, "LISTENING", begun)
-            assert float(cluster.execute(0, python(connect))) > 0.19, "there and back"
 
 
 @needs_nodes
@@ -326,17 +298,6 @@ def test_a_mistyped_fault_is_explained(text, message):
     with pytest.raises(ClusterError) as caught:
         parse_fault(text)
     assert message in str(caught.value)
-
-
-def test_words_of_faults_and_rates():
-    fault = parse_fault("at=step:20 loss node=1 share=2% for=5s")
-    assert (fault.kind, fault.step, fault.seconds) == ("loss", 20, None)
-    assert fault.values == {"node": 1, "share": 0.02, "for": 5.0}
-    assert parse_rate("200mbit") == 200_000_000
-    assert parse_rate("1.5gbit") == 1_500_000_000
-    assert parse_rate(None) is None
-    with pytest.raises(ClusterError, match="rate=fast must be a number and a unit"):
-        parse_rate("fast")
 
 
 @pytest.mark.parametrize("missing", ["root", "programs"])

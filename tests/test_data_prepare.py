@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -315,18 +314,6 @@ def test_shards_do_not_depend_on_the_number_of_workers(corpus, tmp_path, monkeyp
     monkeypatch.setattr(sys, "executable", str(tmp_path / "killed"))
     with pytest.raises(RuntimeError, match="was killed by signal 9; what is finished is kept"):
         run(corpus, tmp_path / "out", workers=2)
-
-
-def test_memory_does_not_grow_with_the_input(tmp_path):
-    peaks = []
-    for megabytes in (2, 8):
-        path = tmp_path / f"{megabytes}.txt"
-        path.write_text("a line of a long text file\n" * (megabytes * 1_000_000 // 27))
-        tracemalloc.start()
-        run(path, tmp_path / f"out-{megabytes}")
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[1] < 1.1 * peaks[0]
 
 
 def _killed_at(event: int, path: Path, folder: Path) -> bool:

@@ -96,16 +96,6 @@ def test_adapters_are_trained_alone_and_merged(ranks, small_llama, tmp_path):
 
 
 @pytest.mark.extras("transformers")
-def test_a_pattern_of_fresh_parameters_that_matches_nothing_is_refused(small_llama):
-    from parallel2d import ConfigError, load_pretrained
-
-    with pytest.raises(
-        ConfigError, match=r"fresh: pattern \*\.lora\.\* matches no parameter of LlamaForCausalLM"
-    ):
-        load_pretrained(load(small_llama), small_llama, fresh=("*.lora.*",))
-
-
-@pytest.mark.extras("transformers")
 def test_a_saved_model_is_fine_tuned_by_the_train_command(ranks, small_llama, tmp_path):
     """Its vocabulary is enlarged for the bytes; the checkpoint becomes a folder that the library reads."""
     from parallel2d.checkpoint import main

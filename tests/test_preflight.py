@@ -19,7 +19,6 @@ import parallel2d
 from parallel2d.base.config.composition import compose
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.runtime import Runtime
-from parallel2d.base.store.address import split_endpoint
 from parallel2d.base.topology import Topology
 from parallel2d.instruments.planner.layout_cost import cost_of
 from parallel2d.instruments.preflight.check import ClusterCheck
@@ -35,21 +34,11 @@ from parallel2d.launching.network_interface import (
     choose_interface,
     is_loopback,
     list_interfaces,
-    matches_nccl,
 )
 from parallel2d.preflight import main, understand
 from tools.cluster import Cluster, why_not
 
 NO_CLUSTER = why_not()
-
-
-def test_endpoints_are_split():
-    assert split_endpoint("node0:29500") == ("node0", 29500)
-    assert split_endpoint("[fd00::1]:1") == ("fd00::1", 1)
-    assert split_endpoint("[fe80::1%eth0]:29500") == ("fe80::1%eth0", 29500)
-    for text in ("node0", "node0:", ":29500", "node0:65536", "fd00::1", "node0:http"):
-        with pytest.raises(ConfigError, match="must be HOST:PORT"):
-            split_endpoint(text)
 
 
 def test_the_interface_is_the_one_that_leads_to_the_endpoint():
@@ -70,18 +59,6 @@ def test_what_the_user_set_wins():
         match=r"GLOO_SOCKET_IFNAME=eth77: .* has no such interface .* it has .*lo \(127.0.0.1\)",
     ):
         choose_interface("127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth77"})
-
-
-def test_patterns_of_nccl():
-    names = ["lo", "docker0", "eth0", "eth1", "ib0"]
-
-    def chosen(pattern):
-        return [name for name in names if matches_nccl(pattern, name)]
-
-    assert chosen("eth") == ["eth0", "eth1"]
-    assert chosen("=eth1,ib0") == ["eth1", "ib0"]
-    assert chosen("^docker,lo") == ["eth0", "eth1", "ib0"]
-    assert chosen("^=eth0") == ["lo", "docker0", "eth1", "ib0"]
 
 
 def facts(host: str, faults: tuple[Finding, ...] = (), **versions: str) -> NodeFacts:
@@ -256,14 +233,6 @@ def test_wrong_arguments_end_with_2(words, message, capsys, tmp_path, monkeypatc
     assert main(words) == 2
     assert message in capsys.readouterr().err
     assert os.listdir(tmp_path) == []
-
-
-def test_options_are_words_of_train_and_the_job_is_that_of_the_words():
-    words = ["--endpoint=[fd00::1]:29500", "--nproc", "3", "mesh.tensor=3", "launch.nnodes=2:4"]
-    given, config = understand(["--timeout=5", *words, "--strict"], "preflight")
-    assert (config.launch.rdzv_endpoint, config.launch.nproc_per_node) == ("[fd00::1]:29500", 3)
-    assert (config.launch.rendezvous_timeout, config.mesh.tensor, given.strict) == (5, 3, True)
-    assert config.launch.node_range == (4, 4)
 
 
 @pytest.mark.slow

@@ -100,13 +100,6 @@ class Batch:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def test_slurm_reads_every_directive_of_the_script():
-    """It reads none after a command."""
-    lines = [line for line in SCRIPT.read_text().splitlines() if line]
-    first_command = next(n for n, line in enumerate(lines) if not line.startswith("#"))
-    assert not [line for line in lines[first_command:] if line.startswith("#SBATCH")]
-
-
 def live_twice(folder: Path, *words: str, **variables: str) -> str:
     """A job that is asked to stop after three steps, and its next life, which is asked too (400 steps would take too long)."""
     first = Batch(folder, 0, *words, **variables)

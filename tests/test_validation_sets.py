@@ -124,16 +124,6 @@ def test_a_wrong_name_is_one_message(folder):
         data_of(folder, validation={"a/b": {}})
 
 
-@pytest.mark.extras("tokenizers")
-def test_a_set_of_another_tokenizer_is_refused(folder):
-    import tokenizers
-
-    own = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
-    own.save(str(folder / "own.json"))
-    with pytest.raises(ConfigError, match=r"data\.validation\.it: prepared with the tokenizer own"):
-        data_of(folder, validation={"it": {"tokenizer": str(folder / "own.json")}})
-
-
 # Epochs
 
 SHORT_EPOCH = (
@@ -169,15 +159,6 @@ def test_epochs_set_the_steps_from_the_size_of_the_data(ranks, folder, end, coun
     assert rows[-1]["tokens"] == sum(each.valid_tokens for each in batches)
     # The learning rate is at its floor in the last step, as the schedule says.
     assert rows[-1]["learning_rate"] == pytest.approx(0.001)
-
-
-def test_epochs_are_one_key_and_data_epochs_may_say_the_same():
-    one, both = (
-        jobs.config_of(("data=text", "data.path=x", "train.epochs=1", *words))
-        for words in ((), ("data.epochs=1",))
-    )
-    assert one.training_data() == both.training_data()
-    assert one.training_data().epochs == 1
 
 
 def test_a_resumed_run_ends_at_the_same_step(ranks, folder):
