@@ -265,6 +265,7 @@ ALTERED = {
     "a zip for data": (data_as(a_zip), DATA),
     "a deeply nested header": (data_as(lambda _: _file(b'{"a":' * 100_000 + b"1" + b"}" * 100_000)), DATA),
     "a number of a million digits": (data_as(lambda _: _file(b'{"a":' + b"9" * 1_000_000 + b"}")), DATA),
+    "more names than a model has": (data_as(lambda _: _file(json.dumps(dict.fromkeys(map(str, range(250_001)))).encode())), "more than 250000"),
     "twice the same name": (data_as(lambda _: _file(b"{" + EMPTY + b"," + EMPTY + b"}")), DATA),
 }  # fmt: skip
 

@@ -63,7 +63,7 @@ def test_a_group_that_is_added_twice_is_one_message():
 
 
 @pytest.mark.parametrize(("word", "told"), [
-    ("experiment=bog", "experiment=bog is not one of big, none, small; did you mean big"),
+    ("experiment=bog", "no experiment 'bog'; there are big, small; pass --config-dir DIR with experiment/bog.yaml"),
     ("model=narow", "model=narow is not one of .*; did you mean narrow"),
     ("train.stepz=3", "unknown key train.stepz .*did you mean train.steps"),
 ])  # fmt: skip

@@ -71,7 +71,7 @@ def test_what_leaves_hosts_is_what_waits():
         "cluster.device.memory_gib=0.00001", "plan.scaling=weak: no layout can run and fit on 8 to 16,384 ranks",
         marks=pytest.mark.slow,
     ),
-    ("precision=fp64", "layouts cannot be ranked"),
+    ("precision.float8=tensorwise", "layouts cannot be ranked"),
 ])  # fmt: skip
 def test_what_cannot_be_scaled_is_one_sentence(word, message):
     with pytest.raises(ConfigError) as caught:

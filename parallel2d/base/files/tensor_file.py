@@ -43,6 +43,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_TENSORS = 250_000  # of a file or a checkpoint, which then takes seconds to check
 MAX_DIMS = 16
 MAX_NAME = 1024
 
@@ -182,6 +183,7 @@ def read_file(source: ByteSource, what: str) -> tuple[dict[str, Entry], dict[str
         )
     header = parse_json(bytes(source.buffer(8, 8 + length)), f"{what}: header")
     metadata = header.pop("__metadata__", None)
+    check_number(len(header), what)
     # The header counts offsets from its own end, where the values begin.
     base = 8 + length
     found = {name: _read_entry(name, item, base, what) for name, item in header.items()}
@@ -198,6 +200,12 @@ def read_file(source: ByteSource, what: str) -> tuple[dict[str, Entry], dict[str
             f"{what}: its tensors end at byte {position}, the file at byte {source.size}"
         )
     return found, metadata if isinstance(metadata, dict) else {}
+
+
+def check_number(tensors: int, what: str) -> None:
+    """Raises `DamagedCheckpointError`, naming ``what``, for more tensors than a model has."""
+    if tensors > MAX_TENSORS:
+        raise DamagedCheckpointError(f"{what}: {tensors} tensors, more than {MAX_TENSORS}")
 
 
 def _read_entry(name: str, item: Any, base: int, what: str) -> Entry:

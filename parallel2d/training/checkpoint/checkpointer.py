@@ -360,7 +360,9 @@ class Checkpointer:
             try:
                 error, size = write_checkpoint(taken, self.store, self.group, self._clear_the_way)
             except Exception as fault:  # a rank has ended: the loop will get an error too
-                error, size = describe_error(fault), 0
+                log.debug("the save of step %d: %s", step, describe_error(fault))
+                error = "another rank ended meanwhile; the next start checks whether it is complete"
+                size = 0
             if self.group.rank == 0:
                 if error:
                     log.error("the checkpoint of step %d could not be written: %s", step, error)

@@ -122,6 +122,7 @@ class Manifest:
                 require(_check_file(name, item))
                 files[name] = StoredFile(item["bytes"], item["sha256"])
             tensors, stored = {}, content["tensors"]
+            tensor_file.check_number(len(stored), what)
             # One by one, or both forms of all of them would be in memory.
             for name in list(stored):
                 tensors[name] = _decode_tensor(name, stored.pop(name), files, what)
