@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from parallel2d.training.run_directory import (
     read_objective,
 )
 
+_LEAST_FILES = 128  # that a process may open: of libraries, and connections to other ranks
 _PURPOSE = (
     "Trains a model with hybrid 2-D parallelism: sharded inside a node, replicated across nodes. "
     "Without arguments it trains a small Llama on the source of Python's library, on this machine."
@@ -139,6 +141,12 @@ def _prepare_launch(config: TrainConfig, nodes: int) -> None:
     """Starts the process that ranks are forked from, and imports what the check needs meanwhile. A
     mesh that cannot work is refused before, in a third of the time.
     Ctrl-C waits for the imports: some libraries lose an interrupt there, or stay half imported."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < _LEAST_FILES:
+        raise ConfigError(
+            f"a process may open {files} files, and a rank needs at least {_LEAST_FILES}; raise the "
+            f"limit (ulimit -n {8 * _LEAST_FILES})"
+        )
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         from parallel2d.parallel.mesh import resolve_mesh

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 from dataclasses import fields, is_dataclass
 
 import jobs
@@ -286,3 +287,9 @@ def test_a_run_directory_with_a_link_is_refused(tmp_path, capsys, place, owner):
         place == "checkpoints" and owner == os.getuid()
     )
     assert outside.read_text() == "mine"
+
+
+def test_a_low_limit_of_open_files_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (24, 24))
+    assert main(TEXT) == 2
+    assert "may open 24 files, and a rank needs at least" in capsys.readouterr().err
