@@ -144,8 +144,8 @@ def _prepare_launch(config: TrainConfig, nodes: int) -> None:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= files < _LEAST_FILES:
         raise ConfigError(
-            f"a process may open {files} files, and a rank needs at least {_LEAST_FILES}; raise the "
-            f"limit (ulimit -n {8 * _LEAST_FILES})"
+            f"a process may open {files} files, and a rank needs at least {_LEAST_FILES}; raise "
+            f"the limit (ulimit -n {8 * _LEAST_FILES})"
         )
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
