@@ -201,12 +201,10 @@ def find_blocks(
         return _blocks_of_classes(model, class_names, section)
     # What repeats, by the first of three criteria that any module meets. Layers without children
     # come last: in a model of blocks they repeat too, inside its blocks.
-    containers = nn.ModuleList | nn.Sequential
-    return (
-        _outermost(model, lambda parent, _: isinstance(parent, containers), has_structure)
-        or _outermost(model, _repeats, has_structure)
-        or _outermost(model, _repeats)
-    )
+    found: list[tuple[str, nn.Module]] = []
+    for is_block in (_is_listed, _repeats_with_structure, _repeats):
+        found = found or _outermost(model, is_block)
+    return found
 
 
 def _blocks_of_policy(
@@ -217,8 +215,11 @@ def _blocks_of_policy(
         chosen = load_reference(f"{section}.policy", chosen)
     names = {id(module): fqn_of(name) for name, module in model.named_modules()}
 
-    # A policy is asked about modules with parameters alone: dropout is no block.
-    found = _outermost(model, lambda _, child: chosen(child, names[id(child)]), _has_parameters)
+    def is_chosen(_parent: nn.Module, child: nn.Module) -> bool:
+        # A policy is asked about modules with parameters alone: dropout is no block.
+        return _has_parameters(child) and bool(chosen(child, names[id(child)]))
+
+    found = _outermost(model, is_chosen)
     if not found:
         raise ConfigError(
             f"{section}.policy={getattr(policy, '__name__', policy)} chooses no module of "
@@ -234,7 +235,10 @@ def _blocks_of_classes(
     if classes:
         raise ConfigError(f"{section}.blocks are names of classes, in quotes, got {classes}")
 
-    found = _outermost(model, lambda _, child: type(child).__name__ in class_names)
+    def is_given(_parent: nn.Module, child: nn.Module) -> bool:
+        return type(child).__name__ in class_names
+
+    found = _outermost(model, is_given)
     found_classes = {type(module).__name__ for _, module in found}
     all_classes = {type(module).__name__ for module in model.modules()}
     # A class that occurs only inside blocks of another given class is no mistake.
@@ -247,6 +251,14 @@ def _blocks_of_classes(
             f"{candidate_classes(model)}"
         )
     return found
+
+
+def _is_listed(parent: nn.Module, child: nn.Module) -> bool:
+    return isinstance(parent, nn.ModuleList | nn.Sequential) and has_structure(child)
+
+
+def _repeats_with_structure(parent: nn.Module, child: nn.Module) -> bool:
+    return _repeats(parent, child) and has_structure(child)
 
 
 def _repeats(parent: nn.Module, child: nn.Module) -> bool:
@@ -269,11 +281,8 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _outermost(
-    model: nn.Module, is_block: _IsBlock, has: Callable[[nn.Module], bool] = lambda _: True
-) -> list[tuple[str, nn.Module]]:
-    """The modules below ``model`` that are blocks and for which ``has`` is true, by name, without
-    those inside another block."""
+def _outermost(model: nn.Module, is_block: _IsBlock) -> list[tuple[str, nn.Module]]:
+    """The modules below ``model`` that are blocks, by name, without those inside another block."""
     found: list[tuple[str, nn.Module]] = []
     visited: set[int] = set()
 
@@ -285,13 +294,13 @@ def _outermost(
             visited.add(id(child))
             child_path = join_names(name, child_name)
             # What is inside a block is part of it: no search goes on there.
-            if not (has(child) and is_block(module, child)):
+            if not is_block(module, child):
                 visit(child_path, child)
             elif is_called(child):
                 found.append((child_path, child))
             else:
-                inside = _outermost(child, _has_forward, has_structure)
-                inside = inside or _outermost(child, _has_forward, _has_parameters)
+                inside = _outermost(child, _is_called_with_structure)
+                inside = inside or _outermost(child, _is_called_with_parameters)
                 for inner_name, inner in inside:
                     if id(inner) not in visited:
                         visited.add(id(inner))
@@ -301,8 +310,12 @@ def _outermost(
     return found
 
 
-def _has_forward(_parent: nn.Module, child: nn.Module) -> bool:
-    return is_called(child)
+def _is_called_with_structure(_parent: nn.Module, child: nn.Module) -> bool:
+    return is_called(child) and has_structure(child)
+
+
+def _is_called_with_parameters(_parent: nn.Module, child: nn.Module) -> bool:
+    return is_called(child) and _has_parameters(child)
 
 
 def candidate_classes(model: nn.Module) -> str:

@@ -79,8 +79,7 @@ class Documented:
 
 def information(words: Sequence[str], program: str, purpose: str) -> str | None:
     """The text that ``words`` ask for by ``--help`` or ``--version``; None for those of a
-    job.
-    ``program``: how the command was called. ``purpose``: what it does, for ``--help``. Raises
+    job. ``program``: how the command was called. ``purpose``: what it does, for ``--help``. Raises
     `ConfigError` for arguments that do not compose."""
     if "--version" in words:
         return version()
@@ -117,24 +116,31 @@ def help_page(words: Sequence[str], program: str, purpose: str) -> str:
     values, groups = survey([word for word in words if word not in topics])
     if not topics:
         return _screen(program, purpose, groups, values["hydra"]["runtime"]["choices"])
-    family = values["model"]["family"]
-    shown = [section for section in sections() if section.family in ("", family)]
-    known = [each.key for section in shown for each in section.keys]
     lines: list[str] = []
     for topic in topics:
-        inside = [key for key in known if topic == "all" or f"{key}.".startswith(f"{topic}.")]
-        if not inside:
-            raise ConfigError(
-                f"--help {topic}: no such key{did_you_mean(topic, [*known, *groups])}"
-            )
         if topic in groups:
             lines.append(f"{topic}: one of {' '.join(groups[topic])}")
-        for section in shown:
-            rows = dict(_row(each, values, topic) for each in section.keys if each.key in inside)
-            if rows:
-                title = f"{section.key}: {section.summary}" if section.key else "Without a section"
-                lines += [*textwrap.wrap(title, WIDTH), *_table(rows), ""]
+        found = list(_about(topic, values))
+        if not found:
+            keys = [each.key for section in sections() for each in section.keys]
+            known = [*groups, *keys]
+            raise ConfigError(f"--help {topic}: no such key{did_you_mean(topic, known)}")
+        lines += found
     return "\n".join(lines[:-1])
+
+
+def _about(topic: str, values: Mapping[str, Any]) -> Iterator[str]:
+    """A table for each section with keys that are ``topic``, or in it."""
+    for section in sections():
+        if section.family not in ("", values["model"]["family"]):
+            continue
+        rows: dict[str, str] = {}
+        for each in section.keys:
+            if topic == "all" or f"{each.key}.".startswith(f"{topic}."):
+                rows |= [_row(each, values, topic)]
+        if rows:
+            title = f"{section.key}: {section.summary}" if section.key else "Without a section"
+            yield from [*textwrap.wrap(title, WIDTH), *_table(rows), ""]
 
 
 def _screen(

@@ -49,10 +49,7 @@ _WHOLE = (
     "change whole values with parallel2d.apply_full(model, function), or inside "
     "parallel2d.summon_full_params(model, writeback=True, with_grads=True)"
 )
-
-
 _UNSUPPORTED = re.compile("sharding strategy registered|require placement changes")
-
 
 # Operators by which scripts make tensors of their own, such as a first hidden state, on the device
 # and in the dtype of a parameter

@@ -152,8 +152,8 @@ def _watch_calls(module: nn.Module, name: str) -> None:
     """Makes a call raise RuntimeError when ``module`` has changed a list or dict that it was given:
     the sharding engine gives it a copy, so the caller would never see the change; when it leaves
     its result in an object, where no hook finds it; and for a forward-mode derivative that it
-    cannot compute. Makes ``module.forward(x)`` the call
-    ``module(x)``, in which hooks gather parameters."""
+    cannot compute. Makes ``module.forward(x)`` the call ``module(x)``, in which hooks gather
+    parameters."""
     # The arguments of the calls that run
     given: list[Any] = []
     # Lists and dicts that the last one got, what was in them, and whether the caller sees them

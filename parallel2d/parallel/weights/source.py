@@ -4,7 +4,7 @@ checks that all ranks hold the same model."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -101,9 +101,7 @@ class WeightSource:
             if self._initial is not None:
                 self._initial.write(model, self._seed or 0, mesh.device_type, given=given)
                 return
-            # What is tied may be given under any of its names.
-            loaded = {id(each) for name, each in here.items() if name in given}
-            here = {name: each for name, each in here.items() if id(each) not in loaded}
+            here = _without(here, given)
             if not any(isinstance(each, nn.Parameter) for each in here.values()):
                 return
             self._build(mesh, topology)
@@ -155,6 +153,12 @@ def _raise_any(problem: str | None, value: str | None = None) -> dict[int, str]:
     return {rank: value for rank, (_, value) in enumerate(found) if value is not None}
 
 
+def _without(here: Mapping[str, Tensor], given: Container[str]) -> dict[str, Tensor]:
+    """The tensors none of whose names is ``given``."""
+    loaded = {id(each) for name, each in here.items() if name in given}
+    return {name: each for name, each in here.items() if id(each) not in loaded}
+
+
 def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
     """Takes the weights out of ``model``, which is on meta afterwards; returns them by FQN on rank
     ``source``. Collective. Raises `ConfigError` on every rank when the source has none."""
@@ -164,12 +168,7 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
     # The source alone has weights to give, and finds out whether it lacks any.
     weights: dict[str, Tensor] = {}
     problem = None
-    sparse = [name for name, each in all_tensors(model).items() if each.layout != torch.strided]
-    if sparse:
-        raise ConfigError(
-            f"broadcast_from={source}: {first_five(sparse)} is sparse, and only dense tensors are "
-            "sent: build it alike on every rank and register it after parallelize, or make it dense"
-        )
+    _refuse_sparse(model, source)
     if dist.get_rank() == source:
         weights = {name: tensor.detach() for name, tensor in all_tensors(model).items()}
         meta = [name for name, tensor in weights.items() if tensor.is_meta]
@@ -189,6 +188,15 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
         model, lambda each: each.to("meta") if isinstance(each, nn.Parameter) else each
     )
     return weights
+
+
+def _refuse_sparse(model: nn.Module, source: int) -> None:
+    sparse = [name for name, each in all_tensors(model).items() if each.layout != torch.strided]
+    if sparse:
+        raise ConfigError(
+            f"broadcast_from={source}: {first_five(sparse)} is sparse, and only dense tensors are "
+            "sent: build it alike on every rank and register it after parallelize, or make it dense"
+        )
 
 
 def check_same_structure(model: nn.Module) -> None:

@@ -211,8 +211,7 @@ def load_full_state(
     """
     if isinstance(model, Mapping) or isinstance(optimizer, Mapping):
         for name, each, own in _by_name(model, optimizer):
-            given = {kind: (state or {}).get(kind) or {} for kind in ("model", "optimizer")}
-            parts = {kind: value[name] for kind, value in given.items() if name in value}
+            parts = _part_of(state or {}, name)
             try:
                 load_full_state(each, own, parts, from_rank0=from_rank0, settings=settings)
             except ConfigError as error:
@@ -220,6 +219,12 @@ def load_full_state(
         return
     is_sent = from_rank0 and dist.is_initialized()
     _load(model, optimizer, state or {}, 0 if is_sent else None, settings)
+
+
+def _part_of(state: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What a state of several models has of the one with this name."""
+    given = {kind: state.get(kind) or {} for kind in ("model", "optimizer")}
+    return {kind: value[name] for kind, value in given.items() if name in value}
 
 
 def _by_name(
@@ -382,9 +387,8 @@ def _described(
 
 
 def state_dtype(stored: torch.dtype, of_parameter: torch.dtype, here: torch.dtype) -> torch.dtype:
-    """The dtype of a tensor of an optimizer's state that was ``stored`` beside a parameter in
-    ``of_parameter`` and is loaded for one in ``here``: what had the dtype of its parameter has it
-    again, any other is the optimizer's own."""
+    """The dtype of an optimizer's tensor that was ``stored`` beside a parameter in ``of_parameter``,
+    for one in ``here``: what had the dtype of its parameter has it again."""
     return here if stored == of_parameter else stored
 
 

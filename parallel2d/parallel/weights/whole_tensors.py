@@ -72,6 +72,10 @@ def _given(whole: Tensor | None) -> Tensor:
     return whole
 
 
+def _route_from(source: int | Route | None) -> Route:
+    return [(source, None)] if isinstance(source, int) else source or []
+
+
 @torch.no_grad()
 def fill(pairs: Pairs, source: int | Route | None) -> None:
     """Fills this rank's part of each tensor from the whole one: that of rank ``source``, or of the
@@ -84,7 +88,7 @@ def fill(pairs: Pairs, source: int | Route | None) -> None:
     # Pieces arrive in one buffer: with one of its own each, a process group that lets go of them
     # late would hold many.
     buffer = torch.empty(0, dtype=torch.uint8)
-    route: Route = [(source, None)] if isinstance(source, int) else source or []
+    route = _route_from(source)
     if not route:
         for tensor, whole in pairs:
             copy_part(tensor, _given(whole))
@@ -150,10 +154,7 @@ def summon_full_params(
     # After a forward without backward, some parameters may still be gathered.
     reshard(model)
     places = places_in(model.modules() if recurse else [model])
-    for parameter, ((module, name), *_) in places.items():
-        if hasattr(parameter, _MARK):
-            place = f"{name} of {type(module).__name__}"
-            raise ConfigError(f"summon_full_params: {place} is whole already, in an outer context")
+    _refuse_whole(places)
     keep = not rank0_only or dist.get_rank() == 0
     wholes = {}
     for parameter in places:
@@ -169,6 +170,13 @@ def summon_full_params(
             _write_back(wholes, 0 if rank0_only else None, grads=with_grads)
             for masters in masters_in(model):
                 masters.parameters_were_changed()
+
+
+def _refuse_whole(places: Mapping[nn.Parameter, Sequence[tuple[nn.Module, str]]]) -> None:
+    for parameter, ((module, name), *_) in places.items():
+        if hasattr(parameter, _MARK):
+            place = f"{name} of {type(module).__name__}"
+            raise ConfigError(f"summon_full_params: {place} is whole already, in an outer context")
 
 
 def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.Module:

@@ -53,6 +53,13 @@ log = logging.getLogger(__name__)
 BEST = "best.json"  # in the folder of the checkpoints: which of them is the best
 
 
+def _folder_in(run_dir: str | os.PathLike[str]) -> str:
+    folder = os.path.join(os.fspath(run_dir), "checkpoints")
+    with as_config_error("hydra.run.dir"):
+        refuse_link(folder)
+    return folder
+
+
 class Checkpointer:
     """Saves and restores one run. Collective: every rank builds it and calls its methods at the
     same points.
@@ -103,11 +110,7 @@ class Checkpointer:
         self.group = Group.new()
         # The agreement of a step must not mix with the messages of a save that runs beside it.
         self._votes = Group.new() if config.enabled and config.every_minutes else None
-        own_folder = os.path.join(os.fspath(run_dir), "checkpoints")
-        if not config.folder:
-            with as_config_error("hydra.run.dir"):
-                refuse_link(own_folder)
-        self.store = open_store(config.folder or own_folder)
+        self.store = open_store(config.folder or _folder_in(run_dir))
         self.blocked_s = 0.0
         self.bytes_written = 0
         self.failures = 0
@@ -359,8 +362,7 @@ class Checkpointer:
         def write() -> None:
             try:
                 error, size = write_checkpoint(taken, self.store, self.group, self._clear_the_way)
-            except Exception as fault:  # a rank has ended: the loop will get an error too
-                log.debug("the save of step %d: %s", step, describe_error(fault))
+            except Exception:  # a rank has ended: the loop will get an error too
                 error = "another rank ended meanwhile; the next start checks whether it is complete"
                 size = 0
             if self.group.rank == 0:

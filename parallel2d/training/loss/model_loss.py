@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -54,13 +54,9 @@ class ModelLoss:
         reads_tokens = config.data.name != "custom"
         # Models of these libraries give all logits without their own loss.
         library = type(parts.module).__module__.startswith(("transformers.", "peft."))
-        self._targets: str | None = None
+        self._targets = None
         if not (reads_tokens and library):
-            names = [name for name in TARGET_NAMES if name in parameters]
-            if len(names) > 1:
-                listed = " and ".join(names)
-                raise ConfigError(f"{self._kind}.forward takes {listed}: which are the targets?")
-            self._targets = next(iter(names), None)
+            self._targets = self._target_name(parameters)
         self._aligns = reads_tokens and self._targets == "labels"
         self._positions = []
         for name, each in parameters.items():
@@ -76,6 +72,13 @@ class ModelLoss:
         self._dtype = input_dtype(config.precision)
         self._rule: LossRule | None = None  # None: the sum of `cross_entropy_sum`
         self.chunked_head: ChunkedHead | None = None  # computes the sum in its place
+
+    def _target_name(self, parameters: Container[str]) -> str | None:
+        targets = [name for name in TARGET_NAMES if name in parameters]
+        if len(targets) > 1:
+            listed = " and ".join(targets)
+            raise ConfigError(f"{self._kind}.forward takes {listed}: which are the targets?")
+        return targets[0] if targets else None
 
     def check(self, sample: SampleShape) -> None:
         """Raises `ConfigError` where the model's forward does not take such samples."""

@@ -126,10 +126,9 @@ class Muon(torch.optim.Optimizer):
             parts = {}
             for matrix in each.matrices:
                 number = matrix.number
-                update = self._momentum_update(matrices[number], groups[number])
+                self._add_to_momentum(matrices[number], groups[number])
                 if each.is_sent(matrix):
-                    # A copy: the iteration divides its input in place where that is bf16 already.
-                    parts[number] = update.to(DTYPE, copy=True)
+                    parts[number] = self._before_iteration(matrices[number], groups[number])
             wholes = each.gather(parts)
             for number in wholes:
                 wholes[number] = _zeropower_via_newtonschulz(
@@ -152,9 +151,7 @@ class Muon(torch.optim.Optimizer):
             self._planned_for = wanted
         return self._rounds
 
-    def _momentum_update(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Adds the gradient to the momentum. Returns this rank's part of what is made
-        orthogonal."""
+    def _add_to_momentum(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         gradient = parameter.grad
         assert gradient is not None
@@ -162,9 +159,16 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(
                 gradient, memory_format=torch.preserve_format
             )
-        local, momentum = local_part(gradient), local_part(state["momentum_buffer"])
-        momentum.lerp_(local, 1 - group["momentum"])
-        return local.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        local_part(state["momentum_buffer"]).lerp_(local_part(gradient), 1 - group["momentum"])
+
+    def _before_iteration(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """This rank's part of what is made orthogonal, in bf16."""
+        update = local_part(self.state[parameter]["momentum_buffer"])
+        if group["nesterov"]:
+            assert parameter.grad is not None
+            update = local_part(parameter.grad).lerp(update, group["momentum"])
+        # A copy, because the iteration divides its input in place where that is bf16 already.
+        return update.to(DTYPE, copy=True)
 
     def update_bytes(self) -> dict[str, float]:
         """See `optimizer.update_bytes`."""

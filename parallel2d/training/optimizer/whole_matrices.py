@@ -120,6 +120,10 @@ class WholeMatrices(torch.optim.Optimizer):
         if closure is not None:
             loss = torch.enable_grad()(closure)()
         self._collect_state()
+        self._step()
+        return loss
+
+    def _step(self) -> None:
         every = {number: each.grad for number, each in self._parameters.items()}
         gradients = {number: each for number, each in every.items() if each is not None}
         numbers = tuple(gradients)
@@ -142,7 +146,6 @@ class WholeMatrices(torch.optim.Optimizer):
         for whole in self._wholes.values():
             whole.grad = None
             whole.data = whole.new_empty(()).expand(whole.shape)
-        return loss
 
     def _plan(self, tensors: Tensors, owners: Sequence[int]) -> list[MatrixRound]:
         """The rounds in which ``tensors`` are sent, each in its own dtype."""
