@@ -387,8 +387,8 @@ def _described(
 
 
 def state_dtype(stored: torch.dtype, of_parameter: torch.dtype, here: torch.dtype) -> torch.dtype:
-    """The dtype of an optimizer's tensor that was ``stored`` beside a parameter in ``of_parameter``,
-    for one in ``here``: what had the dtype of its parameter has it again."""
+    """The dtype of an optimizer's tensor that was ``stored`` beside a parameter in
+    ``of_parameter``, for one in ``here``: what had its parameter's dtype has it again."""
     return here if stored == of_parameter else stored
 
 
