@@ -84,6 +84,7 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
         timeout_s=settings.timeout,
         host_id=settings.host_id,
         first_timeout_s=settings.longest_wait,
+        survives=_survives(job.config, identity),
     ) as runtime:
         # inside, so that nothing waits for peers on the way out
         with failures_reported_once(identity, store, job.run_dir):
@@ -99,6 +100,16 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
                 raise
     forget_run(identity)
     return settings.requeue_exit_code if stopped else 0
+
+
+def _survives(config: TrainConfig, identity: RankIdentity) -> bool:
+    """Whether a lost replica leaves the others training: where our launcher starts it again, and
+    nothing but gradients crosses replicas."""
+    again = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    alone = config.sync.name == "every_step" and config.sync.engine != "torch"
+    alone = alone and config.strategy.replicates and not config.strategy.splits_updates
+    alone = alone and config.optimizer.name != "muon" and not config.train.certify
+    return again and alone and identity.launcher in ("self", "nodes")
 
 
 def _certify(job: Job, runtime: Runtime) -> Certificate | None:

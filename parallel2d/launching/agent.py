@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 from torch.distributed.elastic.agent.server import WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -50,6 +50,7 @@ from parallel2d.launching.elastic_internals import (
     stop_heartbeats,
 )
 from parallel2d.launching.failures import RankFailure, StoreLost, WorkersFailed, first_failure
+from parallel2d.launching.lost_replicas import LostReplicas
 from parallel2d.launching.rank_processes import start_rank
 from parallel2d.launching.rendezvous import Rendezvous
 from parallel2d.training.recovery.place import SHARED_MEMORY, VARIABLE
@@ -187,6 +188,7 @@ class _Agent(ElasticAgent):
         super().__init__(spec, logs, exit_barrier_timeout=60, shutdown_timeout=grace_s)
         self.workers, self.rendezvous, self.logs = workers, rendezvous, logs
         self._pause, self._evicted = 0.0, False
+        self._lost: LostReplicas | None = None
 
     def new_processes(self, group: Any) -> StartedProcesses:
         os.environ[PREFIX] = self.rendezvous.ranks_prefix(group)
@@ -213,10 +215,14 @@ class _Agent(ElasticAgent):
             given = {name: str(value) for name, value in {**of_all, **of_one}.items()}
             environments[worker.local_rank] = {**os.environ, **given}
         start = functools.partial(start_rank, spec.entrypoint, spec.args)
+        self._lost = None
         return StartedProcesses(start, environments, self.logs)
 
     def monitor_workers(self, group: Any) -> RunResult:
-        result = super().monitor_workers(group)
+        if self.workers.restarts.limit and self._lost_replicas(group).replace():
+            result = RunResult(state=WorkerState.HEALTHY)
+        else:
+            result = super().monitor_workers(group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self.remaining_restarts = 1 if self._may_start_again(result.failures) else 0
         # torch's agent does not check this; see also [Note: two halves of a job].
@@ -230,6 +236,38 @@ class _Agent(ElasticAgent):
             self.remaining_restarts, self._pause, self._evicted = 1, 0.0, True
             return RunResult(state=WorkerState.UNHEALTHY)
         return result
+
+    def _lost_replicas(self, group: Any) -> LostReplicas:
+        started = self.started
+        if self._lost is None:
+
+            def again(local: int, variables: dict[str, str]) -> None:
+                process = started.start_again(local, variables)
+                group.workers[local].id = process.pid
+
+            self._lost = LostReplicas(
+                PrefixStore(os.environ[PREFIX], self.rendezvous.store),
+                started.subprocess_handlers,
+                {worker.local_rank: worker.global_rank for worker in group.workers},
+                started.error_files,
+                again,
+                self._may_go_on,
+            )
+        return self._lost
+
+    def _may_go_on(self, failure: RankFailure) -> bool:
+        """Whether all but its replica go on after this failure of a rank."""
+        workers, restarts = self.workers, self.workers.restarts
+        if failure.exit_code == workers.settings.requeue_exit_code:
+            return False
+        if failure.error and failure.error.complete:
+            return False
+        if restarts.after_failure() is None:
+            return False
+        workers.say(
+            f"rank {failure.rank}: {failure}. Its replica starts again, the others go on"
+        )
+        return True
 
     def _may_start_again(self, failures: dict[int, Any]) -> bool:
         workers, restarts = self.workers, self.workers.restarts

@@ -23,7 +23,7 @@ from parallel2d.base.config.composition import Composition, compose, from_yaml, 
 from parallel2d.base.config.sweep import run_sweep
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders as folders
-from parallel2d.base.topology import AGENT, JOB, RankIdentity
+from parallel2d.base.topology import AGENT, JOB, LIFE, RankIdentity
 
 if TYPE_CHECKING:
     from parallel2d.training.metrics.watch import Position
@@ -44,10 +44,11 @@ def agree_on_job(
     and published in ``store``. ``composition``: of ``arguments``, if there is one already.
     ``choose_layout``: rank 0 calls it, at each start, since after a restart there may be other
     nodes. None when rank 0 had nothing to run (``--help``). See [Note: one run directory]."""
-    if identity.local_rank == 0:
+    replaced = os.environ.get(LIFE, "0") != "0"  # its replica comes back to a job that goes on
+    if identity.local_rank == 0 and not replaced:
         record = _recorded_job(launcher_folder()) if _is_started_again() else None
         store.set(f"parallel2d/recorded/{identity.node}", json.dumps(record))
-    if identity.rank == 0:
+    if identity.rank == 0 and not replaced:
         _publish_job(identity, store, arguments, composition, choose_layout)
     received = json.loads(store.get("parallel2d/job"))
     if received is None:
@@ -64,7 +65,7 @@ def agree_on_job(
         config,
         received["run_dir"],
         tuple(received["words"]),
-        restarted=received["restarted"],
+        restarted=received["restarted"] or replaced,
         records=received["records"],
         label=received["label"],
     )

@@ -84,6 +84,12 @@ class ElasticAgent(LocalElasticAgent):
     def remaining_restarts(self, number: int) -> None:
         self._remaining_restarts = number
 
+    @property
+    def started(self) -> StartedProcesses:
+        """The processes of the ranks."""
+        found: Any = self._pcontext
+        return found
+
     def exit_codes(self) -> list[int | None]:
         """Of the ranks of this node, as they are now; None for one that runs."""
         started: Any = getattr(self._pcontext, "subprocess_handlers", {})
@@ -136,6 +142,14 @@ class StartedProcesses(SubprocessContext):
             self.subprocess_handlers[rank] = self.start_one(
                 self.envs[rank], self.stdouts[rank], self.stderrs[rank]
             )
+
+    def start_again(self, rank: int, variables: Mapping[str, str]) -> Any:
+        """Starts the process of a local rank anew, with more ``variables``; returns it."""
+        self.envs[rank] |= variables
+        self.subprocess_handlers[rank] = self.start_one(
+            self.envs[rank], self.stdouts[rank], self.stderrs[rank]
+        )
+        return self.subprocess_handlers[rank]
 
     def close(
         self, death_sig: signal.Signals | None = None, timeout: int = GRACE_AFTER_FAILURE_S

@@ -7,6 +7,7 @@ is started; `build_trainer` does all of it on a rank. Both go through the same f
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -57,8 +58,8 @@ from parallel2d.training.optimizer import (
     plan_groups,
 )
 from parallel2d.training.recovery import memory_copies
-from parallel2d.training.run_description import RunFacts, build_recorder, describe_run
-from parallel2d.training.run_directory import RunClaim, accept_start
+from parallel2d.training.run_description import RunFacts, build_recorder, describe_run, outputs
+from parallel2d.training.run_directory import RunClaim, accept_start, read_segments
 from parallel2d.training.trainer import Trainer, TrainerParts
 from parallel2d.training.training_data import (
     check_position,
@@ -123,6 +124,10 @@ def build_trainer(
     """
     config, device, topology = job.config, runtime.device, runtime.topology
     shape = resolve_mesh(config, topology)
+    replicas = runtime.replicas
+    if replicas is not None:
+        rows = shape.place(topology).reshape(shape.replicate, -1)
+        replicas.divide(rows.tolist(), topology.hosts)
     mesh = build_mesh(
         shape.spec(),
         config.strategy,
@@ -177,7 +182,7 @@ def build_trainer(
         model,
         optimizer,
         layout=record,
-        copies=memory_copies(config.checkpoint, job.run_dir, mesh),
+        copies=None if replicas else memory_copies(config.checkpoint, job.run_dir, mesh),
     )
     trainer = Trainer(
         TrainerParts(
@@ -194,8 +199,13 @@ def build_trainer(
             checkpointer=checkpointer,
             claim=RunClaim(job.run_dir),
             hooks=[*build_hooks(config.train.hooks), *hooks],
+            replicas=replicas,
+            take_roles=functools.partial(_take_roles, job, facts),
         )
     )
+    if replicas is not None and replicas.life:  # the others have its state
+        trainer.recorder.begin(0)
+        return trainer
     restored = checkpointer.restore(restarted=job.restarted, begin=False)
     if restored is not None:
         check_position(restored, data, config)
@@ -207,6 +217,16 @@ def build_trainer(
         trainer.recorder.writer = None  # the rows may be those of a start that still trains
         trainer.recorder.begin(trainer.progress.step)
     return trainer
+
+
+def _take_roles(job: Job, facts: RunFacts, trainer: Trainer) -> None:
+    """This rank goes on with the records of the run, in the place of one that is lost."""
+    step, recorder = trainer.progress.step, trainer.recorder
+    trainer.parts.claim.take()
+    segments = read_segments(job.run_dir)
+    number = segments[-1].number if segments else 1
+    recorder.take_over(*outputs(facts), step, number)
+    trainer.checkpointer.take_over(trainer.state_dict())
 
 
 def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) -> None:

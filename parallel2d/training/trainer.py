@@ -6,9 +6,10 @@ agree with all ranks (`step_agreement`), update.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.replicas import Replicas
 from parallel2d.parallel.gradients import scale_gradients
 from parallel2d.parallel.mesh import mesh_shape, sum_over_data_ranks
 from parallel2d.parallel.parallelize.running_statistics import average_buffers
@@ -36,6 +38,7 @@ from parallel2d.training.data.opening import OpenData
 from parallel2d.training.data.stream import SampleStream
 from parallel2d.training.hooks import Agreed, Hook, HookCalls, RunView
 from parallel2d.training.loss.model_loss import ModelLoss
+from parallel2d.training.membership import Membership
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.phases import PhaseClock
 from parallel2d.training.metrics.recorder import Recorder
@@ -50,7 +53,8 @@ class TrainerParts:
     """Holds what a `Trainer` works with.
 
     ``model``: parallel over ``mesh``, with its weights; ``claim``: checked before rows and
-    checkpoints are written; ``hooks``: called after every step, see `hooks`.
+    checkpoints are written; ``hooks``: called after every step, see `hooks`; ``take_roles``: called
+    on the rank that writes from now on, where the one that did is lost.
     """
 
     config: TrainConfig
@@ -66,6 +70,8 @@ class TrainerParts:
     checkpointer: Checkpointer
     claim: RunClaim
     hooks: Sequence[Hook]
+    replicas: Replicas | None = None  # where they may come and go
+    take_roles: Callable[[Trainer], None] = lambda trainer: None
 
 
 @dataclass(frozen=True)
@@ -109,14 +115,18 @@ class Trainer:
         self._agreement = StepAgreement(
             model, mesh, self.parameters, device, config.sync.compare_every
         )
-        self._data_ranks = mesh_shape(mesh).data_ranks
-        self._upcoming: StepBatch | None = None
-        self._upcoming_tokens = 0  # of the global batch
+        self.data_ranks = mesh_shape(mesh).data_ranks
+        self.upcoming: StepBatch | None = None
+        self.upcoming_tokens = 0  # of the global batch
         self._measured = recorder.measure({}, 0.0)
         self._watched = WatchedMetrics(config)
         self.stopped: str | None = None  # why the run ends before its last step
         self._told_saves = 0  # checkpoints of this process that hooks know of
         self._callbacks = LoopCallbacks()
+        self._joins = False  # a replica waits to be let in
+        self.membership: Membership | None = None
+        if parts.replicas is not None and len(parts.replicas.ranks) > 1:
+            self.membership = Membership(self, parts.replicas, parts.take_roles)
         view = RunView(
             config=config,
             model=model,
@@ -145,8 +155,12 @@ class Trainer:
         gc.disable()
         try:
             self.begin(feed)
+            if self.membership is not None:
+                self.membership.start(feed)
             first = self.progress.step + 1
-            while self._upcoming is not None and not self.preempted:
+            while self.upcoming is not None and not self.preempted:
+                if self.membership is not None:
+                    self.membership.before_step(feed, self._joins)
                 self.step(feed)
                 if self.progress.step == first:
                     self._callbacks.first_step_done()
@@ -169,18 +183,18 @@ class Trainer:
         self.stopped = self._watched.reason_to_stop(self.progress.step)
         if self.stopped is not None:
             self.recorder.say(f"not trained on: {self.stopped}; other settings would go on")
-        self._upcoming = self._take(feed) if self.has_steps() else None
-        if self._upcoming is not None:
-            self.loss.compare_head(self._upcoming.micro_batches[0])
-        tokens = _valid_tokens(self._upcoming)
+        self.upcoming = self.take(feed) if self.has_steps() else None
+        if self.upcoming is not None:
+            self.loss.compare_head(self.upcoming.micro_batches[0])
+        tokens = _valid_tokens(self.upcoming)
         count = torch.tensor([tokens], dtype=torch.float64, device=self.device)
-        self._upcoming_tokens = int(sum_over_data_ranks(count, self.mesh).item())
+        self.upcoming_tokens = int(sum_over_data_ranks(count, self.mesh).item())
         self.hooks.start(self.progress.step)
 
     def step(self, feed: BatchFeed) -> None:
         """One optimizer step, saved if that is due, and recorded. Collective. Raises `RunTakenOver`
         on rank 0."""
-        batch, tokens = self._upcoming, self._upcoming_tokens
+        batch, tokens = self.upcoming, self.upcoming_tokens
         assert batch is not None, "begin() comes first, and no step after the last"
         step, train = self.progress.step + 1, self.config.train
         rate = learning_rate(step, train.steps, self.config.optimizer.lr, self.config.scheduler)
@@ -190,14 +204,21 @@ class Trainer:
         self.recorder.start_step(step)
         set_step(self.model, step)
         self.clock.start()
-        summed = self._forward_backward(batch, tokens)
-        self.clock.mark("forward_backward_s")
-        self._upcoming = self._take(feed) if step < train.steps else None
-        self.clock.mark("data_s")
-        outcome = self._agree(summed, batch)
-        self.clock.mark("sync_s")
+        outcome: StepOutcome | None = None
+        with self._in_step():
+            while outcome is None:
+                summed = self.forward_backward(batch, tokens)
+                self.clock.mark("forward_backward_s")
+                self.upcoming = self.take(feed) if step < train.steps else None
+                self.clock.mark("data_s")
+                outcome = self._agree(summed, batch, feed)
+                self.clock.mark("sync_s")
+                if outcome is None:
+                    batch, self.upcoming = self.upcoming, None
+                    assert batch is not None, "the same global batch was read again"
+        self._joins = outcome.joins
         self._update(outcome)
-        if self._upcoming is None:
+        if self.upcoming is None:
             finish_updates(self.model)
         self.clock.mark("optimizer_s")
         seconds = {**self.clock.read(), "step_s": time.perf_counter() - begin}
@@ -211,7 +232,7 @@ class Trainer:
         if self.stopped is not None and validation is None:
             validation = self._validate_if_due(step, seconds)  # the last step, which is known now
         self.preempted = outcome.preempted
-        last = self._upcoming is None
+        last = self.upcoming is None
         self.checkpointer.save_if_due(
             step,
             self.state_dict(),
@@ -221,6 +242,8 @@ class Trainer:
             wanted=is_best or agreed.save,
         )
         seconds["checkpoint_s"] = self.checkpointer.blocked_s
+        if self.membership is not None:
+            self.membership.take_roles()
         # Hooks and a save take their time, in which another start may have set rows aside.
         self.parts.claim.check()
         self.recorder.record(
@@ -261,7 +284,7 @@ class Trainer:
         try:
             with undisturbed(self.model, self.device):
                 for _ in range(self.config.train.validate_batches):
-                    batch = self._take(feed)
+                    batch = self.take(feed)
                     if batch is None:
                         break
                     for micro in batch.micro_batches:
@@ -276,7 +299,7 @@ class Trainer:
     def _validate_if_due(self, step: int, seconds: dict[str, float]) -> dict[str, float] | None:
         """Returns the losses by key. Adds what it takes to ``seconds``."""
         every = self.config.train.validate_every
-        is_due = every and (step % every == 0 or self._upcoming is None)
+        is_due = every and (step % every == 0 or self.upcoming is None)
         if not is_due or not self.validation_sets:
             return None
         begin = time.perf_counter()
@@ -331,9 +354,9 @@ class Trainer:
         self.stopped = self._watched.reason_to_stop(step)
         if self.stopped is None and agreed.stop is not None:
             self.stopped = f"stopped after step {step} by a hook: {agreed.stop}"
-        if self.stopped is not None and self._upcoming is not None:
+        if self.stopped is not None and self.upcoming is not None:
             self.recorder.say(self.stopped)
-            self._upcoming = None
+            self.upcoming = None
             finish_updates(self.model)
         return is_best
 
@@ -351,17 +374,17 @@ class Trainer:
             for warning in self._watched.never_measured():
                 self.recorder.say(f"warning: {warning}")
 
-    def _take(self, feed: BatchFeed) -> StepBatch | None:
+    def take(self, feed: BatchFeed) -> StepBatch | None:
         try:
             return feed.next()
         except EndOfData:
             return None
 
-    def _forward_backward(self, batch: StepBatch, tokens: int) -> Tensor:
+    def forward_backward(self, batch: StepBatch, tokens: int) -> Tensor:
         """Accumulates the gradient of the mean over the global batch's ``tokens``, times the loss
         scale. Returns this rank's summed loss, fp64."""
         # Gradients are averaged over the data ranks, so each loss is weighted by their number.
-        weight = self._data_ranks / max(tokens, 1) * self.scaler.scale
+        weight = self.data_ranks / max(tokens, 1) * self.scaler.scale
         summed = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in accumulate(
             self.model, batch.micro_batches, self.config.sync.during_accumulation
@@ -371,19 +394,37 @@ class Trainer:
             summed += loss.detach()
         return summed
 
-    def _agree(self, summed: Tensor, batch: StepBatch) -> StepOutcome:
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Around what is done again where a replica is lost."""
+        replicas = self.parts.replicas
+        if replicas is not None:
+            replicas.in_step = True
+        yield
+        if replicas is not None:
+            replicas.in_step = False
+
+    def _agree(self, summed: Tensor, batch: StepBatch, feed: BatchFeed) -> StepOutcome | None:
+        """Returns None where replicas were lost, and all who are left do the step again."""
         own = OwnPart(
             loss=summed,
             tokens=batch.valid_tokens,
             sample_hash=batch.sample_hash,
-            upcoming_tokens=_valid_tokens(self._upcoming),
+            upcoming_tokens=_valid_tokens(self.upcoming),
             stop_requested=self._callbacks.stop_requested(),
             save_is_due=self.checkpointer.time_is_up(),
             report=self._measured,
         )
-        outcome, self._upcoming_tokens = self._agreement.reach(
-            self.progress.step + 1, own, self.scaler.scale
-        )
+        step, scale = self.progress.step + 1, self.scaler.scale
+        found = self._agreement.reach(step, own, scale)
+        if found is None:
+            assert self.membership is not None
+            sums = self.membership.repeat(feed)
+            if sums is None:
+                return None
+            told = torch.tensor(sums, dtype=torch.float64, device=self.device)
+            found = self._agreement.conclude(step, told, own, scale)
+        outcome, self.upcoming_tokens = found
         return outcome
 
     def _update(self, outcome: StepOutcome) -> None:

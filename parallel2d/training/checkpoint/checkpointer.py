@@ -150,7 +150,7 @@ class Checkpointer:
         # Each rank looks in its own folder.
         path = os.path.join(root, token)
         hosts = self.group.all_gather("" if os.path.exists(path) else socket.gethostname())
-        if self.group.rank == 0:
+        if self.group.is_first:
             os.unlink(path)
         ranks = [rank for rank, host in enumerate(hosts) if host]
         if ranks:
@@ -166,6 +166,10 @@ class Checkpointer:
         """Several as one."""
         given = self._optimizer
         return join_optimizers(given) if isinstance(given, Mapping) else given
+
+    def follow(self, step: int) -> None:
+        """The run goes on from ``step``, whose state came from elsewhere."""
+        self._last_step = self._base = step
 
     @property
     def age_steps(self) -> int:
@@ -221,7 +225,7 @@ class Checkpointer:
         self._resume = None
         if self.copies is not None:
             self.copies.begin(self._last_step)
-        if self.config.enabled and self.group.rank == 0:
+        if self.config.enabled and self.group.is_first:
             try:
                 self._name_best()
             except Exception as fault:
@@ -235,6 +239,12 @@ class Checkpointer:
         """The path of the checkpoint that ``keep_best`` keeps. Rank 0; None on others."""
         return self.store.path_of(self._best["step"]) if self._best else None
 
+    def take_over(self, state: dict[str, Any]) -> None:
+        """This rank deletes what is not kept from now on. ``state``: of the run now."""
+        best = state.get("best")
+        if best and best.get("metric") == self.config.keep_best:
+            self._best = best
+
     def _find_best(self, state: dict[str, Any]) -> None:
         """Takes over the best step that ``state`` knows. If its checkpoint is there no longer, or
         it is of another run, ``state`` forgets it, and the next value is the best."""
@@ -243,7 +253,7 @@ class Checkpointer:
         best = state.get("best")
         if not isinstance(best, dict) or best.get("metric") != self.config.keep_best:
             return
-        if self.group.rank == 0:
+        if self.group.is_first:
             try:
                 if best.get("step") in self.store.steps():
                     self._best = best
@@ -323,7 +333,7 @@ class Checkpointer:
         """Waits for the save in progress, so that all ranks take account of it at one point.
         Collective. Raises as `save_if_due`."""
         if self._thread is not None:
-            if self._thread.is_alive() and self.group.rank == 0:
+            if self._thread.is_alive() and self.group.is_first:
                 log.info("waiting for the checkpoint that is still being written")
             self._thread.join()
             self._thread = None
@@ -363,9 +373,10 @@ class Checkpointer:
             try:
                 error, size = write_checkpoint(taken, self.store, self.group, self._clear_the_way)
             except Exception:  # a rank has ended: the loop will get an error too
+                import traceback; traceback.print_exc()
                 error = "another rank ended meanwhile; the next start checks whether it is complete"
                 size = 0
-            if self.group.rank == 0:
+            if self.group.is_first:
                 if error:
                     log.error("the checkpoint of step %d could not be written: %s", step, error)
                 else:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from parallel2d.base import exchange
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.tensor_file import DTYPE_NAMES, DamagedCheckpointError, encode
+from parallel2d.base.replicas import first_rank, is_present
 from parallel2d.parallel.mesh import axis_positions, without_replicas
 from parallel2d.parallel.weights.geometry import (
     Region,
@@ -56,6 +57,11 @@ class Group:
         self.rank = dist.get_rank() if group is not None else 0
         self.size = dist.get_world_size() if group is not None else 1
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.group is None or self.rank == first_rank()
+
     @classmethod
     def new(cls) -> Group:
         """All ranks of the job. Collective."""
@@ -65,19 +71,19 @@ class Group:
 
     def say(self, text: str, level: int = logging.INFO) -> None:
         """Logs ``text`` once for all ranks."""
-        if self.rank == 0:
+        if self.is_first:
             log.log(level, "%s", text)
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
-        return value if self.group is None else exchange.broadcast(value, 0, self.group)
+        """The first rank's value on every rank."""
+        return value if self.group is None else exchange.broadcast(value, group=self.group)
 
     def on_first(self, work: Callable[[], Any]) -> Any:
         """Runs ``work`` on rank 0 and returns its result, on every rank; its `ConfigError` is
         raised on all. It must raise no other error: the other ranks would wait. Collective."""
         answer: Any = None
         try:
-            answer = work() if self.rank == 0 else None
+            answer = work() if self.is_first else None
         except ConfigError as fault:
             answer = fault
         answer = self.broadcast(answer)
@@ -180,6 +186,7 @@ def _plan(
         axes, holders = _holders(tensor, mesh)
         # Sizes differ by a row between shards; the mean is the same, so all ranks deal out alike.
         size = tensor.numel() * tensor.element_size() * len(holders) // ranks
+        holders = list(filter(is_present, holders))
         # Every node keeps a copy: its ranks share the work among themselves.
         if nodes is not None:
             holders = [holder for holder in holders if nodes[holder] == nodes[rank]]
@@ -266,7 +273,7 @@ def write_checkpoint(
     """
     step = snapshot.manifest.step
     place = error = None
-    if group.rank == 0:
+    if group.is_first:
         try:
             reason = exists(step)
             if reason is None:
@@ -280,7 +287,7 @@ def write_checkpoint(
         return error, 0
     answers = group.gather(_write_part(snapshot, store, place, group.rank))
     outcome: tuple[str | None, int] = (None, 0)
-    if group.rank == 0:
+    if group.is_first:
         outcome = _publish(snapshot.manifest, store, place, answers)
     return group.broadcast(outcome)
 

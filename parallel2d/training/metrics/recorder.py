@@ -88,6 +88,14 @@ class Recorder:
         if self.display:
             self.display.begin(step)
 
+    def take_over(
+        self, display: ConsoleDisplay, writer: MetricsWriter, step: int, segment: int
+    ) -> None:
+        """Goes on after ``step`` with what another rank has shown and written."""
+        self.display, self.writer, self._segment = display, writer, segment
+        self._goodput.resume(step, *writer.begin(step), restarted=False)
+        log.info("rank %d writes from step %d on", dist.get_rank(), step + 1)
+
     def start_step(self, step: int) -> None:
         """Begins the measurement of ``step`` on this rank."""
         self._step = step

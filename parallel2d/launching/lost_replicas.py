@@ -1,0 +1,109 @@
+"""Replaces replicas that are lost while the others train: `LostReplicas`.
+
+See [Note: replicas that never stop] in `parallel2d.base.replicas`. Launchers say in the store who
+is lost, which all ranks hear, and each starts the ranks of such a replica that are its own again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from parallel2d.base.replicas import LATEST, ON, RANKS, RECORD, Events, Member, post
+from parallel2d.base.topology import LIFE
+from parallel2d.launching.failures import RankFailure, read_error_file
+
+_STOPPED_S = 1.0  # after which a rank that is stopped counts as lost
+
+
+class LostReplicas:
+    """Of the ranks that one launcher has started together.
+
+    ``ranks``: of each process, by local rank; ``again(local_rank, variables)`` starts one again;
+    ``may_go_on(failure)``: whether a rank that failed is no reason to end or restart all.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        processes: dict[int, Any],
+        ranks: dict[int, int],
+        error_files: dict[int, str],
+        again: Callable[[int, dict[str, str]], None],
+        may_go_on: Callable[[RankFailure], bool],
+    ) -> None:
+        self._store, self._processes, self._ranks = store, processes, ranks
+        self._error_files, self._again, self._may_go_on = error_files, again, may_go_on
+        self._events = Events(store)
+        self._replicas: list[list[int]] = []
+        self._lives: dict[int, int] = {}
+        self._stopped: dict[int, float] = {}
+
+    def replace(self) -> bool:
+        """Replaces what is lost. Returns whether the job goes on: not before replicas may be lost,
+        when all have ended well, when nobody has the state any more, or when a failure is one of
+        the whole job."""
+        if not self._replicas:
+            if not self._store.check([ON]):
+                return False
+            self._replicas = json.loads(self._store.get(RANKS))["ranks"]
+            self._lives = dict.fromkeys(range(len(self._replicas)), 0)
+        while self._events.read(0.0):
+            pass
+        for local, process in self._processes.items():
+            code = process.poll()
+            if code is None:
+                self._end_if_stopped(local, process)
+            elif code and not self._is_dead(self._member(local)):
+                error = read_error_file(self._error_files[local])
+                if not self._may_go_on(RankFailure(self._ranks[local], code, error)):
+                    return False
+                self._say_dead(self._member(local))
+        while self._events.read(0.0):
+            pass
+        members = json.loads(self._store.get(RECORD.format(self._store.get(LATEST).decode())))
+        if all(self._is_dead(tuple(each)) for each in members["members"]):
+            return False
+        for number, life in list(self._lives.items()):
+            if (number, life) in self._events.dead:
+                self._start_again(number)
+        return any(process.poll() != 0 for process in self._processes.values())
+
+    def _member(self, local: int) -> Member:
+        rank = self._ranks[local]
+        number = next(n for n, ranks in enumerate(self._replicas) if rank in ranks)
+        return number, self._lives[number]
+
+    def _is_dead(self, member: Member) -> bool:
+        return member in self._events.dead
+
+    def _say_dead(self, member: Member) -> None:
+        if not self._is_dead(member):
+            post(self._store, "dead", member, self._events.count)
+            self._events.dead.add(member)
+
+    def _end_if_stopped(self, local: int, process: Any) -> None:
+        state = ""
+        with contextlib.suppress(OSError, IndexError):
+            state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if state != "T":
+            self._stopped.pop(local, None)
+        elif time.monotonic() - self._stopped.setdefault(local, time.monotonic()) > _STOPPED_S:
+            process.close(signal.SIGKILL)
+
+    def _start_again(self, number: int) -> None:
+        self._lives[number] += 1
+        mine = [local for local, rank in self._ranks.items() if rank in self._replicas[number]]
+        for local in mine:
+            self._processes[local].close(signal.SIGKILL)
+        for local in mine:
+            self._processes[local].wait(10.0)
+            with contextlib.suppress(OSError):
+                os.unlink(self._error_files[local])
+            self._again(local, {LIFE: str(self._lives[number])})
