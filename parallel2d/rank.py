@@ -17,10 +17,11 @@ from parallel2d.base import files
 from parallel2d.base.config import Job, TrainConfig
 from parallel2d.base.config.composition import compose
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.topology import RankIdentity, find_rank
+from parallel2d.base.topology import LIFE, RankIdentity, find_rank
 from parallel2d.launching.agreement import agree_on_job, forget_run, recording_steps
 from parallel2d.launching.failures import failures_reported_once
 from parallel2d.launching.processes import end_with_parent
+from parallel2d.launching.rank_processes import speak_for_all
 from parallel2d.training.run_directory import discard_pending, read_segments, summarize
 
 if TYPE_CHECKING:
@@ -162,8 +163,14 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
                 if job.config.checkpoint.enabled:  # there is something to save
                     signals.listen_to_interrupts()
 
+            def take_over() -> None:
+                speak_for_all()
+                _keep_log(run_dir)
+
             try:
-                trainer.run(LoopCallbacks(signals.preemption_requested, first_step_done))
+                trainer.run(
+                    LoopCallbacks(signals.preemption_requested, first_step_done, take_over)
+                )
             except RuntimeError as error:
                 if "imed out" in str(error) or "imeout" in str(error):
                     error.add_note(watch.explain())
@@ -203,9 +210,13 @@ def _log_to(run_dir: str, identity: RankIdentity) -> None:
     errors = logging.StreamHandler(sys.stderr)
     errors.setLevel(logging.ERROR)
     logging.getLogger().addHandler(errors)
-    if identity.rank == 0:
-        path = os.path.join(run_dir, "train.log")
-        kept = logging.StreamHandler(open(path, "a", opener=files.regular))  # noqa: SIM115
-        kept.setFormatter(_Escaped("%(asctime)s %(message)s", "%H:%M:%S"))
-        logging.getLogger("parallel2d").setLevel(logging.INFO)
-        logging.getLogger().addHandler(kept)
+    if identity.rank == 0 and os.environ.get(LIFE, "0") == "0":
+        _keep_log(run_dir)
+
+
+def _keep_log(run_dir: str) -> None:
+    path = os.path.join(run_dir, "train.log")
+    kept = logging.StreamHandler(open(path, "a", opener=files.regular))  # noqa: SIM115
+    kept.setFormatter(_Escaped("%(asctime)s %(message)s", "%H:%M:%S"))
+    logging.getLogger("parallel2d").setLevel(logging.INFO)
+    logging.getLogger().addHandler(kept)

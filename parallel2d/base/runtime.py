@@ -298,10 +298,11 @@ def limit_waiting(seconds: float) -> None:
     late rank. Call it after the first step; see [Note: two timeouts]. Groups made later have
     torch's own default again, those of a mesh from `parallel2d.build_mesh` the one of the world."""
     limit = timedelta(seconds=seconds)
-    for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(limit, group)
     if (replicas := current()) is not None:
         replicas.timeout = limit
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if getattr(group, "inner", group) is not None:
+            dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def barrier(name: str, timeout_s: float | None = None) -> None:

@@ -252,6 +252,8 @@ class _Agent(ElasticAgent):
                 started.error_files,
                 again,
                 self._may_go_on,
+                group.group_rank,
+                group.group_world_size,
             )
         return self._lost
 

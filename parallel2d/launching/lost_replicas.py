@@ -19,6 +19,8 @@ from parallel2d.base.replicas import LATEST, ON, RANKS, RECORD, Events, Member, 
 from parallel2d.base.topology import LIFE
 from parallel2d.launching.failures import RankFailure, read_error_file
 
+_BEAT, _BEAT_S = "replicas/beat/{}", 0.5  # of a launcher, by node
+_SILENT_S = 3.0  # after which a node counts as lost
 _STOPPED_S = 1.0  # after which a rank that is stopped counts as lost
 
 
@@ -37,6 +39,8 @@ class LostReplicas:
         error_files: dict[int, str],
         again: Callable[[int, dict[str, str]], None],
         may_go_on: Callable[[RankFailure], bool],
+        node: int = 0,
+        nodes: int = 1,
     ) -> None:
         self._store, self._processes, self._ranks = store, processes, ranks
         self._error_files, self._again, self._may_go_on = error_files, again, may_go_on
@@ -44,6 +48,9 @@ class LostReplicas:
         self._replicas: list[list[int]] = []
         self._lives: dict[int, int] = {}
         self._stopped: dict[int, float] = {}
+        self._node, self._nodes = node, nodes
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        self._beat_at = 0.0
 
     def replace(self) -> bool:
         """Replaces what is lost. Returns whether the job goes on: not before replicas may be lost,
@@ -56,6 +63,8 @@ class LostReplicas:
             self._lives = dict.fromkeys(range(len(self._replicas)), 0)
         while self._events.read(0.0):
             pass
+        if self._nodes > 1 and time.monotonic() > self._beat_at + _BEAT_S:
+            self._watch_nodes()
         for local, process in self._processes.items():
             code = process.poll()
             if code is None:
@@ -74,6 +83,25 @@ class LostReplicas:
             if (number, life) in self._events.dead:
                 self._start_again(number)
         return any(process.poll() != 0 for process in self._processes.values())
+
+    def _watch_nodes(self) -> None:
+        """Says that this launcher is there, and which replicas are lost with a node whose launcher
+        is not."""
+        now = self._beat_at = time.monotonic()
+        own = json.dumps([sorted(self._ranks.values()), now])
+        self._store.set(_BEAT.format(self._node), own)
+        for node in set(range(self._nodes)) - {self._node}:
+            key = _BEAT.format(node)
+            if not self._store.check([key]):
+                continue
+            beat = self._store.get(key)
+            if self._beats.get(node, (b"", now))[0] != beat:
+                self._beats[node] = beat, now
+            elif now - self._beats[node][1] > _SILENT_S:
+                ranks, _ = json.loads(beat)
+                for number, of_replica in enumerate(self._replicas):
+                    if set(ranks) & set(of_replica):
+                        self._say_dead((number, self._lives[number]))
 
     def _member(self, local: int) -> Member:
         rank = self._ranks[local]

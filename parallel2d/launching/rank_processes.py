@@ -180,6 +180,17 @@ def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
                 connection.send(rank.exitcode.to_bytes(4, "big", signed=True))
 
 
+_console: dict[int, int] = {}  # of a rank that prints into a log: the launcher's streams
+
+
+def speak_for_all() -> None:
+    """Lets this rank print where the launcher does, and no more into a log of its own."""
+    while _console:
+        number, kept = _console.popitem()
+        os.dup2(kept, number)
+        os.close(kept)
+
+
 def _run_rank(server: int, connection: socket.socket, others: Sequence[socket.socket]) -> NoReturn:
     end_with_parent(server)
     os.setsid()
@@ -190,6 +201,7 @@ def _run_rank(server: int, connection: socket.socket, others: Sequence[socket.so
         main, words, environment, streams, folder, path = json.load(request)
     for number, file in enumerate(streams, start=1):
         if file:
+            _console[number] = os.dup(number)
             opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
             os.dup2(opened, number)
             os.close(opened)

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.config import AXES, MeshConfig, StrategyConfig, TrainConfig, named_strategy
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.files import is_count
+from parallel2d.base.replicas import current
 from parallel2d.base.runtime import release_groups
 from parallel2d.base.topology import Topology
 
@@ -301,6 +302,8 @@ def _release_groups_at_exit() -> None:
 
 def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
     """Gives ``group`` the timeout of the world's group; torch gives new groups its own default."""
+    if current() is not None:
+        return  # all groups of that world have one
     default = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
     # torch's fake backend has no options: it never waits.
     options = getattr(default, "options", None)

@@ -149,7 +149,8 @@ def build_trainer(
 
     check_model(parts.module, mesh, config.parallel(), topology)
     layout = lay_out(config, parts, mesh, plan, data.train.shape, device.type)
-    writes = runtime.is_first and not quiet
+    comes_back = replicas is not None and replicas.life > 0
+    writes = runtime.is_first and not quiet and not comes_back
     facts = describe_run(job, runtime, mesh, data, parts, layout, writes)
     loss = ModelLoss(config, parts)  # asks the plain module
     source = WeightSource(
@@ -203,7 +204,7 @@ def build_trainer(
             take_roles=functools.partial(_take_roles, job, facts),
         )
     )
-    if replicas is not None and replicas.life:  # the others have its state
+    if comes_back:  # the others have its state
         trainer.recorder.begin(0)
         return trainer
     restored = checkpointer.restore(restarted=job.restarted, begin=False)
@@ -222,6 +223,7 @@ def build_trainer(
 def _take_roles(job: Job, facts: RunFacts, trainer: Trainer) -> None:
     """This rank goes on with the records of the run, in the place of one that is lost."""
     step, recorder = trainer.progress.step, trainer.recorder
+    trainer.callbacks.speaks()
     trainer.parts.claim.take()
     segments = read_segments(job.run_dir)
     number = segments[-1].number if segments else 1

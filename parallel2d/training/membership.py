@@ -50,7 +50,7 @@ class Membership:
     ) -> None:
         self.trainer, self.replicas, self._take_roles = trainer, replicas, take_roles
         self.is_joining = bool(replicas.life)
-        self._planned = replicas.generation
+        self._planned = self._dealt = replicas.generation
         self._speaks = not replicas.life and replicas.rank == 0
         self.repeated = 0  # samples that were computed again
 
@@ -58,7 +58,7 @@ class Membership:
         """Before the first step, once all is built. A replica that comes back joins the others."""
         trainer, replicas = self.trainer, self.replicas
         replicas.start(trainer.progress.step)
-        self._planned = replicas.generation
+        self._planned = self._dealt = replicas.generation
         if not self.is_joining:
             return
         self._warm_up()
@@ -109,9 +109,12 @@ class Membership:
             self._take_roles(self.trainer)
         self._speaks = speaks
 
-    def _plan(self, feed: BatchFeed) -> None:
-        """Deals the global batches out among those who are there."""
+    def deal(self) -> bool:
+        """Deals global batches out among those who are there; false where that was done already."""
         trainer, replicas = self.trainer, self.replicas
+        if self._dealt == replicas.generation:
+            return False
+        self._dealt = replicas.generation
         shards = mesh_shape(trainer.mesh).shard
         index = replicas.members.index(replicas.own)
         trainer.data_ranks = len(replicas.members) * shards
@@ -122,9 +125,15 @@ class Membership:
             data_ranks=trainer.data_ranks,
             allow_padding=True,
         )
+        return True
+
+    def _plan(self, feed: BatchFeed) -> None:
+        """Reads this rank's part of the next global batch."""
+        trainer = self.trainer
+        self.deal()
         feed.restart(trainer.plan, trainer.progress.samples)
         trainer.upcoming = trainer.take(feed)
-        self._planned = replicas.generation
+        self._planned = self.replicas.generation
 
     def _warm_up(self) -> None:
         """The first step of a process takes long, and as a member all others would wait for it."""

@@ -77,10 +77,12 @@ class TrainerParts:
 @dataclass(frozen=True)
 class LoopCallbacks:
     """What the loop asks and tells the command that runs it: in every step whether this rank was
-    told to save and stop, and once that the first step of this process is done."""
+    told to save and stop, once that the first step of this process is done, and once that this rank
+    speaks for all from now on, where the one that did is lost."""
 
     stop_requested: Callable[[], bool] = lambda: False
     first_step_done: Callable[[], object] = lambda: None
+    speaks: Callable[[], object] = lambda: None
 
 
 class Trainer:
@@ -122,7 +124,7 @@ class Trainer:
         self._watched = WatchedMetrics(config)
         self.stopped: str | None = None  # why the run ends before its last step
         self._told_saves = 0  # checkpoints of this process that hooks know of
-        self._callbacks = LoopCallbacks()
+        self.callbacks = LoopCallbacks()
         self._joins = False  # a replica waits to be let in
         self.membership: Membership | None = None
         if parts.replicas is not None and len(parts.replicas.ranks) > 1:
@@ -147,7 +149,7 @@ class Trainer:
 
         Raises `ConfigError` after too many non-finite steps in a row, and `HookError`.
         """
-        self._callbacks = callbacks or LoopCallbacks()
+        self.callbacks = callbacks or LoopCallbacks()
         feed = BatchFeed(self.training, self.plan, self.device, start=self.progress.samples)
         # Automatic collections would fall at different moments on different ranks, and all ranks
         # would wait for each of them.
@@ -163,7 +165,7 @@ class Trainer:
                     self.membership.before_step(feed, self._joins)
                 self.step(feed)
                 if self.progress.step == first:
-                    self._callbacks.first_step_done()
+                    self.callbacks.first_step_done()
                 if self.progress.step % self.config.train.gc_every == 0:
                     gc.collect()
             self.checkpointer.finish()
@@ -279,6 +281,15 @@ class Trainer:
     def validate(self, stream: SampleStream) -> float:
         """Mean loss over the valid tokens of the first ``train.validate_batches`` global batches of
         ``stream``. Collective."""
+        while True:
+            sums = self._validation_sums(stream)
+            dist.all_reduce(sums)
+            # Where a replica was lost, its part is missing.
+            if self.membership is None or not self.membership.deal():
+                return (sums[0] / sums[1].clamp(min=1)).item()
+
+    def _validation_sums(self, stream: SampleStream) -> Tensor:
+        """The loss and the tokens of this rank's part, fp64."""
         feed = BatchFeed(stream, self.plan, self.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
         try:
@@ -293,8 +304,7 @@ class Trainer:
         finally:
             feed.close()
         sums *= self._agreement.counts
-        dist.all_reduce(sums)
-        return (sums[0] / sums[1].clamp(min=1)).item()
+        return sums
 
     def _validate_if_due(self, step: int, seconds: dict[str, float]) -> dict[str, float] | None:
         """Returns the losses by key. Adds what it takes to ``seconds``."""
@@ -411,7 +421,7 @@ class Trainer:
             tokens=batch.valid_tokens,
             sample_hash=batch.sample_hash,
             upcoming_tokens=_valid_tokens(self.upcoming),
-            stop_requested=self._callbacks.stop_requested(),
+            stop_requested=self.callbacks.stop_requested(),
             save_is_due=self.checkpointer.time_is_up(),
             report=self._measured,
         )

@@ -25,6 +25,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import refuse_link
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
+from parallel2d.base.replicas import ReplicaLost
 from parallel2d.parallel.mesh import AXES, axis_names
 from parallel2d.parallel.parallelize import average_buffers
 from parallel2d.parallel.weights.named_tensors import (
@@ -50,6 +51,7 @@ from parallel2d.training.checkpoint.storage import (
 
 log = logging.getLogger(__name__)
 
+_LOST = -1  # bytes, of a save in which a replica was lost
 BEST = "best.json"  # in the folder of the checkpoints: which of them is the best
 
 
@@ -319,7 +321,10 @@ class Checkpointer:
         return self.config.every > 0 and step % self.config.every == 0
 
     def time_is_up(self) -> bool:
-        """Whether ``every_minutes`` have passed on this rank's clock."""
+        """Whether ``every_minutes`` have passed on this rank's clock, or a save has lost a replica
+        and is to be repeated."""
+        if self._outcome is not None and self._outcome[2] == _LOST:
+            return True
         minutes = self.config.every_minutes
         return minutes > 0 and time.monotonic() - self._last_save >= minutes * 60
 
@@ -341,6 +346,8 @@ class Checkpointer:
         if outcome is None:
             return
         step, error, size = outcome
+        if size == _LOST:  # no fault of the storage; those who are left save again
+            return
         if error is None:
             self.failures = 0
             self.bytes_written += size
@@ -372,8 +379,10 @@ class Checkpointer:
         def write() -> None:
             try:
                 error, size = write_checkpoint(taken, self.store, self.group, self._clear_the_way)
+            except ReplicaLost:
+                self._outcome = step, None, _LOST
+                return
             except Exception:  # a rank has ended: the loop will get an error too
-                import traceback; traceback.print_exc()
                 error = "another rank ended meanwhile; the next start checks whether it is complete"
                 size = 0
             if self.group.is_first:

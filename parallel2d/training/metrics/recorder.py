@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from parallel2d.base.files import for_terminal
+from parallel2d.base.replicas import present_ranks
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.communication import CommunicationMeter
 from parallel2d.training.metrics.console import ConsoleDisplay
@@ -206,7 +207,7 @@ class Recorder:
         for name, value in seconds.items():
             self._sums[keys.time_key(name)] += value
         for key in reports[0].communication:  # the same on all ranks
-            self._sums[key] += sum(report.communication[key] for report in reports) / len(reports)
+            self._sums[key] += sum(report.communication[key] for report in reports) / present_ranks()
         self._counted += 1
         self._steady_s += seconds["step_s"]
         self._steady_steps += 1
@@ -222,7 +223,8 @@ class Recorder:
             row[keys.BYTES_BETWEEN_HOSTS] = sum(
                 row[keys.communication_key(axis, "bytes")] for axis in self.slow_axes
             )
-            self._warn(self._deviation.check(row))
+            if present_ranks() == self.ranks:  # else the bytes are those of another layout
+                self._warn(self._deviation.check(row))
         if self.exact_bytes and self._crossed_bytes:
             exact = self.exact_bytes * self._crossed_steps
             row[keys.COMPRESSION] = exact / self._crossed_bytes
