@@ -426,10 +426,7 @@ class Replicas:
     @property
     def joins(self) -> bool:
         """Whether a replica waits to become a member."""
-        return any(each not in self._events.dead for each in self._waiting())
-
-    def _waiting(self) -> list[Member]:
-        return sorted(self._events.joining - self._events.dead - set(self.members))
+        return bool(self._events.joining - self._events.dead - set(self.members))
 
     # Collectives that may be given up
 
@@ -555,7 +552,7 @@ class Replicas:
             record = json.loads(self.store.get(RECORD.format(number)))
             if list(self.own) in record["members"]:
                 return {**record, "number": number}
-            if old >= 0:
+            if self.applied.step is not None:
                 os._exit(LEFT_OUT)
             number += 1
 
@@ -568,12 +565,14 @@ class Replicas:
             return
         at = {each: json.loads(self.store.get(key)) for each, key in zip(left, keys, strict=True)}
         have = [each for each in left if at[each]["step"] is not None]
-        if not have or have[0] != self.own:
+        if not have:
+            os._exit(LEFT_OUT)  # nobody has the state: all start again from a checkpoint
+        if have[0] != self.own:
             return
         furthest = max((at[each] for each in have), key=lambda each: (each["step"], each["calls"]))
-        joiners = [each for each in left if each not in have]
+        joiners: list[Member] = []
         if all(at[each]["admit"] for each in have):
-            joiners += self._waiting()
+            joiners = sorted(self._events.joining - self._events.dead - set(have))
         record = {
             "members": [*have, *joiners],
             "joiners": joiners,

@@ -54,6 +54,7 @@ from parallel2d.launching.lost_replicas import LostReplicas
 from parallel2d.launching.rank_processes import start_rank
 from parallel2d.launching.rendezvous import Rendezvous
 from parallel2d.training.recovery.place import SHARED_MEMORY, VARIABLE
+from parallel2d.training.run_directory.start import RunTakenOver
 
 LONGEST_PAUSE_S = 60.0
 _FAILURE = "parallel2d/failure-of-job"  # the node that is first to claim it shows the error
@@ -262,7 +263,10 @@ class _Agent(ElasticAgent):
         workers, restarts = self.workers, self.workers.restarts
         if failure.exit_code == workers.settings.requeue_exit_code:
             return False
-        if failure.error and failure.error.complete:
+        error = failure.error
+        # Another half of this job has taken the run over, which these ranks join.
+        is_over = error is not None and RunTakenOver.__name__ in error.last_line
+        if error is not None and (error.complete or is_over):
             return False
         if restarts.after_failure() is None:
             return False

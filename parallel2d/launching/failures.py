@@ -22,7 +22,7 @@ from parallel2d.base import files
 from parallel2d.base.errors import ConfigError, EndsSweep, HookError
 from parallel2d.base.store.address import answered_within
 from parallel2d.base.topology import RankIdentity
-from parallel2d.launching.rank_processes import LOST
+from parallel2d.launching.rank_processes import LOST, has_own_log
 from parallel2d.training.run_directory import note_failure
 
 _BROKEN_CONNECTION = re.compile(
@@ -55,12 +55,13 @@ class Preempted(EndsSweep):
 class RankError:
     """The exception that ended a rank, as its error file holds it. ``time``: in seconds, with
     fractions, since peers fail within the same second because this one did. ``complete``: the text
-    is for the user and says which rank failed."""
+    is for the user and says which rank failed. ``step``: in which it failed."""
 
     text: str
     time: float
     config_error: bool
     complete: bool
+    step: int | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> RankError:
@@ -68,7 +69,8 @@ class RankError:
         text = str(error) if complete else "".join(traceback.format_exception(error)).rstrip()
         if isinstance(error, KeyboardInterrupt):
             text = "interrupted"
-        return cls(text, time.time(), isinstance(error, ConfigError), complete)
+        is_config, step = isinstance(error, ConfigError), getattr(error, "step_of_run", None)
+        return cls(text, time.time(), is_config, complete, step)
 
     @property
     def last_line(self) -> str:
@@ -156,7 +158,7 @@ def failures_reported_once(
         if is_first and run_dir is not None:
             note_failure(run_dir, error.text)
         # The standard error of ranks beside the first is a log, where one launcher runs all.
-        shows = {"self": identity.rank > 0, "nodes": False}.get(launcher, is_first)
+        shows = {"self": has_own_log(), "nodes": False}.get(launcher, is_first)
         # torchrun would print what it finds in the file beside what is printed here.
         if launcher in ("self", "nodes"):
             write_error_file(error)

@@ -71,7 +71,8 @@ class LostReplicas:
                 self._end_if_stopped(local, process)
             elif code and not self._is_dead(self._member(local)):
                 error = read_error_file(self._error_files[local])
-                if not self._may_go_on(RankFailure(self._ranks[local], code, error)):
+                failure = RankFailure(self._ranks[local], code, error)
+                if self._is_of_the_job(failure) or not self._may_go_on(failure):
                     return False
                 self._say_dead(self._member(local))
         while self._events.read(0.0):
@@ -83,6 +84,17 @@ class LostReplicas:
             if (number, life) in self._events.dead:
                 self._start_again(number)
         return any(process.poll() != 0 for process in self._processes.values())
+
+    def _is_of_the_job(self, failure: RankFailure) -> bool:
+        """Whether another replica has failed in the same step by an error of its own: the sample
+        or the program is at fault, and no replica would come further."""
+        error = failure.error
+        if error is None or error.step is None or failure.lost_a_peer:
+            return False
+        number = next(n for n, ranks in enumerate(self._replicas) if failure.rank in ranks)
+        key = f"replicas/raised/{error.step}"
+        self._store.append(key, f"{number} ")
+        return len(set(self._store.get(key).split())) > 1
 
     def _watch_nodes(self) -> None:
         """Says that this launcher is there, and which replicas are lost with a node whose launcher

@@ -183,6 +183,11 @@ def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
 _console: dict[int, int] = {}  # of a rank that prints into a log: the launcher's streams
 
 
+def has_own_log() -> bool:
+    """Whether this rank prints into a log of its own."""
+    return bool(_console)
+
+
 def speak_for_all() -> None:
     """Lets this rank print where the launcher does, and no more into a log of its own."""
     while _console:

@@ -52,6 +52,7 @@ class Membership:
         self.is_joining = bool(replicas.life)
         self._planned = self._dealt = replicas.generation
         self._speaks = not replicas.life and replicas.rank == 0
+        self._has_joined = False  # at the begin of the last step
         self.repeated = 0  # samples that were computed again
 
     def start(self, feed: BatchFeed) -> None:
@@ -74,6 +75,9 @@ class Membership:
 
     def before_step(self, feed: BatchFeed, joins: bool) -> None:
         """Where all are between two steps. ``joins``: a replica waits to be let in."""
+        if self._has_joined:
+            self._say(f"from step {self.trainer.progress.step} on")
+        self._has_joined = joins
         if joins:
             self.replicas.regroup(admit=True)
             self._give()
@@ -94,13 +98,15 @@ class Membership:
             self._plan(feed)
             self.repeated += trainer.config.train.global_batch_size
         seconds = time.perf_counter() - begin
-        left = [number for number, _ in self.replicas.members]
-        trainer.recorder.say(
-            f"replicas {left} of {len(self.replicas.ranks)} are there; "
-            f"{'repeating' if sums is None else 'finishing'} step {trainer.progress.step + 1} "
-            f"after {seconds:.2f} s"
-        )
+        what = "again" if sums is None else "to its end"
+        self._say(f"step {trainer.progress.step + 1} {what} after {seconds:.2f} s")
         return sums
+
+    def _say(self, what: str) -> None:
+        there = [number for number, _ in self.replicas.members]
+        self.trainer.recorder.say(
+            f"replicas   {sorted(there)} of {len(self.replicas.ranks)} are there: {what}"
+        )
 
     def take_roles(self) -> None:
         """Lets this rank speak for all where the one that did is gone."""

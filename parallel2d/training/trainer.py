@@ -163,7 +163,11 @@ class Trainer:
             while self.upcoming is not None and not self.preempted:
                 if self.membership is not None:
                     self.membership.before_step(feed, self._joins)
-                self.step(feed)
+                try:
+                    self.step(feed)
+                except Exception as error:
+                    error.step_of_run = self.progress.step + 1  # type: ignore[attr-defined]
+                    raise
                 if self.progress.step == first:
                     self.callbacks.first_step_done()
                 if self.progress.step % self.config.train.gc_every == 0:
