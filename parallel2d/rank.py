@@ -110,6 +110,7 @@ def _survives(config: TrainConfig, identity: RankIdentity) -> bool:
     alone = config.sync.name == "every_step" and config.sync.engine != "torch"
     alone = alone and config.strategy.replicates and not config.strategy.splits_updates
     alone = alone and config.optimizer.name != "muon" and not config.train.certify
+    alone = alone and config.checkpoint.memory_every in ("auto", 0)
     return again and alone and identity.launcher in ("self", "nodes")
 
 
@@ -168,9 +169,7 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
                 _keep_log(run_dir)
 
             try:
-                trainer.run(
-                    LoopCallbacks(signals.preemption_requested, first_step_done, take_over)
-                )
+                trainer.run(LoopCallbacks(signals.preemption_requested, first_step_done, take_over))
             except RuntimeError as error:
                 if "imed out" in str(error) or "imeout" in str(error):
                     error.add_note(watch.explain())

@@ -53,9 +53,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None, to: int | None = 
     return _gathered(value, group, first_rank() if to is None else to)
 
 
-def broadcast(
-    value: Any, source: int | None = None, group: dist.ProcessGroup | None = None
-) -> Any:
+def broadcast(value: Any, source: int | None = None, group: dist.ProcessGroup | None = None) -> Any:
     """Returns what rank ``source`` gives (default: the first). Collective. Raises TypeError for
     what cannot be sent."""
     source = first_rank() if source is None else source

@@ -90,7 +90,7 @@ class Events:
         return True
 
 
-class _Done(dist.Work):
+class _Ended(dist.Work):
     def wait(self, *_: Any) -> bool:
         return True
 
@@ -112,7 +112,7 @@ class PolledWork(dist.Work):
         return bool(self._parts[2].is_completed())
 
 
-class _Group(ProcessGroup):
+class _Lasting(ProcessGroup):
     """A group whose inside is exchanged. Torch keeps names in a backend, which this has not."""
 
     label = about = ""
@@ -160,7 +160,7 @@ class _Group(ProcessGroup):
         return self.replicas.begin(self.inner, name, arguments)
 
 
-class Across(_Group):
+class Across(_Lasting):
     """The replicate axis: the ranks in this place of each replica."""
 
     def members(self) -> list[int]:
@@ -189,7 +189,7 @@ class Across(_Group):
         return self.run("barrier")
 
 
-class World(_Group):
+class World(_Lasting):
     """The default group: in the name of the whole job, among those ranks that are there. Results by
     rank, of a gather, keep what they held of those that are not."""
 
@@ -198,8 +198,8 @@ class World(_Group):
         if self.replicas.in_step:
             work = self.run("allreduce", tensors, opts)
             self.replicas.arrived = work.wait()
-            return _Done()
-        return self._settle("allreduce", tensors, lambda group: group.allreduce(tensors, opts))
+            return _Ended()
+        return self._settle(tensors, lambda group: group.allreduce(tensors, opts))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts, (own,) = opts or c10d.AllgatherOptions(), inputs
@@ -207,7 +207,7 @@ class World(_Group):
         def gather(group: Any) -> Any:
             return group.allgather([[outputs[0][rank] for rank in self.members()]], [own], opts)
 
-        return self._settle("allgather", outputs[0], gather)
+        return self._settle(outputs[0], gather)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         (own,) = inputs
@@ -223,16 +223,14 @@ class World(_Group):
             inside.rootRank = self.members().index(root)
             return group.broadcast(tensors, inside)
 
-        return self._settle("broadcast", tensors, send)
+        return self._settle(tensors, send)
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._settle("barrier", [], lambda group: group.barrier())
+        return self._settle([], lambda group: group.barrier())
 
-    def _settle(
-        self, name: str, results: Sequence[Tensor], start: Callable[[Any], Any]
-    ) -> Any:
+    def _settle(self, results: Sequence[Tensor], start: Callable[[Any], Any]) -> Any:
         self.replicas.settle(self, results, start)
-        return _Done()
+        return _Ended()
 
     def new_group(
         self,
@@ -255,19 +253,17 @@ class World(_Group):
 class Everyone(World):
     """As `World`, for a thread beside the loop: what loses a replica raises `ReplicaLost`."""
 
-    def _settle(
-        self, name: str, results: Sequence[Tensor], start: Callable[[Any], Any]
-    ) -> Any:
+    def _settle(self, results: Sequence[Tensor], start: Callable[[Any], Any]) -> Any:
         replicas, group = self.replicas, self.inner
         if not replicas.on:
             start(group).wait()
         elif not replicas.begin(group, start, (results,)).wait():
             raise ReplicaLost("a replica was lost")
-        return _Done()
+        return _Ended()
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         opts = opts or dist.AllreduceOptions()
-        return self._settle("allreduce", tensors, lambda group: group.allreduce(tensors, opts))
+        return self._settle(tensors, lambda group: group.allreduce(tensors, opts))
 
 
 class Applied(NamedTuple):
@@ -308,7 +304,7 @@ class Replicas:
         self.calls = 0  # collectives of the world outside of steps
         self._last: list[Tensor] = []  # results of the last one
         self.own_store = PrefixStore(f"replicas/life/{self.ranks[0][0]}.{life}", store)
-        self._groups: list[_Group] = []
+        self._groups: list[_Lasting] = []
         self._inside: Any = None  # of this replica, for its votes
         self._buried: list[Any] = []  # works of lost generations, until they end
         self._woken: set[threading.Event] = set()
@@ -349,7 +345,9 @@ class Replicas:
             self.store.set(RANKS, json.dumps({"ranks": found, "hosts": self.hosts}))
         self.ranks, self.replica = found, own
         self.place = found[own].index(self.rank)
-        self.members = [(own, self.life)] if self.life else [(each, 0) for each in range(len(found))]
+        self.members = (
+            [(own, self.life)] if self.life else [(each, 0) for each in range(len(found))]
+        )
         store = PrefixStore(f"inside/{own}", self.own_store)
         self._inside = ProcessGroupGloo(store, self.place, len(found[own]), self.timeout)
 
@@ -366,7 +364,9 @@ class Replicas:
                     f"new_group({ranks}): neither inside a replica, nor in one place of all, nor "
                     "everybody; replicas come and go"
                 )
-            group = kind(self, f"{kind.__name__}{len(self._groups)}", ranks.index(self.rank), len(ranks))
+            group = kind(
+                self, f"{kind.__name__}{len(self._groups)}", ranks.index(self.rank), len(ranks)
+            )
             if len(group.members()) > 1 or not self.life:
                 store = PrefixStore(group.key, self.own_store)
                 if kind is Across:
@@ -498,13 +498,13 @@ class Replicas:
 
     # A generation
 
-    def regroup(self, *, admit: bool) -> list[float] | None:
+    def regroup(self, *, admit: bool, least: int = 1) -> list[float] | None:
         """Forms the next generation of those who are there; with ``admit``, and where all do so,
-        those too that wait to join. Returns the sums of the step after the last one applied here
+        those too that wait to join, once there are ``least`` replicas. Returns the sums of the step after the last one applied here
         where other replicas have applied it. Collective over the ranks of this replica."""
         while True:
             old = self.generation
-            record = self._next_record(old, admit)
+            record = self._next_record(old, admit, least)
             self.members = [tuple(each) for each in record["members"]]
             self.joined = [tuple(each) for each in record["joiners"]]
             self.generation = record["number"]
@@ -523,7 +523,7 @@ class Replicas:
             self.calls, self._last = record["calls"], list(map(_tensor, record["last"]))
         return late
 
-    def _next_record(self, old: int, admit: bool) -> dict[str, Any]:
+    def _next_record(self, old: int, admit: bool, least: int) -> dict[str, Any]:
         """Waits for the record of the next generation with this replica in it."""
         for group in self._groups:
             group.inner = None
@@ -547,7 +547,7 @@ class Replicas:
                 if self._events.ended:
                     os._exit(0)  # the others have finished meanwhile
                 if self.place == 0 and old >= 0:
-                    self._lead(old)
+                    self._lead(old, least)
                 continue
             record = json.loads(self.store.get(RECORD.format(number)))
             if list(self.own) in record["members"]:
@@ -556,7 +556,7 @@ class Replicas:
                 os._exit(LEFT_OUT)
             number += 1
 
-    def _lead(self, old: int) -> None:
+    def _lead(self, old: int, least: int) -> None:
         """Writes the next generation's record, once all who are left have said where they are, if
         this replica is the eldest of them that has the state."""
         left = [each for each in self.members if each not in self._events.dead]
@@ -573,6 +573,8 @@ class Replicas:
         joiners: list[Member] = []
         if all(at[each]["admit"] for each in have):
             joiners = sorted(self._events.joining - self._events.dead - set(have))
+        if len(have) + len(joiners) < least:
+            return
         record = {
             "members": [*have, *joiners],
             "joiners": joiners,
@@ -611,7 +613,7 @@ class Replicas:
         with self._lock:
             self._woken.discard(done)
         if self.lost or errors or len(made) < len(self._groups):
-            self._buried.append((made, _Done(), None))
+            self._buried.append((made, _Ended(), None))
             return False
         for group, inner in zip(self._groups, made, strict=True):
             group.inner = inner
@@ -623,8 +625,12 @@ class Replicas:
         from the first to the second, and returns whether it has arrived."""
         ranks = [self.ranks[self.donor][self.place], self.ranks[joiner[0]][self.place]]
         key = f"replicas/{self.generation}/state/{joiner[0]}/{self.place}"
-        group = ProcessGroupGloo(PrefixStore(key, self.store), ranks.index(self.rank), 2, self.timeout)
-        yield lambda tensor: self.begin(group, "broadcast", ([tensor], dist.BroadcastOptions())).wait()
+        group = ProcessGroupGloo(
+            PrefixStore(key, self.store), ranks.index(self.rank), 2, self.timeout
+        )
+        yield lambda tensor: self.begin(
+            group, "broadcast", ([tensor], dist.BroadcastOptions())
+        ).wait()
 
     def holds(self, lost: float) -> bool:
         """Whether the step may be applied: its agreement came back to all ranks of this replica,
@@ -639,7 +645,7 @@ class Replicas:
             post(self.store, "end", None, self._events.count)
 
 
-class _Lost(_Done):
+class _Lost(_Ended):
     def wait(self, *_: Any) -> bool:
         return False
 

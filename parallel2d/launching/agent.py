@@ -40,17 +40,18 @@ from parallel2d.base import files
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.files import private_folders as folders
-from parallel2d.base.topology import AGENT, PREFIX
+from parallel2d.base.topology import AGENT, LIFE, PREFIX
 from parallel2d.launching.agreement import folder_errors_explained
 from parallel2d.launching.elastic_internals import (
     GRACE_AFTER_FAILURE_S,
     ElasticAgent,
+    ReturnHandler,
     StartedProcesses,
     goes_on_without_this_node,
     stop_heartbeats,
 )
 from parallel2d.launching.failures import RankFailure, StoreLost, WorkersFailed, first_failure
-from parallel2d.launching.lost_replicas import LostReplicas
+from parallel2d.launching.lost_replicas import LostReplicas, Vacancy, find_vacancy
 from parallel2d.launching.rank_processes import start_rank
 from parallel2d.launching.rendezvous import Rendezvous
 from parallel2d.training.recovery.place import SHARED_MEMORY, VARIABLE
@@ -135,6 +136,26 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
 
 
 def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
+    """Runs this node's ranks until the job ends, in the place of a lost node if there is one. As
+    `_run_round`."""
+    if workers.restarts.limit and workers.settings.node_range != (1, 1):
+        vacancy = find_vacancy(rendezvous.store, rendezvous.latest_prefix, workers.size)
+        if vacancy is not None:
+            workers.say(
+                f"taking the place of a lost node, with ranks {vacancy.ranks}: the others go on"
+            )
+            try:
+                return _run_round(workers, rendezvous, vacancy)
+            except _Restart:
+                workers.say("all ranks start again; joining the others")
+    _run_round(workers, rendezvous, None)
+
+
+class _Restart(Exception):  # noqa: N818 (named after what happens)
+    """All nodes start again, and this one was in the place of another."""
+
+
+def _run_round(workers: NodeWorkers, rendezvous: Rendezvous, vacancy: Vacancy | None) -> None:
     """Runs this node's ranks until the job ends. See [Note: three reasons to start again]. Raises
     `ConfigError` or `WorkersFailed` with the error of the rank that failed first, `StoreLost`, and
     torch's SignalException when this process got a signal to end and has ended its workers."""
@@ -142,7 +163,12 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
         rendezvous.environment,
         TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     )
-    handler = rendezvous.handler(workers.settings)
+    handler: Any = rendezvous.handler(workers.settings)
+    if vacancy is not None:
+        address = rendezvous.interface.address
+        handler = ReturnHandler(
+            rendezvous.store, vacancy.node, vacancy.nodes, rendezvous.name, address
+        )
     rendezvous.announce_host()
     spec = WorkerSpec(
         role="worker",
@@ -156,12 +182,16 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
     )
     redirects = dict.fromkeys(range(1, workers.size), Std.ALL) if workers.logs else Std.NONE
     folder = workers.logs or os.path.join(workers.folder, "logs")
-    agent = _Agent(workers, rendezvous, spec, DefaultLogsSpecs(folder, redirects=redirects))
+    logs = DefaultLogsSpecs(folder, redirects=redirects)
+    agent = _Agent(workers, rendezvous, spec, logs, vacancy)
     over = True
     try:
         result = agent.run()
         if result is not None and result.is_failed():
             raise _explain_failure(workers, rendezvous, first_failure(result.failures))
+    except _Restart:
+        over = False
+        raise
     except SignalException:
         over = False  # closing would keep a node that is only being replaced from coming back
         ended_well = {0, workers.settings.requeue_exit_code} & set(agent.exit_codes())
@@ -183,16 +213,26 @@ class _Agent(ElasticAgent):
     """torch's agent with our reasons to start again; it calls the methods below from its loop."""
 
     def __init__(
-        self, workers: NodeWorkers, rendezvous: Rendezvous, spec: WorkerSpec, logs: DefaultLogsSpecs
+        self,
+        workers: NodeWorkers,
+        rendezvous: Rendezvous,
+        spec: WorkerSpec,
+        logs: DefaultLogsSpecs,
+        vacancy: Vacancy | None,
     ) -> None:
         grace_s = workers.settings.grace_s
         super().__init__(spec, logs, exit_barrier_timeout=60, shutdown_timeout=grace_s)
         self.workers, self.rendezvous, self.logs = workers, rendezvous, logs
         self._pause, self._evicted = 0.0, False
         self._lost: LostReplicas | None = None
+        self._vacancy = vacancy
+        if vacancy is not None:
+            self.given_ranks = vacancy.ranks
+            self.given_size = sum(map(len, vacancy.replicas))
 
     def new_processes(self, group: Any) -> StartedProcesses:
-        os.environ[PREFIX] = self.rendezvous.ranks_prefix(group)
+        vacancy = self._vacancy
+        os.environ[PREFIX] = vacancy.prefix if vacancy else self.rendezvous.ranks_prefix(group)
         spec = group.spec
         # The variables that torchrun gives a worker
         of_all = {
@@ -212,6 +252,7 @@ class _Agent(ElasticAgent):
                 "RANK": worker.global_rank,
                 "LOCAL_RANK": worker.local_rank,
                 "WORLD_SIZE": worker.world_size,
+                LIFE: vacancy.life_of(worker.global_rank) if vacancy else 0,
             }
             given = {name: str(value) for name, value in {**of_all, **of_one}.items()}
             environments[worker.local_rank] = {**os.environ, **given}
@@ -222,6 +263,7 @@ class _Agent(ElasticAgent):
     def monitor_workers(self, group: Any) -> RunResult:
         if self.workers.restarts.limit and self._lost_replicas(group).replace():
             result = RunResult(state=WorkerState.HEALTHY)
+            self.waits_for_others = not self._lost_replicas(group).has_lost
         else:
             result = super().monitor_workers(group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
@@ -255,6 +297,7 @@ class _Agent(ElasticAgent):
                 self._may_go_on,
                 group.group_rank,
                 group.group_world_size,
+                self._vacancy,
             )
         return self._lost
 
@@ -270,9 +313,7 @@ class _Agent(ElasticAgent):
             return False
         if restarts.after_failure() is None:
             return False
-        workers.say(
-            f"rank {failure.rank}: {failure}. Its replica starts again, the others go on"
-        )
+        workers.say(f"rank {failure.rank}: {failure}. Its replica starts again, the others go on")
         return True
 
     def _may_start_again(self, failures: dict[int, Any]) -> bool:
@@ -318,6 +359,8 @@ class _Agent(ElasticAgent):
     def restart_workers(self, group: Any) -> None:
         failed = group.state != WorkerState.HEALTHY
         self.stop_workers(group)
+        if self._vacancy is not None:
+            raise _Restart
         if failed and self._pause:
             time.sleep(self._pause)
         group.state = WorkerState.STOPPED

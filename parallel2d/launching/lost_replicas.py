@@ -7,21 +7,101 @@ is lost, which all ranks hear, and each starts the ranks of such a replica that 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch.distributed import PrefixStore
 
 from parallel2d.base.replicas import LATEST, ON, RANKS, RECORD, Events, Member, post
 from parallel2d.base.topology import LIFE
 from parallel2d.launching.failures import RankFailure, read_error_file
 
+NODES = "replicas/nodes"  # how many launchers have started together
 _BEAT, _BEAT_S = "replicas/beat/{}", 0.5  # of a launcher, by node
 _SILENT_S = 3.0  # after which a node counts as lost
 _STOPPED_S = 1.0  # after which a rank that is stopped counts as lost
+
+
+@dataclass(frozen=True)
+class Vacancy:
+    """The place of a node that is lost, in a job that goes on without it. ``ranks``: those of it;
+    ``lives``: of all ``replicas``, as they start next."""
+
+    prefix: str  # of the ranks' keys in the store
+    node: int
+    nodes: int
+    ranks: list[int]
+    replicas: list[list[int]]
+    lives: dict[int, int]
+
+    def life_of(self, rank: int) -> int:
+        """The life in which this rank starts."""
+        return self.lives[next(n for n, ranks in enumerate(self.replicas) if rank in ranks)]
+
+
+def find_vacancy(store: Any, latest: str, size: int) -> Vacancy | None:
+    """Takes the place of a lost node of ``size`` ranks, where the job goes on without one. Waits
+    until a node that seems silent counts as lost. ``latest``: the key of the ranks' prefix."""
+    if not store.check([latest]):
+        return None
+    prefix = store.get(latest).decode()
+    ranks_store = PrefixStore(prefix, store)
+    if not ranks_store.check([ON, LATEST, NODES]):
+        return None
+    nodes = int(ranks_store.get(NODES))
+    beats: dict[int, bytes] = {}
+    for node in range(nodes):
+        if ranks_store.check([_BEAT.format(node)]):
+            beats[node] = ranks_store.get(_BEAT.format(node))
+    begin = time.monotonic()
+    while time.monotonic() < begin + _SILENT_S and beats:
+        time.sleep(2 * _BEAT_S)
+        beats = {
+            node: beat
+            for node, beat in beats.items()
+            if ranks_store.get(_BEAT.format(node)) == beat
+        }
+    for node, beat in beats.items():
+        ranks = json.loads(beat)[0]
+        # The first to come takes it.
+        if len(ranks) == size and ranks_store.add(f"{_BEAT.format(node)}/{hash_of(beat)}", 1) == 1:
+            return _take_place(ranks_store, prefix, node, nodes, ranks)
+    return None
+
+
+def _take_place(store: Any, prefix: str, node: int, nodes: int, ranks: list[int]) -> Vacancy:
+    events = Events(store)
+    while events.read(0.0):
+        pass
+    replicas = json.loads(store.get(RANKS))["ranks"]
+    lives = {}
+    for number, of_replica in enumerate(replicas):
+        dead = [life for replica, life in events.dead if replica == number]
+        lives[number] = max(dead, default=-1) + 1
+        # Whoever counts in its life is lost with the node, though nobody has noticed yet.
+        if set(of_replica) & set(ranks) and lives[number] not in _alive_in(store, number):
+            continue
+        if set(of_replica) & set(ranks):
+            post(store, "dead", (number, lives[number]), events.count)
+            lives[number] += 1
+    return Vacancy(prefix, node, nodes, ranks, replicas, lives)
+
+
+def _alive_in(store: Any, number: int) -> set[int]:
+    """The life of a replica that the latest generation has."""
+    record = json.loads(store.get(RECORD.format(store.get(LATEST).decode())))
+    return {life for replica, life in record["members"] if replica == number}
+
+
+def hash_of(beat: bytes) -> str:
+    return hashlib.sha256(beat).hexdigest()[:16]
 
 
 class LostReplicas:
@@ -41,6 +121,7 @@ class LostReplicas:
         may_go_on: Callable[[RankFailure], bool],
         node: int = 0,
         nodes: int = 1,
+        vacancy: Vacancy | None = None,
     ) -> None:
         self._store, self._processes, self._ranks = store, processes, ranks
         self._error_files, self._again, self._may_go_on = error_files, again, may_go_on
@@ -51,18 +132,22 @@ class LostReplicas:
         self._node, self._nodes = node, nodes
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._beat_at = 0.0
+        if vacancy is not None:
+            self._replicas, self._lives = vacancy.replicas, dict(vacancy.lives)
+            self._read()
 
     def replace(self) -> bool:
-        """Replaces what is lost. Returns whether the job goes on: not before replicas may be lost,
+        """Replaces what is lost, also where that is a node that came back. Returns whether the job goes on: not before replicas may be lost,
         when all have ended well, when nobody has the state any more, or when a failure is one of
         the whole job."""
+        if all(process.poll() == 0 for process in self._processes.values()):
+            return False  # the store may have ended with another node
         if not self._replicas:
             if not self._store.check([ON]):
                 return False
             self._replicas = json.loads(self._store.get(RANKS))["ranks"]
             self._lives = dict.fromkeys(range(len(self._replicas)), 0)
-        while self._events.read(0.0):
-            pass
+        self._read()
         if self._nodes > 1 and time.monotonic() > self._beat_at + _BEAT_S:
             self._watch_nodes()
         for local, process in self._processes.items():
@@ -75,15 +160,25 @@ class LostReplicas:
                 if self._is_of_the_job(failure) or not self._may_go_on(failure):
                     return False
                 self._say_dead(self._member(local))
-        while self._events.read(0.0):
-            pass
+        self._read()
+        if not self._store.check([LATEST]):
+            return False  # all have started again without these ranks
         members = json.loads(self._store.get(RECORD.format(self._store.get(LATEST).decode())))
         if all(self._is_dead(tuple(each)) for each in members["members"]):
             return False
         for number, life in list(self._lives.items()):
             if (number, life) in self._events.dead:
                 self._start_again(number)
-        return any(process.poll() != 0 for process in self._processes.values())
+        return True
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether any replica was lost since all have started."""
+        return bool(self._events.dead)
+
+    def _read(self) -> None:
+        while self._events.read(0.0):
+            pass
 
     def _is_of_the_job(self, failure: RankFailure) -> bool:
         """Whether another replica has failed in the same step by an error of its own: the sample
@@ -101,6 +196,7 @@ class LostReplicas:
         is not."""
         now = self._beat_at = time.monotonic()
         own = json.dumps([sorted(self._ranks.values()), now])
+        self._store.set(NODES, str(self._nodes))
         self._store.set(_BEAT.format(self._node), own)
         for node in set(range(self._nodes)) - {self._node}:
             key = _BEAT.format(node)

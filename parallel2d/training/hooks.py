@@ -34,7 +34,9 @@ from parallel2d.training.metrics import keys
 _KEY = "train.hooks"
 # Names of a row that the trainer fills, which a metric of a hook cannot have.
 _TAKEN = {value for value in vars(keys).values() if isinstance(value, str)}
-_TAKEN_GROUPS = ("comm/", "goodput/", "memory/", "rank/", "sync/", "throughput/", "time/")
+_TAKEN_GROUPS = (
+    *("comm/", "goodput/", "memory/", "rank/", "replicas/", "sync/", "throughput/", "time/"),
+)
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,16 @@ a checkpoint holds.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from parallel2d.base.config import TrainConfig
 from parallel2d.base.exchange import decode, encode
 from parallel2d.base.files.tensor_file import DTYPE_NAMES, DTYPES
 from parallel2d.base.replicas import Applied, Replicas, post
@@ -24,6 +25,7 @@ from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.weights.geometry import local_part
 from parallel2d.parallel.weights.named_tensors import describe_optimizer, reshard, tied_names
+from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest, StoredTensor
 from parallel2d.training.checkpoint.state import (
     load_averages,
@@ -31,12 +33,31 @@ from parallel2d.training.checkpoint.state import (
     load_optimizer,
     saved_tensors,
 )
-from parallel2d.training.data.feed import BatchFeed, BatchPlan
+from parallel2d.training.data.feed import BatchFeed, BatchPlan, StepBatch
+from parallel2d.training.metrics import keys
+from parallel2d.training.metrics.recorder import Recorder
+from parallel2d.training.progress import Progress
 
-if TYPE_CHECKING:
-    from parallel2d.training.trainer import Trainer
 
-log = logging.getLogger(__name__)
+class Trained(Protocol):
+    """What a `Membership` needs of the `Trainer`, which says what it is."""
+
+    config: TrainConfig
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    mesh: DeviceMesh
+    plan: BatchPlan
+    data_ranks: int
+    progress: Progress
+    recorder: Recorder
+    checkpointer: Checkpointer
+    upcoming: StepBatch | None
+    upcoming_tokens: int
+
+    def take(self, feed: BatchFeed) -> StepBatch | None: ...
+    def forward_backward(self, batch: StepBatch, tokens: int) -> Tensor: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Membership:
@@ -46,14 +67,15 @@ class Membership:
     """
 
     def __init__(
-        self, trainer: Trainer, replicas: Replicas, take_roles: Callable[[Trainer], None]
+        self, trainer: Trained, replicas: Replicas, take_roles: Callable[[Any], None]
     ) -> None:
         self.trainer, self.replicas, self._take_roles = trainer, replicas, take_roles
         self.is_joining = bool(replicas.life)
         self._planned = self._dealt = replicas.generation
         self._speaks = not replicas.life and replicas.rank == 0
         self._has_joined = False  # at the begin of the last step
-        self.repeated = 0  # samples that were computed again
+        self._totals = {keys.REPLICAS_JOINED: 0.0, keys.REPEATED_SAMPLES: 0.0}
+        self._totals[keys.REPLICAS_LOST_S] = 0.0
 
     def start(self, feed: BatchFeed) -> None:
         """Before the first step, once all is built. A replica that comes back joins the others."""
@@ -79,8 +101,8 @@ class Membership:
             self._say(f"from step {self.trainer.progress.step} on")
         self._has_joined = joins
         if joins:
-            self.replicas.regroup(admit=True)
-            self._give()
+            self._admit()
+        self._wait_for_enough()
         if self.replicas.generation != self._planned:
             self._plan(feed)
         self.take_roles()
@@ -95,12 +117,30 @@ class Membership:
         if sums is None:
             discard_accumulated(trainer.model)
             trainer.optimizer.zero_grad()
+            self._wait_for_enough()
             self._plan(feed)
-            self.repeated += trainer.config.train.global_batch_size
+            self._totals[keys.REPEATED_SAMPLES] += trainer.config.train.global_batch_size
         seconds = time.perf_counter() - begin
+        self._totals[keys.REPLICAS_LOST_S] += seconds
         what = "again" if sums is None else "to its end"
         self._say(f"step {trainer.progress.step + 1} {what} after {seconds:.2f} s")
         return sums
+
+    def row(self) -> dict[str, float]:
+        """What a row of metrics tells of replicas."""
+        return {keys.REPLICAS: len(self.replicas.members), **self._totals}
+
+    def _admit(self, least: int = 1) -> None:
+        """Lets in who waits to join, until at least ``least`` replicas are there."""
+        self.replicas.regroup(admit=True, least=least)
+        self._totals[keys.REPLICAS_JOINED] += len(self.replicas.joined)
+        self._give()
+
+    def _wait_for_enough(self) -> None:
+        least = min(self.trainer.config.launch.min_replicas, len(self.replicas.ranks))
+        while len(self.replicas.members) < least:
+            self._say(f"waiting for launch.min_replicas={least}")
+            self._admit(least)
 
     def _say(self, what: str) -> None:
         there = [number for number, _ in self.replicas.members]
@@ -163,7 +203,7 @@ class Membership:
                 for name, tensor in tensors.items():
                     part = local_part(tensor.detach())
                     listed.append([name, DTYPE_NAMES[part.dtype], tensor.shape, part.shape])
-                header = encode([manifest, listed, self.trainer.upcoming_tokens])
+                header = encode([manifest, listed, self.trainer.upcoming_tokens, self._totals])
                 data = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
                 send(torch.tensor([len(data)]))
                 send(data)
@@ -189,7 +229,7 @@ class Membership:
         data = torch.empty(int(length), dtype=torch.uint8)
         if not send(data):
             return False
-        manifest, listed, tokens = decode(data.numpy().tobytes())
+        manifest, listed, tokens, self._totals = decode(data.numpy().tobytes())
         values: dict[str, Tensor] = {}
         stored: dict[str, StoredTensor] = {}
         for name, dtype, shape, local in listed:
@@ -198,7 +238,7 @@ class Membership:
             if not send(values[name]):
                 return False
         trainer = self.trainer
-        peer: Any = _Peer(Manifest(**manifest, tensors=stored), values)
+        peer: Any = PeerState(Manifest(**manifest, tensors=stored), values)
         load_model(trainer.model, peer, strict=True)
         load_optimizer(trainer.model, trainer.optimizer, peer, strict=True)
         load_averages(trainer.model, peer, restart=False)
@@ -214,7 +254,7 @@ class _Label:
     label: str = "the state of another replica"
 
 
-class _Peer(Checkpoint):
+class PeerState(Checkpoint):
     """The state of the same rank of another replica, read as a checkpoint is."""
 
     def __init__(self, manifest: Manifest, values: dict[str, Tensor]) -> None:

@@ -259,7 +259,7 @@ class Trainer:
             seconds,
             validation,
             last=last or self.preempted,
-            given=agreed.metrics,
+            given={**agreed.metrics, **(self.membership.row() if self.membership else {})},
         )
         self._tell_saves()
 

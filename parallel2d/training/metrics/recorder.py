@@ -207,7 +207,8 @@ class Recorder:
         for name, value in seconds.items():
             self._sums[keys.time_key(name)] += value
         for key in reports[0].communication:  # the same on all ranks
-            self._sums[key] += sum(report.communication[key] for report in reports) / present_ranks()
+            total = sum(report.communication[key] for report in reports)
+            self._sums[key] += total / present_ranks()
         self._counted += 1
         self._steady_s += seconds["step_s"]
         self._steady_steps += 1
