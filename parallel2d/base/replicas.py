@@ -29,7 +29,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -173,10 +173,10 @@ class Across(_Lasting):
     def rank(self) -> int:
         return self.members().index(self.replicas.rank)
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         return self.run("allreduce", tensors, opts or dist.AllreduceOptions())
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override]
         return self.run("allgather", outputs, inputs, opts or c10d.AllgatherOptions())
 
     def _allgather_base(self, output: Any, own: Any, opts: Any = None) -> Any:
@@ -193,7 +193,7 @@ class World(_Lasting):
     """The default group: in the name of the whole job, among those ranks that are there. Results by
     rank, of a gather, keep what they held of those that are not."""
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
         if self.replicas.in_step:
             work = self.run("allreduce", tensors, opts)
@@ -201,7 +201,7 @@ class World(_Lasting):
             return _Ended()
         return self._settle(tensors, lambda group: group.allreduce(tensors, opts))
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override]
         opts, (own,) = opts or c10d.AllgatherOptions(), inputs
 
         def gather(group: Any) -> Any:
@@ -209,13 +209,13 @@ class World(_Lasting):
 
         return self._settle(outputs[0], gather)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:  # type: ignore[override]
         (own,) = inputs
         # All get what one asks for, so that whoever is left can tell.
         held = outputs[0] if outputs else [torch.empty_like(own) for _ in range(self.size())]
         return self.allgather([held], [own])
 
-    def broadcast(self, tensors: Any, opts: Any) -> Any:
+    def broadcast(self, tensors: Any, opts: Any) -> Any:  # type: ignore[override]
         root = opts.rootRank
         inside = dist.BroadcastOptions()
 
@@ -261,7 +261,7 @@ class Everyone(World):
             raise ReplicaLost("a replica was lost")
         return _Ended()
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
         return self._settle(tensors, lambda group: group.allreduce(tensors, opts))
 
@@ -491,7 +491,7 @@ class Replicas:
         if len(self.ranks[self.replica]) == 1:
             return is_well
         vote = torch.tensor([float(is_well)])
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
         self._inside.allreduce([vote], options).wait()
         return bool(vote.item())
@@ -500,8 +500,9 @@ class Replicas:
 
     def regroup(self, *, admit: bool, least: int = 1) -> list[float] | None:
         """Forms the next generation of those who are there; with ``admit``, and where all do so,
-        those too that wait to join, once there are ``least`` replicas. Returns the sums of the step after the last one applied here
-        where other replicas have applied it. Collective over the ranks of this replica."""
+        those too that wait to join, once there are ``least`` replicas. Returns the sums of the
+        step after the last one applied here where other replicas have applied it. Collective over
+        the ranks of this replica."""
         while True:
             old = self.generation
             record = self._next_record(old, admit, least)
@@ -636,6 +637,12 @@ class Replicas:
         """Whether the step may be applied: its agreement came back to all ranks of this replica,
         and nobody had lost anything before (``lost``, summed in it). Collective over them."""
         return self.vote(self.arrived and not lost)
+
+    def leave(self, exit_code: int) -> NoReturn:
+        """Ends this rank, and lets the others go on without its replica."""
+        if self.place == 0 and self.own not in self._events.dead:
+            post(self.store, "dead", self.own, self._events.count)
+        os._exit(exit_code)
 
     def end(self) -> None:
         """The job has ended well: who waits to join ends too. Collective."""

@@ -145,7 +145,8 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
                 f"taking the place of a lost node, with ranks {vacancy.ranks}: the others go on"
             )
             try:
-                return _run_round(workers, rendezvous, vacancy)
+                _run_round(workers, rendezvous, vacancy)
+                return
             except _Restart:
                 workers.say("all ranks start again; joining the others")
     _run_round(workers, rendezvous, None)

@@ -154,6 +154,9 @@ def failures_reported_once(
         yield
     except (Exception, KeyboardInterrupt) as exception:
         error, launcher = RankError.of(exception), identity.launcher
+        if not error.complete and others_go_on():  # so the job has not failed: the launcher judges
+            write_error_file(error)
+            os._exit(1)
         is_first = launcher != "self" and _first_to_claim(store)
         if is_first and run_dir is not None:
             note_failure(run_dir, error.text)
@@ -168,6 +171,13 @@ def failures_reported_once(
             print(files.for_terminal(error.text), file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)  # peers may be inside a collective: no destructor may wait for them
+
+
+def others_go_on() -> bool:
+    """Whether replicas may be lost while others train."""
+    replicas = sys.modules.get("parallel2d.base.replicas")  # not loaded where nothing was connected
+    there = replicas.current() if replicas else None
+    return bool(there and there.on)
 
 
 def _first_to_claim(store: Any) -> bool:

@@ -137,7 +137,7 @@ class LostReplicas:
             self._read()
 
     def replace(self) -> bool:
-        """Replaces what is lost, also where that is a node that came back. Returns whether the job goes on: not before replicas may be lost,
+        """Replaces what is lost. Returns whether the job goes on: not before replicas may be lost,
         when all have ended well, when nobody has the state any more, or when a failure is one of
         the whole job."""
         if all(process.poll() == 0 for process in self._processes.values()):

@@ -9,7 +9,7 @@ a checkpoint holds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,6 +73,10 @@ class Membership:
         self.is_joining = bool(replicas.life)
         self._planned = self._dealt = replicas.generation
         self._speaks = not replicas.life and replicas.rank == 0
+        self._buffers = list(trainer.model.buffers())
+        self._versions: list[int] | None = None
+        self._written: set[int] = set()
+        self._kept: list[tuple[Tensor, Tensor]] = []
         self._has_joined = False  # at the begin of the last step
         self._totals = {keys.REPLICAS_JOINED: 0.0, keys.REPEATED_SAMPLES: 0.0}
         self._totals[keys.REPLICAS_LOST_S] = 0.0
@@ -95,17 +99,43 @@ class Membership:
                     replicas.give_up()
         self._plan(feed)
 
-    def before_step(self, feed: BatchFeed, joins: bool) -> None:
-        """Where all are between two steps. ``joins``: a replica waits to be let in."""
+    def leaving(self, told_to_stop: Sequence[int]) -> set[int]:
+        """The replicas that leave after a step, because a rank of each was told to stop; none where
+        that would be all of them."""
+        ranks, members = self.replicas.ranks, self.replicas.members
+        found = {number for number, _ in members if set(ranks[number]) & set(told_to_stop)}
+        return found if len(found) < len(members) else set()
+
+    def before_step(self, feed: BatchFeed, joins: bool, leaving: set[int]) -> None:
+        """Where all are between two steps. ``joins``: a replica waits to be let in; ``leaving``:
+        those that end now."""
+        if self.replicas.replica in leaving:
+            self.replicas.leave(self.trainer.config.launch.requeue_exit_code)
         if self._has_joined:
             self._say(f"from step {self.trainer.progress.step} on")
         self._has_joined = joins
-        if joins:
+        if joins and not leaving:
             self._admit()
+        elif leaving:
+            self.replicas.regroup(admit=False)
+            self._say(f"{sorted(leaving)} were told to stop")
         self._wait_for_enough()
         if self.replicas.generation != self._planned:
             self._plan(feed)
         self.take_roles()
+
+    def keep_buffers(self) -> None:
+        """Before a step, whose forward passes may write to buffers and may be done again: copies
+        all before the first one, later those that were written to."""
+        versions = [each._version for each in self._buffers]
+        if self._versions is None:
+            written = set(range(len(versions)))
+        else:
+            pairs = enumerate(zip(versions, self._versions, strict=True))
+            changed = {index for index, (now, before) in pairs if now != before}
+            written = self._written = self._written | changed
+        self._versions = versions
+        self._kept = [(self._buffers[index], self._buffers[index].clone()) for index in written]
 
     def repeat(self, feed: BatchFeed) -> list[float] | None:
         """After a step that not all have agreed on: the sums of its agreement where others have
@@ -117,6 +147,8 @@ class Membership:
         if sums is None:
             discard_accumulated(trainer.model)
             trainer.optimizer.zero_grad()
+            for buffer, values in self._kept:
+                buffer.copy_(values)
             self._wait_for_enough()
             self._plan(feed)
             self._totals[keys.REPEATED_SAMPLES] += trainer.config.train.global_batch_size

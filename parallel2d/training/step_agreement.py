@@ -103,9 +103,9 @@ class StepAgreement:
         squares[self._norm_index] = share * self._norms
         on_device = torch.cat([self._own_sums(own), squares])
         broken = (~on_device.isfinite().all()).reshape(1).double()
-        wishes = torch.tensor([own.stop_requested, own.save_is_due], dtype=torch.float64)
+        wishes = torch.tensor([own.save_is_due], dtype=torch.float64)
         # Each rank's report is in a row of its own: the sum over the ranks holds them all.
-        report = torch.tensor(own.report.floats(), dtype=torch.float64)
+        report = torch.tensor([own.stop_requested, *own.report.floats()], dtype=torch.float64)
         reports = torch.zeros(dist.get_world_size(), len(report), dtype=torch.float64)
         reports[dist.get_rank()] = report
         nothing = torch.zeros(0, dtype=torch.float64)
@@ -117,7 +117,7 @@ class StepAgreement:
         # The part that is made on CPU goes to the device in one copy. Numbers that are not finite
         # would spoil the sums of all ranks: zeros take their place, and `broken` tells of them.
         from_cpu = torch.cat([wishes, reports.flatten(), used, hashes]).to(self._device)
-        self._sizes = [2, 1, 5, self._norms, 2, reports.numel(), len(used), len(hashes)]
+        self._sizes = [2, 1, 5, self._norms, 1, reports.numel(), len(used), len(hashes)]
         return torch.cat([broken, on_device.nan_to_num(0.0, 0.0, 0.0), from_cpu])
 
     def conclude(
@@ -135,8 +135,8 @@ class StepAgreement:
             self._comparison.check(hashes.cpu())
         finite = not_finite.item() == 0
         norms = (squares.sqrt() / loss_scale).tolist()
-        preempted, due = wishes.tolist()
         by_rank = rows.view(dist.get_world_size(), -1).tolist()
+        told = [rank for rank, row in enumerate(by_rank) if row[0]]
         outcome = StepOutcome(
             loss=loss_sum / max(tokens, 1.0) if finite else math.nan,
             grad_norm=sum(norms) / len(norms) if finite else math.nan,
@@ -145,10 +145,11 @@ class StepAgreement:
             tokens=int(tokens),
             batch_hash=int(batch_hash),
             finite=finite,
-            preempted=preempted > 0,
-            save_is_due=due > 0,
+            preempted=bool(told),
+            save_is_due=wishes.item() > 0,
             joins=lost[1].item() > 0,
-            ranks=[own.report.with_floats(row) for row in by_rank],
+            told_to_stop=told,
+            ranks=[own.report.with_floats(row[1:]) for row in by_rank],
         )
         return outcome, int(upcoming_tokens)
 

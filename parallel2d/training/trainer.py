@@ -126,6 +126,7 @@ class Trainer:
         self._told_saves = 0  # checkpoints of this process that hooks know of
         self.callbacks = LoopCallbacks()
         self._joins = False  # a replica waits to be let in
+        self._leaving: set[int] = set()  # replicas that end after this step
         self.membership: Membership | None = None
         if parts.replicas is not None and len(parts.replicas.ranks) > 1:
             self.membership = Membership(self, parts.replicas, parts.take_roles)
@@ -162,7 +163,7 @@ class Trainer:
             first = self.progress.step + 1
             while self.upcoming is not None and not self.preempted:
                 if self.membership is not None:
-                    self.membership.before_step(feed, self._joins)
+                    self.membership.before_step(feed, self._joins, self._leaving)
                 try:
                     self.step(feed)
                 except Exception as error:
@@ -223,6 +224,8 @@ class Trainer:
                     batch, self.upcoming = self.upcoming, None
                     assert batch is not None, "the same global batch was read again"
         self._joins = outcome.joins
+        if self.membership is not None:
+            self._leaving = self.membership.leaving(outcome.told_to_stop)
         self._update(outcome)
         if self.upcoming is None:
             finish_updates(self.model)
@@ -237,7 +240,7 @@ class Trainer:
         is_best = self._judge(outcome, validation, agreed)
         if self.stopped is not None and validation is None:
             validation = self._validate_if_due(step, seconds)  # the last step, which is known now
-        self.preempted = outcome.preempted
+        self.preempted = outcome.preempted and not self._leaving
         last = self.upcoming is None
         self.checkpointer.save_if_due(
             step,
@@ -412,6 +415,8 @@ class Trainer:
     def _in_step(self) -> Iterator[None]:
         """Around what is done again where a replica is lost."""
         replicas = self.parts.replicas
+        if self.membership is not None:
+            self.membership.keep_buffers()
         if replicas is not None:
             replicas.in_step = True
         yield
