@@ -118,7 +118,7 @@ class _Lasting(ProcessGroup):
     label = about = ""
 
     def __init__(self, replicas: Replicas, key: str, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self.replicas, self.key = replicas, key
         self.inner: Any = None
 
@@ -176,7 +176,7 @@ class Across(_Lasting):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         return self.run("allreduce", tensors, opts or dist.AllreduceOptions())
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override]
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         return self.run("allgather", outputs, inputs, opts or c10d.AllgatherOptions())
 
     def _allgather_base(self, output: Any, own: Any, opts: Any = None) -> Any:
@@ -201,7 +201,7 @@ class World(_Lasting):
             return _Ended()
         return self._settle(tensors, lambda group: group.allreduce(tensors, opts))
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override]
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts, (own,) = opts or c10d.AllgatherOptions(), inputs
 
         def gather(group: Any) -> Any:

@@ -86,7 +86,8 @@ class NodeWorkers:
     """The ranks of this node, as long as the job lasts. ``words``: of each, on its command line.
     ``folder``: exists as long as this launcher. ``logs``: where ranks beside the first write what
     they print; None: to the console. ``main``: what each calls with ``words``
-    ("package.module:function"). ``save``: whether they can; ``have_saved``: after a signal."""
+    ("package.module:function"). ``save``: whether they can; ``have_saved``: after a signal;
+    ``have_left``: after one, and the other replicas go on."""
 
     words: Sequence[str]
     size: int
@@ -96,6 +97,7 @@ class NodeWorkers:
     main: str = "parallel2d.rank:rank_main"
     save: bool = False
     have_saved: bool = False
+    have_left: bool = False
 
     def __post_init__(self) -> None:
         limit = self.settings.max_restarts
@@ -197,6 +199,7 @@ def _run_round(workers: NodeWorkers, rendezvous: Rendezvous, vacancy: Vacancy | 
         over = False  # closing would keep a node that is only being replaced from coming back
         ended_well = {0, workers.settings.requeue_exit_code} & set(agent.exit_codes())
         workers.have_saved = workers.save and bool(ended_well)
+        workers.have_left = bool(ended_well) and agent.has_left()
         raise
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         over = False
@@ -301,6 +304,12 @@ class _Agent(ElasticAgent):
                 self._vacancy,
             )
         return self._lost
+
+    def has_left(self) -> bool:
+        """Whether the others go on without the ranks of this node, which were told to stop."""
+        with contextlib.suppress(Exception):  # the store may have ended
+            return self._lost is not None and self._lost.has_left()
+        return False
 
     def _may_go_on(self, failure: RankFailure) -> bool:
         """Whether all but its replica go on after this failure of a rank."""

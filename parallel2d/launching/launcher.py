@@ -119,10 +119,11 @@ def _stop_explained(
     except SignalException as error:
         is_interrupt = error.sigval == signal.SIGINT
         newest = _newest_checkpoint(folder, run_dir())
-        if workers.have_saved and newest:
+        if workers.have_left or (workers.have_saved and newest):
             what = "interrupted" if is_interrupt else "asked to stop"
             code = 130 if is_interrupt else workers.settings.requeue_exit_code
-            raise Preempted(f"{what}; saved {newest}", code) from None
+            kept = "the other replicas go on" if workers.have_left else f"saved {newest}"
+            raise Preempted(f"{what}; {kept}", code) from None
         lost = _what_is_lost(workers, newest)
         if is_interrupt:
             raise KeyboardInterrupt(f"interrupted {lost}; all workers have ended") from None
