@@ -142,7 +142,7 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
     from parallel2d.training.assemble import build_trainer
     from parallel2d.training.metrics.out_of_memory import out_of_memory_named
     from parallel2d.training.metrics.watch import Watch
-    from parallel2d.training.trainer import LoopCallbacks
+    from parallel2d.training.trainer_parts import LoopCallbacks
 
     identity, settings, run_dir = runtime.identity, job.config.launch, job.run_dir
     hosts, history = runtime.topology.hosts, job.config.metrics.memory_history

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore
 
-from parallel2d.base.replicas import LATEST, ON, RANKS, RECORD, Events, Member, post
+from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
 from parallel2d.base.topology import LIFE
 from parallel2d.launching.failures import RankFailure, read_error_file
 
@@ -142,24 +143,13 @@ class LostReplicas:
         the whole job."""
         if all(process.poll() == 0 for process in self._processes.values()):
             return False  # the store may have ended with another node
-        if not self._replicas:
-            if not self._store.check([ON]):
-                return False
-            self._replicas = json.loads(self._store.get(RANKS))["ranks"]
-            self._lives = dict.fromkeys(range(len(self._replicas)), 0)
+        if not self._has_begun():
+            return False
         self._read()
         if self._nodes > 1 and time.monotonic() > self._beat_at + _BEAT_S:
             self._watch_nodes()
-        for local, process in self._processes.items():
-            code = process.poll()
-            if code is None:
-                self._end_if_stopped(local, process)
-            elif code and not self._is_dead(self._member(local)):
-                error = read_error_file(self._error_files[local])
-                failure = RankFailure(self._ranks[local], code, error)
-                if self._is_of_the_job(failure) or not self._may_go_on(failure):
-                    return False
-                self._say_dead(self._member(local))
+        if not all(itertools.starmap(self._is_no_end, self._processes.items())):
+            return False
         self._read()
         if not self._store.check([LATEST]):
             return False  # all have started again without these ranks
@@ -169,6 +159,27 @@ class LostReplicas:
         for number, life in list(self._lives.items()):
             if (number, life) in self._events.dead:
                 self._start_again(number)
+        return True
+
+    def _has_begun(self) -> bool:
+        """Whether replicas may be lost: all are built."""
+        if not self._replicas and self._store.check([ON]):
+            self._replicas = json.loads(self._store.get(RANKS))["ranks"]
+            self._lives = dict.fromkeys(range(len(self._replicas)), 0)
+        return bool(self._replicas)
+
+    def _is_no_end(self, local: int, process: Any) -> bool:
+        """Looks at one process, and says that its replica is lost if so. False where its failure
+        is one of the whole job."""
+        code = process.poll()
+        if code is None:
+            self._end_if_stopped(local, process)
+        elif code and not self._is_dead(self._member(local)):
+            error = read_error_file(self._error_files[local])
+            failure = RankFailure(self._ranks[local], code, error)
+            if self._is_of_the_job(failure) or not self._may_go_on(failure):
+                return False
+            self._say_dead(self._member(local))
         return True
 
     @property

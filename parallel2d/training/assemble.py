@@ -60,7 +60,8 @@ from parallel2d.training.optimizer import (
 from parallel2d.training.recovery import memory_copies
 from parallel2d.training.run_description import RunFacts, build_recorder, describe_run, outputs
 from parallel2d.training.run_directory import RunClaim, accept_start, read_segments
-from parallel2d.training.trainer import Trainer, TrainerParts
+from parallel2d.training.trainer import Trainer
+from parallel2d.training.trainer_parts import TrainerParts
 from parallel2d.training.training_data import (
     check_position,
     check_targets,

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.exchange import decode, encode
 from parallel2d.base.files.tensor_file import DTYPE_NAMES, DTYPES
-from parallel2d.base.replicas import Applied, Replicas, post
+from parallel2d.base.replicas import Applied, Replicas
+from parallel2d.base.replicas.events import post
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.weights.geometry import local_part

@@ -9,18 +9,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
-from parallel2d.base.config import TrainConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.replicas import Replicas
 from parallel2d.parallel.gradients import scale_gradients
 from parallel2d.parallel.mesh import mesh_shape, sum_over_data_ranks
 from parallel2d.parallel.parallelize.running_statistics import average_buffers
@@ -32,57 +29,16 @@ from parallel2d.parallel.sync import (
 )
 from parallel2d.parallel.sync.updates import set_step
 from parallel2d.parallel.weights.named_tensors import undisturbed
-from parallel2d.training.checkpoint import Checkpointer
-from parallel2d.training.data.feed import BatchFeed, BatchPlan, EndOfData, StepBatch
-from parallel2d.training.data.opening import OpenData
+from parallel2d.training.data.feed import BatchFeed, EndOfData, StepBatch
 from parallel2d.training.data.stream import SampleStream
-from parallel2d.training.hooks import Agreed, Hook, HookCalls, RunView
-from parallel2d.training.loss.model_loss import ModelLoss
+from parallel2d.training.hooks import Agreed, HookCalls, RunView
 from parallel2d.training.membership import Membership
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.phases import PhaseClock
-from parallel2d.training.metrics.recorder import Recorder
 from parallel2d.training.optimizer import LossScaler, learning_rate, set_learning_rate
 from parallel2d.training.progress import Progress, StepOutcome, WatchedMetrics, problems_of_state
-from parallel2d.training.run_directory import RunClaim
 from parallel2d.training.step_agreement import OwnPart, StepAgreement
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerParts:
-    """Holds what a `Trainer` works with.
-
-    ``model``: parallel over ``mesh``, with its weights; ``claim``: checked before rows and
-    checkpoints are written; ``hooks``: called after every step, see `hooks`; ``take_roles``: called
-    on the rank that writes from now on, where the one that did is lost.
-    """
-
-    config: TrainConfig
-    run_dir: str
-    model: nn.Module
-    loss: ModelLoss
-    mesh: DeviceMesh
-    device: torch.device
-    optimizer: torch.optim.Optimizer
-    data: OpenData
-    plan: BatchPlan
-    recorder: Recorder
-    checkpointer: Checkpointer
-    claim: RunClaim
-    hooks: Sequence[Hook]
-    replicas: Replicas | None = None  # where they may come and go
-    take_roles: Callable[[Trainer], None] = lambda trainer: None
-
-
-@dataclass(frozen=True)
-class LoopCallbacks:
-    """What the loop asks and tells the command that runs it: in every step whether this rank was
-    told to save and stop, once that the first step of this process is done, and once that this rank
-    speaks for all from now on, where the one that did is lost."""
-
-    stop_requested: Callable[[], bool] = lambda: False
-    first_step_done: Callable[[], object] = lambda: None
-    speaks: Callable[[], object] = lambda: None
+from parallel2d.training.trainer_parts import LoopCallbacks, TrainerParts
 
 
 class Trainer:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -23,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import refuse_link
-from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.base.replicas import ReplicaLost
 from parallel2d.parallel.mesh import AXES, axis_names
@@ -127,41 +125,8 @@ class Checkpointer:
         self._last_step = self._base = 0
         self._first_call = True
         self._last_save = time.monotonic()
-        self._check_folder()
-
-    def _check_folder(self) -> None:
-        """Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would
-        keep only its own part of a checkpoint."""
-        if not self.config.enabled:
-            return
-        root = self.store.root
-
-        def leave_token() -> str | None:
-            with as_config_error(f"checkpoints cannot be written to {root}"):
-                self.store.prepare()
-                # All ranks reach it by the same address.
-                if is_remote(root):
-                    return None
-                token = f".shared-{os.urandom(8).hex()}"
-                with open(os.path.join(root, token), "x"):
-                    return token
-
-        token: str | None = self.group.on_first(leave_token)
-        if token is None:
-            return
-        # Each rank looks in its own folder.
-        path = os.path.join(root, token)
-        hosts = self.group.all_gather("" if os.path.exists(path) else socket.gethostname())
-        if self.group.is_first:
-            os.unlink(path)
-        ranks = [rank for rank, host in enumerate(hosts) if host]
-        if ranks:
-            blind = ", ".join(sorted({hosts[rank] for rank in ranks}))
-            raise ConfigError(
-                f"{root} is not the same folder on every rank: {blind} (ranks {ranks}) "
-                "does not see what rank 0 writes. Put the run directory on a shared file system, "
-                "or set checkpoint.folder to one"
-            )
+        if config.enabled:
+            check_folder(self.store, self.group)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

@@ -1,24 +1,4 @@
-"""Replicas that come and go while the others train: `World`, the default process group of such a
-job, and `Replicas`, which of them are there.
-
-[Note: replicas that never stop] The ranks of one shard (and tensor) group are a replica, the unit
-that fails: its own groups are never touched, and when it loses a rank it ends and comes back whole.
-What crosses replicas goes over groups of a *generation*, those that are there at a time. Torch lets
-the default group make all others (its ``new_group``), so `World` makes groups inside the replica as
-they are and gives `Across` for the replicate axis: lasting objects, whose inside is a group of the
-generation. Nothing that is built needs another replica.
-
-[Note: nothing is half applied] No rank blocks where another replica could hold it. As soon as one
-is lost, whatever crosses replicas in a step returns at once and without a result; the rank finishes
-its backward pass with its own replica, and the agreement of the step fails. A step is applied where
-the agreement has come back to all ranks of a replica: then every replica that was there holds all
-reduced gradients, and one that has not heard of it learns the outcome in the next generation and
-applies its own. Otherwise nobody has applied it, and those who are there compute that global batch
-again, whole.
-
-Outside of a step a collective over the world is repeated by those who are there until all of them
-have its result, the same on all.
-"""
+"""Which replicas are there, and how they go on when that changes: `Replicas`."""
 
 from __future__ import annotations
 
@@ -34,236 +14,20 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import DistStoreError, PrefixStore, ProcessGroup, ProcessGroupGloo
 
-# Keys in the store
-ON, RANKS, LATEST = "replicas/on", "replicas/ranks", "replicas/latest"
-_EVENT, RECORD, _AT = "replicas/event/{}", "replicas/generation/{}", "replicas/at/{}/{}.{}"
+from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
+from parallel2d.base.replicas.groups import (
+    Across,
+    Everyone,
+    NotArrived,
+    PolledWork,
+    World,
+)
+
+_AT = "replicas/at/{}/{}.{}"  # where a member is when a generation ends, in the store
 LEFT_OUT = 76  # the exit code of a rank whose replica the others have given up
 _TICK_S = 0.5  # between two looks at a flag that a thread sets too
-
-Member = tuple[int, int]  # a replica and its life
-
-
-class ReplicaLost(RuntimeError):  # noqa: N818 (named after what happened)
-    """What was sent to other replicas did not arrive: one of them is gone."""
-
-
-def post(store: Any, kind: str, what: Any, begin: int = 0) -> None:
-    """Appends an event, which all ranks and launchers read in one order: ``dead`` and ``join`` of a
-    `Member`, ``break`` of a generation. A sender that is killed leaves no hole."""
-    text = json.dumps([kind, what, os.urandom(4).hex()])
-    while store.compare_set(_EVENT.format(begin), "", text).decode() != text:
-        begin += 1
-
-
-class Events:
-    """What was posted so far, read one after the other."""
-
-    def __init__(self, store: Any) -> None:
-        self.store, self.count, self.broken = store, 0, -1
-        self.dead: set[Member] = set()
-        self.joining: set[Member] = set()
-        self.ended = False
-
-    def read(self, wait_s: float) -> bool:
-        """Takes the next event; false where none has come within ``wait_s`` seconds."""
-        key = _EVENT.format(self.count)
-        if wait_s:
-            try:
-                self.store.wait([key], timedelta(seconds=wait_s))
-            except dist.DistStoreError:
-                return False
-        elif not self.store.check([key]):
-            return False
-        kind, what, _ = json.loads(self.store.get(key))
-        self.count += 1
-        if kind == "dead":
-            self.dead.add(tuple(what))
-        elif kind == "join":
-            self.joining.add(tuple(what))
-        elif kind == "break":
-            self.broken = max(self.broken, what)
-        elif kind == "end":
-            self.ended = True
-        return True
-
-
-class _Ended(dist.Work):
-    def wait(self, *_: Any) -> bool:
-        return True
-
-    is_completed = is_success = wait
-
-
-class PolledWork(dist.Work):
-    """A collective across replicas. `wait` returns without a result once one of them is lost."""
-
-    def __init__(self, replicas: Replicas, group: Any, work: Any, kept: Any) -> None:
-        super().__init__()
-        self._parts = replicas, group, work, kept
-
-    def wait(self, *_: Any) -> bool:
-        replicas, *parts = self._parts
-        return replicas.finish(*parts)
-
-    def is_completed(self) -> bool:
-        return bool(self._parts[2].is_completed())
-
-
-class _Lasting(ProcessGroup):
-    """A group whose inside is exchanged. Torch keeps names in a backend, which this has not."""
-
-    label = about = ""
-
-    def __init__(self, replicas: Replicas, key: str, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
-        self.replicas, self.key = replicas, key
-        self.inner: Any = None
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self.label = str(name)
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self.label
-
-    def setGroupDesc(self, text: str) -> None:  # noqa: N802
-        self.about = text
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self.about
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self.inner
-
-    def shutdown(self) -> None:
-        self.inner = None
-
-    def members(self) -> list[int]:
-        """The ranks in it that are there, in their order inside."""
-        return self.replicas.present
-
-    def connect(self, store: Any, timeout: timedelta) -> Any:
-        """A group of those that are there. Blocks until all of them do so."""
-        ranks = self.members()
-        return ProcessGroupGloo(store, ranks.index(self.replicas.rank), len(ranks), timeout)
-
-    def run(self, name: str, *arguments: Any) -> Any:
-        """Starts the collective ``name`` of the group inside."""
-        if not self.replicas.on:
-            return getattr(self.inner, name)(*arguments)
-        return self.replicas.begin(self.inner, name, arguments)
-
-
-class Across(_Lasting):
-    """The replicate axis: the ranks in this place of each replica."""
-
-    def members(self) -> list[int]:
-        replicas = self.replicas
-        return [replicas.ranks[number][replicas.place] for number, _ in replicas.members]
-
-    def size(self) -> int:
-        return len(self.members())
-
-    def rank(self) -> int:
-        return self.members().index(self.replicas.rank)
-
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        return self.run("allreduce", tensors, opts or dist.AllreduceOptions())
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return self.run("allgather", outputs, inputs, opts or c10d.AllgatherOptions())
-
-    def _allgather_base(self, output: Any, own: Any, opts: Any = None) -> Any:
-        return self.run("_allgather_base", output, own, opts or c10d.AllgatherOptions())
-
-    def alltoall_base(self, output: Any, own: Any, *sizes: Any) -> Any:
-        return self.run("alltoall_base", output, own, *sizes)
-
-    def barrier(self, opts: Any = None) -> Any:
-        return self.run("barrier")
-
-
-class World(_Lasting):
-    """The default group: in the name of the whole job, among those ranks that are there. Results by
-    rank, of a gather, keep what they held of those that are not."""
-
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        opts = opts or dist.AllreduceOptions()
-        if self.replicas.in_step:
-            work = self.run("allreduce", tensors, opts)
-            self.replicas.arrived = work.wait()
-            return _Ended()
-        return self._settle(tensors, lambda group: group.allreduce(tensors, opts))
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        opts, (own,) = opts or c10d.AllgatherOptions(), inputs
-
-        def gather(group: Any) -> Any:
-            return group.allgather([[outputs[0][rank] for rank in self.members()]], [own], opts)
-
-        return self._settle(outputs[0], gather)
-
-    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:  # type: ignore[override]
-        (own,) = inputs
-        # All get what one asks for, so that whoever is left can tell.
-        held = outputs[0] if outputs else [torch.empty_like(own) for _ in range(self.size())]
-        return self.allgather([held], [own])
-
-    def broadcast(self, tensors: Any, opts: Any) -> Any:  # type: ignore[override]
-        root = opts.rootRank
-        inside = dist.BroadcastOptions()
-
-        def send(group: Any) -> Any:
-            inside.rootRank = self.members().index(root)
-            return group.broadcast(tensors, inside)
-
-        return self._settle(tensors, send)
-
-    def barrier(self, opts: Any = None) -> Any:
-        return self._settle([], lambda group: group.barrier())
-
-    def _settle(self, results: Sequence[Tensor], start: Callable[[Any], Any]) -> Any:
-        self.replicas.settle(self, results, start)
-        return _Ended()
-
-    def new_group(
-        self,
-        ranks: Sequence[int],
-        timeout: timedelta | None = None,
-        group_name: Any = None,
-        group_desc: str | None = None,
-        **_: Any,
-    ) -> Any:
-        """Torch calls this for every group, so for each row of a mesh too."""
-        if self.rank() not in ranks:
-            return None
-        group = self.replicas.new_group(list(ranks), str(group_name), timeout)
-        # Torch registers the name and leaves this to us.
-        group._set_group_name(group_name)
-        group._set_group_desc(group_desc or "group")
-        return group
-
-
-class Everyone(World):
-    """As `World`, for a thread beside the loop: what loses a replica raises `ReplicaLost`."""
-
-    def _settle(self, results: Sequence[Tensor], start: Callable[[Any], Any]) -> Any:
-        replicas, group = self.replicas, self.inner
-        if not replicas.on:
-            start(group).wait()
-        elif not replicas.begin(group, start, (results,)).wait():
-            raise ReplicaLost("a replica was lost")
-        return _Ended()
-
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        opts = opts or dist.AllreduceOptions()
-        return self._settle(tensors, lambda group: group.allreduce(tensors, opts))
 
 
 class Applied(NamedTuple):
@@ -304,7 +68,7 @@ class Replicas:
         self.calls = 0  # collectives of the world outside of steps
         self._last: list[Tensor] = []  # results of the last one
         self.own_store = PrefixStore(f"replicas/life/{self.ranks[0][0]}.{life}", store)
-        self._groups: list[_Lasting] = []
+        self._groups: list[Any] = []
         self._inside: Any = None  # of this replica, for its votes
         self._buried: list[Any] = []  # works of lost generations, until they end
         self._woken: set[threading.Event] = set()
@@ -433,34 +197,40 @@ class Replicas:
     def begin(self, group: Any, how: Any, arguments: Any) -> Any:
         """Starts a collective of ``group``: its method ``how``, or ``how(group)``."""
         if self.lost or group is None:
-            return _Lost()
+            return NotArrived()
         try:
             work = how(group) if callable(how) else getattr(group, how)(*arguments)
         except RuntimeError:
             self._fail()
-            return _Lost()
+            return NotArrived()
         return PolledWork(self, group, work, arguments)
 
     def finish(self, group: Any, work: Any, kept: Any) -> bool:
         """Waits for ``work``; false once a replica is lost. What it writes to stays alive."""
         done = threading.Event()
-        with self._lock:
-            self._woken.add(done)
         work.get_future().add_done_callback(lambda _: done.set())
-        try:
+        with self._woken_by_loss(done):
             while not (done.wait(_TICK_S) and work.is_completed()):
                 if self.lost:
                     self._buried.append((group, work, kept))
                     return False
-        finally:
-            with self._lock:
-                self._woken.discard(done)
         try:
             work.wait()
         except RuntimeError:
             self._fail()
             return False
         return True
+
+    @contextlib.contextmanager
+    def _woken_by_loss(self, event: threading.Event) -> Iterator[None]:
+        """Inside, ``event`` is set when a replica is lost."""
+        with self._lock:
+            self._woken.add(event)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._woken.discard(event)
 
     def _fail(self) -> None:
         """A connection to another replica has broken: all hear of it."""
@@ -530,24 +300,16 @@ class Replicas:
             group.inner = None
         self._buried = [each for each in self._buried if not each[1].is_completed()]
         number = old + 1
-        if self.place == 0 and old >= 0:
-            if self._events.broken < old:
-                post(self.store, "break", old, self._events.count)
-            at = {
-                "step": self.applied.step,
-                "sums": self.applied.sums,
-                "calls": self.calls,
-                "last": list(map(_text, self._last)),
-                "admit": admit,
-            }
-            self.store.set(_AT.format(old, *self.own), json.dumps(at))
+        leads = self.place == 0 and old >= 0
+        if leads:
+            self._tell(old, admit)
         while True:
             try:
                 self.store.wait([RECORD.format(number)], timedelta(seconds=0.02))
-            except dist.DistStoreError:
+            except DistStoreError:
                 if self._events.ended:
                     os._exit(0)  # the others have finished meanwhile
-                if self.place == 0 and old >= 0:
+                if leads:
                     self._lead(old, least)
                 continue
             record = json.loads(self.store.get(RECORD.format(number)))
@@ -557,25 +319,37 @@ class Replicas:
                 os._exit(LEFT_OUT)
             number += 1
 
+    def _tell(self, old: int, admit: bool) -> None:
+        """Says where this replica is at the end of generation ``old``."""
+        if self._events.broken < old:
+            post(self.store, "break", old, self._events.count)
+        at = {
+            "step": self.applied.step,
+            "sums": self.applied.sums,
+            "calls": self.calls,
+            "last": list(map(_text, self._last)),
+            "admit": admit,
+        }
+        self.store.set(_AT.format(old, *self.own), json.dumps(at))
+
     def _lead(self, old: int, least: int) -> None:
         """Writes the next generation's record, once all who are left have said where they are, if
         this replica is the eldest of them that has the state."""
-        left = [each for each in self.members if each not in self._events.dead]
+        dead = self._events.dead
+        left = [each for each in self.members if each not in dead]
         keys = [_AT.format(old, *each) for each in left]
         if not self.store.check(keys):
             return
-        at = {each: json.loads(self.store.get(key)) for each, key in zip(left, keys, strict=True)}
+        at = dict(zip(left, map(json.loads, map(self.store.get, keys)), strict=True))
         have = [each for each in left if at[each]["step"] is not None]
         if not have:
             os._exit(LEFT_OUT)  # nobody has the state: all start again from a checkpoint
-        if have[0] != self.own:
-            return
-        furthest = max((at[each] for each in have), key=lambda each: (each["step"], each["calls"]))
         joiners: list[Member] = []
         if all(at[each]["admit"] for each in have):
-            joiners = sorted(self._events.joining - self._events.dead - set(have))
-        if len(have) + len(joiners) < least:
+            joiners = sorted(self._events.joining - dead - set(have))
+        if have[0] != self.own or len(have) + len(joiners) < least:
             return
+        furthest = max(map(at.__getitem__, have), key=lambda each: (each["step"], each["calls"]))
         record = {
             "members": [*have, *joiners],
             "joiners": joiners,
@@ -604,17 +378,12 @@ class Replicas:
                 errors.append(error)
             done.set()
 
-        with self._lock:
-            self._woken.add(done)
-        thread = threading.Thread(target=connect, name="replicas connect", daemon=True)
-        thread.start()
-        while not self.lost and thread.is_alive():
-            done.wait(_TICK_S)
-            thread.join(0.001 if self.lost else 1.0)
-        with self._lock:
-            self._woken.discard(done)
+        with self._woken_by_loss(done):
+            threading.Thread(target=connect, name="replicas connect", daemon=True).start()
+            while not (self.lost or done.wait(_TICK_S)):
+                pass
         if self.lost or errors or len(made) < len(self._groups):
-            self._buried.append((made, _Ended(), None))
+            self._buried.append((made, NotArrived(), None))
             return False
         for group, inner in zip(self._groups, made, strict=True):
             group.inner = inner
@@ -652,11 +421,6 @@ class Replicas:
             post(self.store, "end", None, self._events.count)
 
 
-class _Lost(_Ended):
-    def wait(self, *_: Any) -> bool:
-        return False
-
-
 def _text(values: Tensor) -> str:
     data = values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return base64.b64encode(data).decode()
@@ -664,47 +428,3 @@ def _text(values: Tensor) -> str:
 
 def _tensor(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
-_current: list[Replicas] = []
-
-
-def current() -> Replicas | None:
-    """Those of this process's default group, where replicas may come and go."""
-    return _current[0] if _current else None
-
-
-def first_rank() -> int:
-    """The rank that speaks for all: 0, or the first of those that are there."""
-    return _current[0].first_rank if _current else 0
-
-
-def is_present(rank: int) -> bool:
-    """Whether this rank is there."""
-    return not _current or rank in _current[0].present
-
-
-def present_ranks() -> int:
-    """How many ranks are there: the size of the world, less those of lost replicas."""
-    return len(_current[0].present) if _current else dist.get_world_size()
-
-
-def init_world(store: Any, rank: int, size: int, life: int, timeout: timedelta) -> Replicas:
-    """Makes `World` the default process group. Collective over the ranks that start together."""
-    replicas = Replicas(store, rank, size, life, timeout)
-    if "replicas" not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            "replicas",
-            lambda given, rank, size, timeout: _current[0].world(given, rank, size, timeout),
-            devices=["cpu"],
-        )
-    _current[:] = [replicas]
-    dist.init_process_group(
-        "replicas", store=replicas.own_store, rank=rank, world_size=size, timeout=timeout
-    )
-    return replicas
-
-
-def forget() -> None:
-    """The default group was destroyed."""
-    _current.clear()
