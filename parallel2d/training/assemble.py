@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.config import Job, TrainConfig
 from parallel2d.base.config.job import SchedulerConfig
 from parallel2d.base.exchange import check_same_data
+from parallel2d.base.replicas import Replicas
 from parallel2d.base.runtime import Runtime, barrier, seed_everything
 from parallel2d.base.topology import Topology
 from parallel2d.models.adapters import settings_of
@@ -125,10 +126,7 @@ def build_trainer(
     """
     config, device, topology = job.config, runtime.device, runtime.topology
     shape = resolve_mesh(config, topology)
-    replicas = runtime.replicas
-    if replicas is not None:
-        rows = shape.place(topology).reshape(shape.replicate, -1)
-        replicas.divide(rows.tolist(), topology.hosts)
+    replicas = _divide(runtime, shape)
     mesh = build_mesh(
         shape.spec(),
         config.strategy,
@@ -219,6 +217,15 @@ def build_trainer(
         trainer.recorder.writer = None  # the rows may be those of a start that still trains
         trainer.recorder.begin(trainer.progress.step)
     return trainer
+
+
+def _divide(runtime: Runtime, shape: MeshShape) -> Replicas | None:
+    """Lets the replicas of a mesh of this ``shape`` be lost one by one, where they may."""
+    replicas = runtime.replicas
+    if replicas is not None:
+        rows = shape.place(runtime.topology).reshape(shape.replicate, -1)
+        replicas.divide(rows.tolist(), runtime.topology.hosts)
+    return replicas
 
 
 def _take_roles(job: Job, facts: RunFacts, trainer: Trainer) -> None:

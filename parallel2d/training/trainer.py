@@ -167,21 +167,12 @@ class Trainer:
         self.recorder.start_step(step)
         set_step(self.model, step)
         self.clock.start()
-        outcome: StepOutcome | None = None
         with self._in_step():
-            while outcome is None:
-                summed = self.forward_backward(batch, tokens)
-                self.clock.mark("forward_backward_s")
-                self.upcoming = self.take(feed) if step < train.steps else None
-                self.clock.mark("data_s")
-                outcome = self._agree(summed, batch, feed)
-                self.clock.mark("sync_s")
-                if outcome is None:
-                    batch, self.upcoming = self.upcoming, None
-                    assert batch is not None, "the same global batch was read again"
-        self._joins = outcome.joins
-        if self.membership is not None:
-            self._leaving = self.membership.leaving(outcome.told_to_stop)
+            while (outcome := self._compute(feed, batch, tokens)) is None:
+                # Replicas were lost: this is another part of the same global batch.
+                batch = self.upcoming
+                assert batch is not None, "it was read again"
+        self._note_replicas(outcome)
         self._update(outcome)
         if self.upcoming is None:
             finish_updates(self.model)
@@ -366,6 +357,23 @@ class Trainer:
             (loss * weight).backward()
             summed += loss.detach()
         return summed
+
+    def _compute(self, feed: BatchFeed, batch: StepBatch, tokens: int) -> StepOutcome | None:
+        """Gradients and what all ranks agree on; None where all who are left do it again, with
+        what is `upcoming` then."""
+        summed = self.forward_backward(batch, tokens)
+        self.clock.mark("forward_backward_s")
+        is_last = self.progress.step + 1 >= self.config.train.steps
+        self.upcoming = None if is_last else self.take(feed)
+        self.clock.mark("data_s")
+        outcome = self._agree(summed, batch, feed)
+        self.clock.mark("sync_s")
+        return outcome
+
+    def _note_replicas(self, outcome: StepOutcome) -> None:
+        self._joins = outcome.joins
+        if self.membership is not None:
+            self._leaving = self.membership.leaving(outcome.told_to_stop)
 
     @contextlib.contextmanager
     def _in_step(self) -> Iterator[None]:

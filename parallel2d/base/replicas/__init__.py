@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from parallel2d.base.replicas.generations import Applied, Replicas
-from parallel2d.base.replicas.groups import ReplicaLost
+from parallel2d.base.replicas.lasting_groups import ReplicaLost
 
 __all__ = [
     "Applied",

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroup, ProcessGroupGloo
 
 from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
-from parallel2d.base.replicas.groups import (
+from parallel2d.base.replicas.lasting_groups import (
     Across,
     Everyone,
     NotArrived,

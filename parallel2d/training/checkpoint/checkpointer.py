@@ -37,7 +37,13 @@ from parallel2d.parallel.weights.named_tensors import (
 from parallel2d.parallel.weights.states import Models, Optimizers
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
 from parallel2d.training.checkpoint.resume import Copies, Resume
-from parallel2d.training.checkpoint.save import Group, SavedState, Staging, write_checkpoint
+from parallel2d.training.checkpoint.save import (
+    Group,
+    SavedState,
+    Staging,
+    check_folder,
+    write_checkpoint,
+)
 from parallel2d.training.checkpoint.state import replica_tensors, rng_tensors, saved_tensors
 from parallel2d.training.checkpoint.storage import (
     CheckpointError,
@@ -101,7 +107,7 @@ class Checkpointer:
             raise ConfigError(
                 "sync=diloco: a Checkpointer saves one model; make one for each, in its own folder"
             )
-        self.layout, self.copies = layout or {}, copies
+        self.layout, self.copies = dict(layout or {}), copies
         if copies is None and config.enabled and config.memory_every not in ("auto", 0):
             raise ConfigError(
                 f"checkpoint.memory_every={config.memory_every}: give the copies to Checkpointer, "

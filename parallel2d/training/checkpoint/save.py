@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base import exchange
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DTYPE_NAMES, DamagedCheckpointError, encode
 from parallel2d.base.replicas import first_rank, is_present
 from parallel2d.parallel.mesh import axis_positions, without_replicas
@@ -40,7 +42,12 @@ from parallel2d.training.checkpoint.manifest import (
     StoredTensor,
     chunk_key,
 )
-from parallel2d.training.checkpoint.storage import CheckpointError, Store, describe_error
+from parallel2d.training.checkpoint.storage import (
+    CheckpointError,
+    Store,
+    as_config_error,
+    describe_error,
+)
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +123,7 @@ class Group:
 
 
 def check_folder(store: Store, group: Group) -> None:
-    """Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would
+    """Collective. Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would
     keep only its own part of a checkpoint."""
     root = store.root
 

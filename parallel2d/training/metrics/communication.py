@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from parallel2d.base.config import AXES
-from parallel2d.base.replicas.groups import PolledWork
+from parallel2d.base.replicas.lasting_groups import PolledWork
 from parallel2d.base.runtime import on_teardown
 from parallel2d.parallel.cost.collectives import sent_bytes
 from parallel2d.parallel.mesh import axis_names
