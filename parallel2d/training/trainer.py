@@ -198,8 +198,7 @@ class Trainer:
             wanted=is_best or agreed.save,
         )
         seconds["checkpoint_s"] = self.checkpointer.blocked_s
-        if self.membership is not None:
-            self.membership.take_roles()
+        self._take_roles()
         # Hooks and a save take their time, in which another start may have set rows aside.
         self.parts.claim.check()
         self.recorder.record(
@@ -369,6 +368,10 @@ class Trainer:
         outcome = self._agree(summed, batch, feed)
         self.clock.mark("sync_s")
         return outcome
+
+    def _take_roles(self) -> None:
+        if self.membership is not None:
+            self.membership.take_roles()
 
     def _note_replicas(self, outcome: StepOutcome) -> None:
         self._joins = outcome.joins

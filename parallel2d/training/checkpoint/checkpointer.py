@@ -107,7 +107,7 @@ class Checkpointer:
             raise ConfigError(
                 "sync=diloco: a Checkpointer saves one model; make one for each, in its own folder"
             )
-        self.layout, self.copies = dict(layout or {}), copies
+        self.layout, self.copies = layout or {}, copies
         if copies is None and config.enabled and config.memory_every not in ("auto", 0):
             raise ConfigError(
                 f"checkpoint.memory_every={config.memory_every}: give the copies to Checkpointer, "
@@ -131,8 +131,7 @@ class Checkpointer:
         self._last_step = self._base = 0
         self._first_call = True
         self._last_save = time.monotonic()
-        if config.enabled:
-            check_folder(self.store, self.group)
+        check_folder(self.store, self.group, config.enabled)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

@@ -122,10 +122,12 @@ class Group:
         return [value] if self.group is None else exchange.all_gather(value, self.group)
 
 
-def check_folder(store: Store, group: Group) -> None:
-    """Collective. Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would
-    keep only its own part of a checkpoint."""
+def check_folder(store: Store, group: Group, is_written: bool) -> None:
+    """Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would
+    keep only its own part of a checkpoint. ``is_written``: whether anything will be. Collective."""
     root = store.root
+    if not is_written:
+        return
 
     def leave_token() -> str | None:
         with as_config_error(f"checkpoints cannot be written to {root}"):
