@@ -58,6 +58,8 @@ def main(
         text, code = error, 1
     except KeyboardInterrupt as error:
         text, code = str(error) or "interrupted; all workers have ended", 130
+    if code == 130:  # another Ctrl-C ends this process without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     print(f"parallel2d: {for_terminal(text)}", file=sys.stderr)
     return code
 

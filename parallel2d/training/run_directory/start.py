@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import logging
 import os
@@ -82,7 +83,8 @@ def read_segments(run_dir: str) -> list[Segment]:
     with file:
         if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
             raise OSError(errno.EFBIG, f"more than {_LARGEST_FILE >> 20} MiB", file.name)
-        while len(found) < _MOST_SEGMENTS and (line := file.readline(_LONGEST_LINE)):
+        lines = iter(lambda: file.readline(_LONGEST_LINE), b"")
+        for line in itertools.islice(lines, _MOST_SEGMENTS):
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 found.append(_segment(files.parse(line)))
     return found
@@ -123,7 +125,7 @@ def changes_since(before: Segment, now: Segment) -> list[str]:
 
 def _facts(segment: Segment) -> dict[str, Any]:
     """Settings by their full key, sizes of the mesh, and versions."""
-    facts = dict(_flat(segment.config))
+    facts = dict(flat(segment.config))
     facts.pop("launch.host_id", None)  # machines have names of their own
     sizes = segment.layout.get("mesh")
     if isinstance(sizes, Mapping):
@@ -132,10 +134,11 @@ def _facts(segment: Segment) -> dict[str, Any]:
     return facts
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of nested settings, by their full key."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
