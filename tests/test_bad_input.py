@@ -287,6 +287,11 @@ def test_a_run_directory_with_a_link_is_refused(tmp_path, capsys, place, owner):
         place == "checkpoints" and owner == os.getuid()
     )
     assert outside.read_text() == "mine"
+    link.unlink()
+    link.mkdir()
+    if place == "train.log":
+        assert main([*TEXT, f"hydra.run.dir={tmp_path}/run"]) == 2
+        assert f"{link}: not a regular file" in capsys.readouterr().err
 
 
 def test_a_low_limit_of_open_files_is_named(monkeypatch, capsys):

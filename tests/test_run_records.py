@@ -11,6 +11,7 @@ from test_command_line import SMALL, execute, folder, rows  # noqa: F401
 
 from parallel2d.base.config import Job, LlamaModel, TrainConfig
 from parallel2d.base.config.sweep import Outcome, outcomes, table
+from parallel2d.base.errors import ConfigError
 from parallel2d.instruments.report.page import markdown
 from parallel2d.instruments.report.runs import parts_of, read_run
 from parallel2d.training.metrics.recorder import Goodput
@@ -244,10 +245,10 @@ def test_a_huge_file_of_segments_is_refused(tmp_path):
 
 def test_a_start_that_cannot_be_recorded_does_not_take_the_directory(tmp_path, monkeypatch):
     def broken(*_):
-        raise OSError("no disk")
+        raise OSError(27, "no disk", "segments.jsonl")
 
     monkeypatch.setattr(start, "read_segments", broken)
-    with pytest.raises(OSError, match="no disk"):
+    with pytest.raises(ConfigError, match="no disk"):
         accept(job_in(tmp_path), LAYOUT, 0)
     assert list(tmp_path.iterdir()) == []
 

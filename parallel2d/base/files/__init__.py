@@ -141,17 +141,26 @@ def flush_folder(path: str) -> None:
 # What a run writes in its directory through open files. All else is renamed into its place.
 _WRITTEN_FILES = {"train.log", "metrics.jsonl", "segments.jsonl", "checkpoints"}
 _WRITTEN_FOLDERS = {".hydra", "tensorboard", "logs", "stacks", "traces", "memory", "refused"}
+_FOLDERS = _WRITTEN_FOLDERS | {"checkpoints"}
+_FILES = _WRITTEN_FILES - _FOLDERS | {"layout.json", "owner.json", "summary.json"}
 
 
 def check_run_directory(folder: str) -> None:
     """Raises OSError for a link where a run writes or reads, and for any that another user has
     made, in the folder, which may not exist, or up to two folders further inside: what is written
-    there goes elsewhere."""
+    there goes elsewhere. Also for a folder or a pipe in the place of a file, and the reverse."""
     for inside in _checked_folders(folder, _WRITTEN_FILES | _WRITTEN_FOLDERS):
         is_ours = os.path.basename(inside) in _WRITTEN_FOLDERS
         # Such as those of mesh axes in that of TensorBoard
         for further in _checked_folders(inside, None if is_ours else ()):
             _checked_folders(further, None if is_ours else ())
+    for names, is_right, kind in (
+        (_FILES, os.path.isfile, "regular file"),
+        (_FOLDERS, os.path.isdir, "folder"),
+    ):
+        for path in [os.path.join(folder, name) for name in sorted(names)]:
+            if os.path.lexists(path) and not is_right(path):
+                raise OSError(errno.EINVAL, f"not a {kind}", path)
 
 
 def refuse_link(path: str) -> None:

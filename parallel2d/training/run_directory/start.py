@@ -36,6 +36,7 @@ from typing import Any
 
 from parallel2d.base import files
 from parallel2d.base.config import AXES, Job
+from parallel2d.base.errors import ConfigError
 from parallel2d.training.run_directory.end import SUMMARY
 
 _SEGMENTS = "segments.jsonl"
@@ -220,12 +221,16 @@ def accept_start(
     job: Job, layout: dict[str, Any], finished_steps: int, claim: RunClaim
 ) -> AcceptedStart:
     """Makes the records of ``job``'s directory those of this start, which takes ``claim``. On rank
-    0 alone, before it writes anything else there. Raises OSError.
+    0 alone, before it writes anything else there. Raises OSError, and `ConfigError` for records of
+    another origin.
 
     ``layout``: the facts that programs read; ``finished_steps``: 0, or those of what is resumed.
     """
     run_dir = job.run_dir
-    earlier = read_segments(run_dir)
+    try:
+        earlier = read_segments(run_dir)
+    except OSError as error:  # too large, or no file
+        raise ConfigError(f"{error.filename}: {error.strerror}") from None
     certified = job.certified
     if job.restarted and earlier:
         # Workers that replace others may be on another layout than that which was certified.
