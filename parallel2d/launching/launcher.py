@@ -69,12 +69,11 @@ def run_once(main: str, words: Sequence[str]) -> None:
             code = process.wait()
         finally:
             process.close(signal.SIGKILL)  # after an interrupt
-        failure = RankFailure(0, code, read_error_file(report))
-    if failure.error and failure.error.config_error:
-        raise ConfigError(failure.error.text)
+        error = read_error_file(report)
+    if error:
+        raise (ConfigError if error.config_error else WorkersFailed)(error.text)
     if code:
-        text = failure.error.text if failure.error else f"the check of the job was {failure}"
-        raise WorkersFailed(text)
+        raise WorkersFailed(f"the check of the job: {RankFailure(0, code, None)}")
 
 
 def start_node(

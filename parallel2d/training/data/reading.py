@@ -114,8 +114,8 @@ def _standard_library() -> list[SourceFile]:
     """The source files of Python's own library, without tests and what an installation adds."""
     files = []
     for file in _files_below(Path(sysconfig.get_paths()["stdlib"]), _NOT_IN_CORPUS):
-        added = os.path.islink(file.path)
-        added |= os.path.basename(file.path).startswith(_MACHINE_MADE)
+        last = os.path.basename(file.path)
+        added = os.path.islink(file.path) or last.startswith(_MACHINE_MADE)
         if file.name.endswith(".py") and not added:
             files.append(file)
     return files

@@ -36,7 +36,7 @@ from typing import Any
 
 from parallel2d.base import files
 from parallel2d.base.config import AXES, Job
-from parallel2d.base.errors import ConfigError
+from parallel2d.base.errors import ConfigError, PlainError
 from parallel2d.training.run_directory.end import SUMMARY
 
 _SEGMENTS = "segments.jsonl"
@@ -156,7 +156,7 @@ _RECORDS, _PENDING = ".hydra", ".hydra-pending-"  # the second begins a name, as
 _OWNER = "owner.json"
 
 
-class RunTakenOver(RuntimeError):  # noqa: N818  (named after what happened; it need not be a fault)
+class RunTakenOver(PlainError):  # noqa: N818  (named after what happened; it need not be a fault)
     """Another start of this run has taken its directory over."""
 
 
