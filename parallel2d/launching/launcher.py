@@ -22,7 +22,7 @@ from parallel2d.base.config import Job, LaunchConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.store.secret import NOBODYS
 from parallel2d.base.topology import JOB
-from parallel2d.launching.agreement import job_record, recorded_run_dir
+from parallel2d.launching.agreement import folder_errors_explained, job_record, recorded_run_dir
 from parallel2d.launching.failures import (
     Preempted,
     RankFailure,
@@ -61,7 +61,7 @@ def start_workers(job: Job, nproc: int) -> None:
 def run_once(main: str, words: Sequence[str]) -> None:
     """Calls ``main`` ("package.module:function") with ``words`` in a fork of what ranks are forked
     from, and waits for it. Raises `ConfigError` or `WorkersFailed` with its error."""
-    with tempfile.TemporaryDirectory(prefix="parallel2d-") as folder:
+    with folder_errors_explained(), tempfile.TemporaryDirectory(prefix="parallel2d-") as folder:
         report = os.path.join(folder, "error.json")
         environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": report}
         process = start_rank(main, words, environment, None, None)
