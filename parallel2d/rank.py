@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from parallel2d.base import files
 from parallel2d.base.config import Job, TrainConfig
-from parallel2d.base.config.composition import compose
+from parallel2d.base.config.composition import compose, from_yaml
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.topology import LIFE, RankIdentity, find_rank
+from parallel2d.base.topology import LIFE, RankIdentity, Topology, find_rank
 from parallel2d.launching.agreement import agree_on_job, forget_run, recording_steps
 from parallel2d.launching.failures import failures_reported_once
 from parallel2d.launching.processes import end_with_parent
@@ -53,6 +53,17 @@ def rank_main(words: Sequence[str]) -> int:
                 "plan.dry_run=true plans in one process: start it without torchrun or srun"
             )
         return _run_job(job, identity, store)
+
+
+def check_main(words: Sequence[str]) -> int:
+    """Checks a job before its ranks start, as one process of ours that reports as a rank does.
+    ``words``: its configuration as YAML, the number of nodes, and of workers on each."""
+    text, nodes, workers = words
+    with failures_reported_once(RankIdentity(0, 1, 0, 0, 1, "self"), None):
+        from parallel2d.training.assemble import check
+
+        check(from_yaml(text), Topology.equal_hosts(int(nodes), int(workers)))
+    return 0
 
 
 def choose_layout(

@@ -40,7 +40,7 @@ from parallel2d.base import files
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.files import private_folders as folders
-from parallel2d.base.topology import AGENT, LIFE, PREFIX
+from parallel2d.base.topology import AGENT, LIFE, MEMORY_DIR, PREFIX, SHARED_MEMORY
 from parallel2d.launching.agreement import folder_errors_explained
 from parallel2d.launching.elastic_internals import (
     GRACE_AFTER_FAILURE_S,
@@ -54,8 +54,6 @@ from parallel2d.launching.failures import RankFailure, StoreLost, WorkersFailed,
 from parallel2d.launching.lost_replicas import LostReplicas, Vacancy, find_vacancy
 from parallel2d.launching.rank_processes import start_rank
 from parallel2d.launching.rendezvous import Rendezvous
-from parallel2d.training.recovery.place import SHARED_MEMORY, VARIABLE
-from parallel2d.training.run_directory.start import RunTakenOver
 
 LONGEST_PAUSE_S = 60.0
 _FAILURE = "parallel2d/failure-of-job"  # the node that is first to claim it shows the error
@@ -121,8 +119,8 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
     announced to its workers along with ``environment``. Both are removed afterwards. Yields the
     first. Raises `ConfigError` where somebody else holds one of their names."""
     places = {AGENT: folders.temporary_place()}
-    if os.path.isdir(SHARED_MEMORY) and VARIABLE not in os.environ:
-        places[VARIABLE] = SHARED_MEMORY
+    if os.path.isdir(SHARED_MEMORY) and MEMORY_DIR not in os.environ:
+        places[MEMORY_DIR] = SHARED_MEMORY
     with folder_errors_explained():
         paths = {name: folders.open_folder(os.getpid(), place) for name, place in places.items()}
     before = dict(os.environ)
@@ -316,10 +314,7 @@ class _Agent(ElasticAgent):
         workers, restarts = self.workers, self.workers.restarts
         if failure.exit_code == workers.settings.requeue_exit_code:
             return False
-        error = failure.error
-        # Another half of this job has taken the run over, which these ranks join.
-        is_over = error is not None and RunTakenOver.__name__ in error.last_line
-        if error is not None and (error.complete or is_over):
+        if failure.error and failure.error.complete:
             return False
         if restarts.after_failure() is None:
             return False

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel2d.base import files
-from parallel2d.base.errors import ConfigError, EndsSweep, HookError
+from parallel2d.base.errors import ConfigError, EndsSweep, PlainError
 from parallel2d.base.store.address import answered_within
 from parallel2d.base.topology import RankIdentity
 from parallel2d.launching.rank_processes import LOST, has_own_log
@@ -65,7 +65,7 @@ class RankError:
 
     @classmethod
     def of(cls, error: BaseException) -> RankError:
-        complete = isinstance(error, ConfigError | HookError)
+        complete = isinstance(error, ConfigError | PlainError)
         text = str(error) if complete else "".join(traceback.format_exception(error)).rstrip()
         if isinstance(error, KeyboardInterrupt):
             text = "interrupted"

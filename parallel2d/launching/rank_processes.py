@@ -156,11 +156,13 @@ def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Should a library ask for GPUs while it is imported, torch answers without starting the driver.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    gc.disable()  # imports leave little to collect, and looking for it takes a tenth of their time
     for name in preloaded:
         importlib.import_module(name)
     # The collector leaves alone what is there now, so that ranks go on sharing its memory.
     gc.collect()
     gc.freeze()
+    gc.enable()
     requests = socket.socket(fileno=descriptor)
     ranks: dict[Any, socket.socket] = {}
     while True:
@@ -216,7 +218,8 @@ def _run_rank(server: int, connection: socket.socket, others: Sequence[socket.so
     sys.path[:] = path
     os.environ.clear()
     os.environ.update(environment)
-    set_process_name(f"rank {environment['RANK']}")
+    if "RANK" in environment:  # `run_once` has none
+        set_process_name(f"rank {environment['RANK']}")
     signal.pthread_sigmask(signal.SIG_SETMASK, set())  # as in a new process
     # OpenMP has read the variable in the server, which has another value.
     if "torch" in sys.modules:
