@@ -282,6 +282,17 @@ def test_the_rate_of_a_group_is_scaled_before_the_first_schedule_too():
     assert sorted(group["lr"] for group in optimizer.param_groups) == [0.05, 0.5]
 
 
+def of_two_rates(groups):
+    return torch.optim.SGD([groups[0], {**groups[1], "lr": 0.25}])
+
+
+def test_the_rates_that_an_optimizer_of_ones_own_sets_are_scaled():
+    config = OptimizerConfig("custom", lr=0.5, target="test_optimizers:of_two_rates")
+    optimizer = build_optimizer(nn.Linear(2, 2), replace(config, weight_decay=0.1))
+    set_learning_rate(optimizer, 0.1)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.05]
+
+
 def test_muon_takes_hidden_matrices_and_adamw_the_rest():
     model = build_llama(n_layers=2)
     for layer in model.layers:

@@ -237,6 +237,8 @@ def test_a_batch_reaches_forward_by_the_names_of_its_parameters():
         (lambda self, labels, a, b: 0, (one, two), ((), {"a": one, "b": two, "labels": y})),
         (lambda self, a, b=None: 0, {"b": one, "a": two}, ((), {"a": two, "b": one})),
         (lambda self, *args, **named: 0, one, ((one,), {})),
+        (lambda self, x, t, y: 0, (one, two, one), ((one, two, one), {})),
+        (lambda self, x, y: 0, {"x": one, "y": two}, ((), {"x": one, "y": two})),
     ]:
         assert loss_of(forward).arguments(inputs, y) == expected
     for forward, inputs, message in [
@@ -255,6 +257,8 @@ def test_a_batch_reaches_forward_by_the_names_of_its_parameters():
     assert prepared.valid_tokens == 4
     with pytest.raises(ConfigError, match="takes targets and labels: which are the targets"):
         loss_of(lambda self, x, labels, targets: 0)
+    with pytest.raises(ConfigError, match="Own has no forward.*the module inside"):
+        loss_of(nn.Module.forward)
     for word in ("train.z_loss=0.1", "train.loss_chunk=8"):
         with pytest.raises(
             ConfigError, match="takes y and computes its own loss, which this does not"
@@ -313,6 +317,21 @@ def test_a_file_of_token_ids_is_read_as_it_is(tmp_path):
     ]:
         with pytest.raises(ConfigError, match=message):
             open_data(DataConfig(name="bin", path=str(tmp_path / name)), seed=0, seq_len=8)
+
+
+def named(names):
+    return [{name: torch.full((2,), number) for number, name in enumerate(names)}]
+
+
+def test_labels_beside_targets_are_inputs():
+    options = {"name": "custom", "target": "test_own_parts:named"}
+    arguments = {"names": ["y", "x", "target"]}
+    batch = open_data(DataConfig(**options, arguments=arguments), seed=0).train.read([0])
+    assert sorted(batch.inputs) == ["x", "y"]
+    assert batch.targets.tolist() == [[2, 2]]
+    arguments = {"names": ["y", "labels"]}
+    with pytest.raises(ConfigError, match="labels and y: which are the targets"):
+        open_data(DataConfig(**options, arguments=arguments), seed=0)
 
 
 @pytest.mark.parametrize(("built", "message"), [

@@ -49,6 +49,11 @@ class ModelLoss:
             self._function = load_reference("train.loss", config.train.loss)
         self._context = parts.context
         self._kind = type(parts.module).__name__
+        if type(parts.module).forward is nn.Module.forward:
+            raise ConfigError(
+                f"{self._kind} has no forward, which training calls in place of a training_step: "
+                "give model.target a function that returns the module inside, or write a forward"
+            )
         self._signature = inspect.signature(parts.module.forward)
         parameters = self._signature.parameters
         reads_tokens = config.data.name != "custom"
@@ -101,8 +106,11 @@ class ModelLoss:
         if self._targets and targets is not None:
             named[self._targets] = targets
         if isinstance(inputs, Mapping):
-            return (), {**inputs, **named}
+            return (), {**named, **inputs}
         values = inputs if isinstance(inputs, tuple) else (inputs,)
+        # As many inputs as there are parameters, so what is named as targets is one of them.
+        if isinstance(inputs, tuple) and len(values) == len(self._signature.parameters):
+            return values, {}
         if document_ids is not None:
             values = (*values, document_ids)
         names = self._positions
@@ -166,7 +174,8 @@ class ModelLoss:
         if self._rule is None:
             raise ConfigError(
                 f"{self._kind} returned a loss, and takes no targets: name them in its forward as "
-                f"one of {', '.join(TARGET_NAMES)}, or let data=custom give a batch without"
+                f"one of {', '.join(TARGET_NAMES)}, let data=custom give a batch without, or give "
+                "train.loss a function of what it returned"
             )
         wide = value.to(torch.promote_types(value.dtype, torch.float32))
         if self._rule.divisor == "none" and batch.valid_tokens:
