@@ -50,15 +50,24 @@ class _Norm(nn.Module):
         super().__init__()
         self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
         self.lock = None
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("codes", torch.zeros(4))
+        self.register_buffer("means", torch.zeros(4))
 
     def forward(self, x):
+        if self.training:
+            self.steps += 1
+            self.codes.data.lerp_(x.detach().mean(0), 0.1)
+            self.means.copy_(reduce(x.detach().mean(0)))
         return self.norm(self.linear(x))
 
 
 def _normalized():
     torch.manual_seed(0)
     mesh = build_mesh(MeshSpec(), "hybrid")
-    model = parallelize(_Norm(), mesh, ParallelConfig("hybrid", precision="fp64"))
+    net = _Norm()
+    net.register_buffer("indices", torch.eye(2).to_sparse(), persistent=False)
+    model = parallelize(net, mesh, ParallelConfig("hybrid", precision="fp64"))
     x = torch.randn(8, 4, dtype=torch.float64)
     model(x.chunk(4)[data_coordinate(mesh)])
     return model, x
@@ -76,6 +85,12 @@ def _statistics_and_pickles():
         with logged("parallel2d", logging.WARNING) as said:
             twin(x)
         assert len(said) == (dist.get_rank() == 0), "a copy has the same statistics"
+    with logged("parallel2d", logging.WARNING) as said:
+        for _ in range(2):
+            model.train()(x.chunk(4)[dist.get_rank()]).sum().backward()
+    assert len(said) == (dist.get_rank() == 0)
+    assert all(line.startswith("codes: buffers that differ between ranks") for line in said)
+    model.eval()
     average_buffers(model)
     twin = sharded_copy(model)
     assert twin.eval() is twin.module, "what a copy lacks is its module's"
@@ -84,7 +99,7 @@ def _statistics_and_pickles():
     assert torch.equal(*results)
     assert torch.equal(twin(x), model(x))
     assert not said
-    mean = 0.1 * model.linear(x).mean(0)
+    mean = (1 - 0.9**3) * model.linear(x).mean(0)
     assert torch.allclose(model.norm.running_mean, mean.detach(), rtol=1e-12, atol=0)
     # A pickle of sharded tensors is warned of, once; copies and whole states are not.
     guards._say_parts.cache_clear()
