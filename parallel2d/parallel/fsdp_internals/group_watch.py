@@ -61,9 +61,7 @@ class GroupWatch:
             self._occurring += [each] * len(modules)
             self._occurring_names += [name] * len(modules)
         self.versions = [each._version for each in registered]
-        # Of the gathered ones, once they have been
-        self._gathered: list[int] = []
-        self._written: list[int] = []
+        self._written: list[int] = []  # of the gathered ones, once they have been
 
     def misplaced(self, gathered: bool) -> str:
         """The name of a parameter in whose place is another than torch has put there; empty if none
@@ -91,15 +89,10 @@ class GroupWatch:
 
     def remember(self) -> None:
         """Takes down what the gathered parameters are, which later gathers do not change."""
-        self._gathered, self._written = self._places(), self._counts()
-        for name, each, storage in zip(
-            self._names, map(_WHOLE, self._parameters), self._gathered, strict=True
-        ):
+        self._written = self._counts()
+        for name, each in zip(self._names, map(_WHOLE, self._parameters), strict=True):
             setattr(each, GATHERED_AS, name)
-            self._storages[storage] = name
-
-    def _places(self) -> list[int]:
-        return [storage_of(each) or 0 for each in map(_WHOLE, self._parameters)]
+            self._storages[_local(each).untyped_storage()._cdata] = name
 
     def _counts(self) -> list[int]:
         whole = list(map(_WHOLE, self._parameters))
@@ -112,12 +105,10 @@ class GroupWatch:
     def written(self, by_value: bool) -> str:
         """The name of a gathered parameter that was written to; empty if none was. ``by_value``:
         shows writes through ``.data`` too, and one that was set, which count nowhere."""
-        versions = self._counts()
-        if versions == self._written and not by_value:
-            return ""
-        differs = map(ne, versions, self._written)
+        differs = map(ne, self._counts(), self._written)
         if by_value:
-            moved = map(ne, self._places(), self._gathered)
+            whole = map(_WHOLE, self._parameters)
+            moved = [storage_of(each) not in self._storages for each in whole]
             differs = map(or_, map(or_, differs, moved), map(_differs, self._parameters))
         return next(compress(self._names, differs), "")
 

@@ -102,15 +102,10 @@ class ModelLoss:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the model is called with: inputs in a dict by name, others in order."""
         inputs, targets = tree_map_only(Tensor, self._cast, (inputs, targets))
-        named: dict[str, Any] = {}
-        if self._targets and targets is not None:
-            named[self._targets] = targets
+        named = self._named(inputs, targets)
         if isinstance(inputs, Mapping):
             return (), {**named, **inputs}
         values = inputs if isinstance(inputs, tuple) else (inputs,)
-        # As many inputs as there are parameters, so what is named as targets is one of them.
-        if isinstance(inputs, tuple) and len(values) == len(self._signature.parameters):
-            return values, {}
         if document_ids is not None:
             values = (*values, document_ids)
         names = self._positions
@@ -122,6 +117,13 @@ class ModelLoss:
         if len(names) < len(values) or names[: len(values)] == first:
             return values, named
         return (), {**dict(zip(names, values, strict=False)), **named}
+
+    def _named(self, inputs: Any, targets: Any) -> dict[str, Any]:
+        # As many inputs as parameters: what is named as targets is one of them.
+        is_full = isinstance(inputs, tuple) and len(inputs) == len(self._signature.parameters)
+        if self._targets is None or targets is None or is_full:
+            return {}
+        return {self._targets: targets}
 
     def _cast(self, value: Tensor) -> Tensor:
         # Sharding casts inputs where it computes in another dtype than it stores; where both are

@@ -239,9 +239,8 @@ class UsedParameterAgreement:
         if self._order is not None:
             hashes[self._replica] = self._order.digest()
         for row, value in hashes.items():
-            # 20 bits, so that fp64 adds the squares of up to 8,192 ranks exactly.
-            short = value % 2**20
-            digests[row] = torch.tensor([1, short, short**2], dtype=torch.float64)
+            value %= 2**20  # so that fp64 adds the squares of up to 8,192 ranks exactly
+            digests[row] = torch.tensor([1, value, value**2], dtype=torch.float64)
         return digests.flatten()
 
     def _hashes_of_buffers(self) -> list[int]:
