@@ -110,9 +110,9 @@ def _statistics_and_pickles():
         assert not said
         torch.save(model.state_dict(), io.BytesIO())
         torch.save(model.state_dict(), io.BytesIO())
-    assert len(said) == 1
-    assert "torch.save" in said[0]
-    assert "parallel2d.save_full" in said[0]
+    (line,) = said
+    assert "torch.save" in line
+    assert "parallel2d.save_full" in line
 
 
 def _copied(what):
@@ -164,9 +164,8 @@ def _tied_split_apart(plan):
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False))
     model[2].weight = model[0].weight
     plan = {"2": torch.distributed.tensor.parallel.ColwiseParallel()} if plan is None else plan
-    parallelize(
-        model, build_mesh(MeshSpec(tensor=2), "hybrid"), ParallelConfig("hybrid"), tensor_plan=plan
-    )
+    mesh = build_mesh(MeshSpec(tensor=2), "hybrid")
+    parallelize(model, mesh, ParallelConfig("hybrid"), tensor_plan=plan)
 
 
 SPLIT = "0.weight and 2.weight are one parameter, and the plan makes "
@@ -212,9 +211,8 @@ def _wrong_arguments():
             parallelize(*arguments)
         told.append(str(error.value))
     for configuration in (by_class, ParallelConfig("ddp"), ParallelConfig("zero2")):
-        wide = build_mesh(
-            MeshSpec(2, 1) if configuration.strategy.name == "zero2" else MeshSpec(1, 2), "hybrid"
-        )
+        sizes = (2, 1) if configuration.strategy.name == "zero2" else (1, 2)
+        wide = build_mesh(MeshSpec(*sizes), "hybrid")
         with pytest.raises(ConfigError) as error:
             parallelize(nn.Sequential(nn.Linear(4, 4)), wide, configuration, broadcast_from=0)
         told.append(str(error.value))
@@ -300,9 +298,8 @@ class Appending(nn.Module):
 class Encoder(nn.Module):
     def __init__(self, block=None):
         super().__init__()
-        self.blocks = nn.ModuleList(
-            block() if block else nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)
-        )
+        block = block or (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        self.blocks = nn.ModuleList([block(), block()])
         self.head = nn.Linear(4, 2)
 
     def encode(self, x):
@@ -363,9 +360,8 @@ def test_calls_that_find_no_whole_parameters_say_what_to_do(ranks):
 
 def _zero_grad(mode):
     torch.manual_seed(0)
-    model = parallelize(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), build_mesh(MeshSpec(), "hybrid")
-    )
+    mesh = build_mesh(MeshSpec(), "hybrid")
+    model = parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh)
     found = []
     for lost in (True, False):
         if lost:
@@ -409,22 +405,18 @@ def _kinds_of_numbers():
             model.table = nn.Parameter(torch.tensor([2**62, value]), requires_grad=False)
         parallelize(model, mesh)
 
-    def narrow():
+    def of_precision(name):
         torch.manual_seed(0)
-        parallelize(
-            nn.Sequential(Spectral(), nn.Linear(4, 4)), mesh, ParallelConfig(precision="bf16")
-        )
+        model = nn.Sequential(Spectral(), nn.Linear(4, 4))
+        return parallelize(model, mesh, ParallelConfig(precision=name))
 
     told = []
-    for call in (unset, narrow, lambda: different(1 + 1j * rank), lambda: different(2**53 + rank)):
+    values = (1 + 1j * rank, 2**53 + rank)
+    for call, *given in ((unset,), (of_precision, "bf16"), *((different, each) for each in values)):
         with pytest.raises(ConfigError) as error:
-            call()
+            call(*given)
         told.append(str(error.value))
-    torch.manual_seed(0)
-    wide = parallelize(
-        nn.Sequential(Spectral(), nn.Linear(4, 4)), mesh, ParallelConfig(precision="fp64")
-    )
-    return told, wide[0].weight.dtype
+    return told, of_precision("fp64")[0].weight.dtype
 
 
 def test_complex_and_integer_parameters_are_compared_and_set_as_a_whole(ranks):
