@@ -29,8 +29,7 @@ def storage_of(tensor: Tensor) -> int | None:
 
 # Of an `FSDPParam`. Each step reads these of all parameters, in maps, which cost least.
 _SHARDED, _WHOLE = attrgetter("sharded_param"), attrgetter("_unsharded_param")
-_SHARDED_VERSION = attrgetter("sharded_param._version")
-_VERSION = attrgetter("_version")
+_SHARDED_VERSION, _VERSION = attrgetter("sharded_param._version"), attrgetter("_version")
 # Inside, attributes of a `DTensor` are read four times as fast. torch has no public one.
 quick_reads = torch._C.DisableTorchFunctionSubclass
 
@@ -50,17 +49,16 @@ class GroupWatch:
         self._occurring_names: list[str] = []
         self._holders: list[dict[str, nn.Parameter | None]] = []
         self._keys: list[str] = []
-        # Allocation may have replaced what torch takes over in the first forward.
-        registered: list[nn.Parameter] = []
+        self.versions: list[int] = []
         for name, each in zip(names, self._parameters, strict=True):
             info = each._module_info
-            registered.append(getattr(info.module, info.param_name))
+            # Allocation may have replaced what torch takes over in the first forward.
+            self.versions.append(getattr(info.module, info.param_name)._version)
             modules = [info.module, *info.shared_modules]
             self._keys += [info.param_name, *info.shared_param_names]
             self._holders += [vars(module)["_parameters"] for module in modules]
             self._occurring += [each] * len(modules)
             self._occurring_names += [name] * len(modules)
-        self.versions = [each._version for each in registered]
         self._written: list[int] = []  # of the gathered ones, once they have been
 
     def misplaced(self, gathered: bool) -> str:

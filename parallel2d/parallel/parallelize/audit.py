@@ -145,8 +145,7 @@ class _Audit:
         self._unmanaged: list[tuple[nn.Module, str]] = []
         for module in self._modules:
             managed = self._managed.get(module, ())
-            others = [key for key in module._parameters if key not in managed]
-            self._unmanaged += [(module, key) for key in others]
+            self._unmanaged += [(module, key) for key in module._parameters if key not in managed]
 
     def _check_modules(self) -> None:
         """Raises RuntimeError for a trained parameter that nothing averages over the ranks, and for

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.errors import first_five
 from parallel2d.parallel.mesh import mesh_shape, sum_over_data_ranks
 from parallel2d.parallel.model_structure import fqn_of, join_names
-from parallel2d.parallel.sync.engine.replica_reducer import ReplicaReducer, engine_of
+from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,7 @@ class RunningStatistics:
 def watch_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
     """Finds the running statistics of ``model``, for `average_buffers` and the warning, and its
     other buffers, which the agreement of each global batch compares."""
-    norms = {}
-    others = {}
+    norms, others = {}, {}
     for name, module in model.named_modules():
         # None where a module keeps none. Those of SyncBatchNorm are equal.
         has_both = all(module._buffers.get(buffer) is not None for buffer in _BUFFERS)
@@ -66,13 +65,10 @@ def watch_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
             norms[fqn_of(name)] = module
         for key in () if has_both else module._buffers:
             others[fqn_of(join_names(name, key))] = (module, key)
-    if mesh_shape(mesh).data_ranks == 1:
-        return
-    if norms:
+    if norms and mesh_shape(mesh).data_ranks > 1:
         statistics = vars(model)[_STATISTICS] = RunningStatistics(mesh, norms)
         model.register_forward_pre_hook(statistics.before_forward)
-    engine = engine_of(model)
-    if isinstance(engine, ReplicaReducer):
+    for engine in reducers_in(model):
         engine.agreement.buffers = others
 
 

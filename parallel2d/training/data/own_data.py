@@ -94,9 +94,7 @@ class OwnSamples:
             named = [name for name in TARGET_NAMES if name in batch]
             # Beside targets, labels are inputs, as the classes ``y`` of a diffusion model.
             if len(named) > 1 and (named[0] in _INPUTS_TOO or named[1] not in _INPUTS_TOO):
-                raise ConfigError(
-                    f"a batch has {' and '.join(named)}: which are the targets? Call them targets"
-                )
+                raise ConfigError(f"a batch has {' and '.join(named)}: which are the targets?")
             inputs = {name: value for name, value in batch.items() if name not in named[:1]}
             return inputs, batch[named[0]] if named else None
         if isinstance(batch, tuple | list):

@@ -51,8 +51,8 @@ class ModelLoss:
         self._kind = type(parts.module).__name__
         if type(parts.module).forward is nn.Module.forward:
             raise ConfigError(
-                f"{self._kind} has no forward, which training calls in place of a training_step: "
-                "give model.target a function that returns the module inside, or write a forward"
+                f"{self._kind} has no forward, which training calls (not a training_step): write "
+                "one, or give model.target a function that returns the module inside"
             )
         self._signature = inspect.signature(parts.module.forward)
         parameters = self._signature.parameters

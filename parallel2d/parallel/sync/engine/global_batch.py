@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress, islice
 from typing import Protocol
 
 import torch
@@ -136,8 +136,7 @@ class UsedParameterAgreement:
         self.fault = ""
         # Whether the caller sums `vector`.
         self.deferred = False
-        # By FQN the module, and the key there
-        self.buffers: Mapping[str, tuple[nn.Module, str]] = {}
+        self.buffers: Mapping[str, tuple[nn.Module, str]] = {}  # by FQN, with the key there
         self._agreements = 0
 
     def defer(self) -> None:
@@ -148,11 +147,9 @@ class UsedParameterAgreement:
     def vector(self) -> Tensor:
         """fp64 [1 + parameters + 3 * (replicas + buffers)], on CPU: whether this rank cannot go on,
         for each parameter whether it used it, then what `_digests` returns."""
-        failed = torch.tensor([float(bool(self.fault))], dtype=torch.float64)
-        used: list[bool] = []
-        for state in self._batch.states:
-            used.extend(state.used)
-        return torch.cat([failed, torch.tensor(used, dtype=torch.float64), self._digests()])
+        used = chain.from_iterable(state.used for state in self._batch.states)
+        own = torch.tensor([bool(self.fault), *used], dtype=torch.float64)
+        return torch.cat([own, self._digests()])
 
     def agree_on(self, summed: Tensor) -> None:
         """Removes the gradients of parameters that no rank used, and calls the hooks of the others.
@@ -172,23 +169,18 @@ class UsedParameterAgreement:
                 self._order.acknowledge()
             self._batch.reset()
             raise ConfigError(message)
-        used = (summed[1 : 1 + self._parameters] > 0).tolist()
-        begin = 0
+        used = iter((summed[1 : 1 + self._parameters] > 0).tolist())
         for state in self._batch.states:
-            end = begin + len(state.used)
-            state.apply_used(used[begin:end])
-            begin = end
+            state.apply_used(list(islice(used, len(state.used))))
         self._batch.agreed = True
-        differ = self._differing(summed)[self._shape.replicate :].tolist()
-        names = list(compress(self.buffers, differ))
+        names = list(compress(self.buffers, self._differing(summed)[self._shape.replicate :]))
         if not names:
             return
         self.buffers = {}  # said once
         if dist.get_rank() == 0:
             log.warning(
-                "%s: buffers that differ between ranks, as each computes them of its own samples, "
-                "and checkpoints hold those of one rank; unless they are a cache, write "
-                "parallel2d.reduce(value) to them, the mean over all ranks",
+                "%s: buffers that differ between ranks, as each writes what its own samples give; "
+                "checkpoints hold one rank's. Write parallel2d.reduce(value), unless it is a cache",
                 first_five(names, ", "),
             )
 
