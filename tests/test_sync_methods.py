@@ -35,6 +35,7 @@ METHODS = {
     "fp32": ("hybrid", {}),
     "bf16": ("hybrid", {"wire": "bf16"}),
     "int8": ("hybrid", {"wire": "int8"}),
+    "int4": ("hybrid", {"wire": "int4", "warmup": 1}),
     "split": ("hybrid_full", {}),
     "split_bf16": ("hybrid_full", {"wire": "bf16"}),
     "diloco": ("hybrid", DILOCO),
@@ -49,7 +50,7 @@ METHODS = {
 # Their models have parameters without dimensions, which the agreement of a step reduces exactly; diloco shares them like the others.
 SCALAR = ("fp32", "int8", "split", "diloco")
 # Where four replicas do something else than two
-OF_FOUR = ("int8", "split", "diloco", "diloco_int4")
+OF_FOUR = ("int8", "int4", "split", "diloco", "diloco_int4")
 
 
 def check_method(ranks, name, replicas, shards):
@@ -69,7 +70,7 @@ def check_method(ranks, name, replicas, shards):
 
 
 @pytest.mark.parametrize("name", [
-    *("bf16", "int8", "split", "diloco", "diloco_int4", "in_flight"),
+    *("bf16", "int8", "int4", "split", "diloco", "diloco_int4", "in_flight"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "late", "mixed", "fragments")),
     *(pytest.param(name, marks=pytest.mark.soak) for name in ("split_bf16", "diloco_bf16", "diloco_int8")),
 ])  # fmt: skip
@@ -94,7 +95,7 @@ def test_accumulation_changes_nothing(ranks, name, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int8", "split", "in_flight"])
+@pytest.mark.parametrize("name", ["int4", "split", "in_flight"])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(ranks, tmp_path, name):
     case, folder = (TWO_BY_TWO, *METHODS[name]), str(tmp_path)
     whole = ranks.run(4, sync_runs.run, *case, steps=11)

@@ -188,7 +188,7 @@ class Trainer:
 
         begin, busy = time.perf_counter(), time.process_time()
         self.recorder.start_step(step)
-        set_step(self.model, step)
+        set_step(self.model, step, self.scaler.scale)
         self.clock.start()
         summed = self._forward_backward(batch, tokens)
         self.clock.mark("forward_backward_s")
