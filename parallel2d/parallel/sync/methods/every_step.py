@@ -46,24 +46,13 @@ class EveryStep(SyncMethod):
         form = "precision.reduce" if wire is None else wire.name
         self.description = f"every step, {self._what} in {form}"
         self.gradients_are_exact = wire is None or not wire.rounds
-        # The first steps, which are sent in a finer wire
-        self.warmup = 0.0
         if wire is not None and wire.finer:
-            self._begin_finely(wire)
-
-    def _begin_finely(self, wire: Wire) -> None:
-        """Sets what belongs to a wire that is too coarse for some gradients, and for the first."""
-        self.warmup = self.config.warmup
-        if 0 < self.warmup < 1:
-            raise ConfigError(
-                f"sync.warmup={self.warmup} is a share of train.steps, which a loop of your own "
-                "does not have: give a number of steps, such as SyncConfig(wire="
-                f"{wire.name!r}, warmup=100)"
+            self.keeps_residuals = True
+            self.warmup = config.warmup
+            self.description += (
+                f", {wire.finer} but for hidden matrices, {_WARM.name} in the first "
+                f"{self.warmup:g} steps"
             )
-        self.keeps_residuals = True
-        self.description += f", {wire.finer} but for hidden matrices"
-        if self.warmup:
-            self.description += f", the first {self.warmup:g} steps in {_WARM.name}"
 
     def reductions(self, accumulation: int) -> int:
         return accumulation if self.config.during_accumulation == "full" else 1
@@ -93,6 +82,11 @@ class EveryStep(SyncMethod):
     def start(self, model: ReplicatedModel) -> Started:
         updates = UpdateFollower()
         residuals = None
+        if 0 < self.warmup < 1:
+            raise ConfigError(
+                f"sync.warmup={self.warmup} is a share of train.steps, which a loop of your own "
+                "does not have: give a number of steps, such as SyncConfig(wire='int4', warmup=100)"
+            )
         if self.keeps_residuals:
             updates = residuals = Residuals(model)
         exact = AllReduce(model.group)

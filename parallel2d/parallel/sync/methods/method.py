@@ -156,6 +156,7 @@ class SyncMethod:
     rows of the parameters. ``replicas_equal``: whether all replicas have the same parameters after
     every update, and so send the same in every step. ``description``: for people, without ``auto``.
 
+    ``warmup``: the first steps, which are sent in bf16, or below 1 the share of them.
     ``update_period``: after how many updates the parameters of a group cross; ``shortest_period``:
     the least ``sync.every`` that shows all that happens, 0 where a step does. ``shared_copies``:
     values that a rank keeps of each value of a parameter, beside it and the optimizer's;
@@ -170,6 +171,7 @@ class SyncMethod:
     description = "one replica: nothing crosses the replicate axis"
     update_period = 1
     shortest_period = 0
+    warmup = 0.0
     shared_copies = 0
     keeps_masters = False
     keeps_residuals = False

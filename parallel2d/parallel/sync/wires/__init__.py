@@ -104,7 +104,7 @@ class Wire:
         numels = [tensor.numel() for tensor in tensors]
         # What is sent later may be rounded to the nearest, which takes half as much as at random.
         noise = None if self.keeps_rest else BlockNoise(pieces, numels, tensors[0].device)
-        return BlockCoder(BlockCode(self.bits), noise, numels)
+        return BlockCoder(BlockCode(self.bits), noise, pieces, numels)
 
 
 WIRES = {

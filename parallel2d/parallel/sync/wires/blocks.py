@@ -112,8 +112,15 @@ class BlockCoder:
     of each tensor.
     """
 
-    def __init__(self, code: BlockCode, noise: BlockNoise | None, numels: Sequence[int]) -> None:
+    def __init__(
+        self,
+        code: BlockCode,
+        noise: BlockNoise | None,
+        pieces: Sequence[Piece],
+        numels: Sequence[int],
+    ) -> None:
         self._code = code
+        self._pieces = pieces
         self._noise = noise
         self._counts = [blocks_of(numel) for numel in numels]
         self.rows = to_blocks
@@ -127,9 +134,12 @@ class BlockCoder:
         return self._code.encode(rows, self._noise.numbers(first, first + len(rows), stage))
 
     def places(self, replicas: int) -> tuple[Tensor, int]:
-        """Where the rows go when they are dealt out to ``replicas`` by `owned_rows` of each tensor:
-        the place of each row, and how many places every replica has."""
-        owners = numpy.concatenate([_owners(count, replicas) for count in self._counts])
+        """Where the rows go when they are dealt out to ``replicas`` by `owners`: the place of each
+        row, and how many places every replica has."""
+        dealt_to: list[numpy.ndarray] = []
+        for count, piece in zip(self._counts, self._pieces, strict=True):
+            dealt_to.append(owners_of(count, piece.key, replicas))
+        owners = numpy.concatenate(dealt_to)
         dealt = owners.argsort(kind="stable")
         counts = numpy.bincount(owners, minlength=replicas)
         begins = counts.cumsum() - counts
@@ -144,14 +154,10 @@ class BlockCoder:
             tensor.copy_(part.view(-1)[: tensor.numel()].view(tensor.shape))
 
 
-def _owners(rows: int, replicas: int) -> numpy.ndarray:
-    """The replica that owns each of ``rows``."""
-    return ((numpy.arange(rows) + 1) * replicas - 1) // max(rows, 1)
-
-
-def owned_rows(rows: int, replica: int, replicas: int) -> slice:
-    """Those of ``rows`` of one tensor that ``replica`` owns."""
-    return slice(replica * rows // replicas, (replica + 1) * rows // replicas)
+def owners_of(rows: int, key: int, replicas: int) -> numpy.ndarray:
+    """The replica that owns each of the ``rows`` of one tensor. Its ``key`` says who has the first
+    ones, so that small tensors do not all fall to one."""
+    return (numpy.arange(rows) * replicas // max(rows, 1) + key) % replicas
 
 
 def to_blocks(tensors: Sequence[Tensor]) -> Tensor:

@@ -29,7 +29,7 @@ from parallel2d.parallel.sync.wires.blocks import (
     RoundingKeys,
     blocks_of,
     contribution_stage,
-    owned_rows,
+    owners_of,
 )
 from parallel2d.parallel.weights.geometry import Region, as_real, pieces_of
 
@@ -185,21 +185,18 @@ def expected_mean(
         if sent_back and len(parts) > 2:
             mean_read = _as_read(coder, total, MEAN_STAGE)
             if wire.keeps_rest:
-                _keep_with_owners((total - mean_read) * len(parts), parts)
+                _keep_with_owners((total - mean_read) * len(parts), keys.of(name), parts)
             total = mean_read
         as_real(mean[region.slices]).copy_(total)
     return mean
 
 
-def _keep_with_owners(rest: Tensor, parts: Sequence[Tensor]) -> None:
+def _keep_with_owners(rest: Tensor, key: int, parts: Sequence[Tensor]) -> None:
     """Adds to what each replica keeps the blocks of ``rest`` that it owns."""
-    flat = rest.reshape(-1)
+    owners = owners_of(blocks_of(rest.numel()), key, len(parts)).repeat(BLOCK)[: rest.numel()]
+    of_value = torch.from_numpy(owners).view(rest.shape)
     for replica, part in enumerate(parts):
-        rows = owned_rows(blocks_of(len(flat)), replica, len(parts))
-        own = slice(rows.start * BLOCK, rows.stop * BLOCK)
-        owned = torch.zeros_like(flat)
-        owned[own] = flat[own]
-        part += owned.view(part.shape)
+        part += torch.where(of_value == replica, rest, 0)
 
 
 def _as_read(coder: Coder | None, values: Tensor, stage: int) -> Tensor:
