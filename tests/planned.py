@@ -192,7 +192,9 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
     masters = outer = kept = 0
     for engine in reducers_in(model):
         if isinstance(engine.updates, Residuals):
-            kept = sum(stored.nbytes for stored in engine.updates._kept.values())
+            kept = sum(
+                codes.nbytes + scales.nbytes for codes, scales in engine.updates._kept.values()
+            )
         if isinstance(engine.updates, OwnedParameters):
             masters = sum(map(_bytes, engine.updates.masters().values()))
         if isinstance(engine.updates, OuterSync):

@@ -39,12 +39,7 @@ from torch.utils._pytree import tree_map_only
 from parallel2d.base.config import OptimizerConfig, ParallelConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh import MeshShape, mesh_shape
-from parallel2d.parallel.model_structure import (
-    find_blocks,
-    fqn_of,
-    hidden_matrices,
-    stays_whole,
-)
+from parallel2d.parallel.model_structure import find_blocks, fqn_of, hidden_matrices, stays_whole
 from parallel2d.parallel.parallelize.bucketing import bucket_modules
 from parallel2d.parallel.parallelize.compilation import check_compilation
 from parallel2d.parallel.parallelize.ignored import ignored_names
@@ -264,8 +259,8 @@ def resolve(
     stored = storage_dtypes(model, precision)
     left_out = ignored_names(model, ignored)
     collector = _Collector(config, precision, stored, shape.tensor)
-    hidden = frozenset(hidden_matrices(model))
-    collector.mark(model, left_out, workload.muon, hidden)
+    collector.hidden = frozenset(hidden_matrices(model))
+    collector.mark(model, left_out, workload.muon)
     collector.tensor_dims = dict(_split_dims(model, mesh, tensor_plan or {}, shape.tensor))
     blocks = find_blocks(model, config.bucketing.blocks, config.bucketing.policy)
     if config.compile.name != "none" and not blocks:
@@ -287,7 +282,7 @@ def resolve(
         tensor_plan=tensor_plan,
         blocks=tuple(name for name, _ in blocks),
         ignored=tuple(left_out),
-        hidden=hidden,
+        hidden=collector.hidden,
         groups=tuple(groups),
         equal_groups=tuple(Counter(filter(None, parameters)).items()),
         whole=tuple(collector.whole),
@@ -307,6 +302,7 @@ class _Collector:
         tensor: int,
     ) -> None:
         self.whole: list[ParameterShape] = []
+        self.hidden: frozenset[str] = frozenset()
         self.tensor_dims: Mapping[nn.Parameter, int] = {}
         self._is_muon: dict[nn.Parameter, bool] = {}
         self._is_hidden: dict[nn.Parameter, bool] = {}
@@ -317,18 +313,12 @@ class _Collector:
         self._stored = stored
         self._tensor = tensor
 
-    def mark(
-        self,
-        model: nn.Module,
-        ignored: Container[str],
-        muon: Container[str],
-        hidden: Container[str],
-    ) -> None:
+    def mark(self, model: nn.Module, ignored: Container[str], muon: Container[str]) -> None:
         """Notes, by FQN, which parameters stay whole, which Muon updates, which are hidden."""
         for name, parameter in model.named_parameters():
             fqn = fqn_of(name)
             self._is_muon[parameter] = fqn in muon
-            self._is_hidden[parameter] = fqn in hidden
+            self._is_hidden[parameter] = fqn in self.hidden
             if fqn in ignored:
                 self._kept_whole.add(parameter)
                 # Nothing updates it. Quantized weights keep their integers.

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
-from parallel2d.parallel.model_structure import updated_as
 from parallel2d.parallel.sync.methods.method import ReplicatedModel, UpdateFollower
 from parallel2d.parallel.sync.wires import RESIDUAL_DECAY
 from parallel2d.parallel.sync.wires.blocks import BLOCK, blocks_of, to_blocks
@@ -33,11 +32,6 @@ class StoredBlocks(NamedTuple):
 
     codes: Tensor  # int8 [blocks, 256]
     scales: Tensor  # fp32 [blocks, 1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return self.codes.nbytes + self.scales.nbytes
 
     @classmethod
     def of(cls, blocks: Tensor) -> StoredBlocks:
@@ -63,8 +57,9 @@ class Residuals(UpdateFollower):
         self.replicas = model.group.size()
         self._parameters: dict[str, FSDPParameter] = {}
         for group in model.groups:
-            hidden = [each for each in group.trained if each.name in model.hidden]
-            self._parameters.update({each.name: each for each in hidden})
+            # Those that are frozen too: they may be trained later.
+            hidden = [each for each in group.parameters if each.name in model.hidden]
+            self._parameters |= {each.name: each for each in hidden}
         self._kept: dict[str, StoredBlocks] = {}
         # After a reduction, until the optimizer's step
         self._next: dict[str, StoredBlocks] = {}
@@ -90,7 +85,7 @@ class Residuals(UpdateFollower):
 
     def after_update(self) -> None:
         for name, stored in self._next.items():
-            if updated_as(self._parameters[name].sharded).grad is not None:
+            if self._parameters[name].sharded.grad is not None:
                 self._kept[name] = stored
         self._next = {}
 
@@ -102,6 +97,8 @@ class Residuals(UpdateFollower):
         found: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             whole = parameter.sharded
+            if not whole.requires_grad:
+                continue
             wide = torch.promote_types(whole.dtype, torch.float32)
             found[name] = torch.zeros_like(whole, dtype=wide, requires_grad=False)
             if name in self._kept:
