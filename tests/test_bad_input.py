@@ -80,13 +80,13 @@ CASES = [
     ((*TEXT, "model=custom", "model.target=os:getcwd"), ["model.target=os:getcwd", "not an nn.Module"]),
     (
         ("model.n_heads=7", "data=text", "train.seq_len=4096", "train.micro_batch_size=64", "scheduler.warmup_steps=300",
-         "profile.steps=[1,999]", "profile.ranks=[-1]", "optimizer.nesterov=true", "activation_checkpointing.every=2", "sync.wire=int4",
+         "profile.steps=[1,999]", "profile.ranks=[-1]", "optimizer.nesterov=true", "activation_checkpointing.every=2", "sync.warmup=5",
          "optimizer.groups=[{pattern: a}]", "launch.nnodes=0", "bucketing.size_mib=3", "plan.dry_run=true", "plan.scaling=weak",
          "checkpoint.keep_best_mode=max", "train.hooks=[a]", "cluster.inside_node.up_gbit=1"),
         ["model.dim=128", "model.n_heads=7", "model.n_kv_heads=4", "data.path is required", "model.max_seq_len=2048",
          "train.global_batch_size=32", "scheduler.warmup_steps=300 must be below train.steps=300", "profile.steps=[1, 999]",
          "profile.ranks=[-1] must be ranks", "optimizer.nesterov=true has no effect with optimizer=adamw, only with sgd, muon",
-         "activation_checkpointing.every=2 has no effect with activation_checkpointing=none", "sync.wire=int4 does not go with sync=every_step: use sync=diloco",
+         "activation_checkpointing.every=2 has no effect with activation_checkpointing=none", "sync.warmup=5 has no effect with sync.wire=auto, only with int4",
          "optimizer.groups has", "launch.nnodes=0", "bucketing.size_mib=3.0 has no effect with bucketing=block, only with size",
          "plan.scaling=weak does not go with plan.dry_run=true", "has no effect without checkpoint.keep_best",
          "train.hooks has a; ", "up_gbit=1.0 has no effect without cluster.inside_node.down_gbit"],
@@ -125,6 +125,7 @@ def test_wrong_words_are_one_clear_message(words, expected, capsys):
 @pytest.mark.parametrize(("words", "told"), [
     (("train.epochs=2", "data.epochs=3"), "contradict each other"),
     (("strategy=hybrid_full", "sync=diloco"), "hybrid_full does not go with sync=diloco"),
+    (("sync.wire=int4", "sync.during_accumulation=full"), "is sent once in a global batch"),
     (("strategy=hybrid_full", "sync.wire=int8"), "so few bits cannot hold them; use sync.wire=bf16"),
     (("strategy=hybrid_full", "sync.engine=torch"), "use sync.engine=parallel2d"),
     (("sync.engine=torch", "sync.wire=bf16"), "does not go with sync.wire=bf16: use sync.wire=auto"),

@@ -165,7 +165,7 @@ class Trainer:
 
         begin, busy = time.perf_counter(), time.process_time()
         self.recorder.start_step(step)
-        set_step(self.model, step)
+        set_step(self.model, step, self.scaler.scale)
         self.clock.start()
         with self._in_step():
             while (outcome := self._compute(feed, batch, tokens)) is None:

@@ -3,6 +3,7 @@ everything."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -357,6 +358,9 @@ class TrainConfig:
 
     def parallel(self) -> ParallelConfig:
         """The part that `parallel2d.parallelize` reads."""
+        sync = self.sync
+        if sync.warmup < 1:
+            sync = replace(sync, warmup=math.ceil(sync.warmup * self.train.steps))
         return ParallelConfig(
             strategy=self.strategy,
             bucketing=self.bucketing,
@@ -364,7 +368,7 @@ class TrainConfig:
             activation_checkpointing=self.activation_checkpointing,
             compile=self.compile,
             prefetch=self.prefetch,
-            sync=self.sync,
+            sync=sync,
             cpu_offload=self.cpu_offload,
             allow_cross_node=self.mesh.allow_cross_node,
         )
