@@ -22,7 +22,8 @@ from parallel2d.base.topology import Topology
 from parallel2d.parallel.cost.flops import count_flops, peak_flops
 from parallel2d.parallel.cost.tensor_twin import TensorTraffic, count_tensor_axis, tensor_twin
 from parallel2d.parallel.cost.traffic import exact_bytes, predicted_bytes
-from parallel2d.parallel.mesh import crosses_hosts, draw_mesh, ranks_of
+from parallel2d.parallel.mesh import ranks_of
+from parallel2d.parallel.mesh_sizes import crosses_hosts, draw_mesh
 from parallel2d.parallel.parallelize.layout import Layout, SampleShape
 from parallel2d.training.data.opening import OpenData
 from parallel2d.training.loss.model_loss import ModelLoss
@@ -60,8 +61,7 @@ class RunFacts:
         lines = [
             f"parallel2d  {shape.world_size} x {name}, {self.topology.describe()}, torch "
             f"{torch.__version__}",
-            f"mesh        replicate {shape.replicate} x shard {shape.shard} x tensor "
-            f"{shape.tensor}; strategy {config.strategy.name}",
+            f"mesh        {shape}; strategy {config.strategy.name}",
             draw_mesh(self.ranks, self.topology),
             *(f"            {note}" for note in shape.notes),
             f"model       {self.model}: {self.parameters:,} parameters, "
@@ -88,7 +88,7 @@ class RunFacts:
 
     def mesh_sizes(self) -> dict[str, Any]:
         """Ranks of each axis."""
-        return {axis: getattr(self.layout.shape, axis) for axis in AXES}
+        return self.layout.shape.shown
 
     def hparams(self) -> dict[str, str | float | bool]:
         """Settings by which runs are compared."""
@@ -227,7 +227,7 @@ def build_recorder(facts: RunFacts, mesh: DeviceMesh, *, first: bool) -> Recorde
     # Replicas that differ send each other nothing in most steps.
     if not facts.layout.method.replicas_equal:
         del predicted["comm/replicate/bytes"]
-    slow = [dim for dim in range(len(AXES)) if crosses_hosts(facts.ranks, dim, facts.topology)]
+    slow = [axis for axis in AXES if crosses_hosts(facts.ranks, axis, facts.topology)]
     flops, batch = facts.flops_per_sequence, config.train.global_batch_size
     profile = config.profile
     return Recorder(
@@ -243,7 +243,7 @@ def build_recorder(facts: RunFacts, mesh: DeviceMesh, *, first: bool) -> Recorde
         hosts=facts.topology.hosts,
         meter=CommunicationMeter(mesh) if config.metrics.communication else None,
         predicted=predicted,
-        slow_axes=[AXES[dim] for dim in slow],
+        slow_axes=slow,
         exact_bytes=exact_bytes(layout),
         profiler=StepProfiler(run_dir, dist.get_rank(), facts.device, profile.steps, profile.ranks),
     )

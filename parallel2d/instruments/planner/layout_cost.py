@@ -47,7 +47,8 @@ from parallel2d.parallel.cost.state_memory import StateBytes, state_bytes
 from parallel2d.parallel.cost.step_time import StepEstimate, estimate_step
 from parallel2d.parallel.cost.tensor_twin import TensorTraffic
 from parallel2d.parallel.cost.traffic import predicted_bytes
-from parallel2d.parallel.mesh import MeshShape, MeshSpec, build_mesh, check_placement, resolve_mesh
+from parallel2d.parallel.mesh import build_mesh
+from parallel2d.parallel.mesh_sizes import MeshShape, MeshSpec, check_placement, resolve_mesh
 from parallel2d.parallel.parallelize import apply_on_fake_tensors
 from parallel2d.parallel.parallelize.layout import Layout, SampleShape
 from parallel2d.parallel.parallelize.preconditions import check_parameters
@@ -169,7 +170,7 @@ class JobCosts:
         self._parameters = sum(value.numel() for value in module.parameters())
         example = functools.partial(self._sample.example, 1)
         self._flops = count_flops(module, example, ModelLoss(config, self.parts).value)
-        self._places: dict[tuple[int, ...], Mapping[str, GroupPlacement]] = {}
+        self._places: dict[MeshShape, Mapping[str, GroupPlacement]] = {}
         # Of one rank on the other axes, by the size of the tensor axis and the bucketing
         self._layouts: dict[tuple[int, str], Layout] = {}
         # By the size and the recomputation, with the samples of the micro-batch that was counted
@@ -227,12 +228,11 @@ class JobCosts:
 
     def _place(self, config: TrainConfig, shape: MeshShape) -> Mapping[str, GroupPlacement]:
         """Places each axis. Raises `ConfigError` for one that crosses hosts by accident."""
-        key = (shape.replicate, shape.shard, shape.tensor)
-        if key not in self._places:
+        if shape not in self._places:
             ranks = shape.place(self.topology)
             check_placement(ranks, self.topology, config.mesh.allow_cross_node)
-            self._places[key] = placements(ranks, self.topology)
-        return self._places[key]
+            self._places[shape] = placements(ranks, self.topology)
+        return self._places[shape]
 
     def _lay_out(self, config: TrainConfig, shape: MeshShape, batches: BatchPlan) -> Layout:
         key = (shape.tensor, f"{config.bucketing}")

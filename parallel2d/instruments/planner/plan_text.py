@@ -29,8 +29,7 @@ def summary(config: TrainConfig, cost: LayoutCost) -> list[str]:
     return [
         f"plan        {shape.world_size:,} ranks, {cost.topology.describe()}; cluster "
         f"{cluster.name}, device {cluster.device.name}",
-        f"mesh        replicate {shape.replicate} x shard {shape.shard} x tensor {shape.tensor}; "
-        f"strategy {config.strategy.name}",
+        f"mesh        {shape}; strategy {config.strategy.name}",
         *(f"{_INDENT}{note}" for note in shape.notes),
         f"model       {cost.model}: {cost.parameters:,} parameters",
         f"{_INDENT}precision {config.precision.name}, bucketing {config.bucketing.name}, "
@@ -215,7 +214,7 @@ def scaling_lines(points: Sequence[ScalingPoint], config: TrainConfig) -> list[s
             cells += f"{cell:>16}"
         mesh = ""
         if (hybrid := point.best["hybrid"]) is not None:
-            mesh = " x ".join(f"{getattr(hybrid.cost.shape, axis)}" for axis in AXES)
+            mesh = " x ".join(map(str, hybrid.cost.shape.sizes.values()))
         row = f"{point.ranks:>10,}{point.global_batch_size:>8,}{cells}  {mesh}"
         lines.append(row.rstrip())
     return lines

@@ -72,11 +72,12 @@ class StepSeconds:
     replicate: float
     update: float
     total: float
+    context: float = 0.0
 
     @property
     def exposed_share(self) -> float:
         """The share of the step in which the device waits for a link."""
-        return (self.tensor + self.shard + self.replicate) / self.total
+        return (self.tensor + self.context + self.shard + self.replicate) / self.total
 
 
 @dataclass(frozen=True)

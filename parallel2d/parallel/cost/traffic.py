@@ -39,7 +39,7 @@ class AxisTraffic:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        shard = layout.shape.shard
+        shard = layout.shape.sharding.shard
         # What each group moves, and the number of equal groups
         self.groups = [(group_traffic(each, shard), count) for each, count in layout.equal_groups]
 
@@ -84,7 +84,7 @@ class AxisTraffic:
         return replicate + self.updated(group) / method.update_period, shard
 
     def _sent(self, axis: str, collective: str, size: float) -> float:
-        ranks = getattr(self.layout.shape, axis)
+        ranks = getattr(self.layout.shape.sharding, axis)
         # A group counts this rank's parts, of which the shard axis has one on each rank.
         whole = size * ranks if axis == "shard" else size
         return sent_bytes(collective, whole, ranks, self.layout.workload.device_type)

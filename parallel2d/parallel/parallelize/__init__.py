@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import ParallelConfig
 from parallel2d.base.topology import Topology
+from parallel2d.parallel.mesh import sharding_mesh
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.parallelize.activation_checkpointing import (
     checkpoint_activations,
@@ -72,7 +73,7 @@ def parallelize(
             the constructor gives in one process under ``torch.manual_seed(seed)``; built with
             real weights they are kept, after a check that all ranks hold the same.
         mesh: from `parallel2d.build_mesh`, or your own with axes named ``replicate``, ``shard`` and
-            optionally ``tensor``.
+            optionally ``context`` and ``tensor``.
         config: strategy, bucketing, precision, activation checkpointing, compilation, prefetch,
             offloading; presets by name.
         seed: of the initial weights, required when parameters are on meta; and of what
@@ -130,7 +131,7 @@ def apply_layout(
     mark_sharded(model, layout.ignored)
     # Errors for calls that would go wrong.
     guard(model, mesh)
-    audit(model, mesh, layout.config.sync.compare_every)
+    audit(model, sharding_mesh(mesh), layout.config.sync.compare_every)
     watch_statistics(model, mesh)
     clear_with_gradients(model)
     # `fully_shard` has given the class one that raises.
@@ -170,6 +171,7 @@ def _transform(
 ) -> None:
     """The transforms, in their order."""
     config = layout.config
+    parameters = sharding_mesh(mesh)
     precision = layout.precision_of(model)
     cast_storage(model, precision)
     cast_ignored(model, layout.ignored, precision.param, precision.fp32_modules)
@@ -177,23 +179,23 @@ def _transform(
     source.remember(model, blocks)
 
     convert_to_float8(blocks, config.precision, precision.fp32_modules)
-    apply_tensor_parallel(model, mesh, layout.tensor_plan)
+    apply_tensor_parallel(model, parameters, layout.tensor_plan)
     checkpoint_activations(model, blocks, config.activation_checkpointing)
     compile_blocks(blocks, config.compile, config.activation_checkpointing.compiler_budget)
     plain = ignored_parameters(model, layout.ignored, mesh.device_type)
     without_dims = scalar_places(model, plain)
-    shard(model, mesh, layout, plain | set(without_dims))
-    scalars = keep_whole(model, mesh, without_dims.values(), precision.param)
-    synchronize(model, mesh, layout, precision, topology, scalars, seed)
+    shard(model, parameters, layout, plain | set(without_dims))
+    scalars = keep_whole(model, parameters, without_dims.values(), precision.param)
+    synchronize(model, parameters, layout, precision, topology, scalars, seed)
     select_without_hooks(model, config.activation_checkpointing)
-    prefetch_parameters(model, mesh, config.prefetch)
+    prefetch_parameters(model, parameters, config.prefetch)
 
 
 def _fill(
     layout: Layout, model: nn.Module, mesh: DeviceMesh, source: WeightSource, topology: Topology
 ) -> None:
     """Weights on this rank."""
-    source.fill(model, mesh, topology, offload=layout.config.cpu_offload)
+    source.fill(model, sharding_mesh(mesh), topology, offload=layout.config.cpu_offload)
     engine = engine_of(model)
     engine.updates.make(model)
     note_update_mesh(model, engine.update_mesh)
