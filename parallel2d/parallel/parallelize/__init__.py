@@ -27,6 +27,12 @@ from parallel2d.parallel.parallelize.activation_checkpointing import (
 )
 from parallel2d.parallel.parallelize.audit import audit
 from parallel2d.parallel.parallelize.compilation import compile_blocks
+from parallel2d.parallel.parallelize.context_blocks import Stack
+from parallel2d.parallel.parallelize.context_parallel import (
+    intercept_attention,
+    learn_at_first,
+    slice_blocks,
+)
 from parallel2d.parallel.parallelize.copies import DEEPCOPY, copier, sharded_copy
 from parallel2d.parallel.parallelize.float8 import convert_to_float8
 from parallel2d.parallel.parallelize.guards import guard
@@ -126,7 +132,7 @@ def apply_layout(
         model, lambda twin, weights: apply_layout(layout, twin, mesh, weights, topology, seed)
     )
     mark_sharded(model, layout.ignored)
-    _transform(layout, model, mesh, source, topology, seed)
+    stacks = _transform(layout, model, mesh, source, topology, seed)
     _fill(layout, model, mesh, source, topology)
     mark_sharded(model, layout.ignored)
     # Errors for calls that would go wrong.
@@ -134,6 +140,7 @@ def apply_layout(
     audit(model, sharding_mesh(mesh), layout.config.sync.compare_every)
     watch_statistics(model, mesh)
     clear_with_gradients(model)
+    learn_at_first(model, mesh, stacks)
     # `fully_shard` has given the class one that raises.
     vars(model)[DEEPCOPY] = copy
     return model
@@ -155,9 +162,10 @@ def apply_on_fake_tensors(
     source = WeightSource(
         model, seed=0, init=lambda *_: None, broadcast_from=None, given=lambda _: given
     )
-    _transform(layout, model, mesh, source, topology, seed=0)
+    stacks = _transform(layout, model, mesh, source, topology, seed=0)
     with fake:
         _fill(layout, model, mesh, source, topology)
+    learn_at_first(model, mesh, stacks, compares=False)
     return model
 
 
@@ -168,8 +176,8 @@ def _transform(
     source: WeightSource,
     topology: Topology,
     seed: int,
-) -> None:
-    """The transforms, in their order."""
+) -> list[Stack]:
+    """The transforms, in their order. Returns what a context axis is to split."""
     config = layout.config
     parameters = sharding_mesh(mesh)
     precision = layout.precision_of(model)
@@ -180,8 +188,10 @@ def _transform(
 
     convert_to_float8(blocks, config.precision, precision.fp32_modules)
     apply_tensor_parallel(model, parameters, layout.tensor_plan)
+    stacks = intercept_attention(model, mesh)
     checkpoint_activations(model, blocks, config.activation_checkpointing)
     compile_blocks(blocks, config.compile, config.activation_checkpointing.compiler_budget)
+    slice_blocks(stacks)
     plain = ignored_parameters(model, layout.ignored, mesh.device_type)
     without_dims = scalar_places(model, plain)
     shard(model, parameters, layout, plain | set(without_dims))
@@ -189,6 +199,7 @@ def _transform(
     synchronize(model, parameters, layout, precision, topology, scalars, seed)
     select_without_hooks(model, config.activation_checkpointing)
     prefetch_parameters(model, parameters, config.prefetch)
+    return stacks
 
 
 def _fill(

@@ -256,8 +256,9 @@ def check_ranks_share_data(model: nn.Module, mesh: DeviceMesh, axis: str) -> Non
         return
     group = mesh.get_group(axis)
 
-    # In the first forward alone: a sampler that is right once is right ever after.
-    def compare(_module: nn.Module, args: Any, kwargs: Any) -> None:
+    # In the first forward alone: a sampler that is right once is right ever after. A hook before
+    # this one may have called the model: torch then calls it again, as one without ``kwargs``.
+    def compare(_module: nn.Module, args: Any, kwargs: Any = None) -> None:
         handle.remove()
         if len(set(all_gather(_digest((args, kwargs)), group))) > 1:
             ranks = dist.get_process_group_ranks(group)

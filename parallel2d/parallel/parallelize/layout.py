@@ -182,9 +182,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         self.shape.spec().refuse_contradiction(self.config.strategy)
-        if self.shape.context > 1:
-            raise ConfigError(f"mesh.context={self.shape.context} is not supported yet")
-        check_compilation(self.config.compile, self.shape.tensor)
+        check_compilation(self.config.compile, self.shape)
         check_offload(self.config.cpu_offload, self.workload.device_type, self.shape.replicate)
 
     @property

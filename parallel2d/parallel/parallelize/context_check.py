@@ -1,0 +1,338 @@
+"""Learns which tensors of the blocks follow the length of the sequence, and finds blocks in which
+positions meet outside of attention: `ContextCheck`.
+
+[Note: whole against cut] Three forwards of a few positions run before the first one, without
+gradients and dropout. Two run whole, with different lengths: a dim that differs follows the
+sequence. In the third the stacks are split; each block gets the input that it had before, and what
+it gives to attention and returns is compared with this rank's part of before. For this time
+parameters that are zero get values, because a branch that begins at zero hides what it computes.
+At the end the outputs of the model are compared: losses that blocks leave aside show there.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.exchange import all_gather
+from parallel2d.parallel.context_axis import ContextAxis
+from parallel2d.parallel.parallelize.context_blocks import (
+    Path,
+    SplitBlock,
+    Stack,
+    first_hidden,
+    map_tensors,
+)
+from parallel2d.parallel.weights.geometry import local_part
+
+log = logging.getLogger(__name__)
+
+_MOST = 2**53  # of what is compared
+_POSITIONS = 8  # of a rank, at least, in what is compared
+_Key = tuple[str, Path, int]  # of a block, and which time the block has it in a forward
+# By how much two ways to compute the same may differ, relative to the largest value
+_BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4}
+
+
+class ContextCheck:
+    """Of the ``stacks`` of ``model``. ``multiple``: of the sequence's length, other axes' too.
+    ``compares``: whether tensors have values."""
+
+    def __init__(
+        self, model: nn.Module, stacks: Sequence[Stack], multiple: int, compares: bool
+    ) -> None:
+        self._model, self._stacks, self._compares = model, stacks, compares
+        self._multiple = multiple
+        self._axis: ContextAxis = stacks[0].axis
+        self._names: dict[nn.Module, tuple[SplitBlock, str]] = {}
+        for stack in stacks:
+            for block in stack.blocks:
+                for name, module in block.module.named_modules(prefix=block.name):
+                    self._names[module] = block, name
+        # Of each forward the shapes; of the whole one this rank's slices
+        self._shapes: list[dict[_Key, torch.Size]] = []
+        self._slices: dict[_Key, Tensor] = {}
+        self._seen: Counter[tuple[str, Path]] = Counter()
+        self._order: dict[int, Stack] = {}
+        self._differences: dict[_Key, float] = {}
+        self._is_split = False
+
+    def run(self, args: Any, kwargs: Any) -> None:
+        """Learns from inputs of the model, and splits the stacks. Collective. Raises `ConfigError`
+        on every rank where it is not right."""
+        for stack in self._stacks:
+            stack.watcher = self
+        try:
+            with _zeros_filled(self._model, self._compares), self._watched():
+                problem = self._compare(args, kwargs)
+        finally:
+            for stack in self._stacks:
+                stack.watcher = None
+        # What one rank finds first another one may find later, by what follows from it.
+        found = (len(self._differences) if problem else _MOST, problem)
+        ranks = all_gather(found) if self._compares else [found]
+        _, problem = min(ranks, key=operator.itemgetter(0))
+        if problem:
+            for stack in self._stacks:
+                stack.is_split = False
+            raise ConfigError(f"mesh.context={self._axis.size}: {problem}")
+
+    def _compare(self, args: Any, kwargs: Any) -> str:
+        """What is wrong, perhaps nothing. What came before is left in `_differences`."""
+        lengths = _lengths(args, kwargs)
+        sizes = {length: self._shortened(length) for length in lengths}
+        expected = None
+        try:
+            if sizes:
+                self._forward(args, kwargs, {length: short // 2 for length, short in sizes.items()})
+                expected = self._forward(args, kwargs, sizes)
+        except ConfigError:
+            raise
+        except Exception as error:  # a model may take one length alone
+            log.info("mesh.context: checked on whole sequences: %s", str(error).split("\n")[0])
+            expected = None
+        if expected is None:
+            self._shapes.clear()
+            sizes = {}
+            expected = self._forward(args, kwargs, sizes)
+        problem = self._choose()
+        if problem:
+            return problem
+        self._is_split = True
+        try:
+            found = self._forward(args, kwargs, sizes)
+        except ConfigError as error:
+            return str(error).removeprefix(f"mesh.context={self._axis.size}: ")
+        except Exception as error:
+            at = next(reversed(self._seen), ("the model", ()))[0]
+            return (
+                f"{at} cannot compute on a slice of the sequence "
+                f"({type(error).__name__}: {error}); {_ADVICE}"
+            )
+        return self._verdict(expected, found) if self._compares else ""
+
+    def _shortened(self, length: int) -> int:
+        """How many positions of ``length`` are compared."""
+        ranks = self._axis.size
+        step = self._multiple * ranks
+        least = -(-_POSITIONS * ranks // step) * step
+        return min(length, least)
+
+    def _forward(self, args: Any, kwargs: Any, sizes: dict[int, int]) -> Any:
+        self._shapes.append({})
+        self._seen.clear()
+        args, kwargs = _shorten(args, sizes), _shorten(kwargs, sizes)
+        return self._model(*args, **kwargs)
+
+    # What blocks have
+
+    def see(self, block: SplitBlock, path: Path, tensor: Tensor) -> None:
+        self._order[id(block.stack)] = self._order.pop(id(block.stack), block.stack)
+        number = self._seen[block.name, path]
+        self._seen[block.name, path] += 1
+        key = (block.name, path, number)
+        self._shapes[-1][key] = tensor.shape
+        if self._is_split:
+            self._compare_one(block, key, tensor)
+            return
+        shape = tensor.shape
+        if len(self._shapes) == 2:
+            shorter = self._shapes[0].get(key, shape)
+            pairs = zip(shape, shorter, strict=False)
+            dims = tuple(dim for dim, (one, other) in enumerate(pairs) if one != other)
+        else:
+            whole = self._whole_length(block, tensor)
+            dims = tuple(dim for dim, size in enumerate(shape) if size == whole and dim > 0)
+        block.follows[path] = dims
+        if self._compares and len(dims) == 1 and shape[dims[0]] % self._axis.size == 0:
+            self._slices[key] = self._axis.cut(tensor.detach(), dims[0]).clone()
+
+    def _whole_length(self, block: SplitBlock, tensor: Tensor) -> int:
+        """Of the input of the block, whose second dim it is taken to be."""
+        shapes = self._shapes[-1]
+        first = next((shape for (name, _, _), shape in shapes.items() if name == block.name), None)
+        return (first or tensor.shape)[1]
+
+    def _compare_one(self, block: SplitBlock, key: _Key, tensor: Tensor) -> None:
+        _, path, _ = key
+        if path[0] in ("args", "kwargs"):
+            dims = block.follows.get(path, ())
+            whole = self._shapes[-2].get(key)
+            if whole is None or len(dims) != 1:
+                return
+            (dim,) = dims
+            if whole[dim] == tensor.shape[dim] * self._axis.size:
+                block.as_slices.add(path)
+            return
+        expected = self._slices.get(key)
+        if expected is None:
+            return
+        difference = float("inf")
+        if expected.shape == tensor.shape:
+            difference = _difference(tensor, expected)
+        self._differences[key] = difference
+
+    def input_of(self, block: SplitBlock, own: Tensor) -> Tensor:
+        """That of the whole forward: differences shall not add up."""
+        for key, expected in self._slices.items():
+            if key[0] == block.name and key[1][0] in ("args", "kwargs"):
+                return expected if expected.shape == own.shape else own
+        return own
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Sees what modules inside blocks return, which tells where a difference begins."""
+
+        def see(module: nn.Module, _inputs: Any, output: Any) -> None:
+            if module in self._names:
+                block, name = self._names[module]
+                _, hidden = first_hidden(output)
+                if name != block.name and hidden is not None:
+                    self.see(block, ("module", name), hidden)
+
+        hook = nn.modules.module.register_module_forward_hook(see)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    # What follows
+
+    def _choose(self) -> str:
+        """Splits the stacks whose attention is over positions, or says why there are none."""
+        executed = list(self._order.values())
+        for stack in executed:
+            stack.is_split = any(map(_attends, stack.blocks))
+        split = [stack for stack in executed if stack.is_split]
+        for module, (block, name) in self._names.items():
+            is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+            if is_norm and block.stack.is_split:
+                return f"{name} is a {type(module).__name__}, which mixes positions; {_ADVICE}"
+        if not split:
+            name = executed[0].blocks[0].name if executed else type(self._model).__name__
+            return (
+                f"{name} calls no F.scaled_dot_product_attention over positions; models of "
+                "transformers do with attn_implementation=sdpa"
+            )
+        split[-1].feeds_head = True
+        return ""
+
+    def _verdict(self, expected: Any, found: Any) -> str:
+        for number, (key, difference) in enumerate(list(self._differences.items())):
+            name, path, _ = key
+            if path[0] == "module" or difference <= self._bound(key):
+                continue
+            where, why = name, "its positions meet outside of attention"
+            if path[-1] in ("query", "key", "value"):
+                why = "what its attention gets depends on other positions, or on their numbers"
+            begins = self._where_it_begins(name)
+            if begins is not None:
+                where = begins
+            for later in list(self._differences)[number:]:
+                del self._differences[later]
+            return f"{where}: {why} (whole and cut differ by {difference:.1e}); {_ADVICE}"
+        for one, other in zip(_numbers(expected), _numbers(found), strict=False):
+            if one.shape != other.shape or _difference(other, one) > _bound(one.dtype):
+                return (
+                    f"an output of {type(self._model).__name__} of shape {tuple(one.shape)} is not "
+                    "that of whole sequences: losses and states that blocks leave aside "
+                    "(output_router_logits, output_hidden_states, use_cache) need mesh.context=1"
+                )
+        return ""
+
+    def _bound(self, key: _Key) -> float:
+        return _bound(self._slices[key].dtype)
+
+    def _where_it_begins(self, block: str) -> str | None:
+        """The first module of ``block`` whose output differs."""
+        for key, difference in self._differences.items():
+            name, path, _ = key
+            if name == block and path[0] == "module" and difference > self._bound(key):
+                module = self._model.get_submodule(path[1])
+                return f"{path[1]} ({type(module).__name__})"
+        return None
+
+
+def _attends(block: SplitBlock) -> bool:
+    """Whether it has queries of one for each position."""
+    for path, dims in block.follows.items():
+        if path[0] == "attention" and path[-1] == "query" and len(dims) == 1:
+            return True
+    return False
+
+
+_ADVICE = "use mesh.context=1 for this model"
+
+
+def _bound(dtype: torch.dtype) -> float:
+    return _BOUNDS.get(dtype, 3e-2)
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.detach().double(), expected.detach().double()
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    difference = torch.where(same, 0.0, found - expected).abs()
+    if not difference.numel():
+        return 0.0
+    largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp(min=1e-30)
+    return float(difference.nan_to_num(torch.inf).max() / largest)
+
+
+def _numbers(outputs: Any) -> list[Tensor]:
+    leaves = tree_leaves(outputs)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _lengths(args: Any, kwargs: Any) -> list[int]:
+    """Of sequences among the inputs: the second dim of [batch, length] integers, or else of
+    [batch, length, dim]."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    found = [t.shape[1] for t in tensors if t.ndim == 2 and not t.is_floating_point()]
+    found = found or [t.shape[1] for t in tensors if t.ndim == 3]
+    return list(dict.fromkeys(found))
+
+
+def _shorten(inputs: Any, sizes: dict[int, int]) -> Any:
+    """The first positions of at most two samples."""
+
+    def shorten(tensor: Tensor, _path: Path) -> Tensor:
+        if tensor.ndim == 1 and tensor.shape[0] in sizes:
+            return tensor[: sizes[tensor.shape[0]]]
+        for dim in range(1, tensor.ndim):
+            size = tensor.shape[dim]
+            if size in sizes:
+                tensor = tensor.narrow(dim, 0, sizes[size])
+        return tensor[:2] if tensor.ndim > 1 else tensor
+
+    return map_tensors(shorten, inputs) if sizes else inputs
+
+
+@contextmanager
+def _zeros_filled(model: nn.Module, fills: bool) -> Iterator[None]:
+    """Inside, parameters have values where they are zero."""
+    before: list[tuple[Tensor, Tensor]] = []
+    if fills:
+        for number, parameter in enumerate(model.parameters()):
+            part = local_part(parameter.detach())
+            zeros = part == 0
+            if part.is_floating_point() and zeros.any():
+                before.append((part, zeros))
+                # The same on ranks that hold the same part.
+                generator = torch.Generator().manual_seed(number)
+                fan = max(1, parameter[:1].numel())
+                values = torch.randn(part.shape, generator=generator) / (2 * fan**0.5)
+                part.copy_(torch.where(zeros, values.to(part), part))
+    try:
+        yield
+    finally:
+        for part, zeros in before:
+            part.masked_fill_(zeros, 0.0)
