@@ -64,6 +64,10 @@ class ContextCheck:
         self._seen: Counter[tuple[str, Path]] = Counter()
         self._order: dict[int, Stack] = {}
         self._differences: dict[_Key, float] = {}
+        self._position = 0  # among them, of what is wrong
+        # The modules that run, outermost first, and which one has made what
+        self._running: list[str] = []
+        self._made_by: dict[_Key, str] = {}
         self._is_split = False
 
     def run(self, args: Any, kwargs: Any) -> None:
@@ -78,7 +82,7 @@ class ContextCheck:
             for stack in self._stacks:
                 stack.watcher = None
         # What one rank finds first another one may find later, by what follows from it.
-        found = (len(self._differences) if problem else _MOST, problem)
+        found = (self._position if problem else _MOST, problem)
         ranks = all_gather(found) if self._compares else [found]
         _, problem = min(ranks, key=operator.itemgetter(0))
         if problem:
@@ -87,7 +91,7 @@ class ContextCheck:
             raise ConfigError(f"mesh.context={self._axis.size}: {problem}")
 
     def _compare(self, args: Any, kwargs: Any) -> str:
-        """What is wrong, perhaps nothing. What came before is left in `_differences`."""
+        """What is wrong, perhaps nothing."""
         lengths = _lengths(args, kwargs)
         sizes = {length: self._shortened(length) for length in lengths}
         expected = None
@@ -130,6 +134,7 @@ class ContextCheck:
     def _forward(self, args: Any, kwargs: Any, sizes: dict[int, int]) -> Any:
         self._shapes.append({})
         self._seen.clear()
+        self._running.clear()
         args, kwargs = _shorten(args, sizes), _shorten(kwargs, sizes)
         return self._model(*args, **kwargs)
 
@@ -180,6 +185,8 @@ class ContextCheck:
         if expected.shape == tensor.shape:
             difference = _difference(tensor, expected)
         self._differences[key] = difference
+        self._position += 1
+        self._made_by[key] = path[1] if path[0] == "result" else self._running[-1]
 
     def input_of(self, block: SplitBlock, own: Tensor) -> Tensor:
         """That of the whole forward: differences shall not add up."""
@@ -190,20 +197,33 @@ class ContextCheck:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Sees what modules inside blocks return, which tells where a difference begins."""
+        """Sees what modules inside blocks get and return, which tells where a difference begins."""
 
-        def see(module: nn.Module, _inputs: Any, output: Any) -> None:
+        def see(module: nn.Module, kind: str, value: Any) -> None:
+            block, name = self._names[module]
+            _, hidden = first_hidden(value)
+            if name != block.name and hidden is not None:
+                self.see(block, (kind, name), hidden)
+
+        def enter(module: nn.Module, inputs: Any) -> None:
             if module in self._names:
-                block, name = self._names[module]
-                _, hidden = first_hidden(output)
-                if name != block.name and hidden is not None:
-                    self.see(block, ("module", name), hidden)
+                see(module, "input", inputs)
+                self._running.append(self._names[module][1])
 
-        hook = nn.modules.module.register_module_forward_hook(see)
+        def leave(module: nn.Module, _inputs: Any, output: Any) -> None:
+            if module in self._names:
+                self._running.pop()
+                see(module, "result", output)
+
+        hooks = [
+            nn.modules.module.register_module_forward_pre_hook(enter),
+            nn.modules.module.register_module_forward_hook(leave),
+        ]
         try:
             yield
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
     # What follows
 
@@ -227,19 +247,17 @@ class ContextCheck:
         return ""
 
     def _verdict(self, expected: Any, found: Any) -> str:
-        for number, (key, difference) in enumerate(list(self._differences.items())):
-            name, path, _ = key
-            if path[0] == "module" or difference <= self._bound(key):
-                continue
-            where, why = name, "its positions meet outside of attention"
-            if path[-1] in ("query", "key", "value"):
-                why = "what its attention gets depends on other positions, or on their numbers"
-            begins = self._where_it_begins(name)
-            if begins is not None:
-                where = begins
-            for later in list(self._differences)[number:]:
-                del self._differences[later]
-            return f"{where}: {why} (whole and cut differ by {difference:.1e}); {_ADVICE}"
+        differing = [key for key, each in self._differences.items() if each > self._bound(key)]
+        # What modules inside a block have may be anything, such as the tokens of an expert.
+        if any(path[0] in ("attention", "output") for _, path, _ in differing):
+            first = differing[0]
+            difference, name = self._differences[first], self._made_by[first]
+            kind = type(self._model.get_submodule(name)).__name__.removeprefix("FSDP")
+            self._position = list(self._differences).index(first)
+            return (
+                f"{name} ({kind}) mixes positions outside of F.scaled_dot_product_attention, or "
+                f"counts them (whole and cut differ by {difference:.1e}); {_ADVICE}"
+            )
         for one, other in zip(_numbers(expected), _numbers(found), strict=False):
             if one.shape != other.shape or _difference(other, one) > _bound(one.dtype):
                 return (
@@ -251,15 +269,6 @@ class ContextCheck:
 
     def _bound(self, key: _Key) -> float:
         return _bound(self._slices[key].dtype)
-
-    def _where_it_begins(self, block: str) -> str | None:
-        """The first module of ``block`` whose output differs."""
-        for key, difference in self._differences.items():
-            name, path, _ = key
-            if name == block and path[0] == "module" and difference > self._bound(key):
-                module = self._model.get_submodule(path[1])
-                return f"{path[1]} ({type(module).__name__})"
-        return None
 
 
 def _attends(block: SplitBlock) -> bool:
