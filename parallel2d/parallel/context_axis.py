@@ -81,6 +81,8 @@ class ContextAxis:
         # Whether the last block's output is joined. A head that computes its loss from slices
         # sets it, for the time of a forward.
         self.joins = True
+        # Whether forwards run in order to learn what can be cut
+        self.is_learning = False
 
     def cut(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's slice, a view."""

@@ -73,12 +73,14 @@ class ContextCheck:
     def run(self, args: Any, kwargs: Any) -> None:
         """Learns from inputs of the model, and splits the stacks. Collective. Raises `ConfigError`
         on every rank where it is not right."""
+        self._axis.is_learning = True
         for stack in self._stacks:
             stack.watcher = self
         try:
             with _zeros_filled(self._model, self._compares), self._watched():
                 problem = self._compare(args, kwargs)
         finally:
+            self._axis.is_learning = False
             for stack in self._stacks:
                 stack.watcher = None
         # What one rank finds first another one may find later, by what follows from it.
