@@ -31,6 +31,7 @@ def summary(config: TrainConfig, cost: LayoutCost) -> list[str]:
         f"{cluster.name}, device {cluster.device.name}",
         f"mesh        {shape}; strategy {config.strategy.name}",
         *(f"{_INDENT}{note}" for note in shape.notes),
+        *_whole_head(config, shape.context),
         f"model       {cost.model}: {cost.parameters:,} parameters",
         f"{_INDENT}precision {config.precision.name}, bucketing {config.bucketing.name}, "
         f"activation checkpointing {config.activation_checkpointing.name}",
@@ -42,6 +43,16 @@ def summary(config: TrainConfig, cost: LayoutCost) -> list[str]:
         *_traffic_lines(cost),
         _compute_line(cost),
         *_time_lines(cost),
+    ]
+
+
+def _whole_head(config: TrainConfig, context: int) -> list[str]:
+    if context == 1 or config.train.loss_chunk is not None:
+        return []
+    return [
+        f"{_INDENT}head and loss run whole on each of {context} context ranks, which the seconds "
+        "omit;",
+        f"{_INDENT}train.loss_chunk=1024 divides them too",
     ]
 
 
@@ -127,6 +138,8 @@ def _time_lines(cost: LayoutCost) -> list[str]:
     ]
     if cost.time.assumed:
         lines.append(f"{_INDENT}{cost.time.assumed}")
+    if seconds.context:
+        lines.append(f"{_INDENT}not hidden either: context {seconds.context:.3f} s")
     return lines
 
 

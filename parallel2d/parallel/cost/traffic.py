@@ -1,5 +1,5 @@
 """Bytes that each axis moves per step, known before the first one: `predicted_bytes` of a `Layout`.
-`AxisTraffic` has those of one group of parameters; those of the tensor axis are counted
+`AxisTraffic` has those of one group of parameters; those of the context and tensor axes are counted
 (`cost.tensor_twin.count_tensor_axis`).
 """
 
@@ -90,14 +90,18 @@ class AxisTraffic:
         return sent_bytes(collective, whole, ranks, self.layout.workload.device_type)
 
 
-def predicted_bytes(layout: Layout, over_tensor: float | None = None) -> dict[str, float]:
+def predicted_bytes(
+    layout: Layout, over_tensor: float | None = None, over_context: float | None = None
+) -> dict[str, float]:
     """Bytes that a rank sends per step, as ``{"comm/AXIS/bytes": bytes}``, what the optimizer sends
-    included. ``over_tensor``: those of forward and backward over the tensor axis; None: not known,
-    and then that axis is omitted if it has ranks."""
+    included. ``over_tensor``, ``over_context``: those of forward and backward over these axes;
+    None: not known, and then the axis is omitted if it has ranks."""
     traffic = AxisTraffic(layout)
     predicted = {"comm/replicate/bytes": 0.0, "comm/shard/bytes": 0.0}
     if layout.shape.tensor == 1 or over_tensor is not None:
         predicted["comm/tensor/bytes"] = over_tensor or 0.0
+    if layout.shape.context > 1 and over_context is not None:
+        predicted["comm/context/bytes"] = over_context
     for group, count in traffic.groups:
         replicate, shard = traffic.per_step(group)
         predicted["comm/replicate/bytes"] += count * replicate

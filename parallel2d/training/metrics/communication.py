@@ -245,12 +245,12 @@ class CommunicationMeter:
         return values
 
     def sent_over(self, axis: str) -> float:
-        """Bytes sent over ``axis`` since `start`."""
-        return self._axes[axis].bytes
+        """Bytes sent over ``axis`` since `start`; 0 for one that the mesh lacks."""
+        return self._axes[axis].bytes if axis in self._axes else 0.0
 
     def ring_passes_over(self, axis: str) -> int:
         """How often a ring of ``axis`` was gone round since `start`: twice by an all-reduce."""
-        return self._axes[axis].ring_passes
+        return self._axes[axis].ring_passes if axis in self._axes else 0
 
     def position(self) -> tuple[int, str]:
         """Collectives begun in this step, and the last with its axis, in words; from any thread."""
