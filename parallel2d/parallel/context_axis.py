@@ -76,6 +76,8 @@ class ContextAxis:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group = mesh.get_group("context")
+        # The ranks that may hold parts of a slice (sequence parallelism)
+        self.tensor = mesh.get_group("tensor") if "tensor" in (mesh.mesh_dim_names or ()) else None
         self.size = self.group.size()
         self.rank = mesh.get_local_rank("context")
         # Whether the last block's output is joined. A head that computes its loss from slices
@@ -84,15 +86,28 @@ class ContextAxis:
         # Whether forwards run in order to learn what can be cut
         self.is_learning = False
 
-    def cut(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's slice, a view."""
+    def cut(self, whole: Tensor, dim: int, in_parts: bool = False) -> Tensor:
+        """This rank's slice, a view. ``in_parts``: of the whole and of the slice the ranks of the
+        tensor axis have a part each."""
+        if in_parts:
+            return self._own_part(self.cut(self._all_parts(whole, dim), dim), dim)
         part = whole.shape[dim] // self.size
         return whole.narrow(dim, self.rank * part, part)
 
-    def join(self, own: Tensor, dim: int) -> Tensor:
-        """The slices of all ranks, one after the other along ``dim``."""
+    def join(self, own: Tensor, dim: int, in_parts: bool = False) -> Tensor:
+        """The slices of all ranks, one after the other along ``dim``; the inverse of `cut`."""
+        if in_parts:
+            return self._own_part(self.join(self._all_parts(own, dim), dim), dim)
         parts: Tensor = _Gather.apply(own, self.group)
         return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+    def _all_parts(self, own: Tensor, dim: int) -> Tensor:
+        parts: Tensor = _Gather.apply(own, self.tensor)
+        return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+    def _own_part(self, whole: Tensor, dim: int) -> Tensor:
+        assert self.tensor is not None
+        return whole.chunk(self.tensor.size(), dim)[self.tensor.rank()]
 
     def sum(self, own: Tensor) -> Tensor:
         """The sum of what each rank has of its slice, such as a loss."""

@@ -67,10 +67,17 @@ class Stack:
         self.axis = axis
         self.blocks: list[SplitBlock] = []
         self.is_split = False
+        self.in_parts = False  # tensor ranks have a part of the hidden states each
         self.feeds_head = False  # no other stack runs after it
         self.is_open = False  # its first block has run in this forward, and its last one has not
         self.watcher: Watcher | None = None
         self.draws_alike = True  # every rank draws the random numbers of whole sequences
+
+    @property
+    def parts(self) -> int:
+        """How many ranks of the tensor axis share hidden states."""
+        tensor = self.axis.tensor
+        return tensor.size() if self.in_parts and tensor is not None else 1
 
     def check_closed(self) -> None:
         """Raises `ConfigError` where a forward has ended between the first and the last block."""
@@ -177,7 +184,7 @@ class SplitBlock:
         (dim,) = self.follows[hidden_path]
         is_first = self is stack.blocks[0]
         if is_first:
-            self._check_length(hidden.shape[dim])
+            self._check_length(hidden.shape[dim] * stack.parts, stack.parts)
             stack.is_open = True
         elif not stack.is_open and not in_backward():
             raise ConfigError(
@@ -185,7 +192,7 @@ class SplitBlock:
                 f"{stack.blocks[0].name}, which cuts the sequence; models that skip blocks need "
                 "mesh.context=1"
             )
-        self._own = hidden.shape[dim] // (axis.size if is_first else 1)
+        self._own = hidden.shape[dim] * stack.parts // (axis.size if is_first else 1)
 
         def cut(tensor: Tensor, path: Path) -> Tensor:
             if path != hidden_path:
@@ -193,19 +200,20 @@ class SplitBlock:
             own = tensor
             if is_first:
                 # A copy: blocks keep it for backward, and a view would keep the whole.
-                own = axis.cut(tensor, dim).clone(memory_format=torch.contiguous_format)
+                own = axis.cut(tensor, dim, stack.in_parts)
+                own = own.clone(memory_format=torch.contiguous_format)
             return own if stack.watcher is None else stack.watcher.input_of(self, own)
 
         found: dict[str, Any] = map_tensors(cut, given)
         return found
 
-    def _check_length(self, whole: int) -> None:
+    def _check_length(self, whole: int, parts: int = 1) -> None:
         ranks = self.stack.axis.size
-        if whole % ranks or whole < 2 * ranks:
+        if whole % (ranks * parts) or whole < 2 * ranks:
             raise ConfigError(
                 f"mesh.context={ranks}: {self.name} is given sequences of {whole} positions, which "
-                f"must be a multiple of {ranks} and at least {2 * ranks}: choose train.seq_len so, "
-                "or pad batches"
+                f"must be a multiple of {ranks * parts} and at least {2 * ranks}: choose "
+                "train.seq_len so, or pad batches"
             )
 
     def _cut_argument(self, tensor: Tensor, path: Path) -> Tensor:
@@ -231,7 +239,9 @@ class SplitBlock:
         (dim,) = self.follows["output",]
 
         def join(tensor: Tensor, path: Path) -> Tensor:
-            return self.stack.axis.join(tensor, dim) if path == hidden_path else tensor
+            if path != hidden_path:
+                return tensor
+            return self.stack.axis.join(tensor, dim, self.stack.in_parts)
 
         return map_tensors(join, output)
 

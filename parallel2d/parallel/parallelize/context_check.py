@@ -100,6 +100,7 @@ class ContextCheck:
         try:
             if sizes:
                 self._forward(args, kwargs, {length: short // 2 for length, short in sizes.items()})
+                self._find_parts()
                 expected = self._forward(args, kwargs, sizes)
         except ConfigError:
             raise
@@ -161,7 +162,22 @@ class ContextCheck:
             dims = tuple(dim for dim, size in enumerate(shape) if size == whole and dim > 0)
         block.follows[path] = dims
         if self._compares and len(dims) == 1 and shape[dims[0]] % self._axis.size == 0:
-            self._slices[key] = self._axis.cut(tensor.detach(), dims[0]).clone()
+            # What modules inside have may be in parts or whole.
+            in_parts = block.stack.in_parts and path[0] != "attention"
+            if path[0] not in ("input", "result") or not in_parts:
+                own = self._axis.cut(tensor.detach(), dims[0], in_parts)
+                self._slices[key] = own.clone()
+
+    def _find_parts(self) -> None:
+        """Notes where tensor ranks have parts of the hidden states: attention has all positions."""
+        shapes, tensor = self._shapes[-1], self._axis.tensor
+        for stack in self._stacks:
+            for (name, path, _), shape in shapes.items():
+                if tensor is None or name != stack.blocks[0].name:
+                    continue
+                if path[0] == "attention" and path[-1] == "query":
+                    hidden = shapes.get((name, ("output",), 0), shape)
+                    stack.in_parts |= shape[-2] == hidden[-2] * tensor.size()
 
     def _whole_length(self, block: SplitBlock, tensor: Tensor) -> int:
         """Of the input of the block, whose second dim it is taken to be."""
