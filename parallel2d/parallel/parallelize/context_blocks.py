@@ -387,10 +387,10 @@ def _gathered_again(axis: ContextAxis, gathered: Sequence[tuple[Tensor, Tensor]]
     if saving_hooks() is not None:
         yield
         return
-    own_of = {whole.untyped_storage().data_ptr(): own.detach() for whole, own in gathered}
+    own_of = {whole.untyped_storage()._cdata: own.detach() for whole, own in gathered}
 
     def pack(tensor: Tensor) -> Any:
-        own = own_of.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+        own = own_of.get(tensor.untyped_storage()._cdata)
         if own is None:
             return tensor
         return own, tensor.shape, tensor.stride(), tensor.storage_offset()

@@ -187,16 +187,18 @@ class ContextCheck:
 
     def _compare_one(self, block: SplitBlock, key: _Key, tensor: Tensor) -> None:
         _, path, _ = key
-        if path[0] in ("args", "kwargs"):
+        expected = self._slices.get(key)
+        is_argument = path[0] in ("args", "kwargs")
+        if is_argument:
             dims = block.follows.get(path, ())
             whole = self._shapes[-2].get(key)
             if whole is None or len(dims) != 1:
                 return
             (dim,) = dims
-            if whole[dim] == tensor.shape[dim] * self._axis.size:
-                block.as_slices.add(path)
-            return
-        expected = self._slices.get(key)
+            if whole[dim] == tensor.shape[dim]:
+                return
+            # Another block, or what is between them, has made it from slices.
+            block.as_slices.add(path)
         if expected is None:
             return
         difference = float("inf")
@@ -204,7 +206,9 @@ class ContextCheck:
             difference = _difference(tensor, expected)
         self._differences[key] = difference
         self._position += 1
-        self._made_by[key] = path[1] if path[0] == "result" else self._running[-1]
+        # The block is what runs, and its arguments are what others have made.
+        running = ["", *self._running[: -1 if is_argument else None]]
+        self._made_by[key] = path[1] if path[0] == "result" else running[-1]
 
     def input_of(self, block: SplitBlock, own: Tensor) -> Tensor:
         """That of the whole forward: differences shall not add up."""
@@ -267,13 +271,14 @@ class ContextCheck:
     def _verdict(self, expected: Any, found: Any) -> str:
         differing = [key for key, each in self._differences.items() if each > self._bound(key)]
         # What modules inside a block have may be anything, such as the tokens of an expert.
-        if any(path[0] in ("attention", "output") for _, path, _ in differing):
+        if any(path[0] not in ("input", "result") for _, path, _ in differing):
             first = differing[0]
             difference, name = self._differences[first], self._made_by[first]
             kind = type(self._model.get_submodule(name)).__name__.removeprefix("FSDP")
+            where = f"{name} ({kind})" if name else f"{kind}, between its blocks,"
             self._position = list(self._differences).index(first)
             return (
-                f"{name} ({kind}) mixes positions outside of F.scaled_dot_product_attention, or "
+                f"{where} mixes positions outside of F.scaled_dot_product_attention, or "
                 f"counts them (whole and cut differ by {difference:.1e}); {_ADVICE}"
             )
         for one, other in zip(_numbers(expected), _numbers(found), strict=False):
