@@ -151,7 +151,7 @@ def _prepare_launch(config: TrainConfig, nodes: int) -> None:
         )
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        from parallel2d.parallel.mesh import resolve_mesh
+        from parallel2d.parallel.mesh_sizes import resolve_mesh
 
         if not config.is_automatic:
             workers = launching.workers_per_node(config.launch)

@@ -24,13 +24,8 @@ from parallel2d.base.runtime import Runtime, barrier, seed_everything
 from parallel2d.base.topology import Topology
 from parallel2d.models.adapters import settings_of
 from parallel2d.parallel.chunked_head import ChunkedHead
-from parallel2d.parallel.mesh import (
-    MeshShape,
-    build_mesh,
-    data_coordinate,
-    mesh_shape,
-    resolve_mesh,
-)
+from parallel2d.parallel.mesh import build_mesh, data_coordinate, mesh_shape
+from parallel2d.parallel.mesh_sizes import MeshShape, resolve_mesh
 from parallel2d.parallel.parallelize import apply_layout
 from parallel2d.parallel.parallelize.activation_checkpointing import kept_operators
 from parallel2d.parallel.parallelize.float8 import check_float8

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.replicas import Applied, current, present_ranks
 from parallel2d.parallel.gradients import squared_norm_share
-from parallel2d.parallel.mesh import mesh_shape
+from parallel2d.parallel.mesh import axis_positions, mesh_shape, sharding_mesh
 from parallel2d.parallel.sync.comparison import ReplicaComparison
 from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
@@ -75,9 +75,10 @@ class StepAgreement:
             self._norm_index = mesh.get_local_rank("replicate")
         self._comparison: ReplicaComparison | None = None
         if shape.replicate > 1:
-            self._comparison = ReplicaComparison(mesh, replicated_tensors(model))
-        # Tensor ranks hold copies of their data rank's sums: only the first of them counts.
-        self.counts = float(shape.tensor == 1 or mesh.get_local_rank("tensor") == 0)
+            self._comparison = ReplicaComparison(sharding_mesh(mesh), replicated_tensors(model))
+        # Context and tensor ranks hold copies of their data rank's sums: only the first counts.
+        at = axis_positions(mesh)
+        self.counts = float(at.get("context", 0) == at.get("tensor", 0) == 0)
 
     def reach(self, step: int, own: OwnPart, loss_scale: float) -> tuple[StepOutcome, int] | None:
         """Returns the outcome of ``step`` and the tokens of the next global batch, on every rank

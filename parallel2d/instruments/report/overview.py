@@ -88,12 +88,13 @@ def tables(runs: Sequence[Run]) -> dict[str, list[TextRow]]:
 
 def _comparison(run: Run) -> TextRow:
     mesh = run.layout.get("mesh")
-    sizes = dict.fromkeys(keys.AXES, "?") | (mesh if isinstance(mesh, dict) else {})
+    sizes = mesh if isinstance(mesh, dict) else {}
+    shown = [sizes[axis] for axis in keys.AXES if axis in sizes] or ["?"]
     certified = any(map(attrgetter("certified"), run.segments))
     row = {
         "run": run.name,
         "strategy": files.printable(run.layout.get("strategy", "-"), 40),
-        "mesh": files.printable(" x ".join(map(str, map(sizes.get, keys.AXES))), 60),
+        "mesh": files.printable(" x ".join(map(str, shown)), 60),
         "certified": "yes" if certified else "-",
     }
     validation = run[keys.VALIDATION_LOSS]

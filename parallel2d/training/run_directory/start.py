@@ -130,7 +130,7 @@ def _facts(segment: Segment) -> dict[str, Any]:
     facts.pop("launch.host_id", None)  # machines have names of their own
     sizes = segment.layout.get("mesh")
     if isinstance(sizes, Mapping):
-        facts["mesh"] = " x ".join(f"{axis} {sizes.get(axis, '?')}" for axis in AXES)
+        facts["mesh"] = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES if axis in sizes)
     facts |= {f"version of {name}": version for name, version in segment.versions.items()}
     return facts
 
