@@ -120,6 +120,8 @@ class Membership:
         elif leaving:
             self.replicas.regroup(admit=False)
             self._say(f"{sorted(leaving)} were told to stop")
+        elif self.replicas.generation != self._planned:  # a replica was lost between two steps
+            self._say(f"from step {self.trainer.progress.step + 1} on")
         self._wait_for_enough()
         if self.replicas.generation != self._planned:
             self._plan(feed)

@@ -115,14 +115,18 @@ class Replicas:
         store = PrefixStore(f"inside/{own}", self.own_store)
         self._inside = ProcessGroupGloo(store, self.place, len(found[own]), self.timeout)
 
-    def new_group(self, ranks: list[int], name: str, timeout: timedelta | None) -> ProcessGroup:
+    def new_group(
+        self, ranks: list[int], name: str, about: str, timeout: timedelta | None
+    ) -> ProcessGroup:
         """Of `World.new_group`. Collective over those of ``ranks`` that start together."""
         is_divided = self._inside is not None
         own = self.ranks[self.replica]
         timeout = timeout or self.timeout
         if is_divided and not set(ranks) <= set(own):
             in_place = [each[self.place] for each in self.ranks]
-            kind: Any = Across if sorted(ranks) == sorted(in_place) else Everyone
+            # With replicas of one rank both are the same ranks. A group of an axis has its name.
+            is_axis = sorted(ranks) == sorted(in_place) and "replica" in about
+            kind: Any = Across if is_axis else Everyone
             if kind is Everyone and len(ranks) != sum(map(len, self.ranks)):
                 raise RuntimeError(
                     f"new_group({ranks}): neither inside a replica, nor in one place of all, nor "
@@ -131,11 +135,10 @@ class Replicas:
             group = kind(
                 self, f"{kind.__name__}{len(self._groups)}", ranks.index(self.rank), len(ranks)
             )
-            if len(group.members()) > 1 or not self.life:
-                store = PrefixStore(group.key, self.own_store)
-                if kind is Across:
-                    store = PrefixStore(str(self.place), store)
-                group.inner = group.connect(store, timeout)
+            store = PrefixStore(group.key, self.own_store)
+            if is_axis:
+                store = PrefixStore(str(self.place), store)
+            group.inner = group.connect(store, timeout)
             self._groups.append(group)
             return group
         store = PrefixStore(f"{name}/{ranks}", self.own_store)

@@ -170,7 +170,7 @@ class World(_Lasting):
         """Torch calls this for every group, so for each row of a mesh too."""
         if self.rank() not in ranks:
             return None
-        group = self.replicas.new_group(list(ranks), str(group_name), timeout)
+        group = self.replicas.new_group(list(ranks), str(group_name), group_desc or "", timeout)
         # Torch registers the name and leaves this to us.
         group._set_group_name(group_name)
         group._set_group_desc(group_desc or "group")
