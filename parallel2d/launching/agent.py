@@ -45,7 +45,6 @@ from parallel2d.launching.agreement import folder_errors_explained
 from parallel2d.launching.elastic_internals import (
     GRACE_AFTER_FAILURE_S,
     ElasticAgent,
-    ReturnHandler,
     StartedProcesses,
     goes_on_without_this_node,
     stop_heartbeats,
@@ -53,7 +52,7 @@ from parallel2d.launching.elastic_internals import (
 from parallel2d.launching.failures import RankFailure, StoreLost, WorkersFailed, first_failure
 from parallel2d.launching.lost_replicas import LostReplicas, Vacancy, find_vacancy
 from parallel2d.launching.rank_processes import start_rank
-from parallel2d.launching.rendezvous import Rendezvous
+from parallel2d.launching.rendezvous import Rendezvous, ReturnHandler
 
 LONGEST_PAUSE_S = 60.0
 _FAILURE = "parallel2d/failure-of-job"  # the node that is first to claim it shows the error
@@ -300,6 +299,7 @@ class _Agent(ElasticAgent):
                 group.group_rank,
                 group.group_world_size,
                 self._vacancy,
+                self.workers.settings.requeue_exit_code,
             )
         return self._lost
 
@@ -312,8 +312,6 @@ class _Agent(ElasticAgent):
     def _may_go_on(self, failure: RankFailure) -> bool:
         """Whether all but its replica go on after this failure of a rank."""
         workers, restarts = self.workers, self.workers.restarts
-        if failure.exit_code == workers.settings.requeue_exit_code:
-            return False
         if failure.error and failure.error.complete:
             return False
         if restarts.after_failure() is None:

@@ -14,12 +14,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-    dynamic_rendezvous,
-)
+from torch.distributed.elastic.rendezvous import RendezvousHandler, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     _NodeDesc,
@@ -178,35 +173,6 @@ class StartedProcesses(SubprocessContext):
         # torch calls it without a timeout once a worker has failed. A worker that is stopped or
         # stuck then does not react to SIGTERM.
         super().close(death_sig, timeout)
-
-
-class ReturnHandler(RendezvousHandler):
-    """The rendezvous of a node that comes back to a job that goes on: it waits for nobody."""
-
-    def __init__(self, store: Any, node: int, nodes: int, name: str, address: str) -> None:
-        self._store, self._node, self._nodes, self._name = store, node, nodes, name
-        self._place = RendezvousStoreInfo(address, 1)
-
-    def get_backend(self) -> str:
-        return "parallel2d"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(self._store, self._node, self._nodes, self._place)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Leaves the job to the others."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._name
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def stop_heartbeats(handler: RendezvousHandler) -> None:

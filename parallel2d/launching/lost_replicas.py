@@ -109,7 +109,8 @@ class LostReplicas:
     """Of the ranks that one launcher has started together.
 
     ``ranks``: of each process, by local rank; ``again(local_rank, variables)`` starts one again;
-    ``may_go_on(failure)``: whether a rank that failed is no reason to end or restart all.
+    ``may_go_on(failure)``: whether a rank that failed is no reason to end or restart all;
+    ``told_to_stop``: the exit code of ranks that were.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class LostReplicas:
         node: int = 0,
         nodes: int = 1,
         vacancy: Vacancy | None = None,
+        told_to_stop: int | None = None,
     ) -> None:
         self._store, self._processes, self._ranks = store, processes, ranks
         self._error_files, self._again, self._may_go_on = error_files, again, may_go_on
@@ -130,7 +132,7 @@ class LostReplicas:
         self._replicas: list[list[int]] = []
         self._lives: dict[int, int] = {}
         self._stopped: dict[int, float] = {}
-        self._node, self._nodes = node, nodes
+        self._node, self._nodes, self._told_to_stop = node, nodes, told_to_stop
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._beat_at = 0.0
         if vacancy is not None:
@@ -174,6 +176,8 @@ class LostReplicas:
         code = process.poll()
         if code is None:
             self._end_if_stopped(local, process)
+        elif code == self._told_to_stop:
+            return False
         elif code and not self._is_dead(self._member(local)):
             error = read_error_file(self._error_files[local])
             failure = RankFailure(self._ranks[local], code, error)

@@ -25,8 +25,11 @@ from typing import Any
 from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
     RendezvousParameters,
     RendezvousStateError,
+    RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousBackend,
@@ -181,6 +184,35 @@ def find_rendezvous(config: LaunchConfig) -> Rendezvous:
     while store.check([f"{_CLOSED}/{job}-{number}"]):
         number += 1
     return Rendezvous(store, secret, endpoint, server, interface, f"{job}-{number}")
+
+
+class ReturnHandler(RendezvousHandler):
+    """The rendezvous of a node that comes back to a job that goes on: it waits for nobody."""
+
+    def __init__(self, store: Any, node: int, nodes: int, name: str, address: str) -> None:
+        self._store, self._node, self._nodes, self._name = store, node, nodes, name
+        self._place = RendezvousStoreInfo(address, 1)
+
+    def get_backend(self) -> str:
+        return "parallel2d"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(self._store, self._node, self._nodes, self._place)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Leaves the job to the others."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._name
+
+    def shutdown(self) -> bool:
+        return True
 
 
 class JsonBackend(RendezvousBackend):
