@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from parallel2d.parallel.chunked_loss import cross_entropy_from_hidden
     from parallel2d.parallel.gradients import clip_gradient_norm, clip_gradient_value
     from parallel2d.parallel.loss import cross_entropy_sum, token_weight
-    from parallel2d.parallel.mesh import MeshSpec, build_mesh, data_coordinate, mesh_shape
+    from parallel2d.parallel.mesh import build_mesh, data_coordinate, mesh_shape
+    from parallel2d.parallel.mesh_sizes import MeshSpec
     from parallel2d.parallel.parallelize import (
         average_buffers,
         build_on_meta,
@@ -85,7 +86,8 @@ _NAMES = {
     "parallel.chunked_loss": ("cross_entropy_from_hidden",),
     "parallel.gradients": ("clip_gradient_norm", "clip_gradient_value"),
     "parallel.loss": ("cross_entropy_sum", "token_weight"),
-    "parallel.mesh": ("MeshSpec", "build_mesh", "data_coordinate", "mesh_shape"),
+    "parallel.mesh": ("build_mesh", "data_coordinate", "mesh_shape"),
+    "parallel.mesh_sizes": ("MeshSpec",),
     "parallel.parallelize": ("average_buffers", "build_on_meta", "parallelize", "sharded_copy"),
     "parallel.parallelize.context": ("model_sharded_context",),
     "parallel.sync": (

@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import sys
 from dataclasses import fields, is_dataclass
 
 import jobs
@@ -10,7 +11,7 @@ import pytest
 
 from parallel2d import ConfigError, launching
 from parallel2d.base.config import TrainConfig
-from parallel2d.base.config.options import default_of, field_problems, value_problem
+from parallel2d.base.config.options import default_of, field_problems, load_reference, value_problem
 from parallel2d.train import main
 
 
@@ -288,6 +289,19 @@ def test_a_run_directory_with_a_link_is_refused(tmp_path, capsys, place, owner):
         place == "checkpoints" and owner == os.getuid()
     )
     assert outside.read_text() == "mine"
+    link.unlink()
+    link.mkdir()
+    if place == "train.log":
+        assert main([*TEXT, f"hydra.run.dir={tmp_path}/run"]) == 2
+        assert f"{link}: not a regular file" in capsys.readouterr().err
+
+
+def test_a_reference_is_looked_up_in_the_current_folder_last(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    (tmp_path / "own_part.py").write_text("def build(): pass")
+    load_reference("model.target", "own_part:build")
+    assert sys.path[-1] == str(tmp_path)
 
 
 def test_a_low_limit_of_open_files_is_named(monkeypatch, capsys):

@@ -126,7 +126,7 @@ def test_tensor_ranks_must_draw_the_same_numbers(ranks, seed):
 def said_of_collectives(change):
     """Of a step in which two replicas reduced twice, of which rank 1 did something else."""
     mesh = SimpleNamespace(mesh=torch.arange(2).view(2, 1), mesh_dim_names=("replicate", "shard"))
-    mesh.size = lambda dim: (2, 1)[dim]
+    mesh.shape = (2, 1)
     config = ParallelConfig("ddp")
     subject = SimpleNamespace(
         mesh=mesh,

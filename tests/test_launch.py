@@ -33,7 +33,8 @@ from parallel2d.launching import agreement, elastic_internals, launcher
 from parallel2d.launching.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
 from parallel2d.launching.elastic_internals import ElasticAgent
 from parallel2d.launching.rendezvous import find_rendezvous, own_rendezvous
-from parallel2d.parallel.mesh import MeshSpec, Topology
+from parallel2d.parallel.mesh import Topology
+from parallel2d.parallel.mesh_sizes import MeshSpec
 from parallel2d.training.metrics import watch
 
 LIBRARY = Path(os.__file__).parent

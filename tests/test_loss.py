@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 from parallel2d.parallel import loss as loss_module
 from parallel2d.parallel.loss import cross_entropy_sum, token_weight
-from parallel2d.parallel.mesh import MeshSpec, build_mesh
+from parallel2d.parallel.mesh import build_mesh
+from parallel2d.parallel.mesh_sizes import MeshSpec
 
 
 def case(dtype, rows=37, vocab=11):

@@ -5,7 +5,8 @@ import torch
 
 from parallel2d.base.config import STRATEGY_NAMES
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.mesh import MeshSpec, Topology, build_mesh, check_placement, draw_mesh
+from parallel2d.parallel.mesh import Topology, build_mesh
+from parallel2d.parallel.mesh_sizes import MeshSpec, check_placement, draw_mesh
 
 
 def resolve(strategy="hybrid", hosts=(4,), **sizes):
@@ -72,13 +73,13 @@ def test_impossible_sizes_are_one_error_that_lists_what_is_possible(strategy, ho
 def test_hosts_stay_together_whatever_the_order_of_ranks():
     topology = Topology(("a", "b", "a", "b"))
     shape = MeshSpec().resolve("hybrid", topology)
-    assert shape.place(topology).squeeze(-1).tolist() == [[0, 2], [1, 3]]
+    assert shape.place(topology).squeeze(3).squeeze(2).tolist() == [[0, 2], [1, 3]]
     assert check_placement(shape.place(topology), topology, False) == []
 
 
 def test_a_transposed_mesh_is_refused_with_the_numbers():
     topology = Topology(("a", "a", "b", "b"))
-    transposed = torch.tensor([[[0], [2]], [[1], [3]]])
+    transposed = torch.tensor([[[[0]], [[2]]], [[[1]], [[3]]]])
     with pytest.raises(ConfigError) as error:
         check_placement(transposed, topology, False)
     for word in (
@@ -96,7 +97,7 @@ def test_a_transposed_mesh_is_refused_with_the_numbers():
 def test_a_tensor_group_across_hosts_is_refused():
     topology = Topology(("a", "a", "b", "b"))
     with pytest.raises(ConfigError, match="mesh.tensor=2"):
-        check_placement(torch.tensor([[[0, 2]], [[1, 3]]]), topology, False)
+        check_placement(torch.tensor([[[[0, 2]]], [[[1, 3]]]]), topology, False)
 
 
 def test_a_shard_group_larger_than_a_host_is_allowed_and_said():
@@ -116,7 +117,7 @@ def test_picture_shows_which_rank_sits_where():
         "  replica 0  [(0 1) (2 3)]  on host0",
         "  replica 1  [(4 5) (6 7)]  on host1",
     ]
-    assert len(draw_mesh(torch.zeros(500, 8, 1, dtype=torch.int64), topology).splitlines()) == 10
+    assert len(draw_mesh(torch.zeros(500, 8, 1, 1, dtype=torch.int64), topology).splitlines()) == 10
 
 
 def _axes(host_ids):

@@ -9,7 +9,7 @@ import training
 from torch import Tensor, nn
 
 from parallel2d import ParallelConfig, accumulate, build_mesh, parallelize
-from parallel2d.parallel.mesh import MeshSpec
+from parallel2d.parallel.mesh_sizes import MeshSpec
 
 WIDTH = 8
 

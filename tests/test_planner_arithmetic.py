@@ -18,7 +18,7 @@ from parallel2d.base.config import (
 from parallel2d.parallel.cost.fake_group import fake_process_group
 from parallel2d.parallel.cost.state_memory import StateBytes, state_bytes
 from parallel2d.parallel.cost.traffic import predicted_bytes
-from parallel2d.parallel.mesh import MeshShape
+from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.parallelize.layout import Layout, Workload, resolve
 from parallel2d.training.optimizer import muon_names
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from parallel2d.base.config import ClusterConfig, LinkConfig
+from parallel2d.base.config import AXES, ClusterConfig, LinkConfig
 from parallel2d.base.config.composition import compose
 from parallel2d.base.topology import Topology
 from parallel2d.instruments.planner.layout_cost import JobCosts, LayoutCost, seconds_in_bf16
@@ -17,7 +17,7 @@ from parallel2d.parallel.cost.step_time import (
     exchange_seconds,
     step_seconds,
 )
-from parallel2d.parallel.mesh import MeshShape
+from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.sync.engine.buckets import fill_buckets
 
 REPLICATE, SHARD = 0, 1
@@ -25,7 +25,7 @@ REPLICATE, SHARD = 0, 1
 
 def placed(shape: MeshShape, dim: int, hosts: int):
     topology = Topology.equal_hosts(hosts, shape.world_size // hosts)
-    return placement_of(shape.place(topology), dim, topology)
+    return placement_of(shape.place(topology), AXES[dim], topology)
 
 
 def leaving(shape: MeshShape, hosts: int, parameters: float = 1.0) -> float:

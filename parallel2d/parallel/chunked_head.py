@@ -6,7 +6,8 @@ the loss must be computed there. The targets are given to the head before the mo
 the place of logits the head returns a `ChunkedLogits`, which holds the finished loss. What the
 model does with its logits afterwards, such as a soft cap, must be known by then. A first forward on
 a few rows records it, and every later one is compared with the record. `ChunkedLogits` is a
-dataclass because `fully_shard` finds the tensors that backward begins with in those.
+dataclass because `fully_shard` finds the tensors that backward begins with in those. With a context
+axis what the blocks return stays a slice, and the loss is the sum of those of all slices.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -32,6 +34,7 @@ from parallel2d.parallel.chunked_loss import (
     cross_entropy_from_hidden,
     targets_like,
 )
+from parallel2d.parallel.context_axis import context_axis_of
 from parallel2d.parallel.loss import cross_entropy_sum, loss_bound
 from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.model_structure import find_blocks, fqn_of
@@ -244,6 +247,7 @@ class ChunkedHead:
         self._head.forward = types.MethodType(_forward_of_head, self)
         self._operations: tuple[Operation, ...] | None = None  # after the head, once known
         self._targets: Tensor | None = None  # while the model computes a loss
+        self._axis = context_axis_of(model)
         self._rows = chunk
         self._calls = 0
 
@@ -317,7 +321,8 @@ class ChunkedHead:
         tensor = 1
         if isinstance(parameter, DTensor) and "tensor" in axis_names(parameter.device_mesh):
             tensor = parameter.device_mesh["tensor"].size()
-        length = _COMPARED - _COMPARED % tensor
+        context = 1 if self._axis is None else self._axis.size
+        length = _COMPARED - _COMPARED % (tensor * context)
 
         def cut(value: Any) -> Any:
             if isinstance(value, Tensor) and value.shape[:2] == targets.shape[:2]:
@@ -354,9 +359,18 @@ class ChunkedHead:
                     "which needs the gradient of its logits, and they are never whole; remove the "
                     "hook, or set train.loss_chunk=null"
                 )
+        apart: AbstractContextManager[None] = nullcontext()
+        if self._axis is not None:
+            if targets.ndim < 2:
+                raise ConfigError(
+                    "train.loss_chunk with a context axis: targets must be [batch, positions, ...]"
+                    f", got {tuple(targets.shape)}; set train.loss_chunk=null"
+                )
+            targets, apart = self._axis.cut(targets, 1), self._axis.kept_apart()
         self._targets, self._rows, self._calls = targets, rows, 0
         try:
-            output = self.model(*inputs, **options)
+            with apart:
+                output = self.model(*inputs, **options)
         finally:
             self._targets = None
         output = getattr(output, "logits", output)
@@ -371,7 +385,7 @@ class ChunkedHead:
     def compute(self, hidden: Tensor) -> Any:
         """The forward of the head."""
         targets = self._targets
-        if targets is None:
+        if targets is None or (self._axis is not None and self._axis.is_learning):
             return self._forward(hidden)
         self._calls += 1
         # Read once: a parametrization computes its weight, and may count how often.
@@ -388,6 +402,8 @@ class ChunkedHead:
                 after=after,
                 z_loss=self.z_loss if self.model.training else 0.0,
             )
+            if self._axis is not None:
+                loss = self._axis.sum(loss)
         shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
         sample = torch.empty(0, dtype=weight.dtype, device=hidden.device)
         return ChunkedLogits(loss, _Record(shape, sample))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base import files
@@ -19,10 +20,17 @@ from parallel2d.base.config import AXES, Job, TrainConfig
 from parallel2d.base.config.composition import to_yaml
 from parallel2d.base.runtime import Runtime
 from parallel2d.base.topology import Topology
+from parallel2d.parallel.context_axis import context_axis_of
 from parallel2d.parallel.cost.flops import count_flops, peak_flops
-from parallel2d.parallel.cost.tensor_twin import TensorTraffic, count_tensor_axis, tensor_twin
+from parallel2d.parallel.cost.tensor_twin import (
+    LossOfBatch,
+    TensorTraffic,
+    count_tensor_axis,
+    tensor_twin,
+)
 from parallel2d.parallel.cost.traffic import exact_bytes, predicted_bytes
-from parallel2d.parallel.mesh import crosses_hosts, draw_mesh, ranks_of
+from parallel2d.parallel.mesh import ranks_of
+from parallel2d.parallel.mesh_sizes import crosses_hosts, draw_mesh
 from parallel2d.parallel.parallelize.layout import Layout, SampleShape
 from parallel2d.training.data.opening import OpenData
 from parallel2d.training.loss.model_loss import ModelLoss
@@ -60,8 +68,7 @@ class RunFacts:
         lines = [
             f"parallel2d  {shape.world_size} x {name}, {self.topology.describe()}, torch "
             f"{torch.__version__}",
-            f"mesh        replicate {shape.replicate} x shard {shape.shard} x tensor "
-            f"{shape.tensor}; strategy {config.strategy.name}",
+            f"mesh        {shape}; strategy {config.strategy.name}",
             draw_mesh(self.ranks, self.topology),
             *(f"            {note}" for note in shape.notes),
             f"model       {self.model}: {self.parameters:,} parameters, "
@@ -88,7 +95,7 @@ class RunFacts:
 
     def mesh_sizes(self) -> dict[str, Any]:
         """Ranks of each axis."""
-        return {axis: getattr(self.layout.shape, axis) for axis in AXES}
+        return self.layout.shape.shown
 
     def hparams(self) -> dict[str, str | float | bool]:
         """Settings by which runs are compared."""
@@ -146,9 +153,10 @@ def describe_run(
     parallelized. Every rank must ask. ``is_shown``: FLOPs are counted too."""
     work, during = layout.workload, layout.config.sync.during_accumulation
     counted = count_activations(job.config, parts, mesh, layout)
-    over_tensor = None
+    over_tensor = over_context = None
     if counted is not None:
         over_tensor, _ = counted.of_step(work.accumulation, during)
+        over_context, _ = counted.of_context(work.accumulation)
     parameters = list(parts.module.parameters())
     return RunFacts(
         job=job,
@@ -162,7 +170,7 @@ def describe_run(
         data=data,
         head=name_of_head(job.config, parts),
         flops_per_sequence=flops_per_sequence(job, parts, data.train.shape) if is_shown else None,
-        predicted=predicted_bytes(layout, over_tensor),
+        predicted=predicted_bytes(layout, over_tensor, over_context),
     )
 
 
@@ -188,14 +196,47 @@ def flops_per_sequence(job: Job, parts: ModelParts, sample: SampleShape) -> int 
 def count_activations(
     config: TrainConfig, parts: ModelParts, mesh: DeviceMesh, layout: Layout
 ) -> TensorTraffic | None:
-    """What the tensor axis will move; None without that axis or where nothing is measured. Every
-    rank must ask."""
-    if layout.tensor_plan is None or not config.metrics.communication:
+    """What the tensor and context axes will move; None without them or where nothing is measured.
+    Every rank must ask."""
+    is_split = layout.tensor_plan is not None or layout.shape.context > 1
+    if not is_split or not config.metrics.communication:
         return None
     meter = CommunicationMeter(mesh, dry=True, device_type=layout.workload.device_type)
-    return count_tensor_axis(
-        tensor_twin(parts.module, mesh, layout), mesh, layout, ModelLoss(config, parts).value, meter
+    loss = ModelLoss(config, parts).value
+    if name_of_head(config, parts) is not None:
+        loss = functools.partial(_of_slices, loss)
+    return count_tensor_axis(tensor_twin(parts.module, mesh, layout), mesh, layout, loss, meter)
+
+
+def _of_slices(loss: LossOfBatch, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
+    """As the loss in chunks: with a context axis, of this rank's positions."""
+    axis = context_axis_of(model)
+    if axis is None or axis.is_learning:
+        return loss(model, inputs, targets)
+    with axis.kept_apart():
+        return loss(model, inputs, axis.cut(targets, 1))
+
+
+def outputs(facts: RunFacts) -> tuple[ConsoleDisplay, MetricsWriter]:
+    """What the rank that speaks for all shows and writes."""
+    config, sample = facts.job.config, facts.data.train.shape
+    unit = {"tokens": "tok"}.get(sample.noun, sample.noun)
+    display = ConsoleDisplay(config.metrics.console, config.train.steps, unit, facts.job.label)
+    # With the sizes of the axes in the place of ``auto``.
+    found = dataclasses.replace(config.mesh, **facts.mesh_sizes())
+    texts = {
+        "config": f"```yaml\n{to_yaml(dataclasses.replace(config, mesh=found))}\n```",
+        "mesh": "```\n" + "\n".join(facts.lines()) + "\n```",
+    }
+    writer = MetricsWriter(
+        facts.job.run_dir,
+        texts,
+        tensorboard=config.metrics.tensorboard,
+        hparams=facts.hparams(),
+        axes=[axis for axis, size in facts.mesh_sizes().items() if size > 1],
+        replicas_equal=facts.layout.method.replicas_equal,
     )
+    return display, writer
 
 
 def build_recorder(facts: RunFacts, mesh: DeviceMesh, *, first: bool) -> Recorder:
@@ -204,30 +245,14 @@ def build_recorder(facts: RunFacts, mesh: DeviceMesh, *, first: bool) -> Recorde
     run_dir, sample = facts.job.run_dir, facts.data.train.shape
     display = writer = None
     if first:
-        unit = {"tokens": "tok"}.get(sample.noun, sample.noun)
-        display = ConsoleDisplay(config.metrics.console, config.train.steps, unit, facts.job.label)
-        lines = facts.lines()
-        for line in lines:
+        display, writer = outputs(facts)
+        for line in facts.lines():
             display.say(line)
-        # With the sizes of the axes in the place of ``auto``.
-        found = dataclasses.replace(config.mesh, **facts.mesh_sizes())
-        texts = {
-            "config": f"```yaml\n{to_yaml(dataclasses.replace(config, mesh=found))}\n```",
-            "mesh": "```\n" + "\n".join(lines) + "\n```",
-        }
-        writer = MetricsWriter(
-            run_dir,
-            texts,
-            tensorboard=config.metrics.tensorboard,
-            hparams=facts.hparams(),
-            axes=[axis for axis, size in facts.mesh_sizes().items() if size > 1],
-            replicas_equal=facts.layout.method.replicas_equal,
-        )
     predicted = dict(facts.predicted)
     # Replicas that differ send each other nothing in most steps.
     if not facts.layout.method.replicas_equal:
         del predicted["comm/replicate/bytes"]
-    slow = [dim for dim in range(len(AXES)) if crosses_hosts(facts.ranks, dim, facts.topology)]
+    slow = [axis for axis in AXES if crosses_hosts(facts.ranks, axis, facts.topology)]
     flops, batch = facts.flops_per_sequence, config.train.global_batch_size
     profile = config.profile
     return Recorder(
@@ -244,7 +269,7 @@ def build_recorder(facts: RunFacts, mesh: DeviceMesh, *, first: bool) -> Recorde
         meter=CommunicationMeter(mesh) if config.metrics.communication else None,
         predicted=predicted,
         warmup=layout.method.warmup,
-        slow_axes=[AXES[dim] for dim in slow],
+        slow_axes=slow,
         exact_bytes=exact_bytes(layout),
         profiler=StepProfiler(run_dir, dist.get_rank(), facts.device, profile.steps, profile.ranks),
     )

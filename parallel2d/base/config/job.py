@@ -277,6 +277,9 @@ class LaunchConfig:
     max_restarts: int | str = option(
         "auto", "Failures without a step in between. auto: 0 on one node, 5 on several", min=0
     )
+    min_replicas: int = option(
+        1, "Replicas with which training goes on while others are lost; below, it waits", min=1
+    )
     timeout: float = option(600.0, "Seconds that a collective may wait for a late rank", above=0)
     first_step_timeout: float | None = option(
         None, "Seconds of the same in the first step; null: 1800, or `timeout` if larger"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from parallel2d.base.config.options import option
 from parallel2d.base.errors import ConfigError, did_you_mean
 
-AXES = ("replicate", "shard", "tensor")  # of the mesh, outermost to innermost
+AXES = ("replicate", "shard", "context", "tensor")  # of the mesh, outermost to innermost
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
 # What a tensor-parallel plan may say of a module; see parallel/parallelize/tensor_parallel.py.
 TENSOR_WORDS = (
@@ -35,6 +35,9 @@ class MeshConfig:
     )
     shard: int | str = option(
         "auto", "Ranks that split parameters, gradients and optimizer state of one copy", min=1
+    )
+    context: int | str = option(
+        "auto", "Ranks that split the positions of each sequence; auto is 1", min=1
     )
     tensor: int | str = option("auto", "Ranks that split each matrix product; auto is 1", min=1)
     allow_cross_node: bool = option(

@@ -9,7 +9,8 @@ from itertools import zip_longest
 from parallel2d.base.exchange import sendable
 from parallel2d.instruments.certification.certificate import Discrepancy
 from parallel2d.instruments.certification.expected_run import Subject
-from parallel2d.parallel.mesh import axis_names
+from parallel2d.parallel.mesh import axis_names, ranks_of
+from parallel2d.parallel.mesh_sizes import groups_along
 from parallel2d.parallel.parallelize.precision import DTYPES
 from parallel2d.training.metrics.communication import LoggedCollective
 from parallel2d.training.optimizer import Muon
@@ -33,12 +34,12 @@ class CollectiveAudit:
         """What is wrong in a step. ``predictable``: its bytes were predicted."""
         found = self._too_narrow(step, ranks)
         mesh = self._subject.mesh
-        for dim, axis in enumerate(axis_names(mesh)):
+        for axis in axis_names(mesh):
             # A rank that began nothing has its place too.
             logs = [[each for each in log if each.axis == axis] for log in ranks]
             if predictable and self._subject.method.replicas_equal:
                 found += self._other_bytes(step, axis, logs)
-            for group in mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist():
+            for group in groups_along(ranks_of(mesh), axis).tolist():
                 for rank in group[1:]:
                     found += _other_order(step, axis, (group[0], rank), logs)
         return found

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel2d.base.config import AXES
 from parallel2d.base.exchange import sendable
 from parallel2d.instruments.certification.certificate import (
     Certificate,
@@ -28,7 +27,8 @@ from parallel2d.instruments.certification.expected_run import (
     Tensors,
     size_of,
 )
-from parallel2d.parallel.mesh import MeshShape, axis_names
+from parallel2d.parallel.mesh import axis_names
+from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.parallelize.precision import DTYPES
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.parallel.weights.named_tensors import tied_names
@@ -60,7 +60,8 @@ class Bounds:
         device_type = subject.mesh.device_type
         computed = 0.2 if in_8_bits else _computed(param, same_kernels, device_type)
         rounding = _ROUNDINGS * torch.finfo(torch.promote_types(storage, torch.float32)).eps
-        sent = torch.finfo(reduce).eps * (2 + subject.shape.shard) if reduce.itemsize < 4 else 0.0
+        ranks = subject.shape.sharding.shard
+        sent = torch.finfo(reduce).eps * (2 + ranks) if reduce.itemsize < 4 else 0.0
         wire = subject.method.named_wire
         coded = wire.bound[0 if same_kernels else 1] if wire is not None else 0.0
         self.loss = (computed + rounding) / 8
@@ -128,7 +129,7 @@ class Examiner:
         for name, first in tied_names(module).items():
             rows[first].notes.append(f"tied to {name}")
         self.certificate = Certificate(
-            f"replicate={shape.replicate} shard={shape.shard} tensor={shape.tensor} "
+            f"{' '.join(f'{axis}={size}' for axis, size in shape.shown.items())} "
             f"strategy={config.strategy.name} precision={config.precision.name} ({crosses})",
             type(module).__name__,
             dict(vars(self._bounds)),
@@ -328,8 +329,7 @@ def _factor(found: Tensor, wanted: Tensor, shape: MeshShape) -> tuple[str, str |
         return "", None
     text = f"it is {factor:.4g} times what it should be"
     axes = []
-    for axis in AXES:
-        size = getattr(shape, axis)
+    for axis, size in shape.sizes.items():
         if size > 1 and min(abs(factor / size - 1), abs(factor * size - 1)) < 1e-3:
             axes.append(axis)
     if axes:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from parallel2d.base.config import OptimizerConfig, ParallelConfig
 from parallel2d.base.runtime import seed_everything
-from parallel2d.parallel.mesh import MeshShape
+from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.model_structure import (
     fqn_of,
     held_parameters,

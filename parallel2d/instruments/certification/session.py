@@ -89,8 +89,10 @@ class _Session:
         self._updated = updated_by_name(subject.model)
         self._buffers_before = {name: value.clone() for name, value in self._buffers().items()}
         record = RankRecord(data_coordinate(subject.mesh))
-        if subject.shape.tensor > 1 and switch_dropout_off(subject.model):
-            subject.notes.append("dropout is off, since tensor ranks draw for their own parts")
+        if subject.shape.tensor * subject.shape.context > 1 and switch_dropout_off(subject.model):
+            subject.notes.append(
+                "dropout is off, since context and tensor ranks draw for their own parts"
+            )
             # For what they all hold they must draw the same.
             _hold(record, "random numbers", {"": torch.get_rng_state()}, record.data_rank)
         _hold(record, "weights", self._parameters, self._replica)

@@ -47,7 +47,8 @@ from parallel2d.parallel.cost.state_memory import StateBytes, state_bytes
 from parallel2d.parallel.cost.step_time import StepEstimate, estimate_step
 from parallel2d.parallel.cost.tensor_twin import TensorTraffic
 from parallel2d.parallel.cost.traffic import predicted_bytes
-from parallel2d.parallel.mesh import MeshShape, MeshSpec, build_mesh, check_placement, resolve_mesh
+from parallel2d.parallel.mesh import build_mesh
+from parallel2d.parallel.mesh_sizes import MeshShape, MeshSpec, check_placement, resolve_mesh
 from parallel2d.parallel.parallelize import apply_on_fake_tensors
 from parallel2d.parallel.parallelize.layout import Layout, SampleShape
 from parallel2d.parallel.parallelize.preconditions import check_parameters
@@ -169,13 +170,13 @@ class JobCosts:
         self._parameters = sum(value.numel() for value in module.parameters())
         example = functools.partial(self._sample.example, 1)
         self._flops = count_flops(module, example, ModelLoss(config, self.parts).value)
-        self._places: dict[tuple[int, ...], Mapping[str, GroupPlacement]] = {}
-        # Of one rank on the other axes, by the size of the tensor axis and the bucketing
-        self._layouts: dict[tuple[int, str], Layout] = {}
+        self._places: dict[MeshShape, Mapping[str, GroupPlacement]] = {}
+        # Of one rank on the other axes, by the sizes of the inner axes and the bucketing
+        self._layouts: dict[tuple[int, int, str], Layout] = {}
         # By the size and the recomputation, with the samples of the micro-batch that was counted
-        self._over_tensor: dict[tuple[int, str], tuple[TensorTraffic | None, int]] = {}
+        self._over_tensor: dict[tuple[int, int, str], tuple[TensorTraffic | None, int]] = {}
         # By these, the bucketing and the samples
-        self._profiles: dict[tuple[int, str, str, int], list[MemoryEvent] | str] = {}
+        self._profiles: dict[tuple[int, int, str, str, int], list[MemoryEvent] | str] = {}
 
     def on(self, config: TrainConfig) -> JobCosts:
         """The same on as many nodes as ``config`` has, with what was computed already."""
@@ -193,7 +194,12 @@ class JobCosts:
         batches = plan_batches(config, shape, data_rank=0, pad=False)
         places = self._place(config, shape)
         layout = self._lay_out(config, shape, batches)
-        over_tensor = self._count_tensor_axis(config, layout)
+        counted = self._count_inner_axes(config, layout)
+        over_tensor = over_context = None
+        if counted is not None:
+            work, during = layout.workload, config.sync.during_accumulation
+            over_tensor = counted.of_step(work.accumulation, during)
+            over_context = counted.of_context(work.accumulation)
         return LayoutCost(
             layout=layout,
             topology=self.topology,
@@ -202,9 +208,13 @@ class JobCosts:
             parameters=self._parameters,
             sample=self._sample,
             states=state_bytes(layout),
-            moved=predicted_bytes(layout, over_tensor and over_tensor[0]),
+            moved=predicted_bytes(
+                layout, over_tensor and over_tensor[0], over_context and over_context[0]
+            ),
             flops=self._flops,
-            time=estimate_step(layout, config.cluster, places, over_tensor, self._flops),
+            time=estimate_step(
+                layout, config.cluster, places, over_tensor, self._flops, over_context
+            ),
         )
 
     def with_peak(
@@ -227,17 +237,16 @@ class JobCosts:
 
     def _place(self, config: TrainConfig, shape: MeshShape) -> Mapping[str, GroupPlacement]:
         """Places each axis. Raises `ConfigError` for one that crosses hosts by accident."""
-        key = (shape.replicate, shape.shard, shape.tensor)
-        if key not in self._places:
+        if shape not in self._places:
             ranks = shape.place(self.topology)
             check_placement(ranks, self.topology, config.mesh.allow_cross_node)
-            self._places[key] = placements(ranks, self.topology)
-        return self._places[key]
+            self._places[shape] = placements(ranks, self.topology)
+        return self._places[shape]
 
     def _lay_out(self, config: TrainConfig, shape: MeshShape, batches: BatchPlan) -> Layout:
-        key = (shape.tensor, f"{config.bucketing}")
+        key = (shape.tensor, shape.context, f"{config.bucketing}")
         if key not in self._layouts:
-            with _tensor_mesh(shape.tensor) as mesh:
+            with _inner_mesh(shape) as mesh:
                 self._layouts[key] = self._resolve(config, self.parts, mesh, batches)
         alone = self._layouts[key]
         workload = dataclasses.replace(
@@ -254,16 +263,16 @@ class JobCosts:
         alone = MeshShape(1, 1) if mesh is None else mesh
         return lay_out(config, parts, alone, batches, self._sample, self._device_type)
 
-    def _count_tensor_axis(self, config: TrainConfig, layout: Layout) -> tuple[float, float] | None:
-        """Bytes and ring passes of a step; None where they are not known. Counted once for each
-        size and recomputation: bytes grow with the samples."""
-        if layout.tensor_plan is None:
+    def _count_inner_axes(self, config: TrainConfig, layout: Layout) -> TensorTraffic | None:
+        """What a micro-batch moves over the tensor and context axes; None where it is not known.
+        Counted once for each size and recomputation: bytes grow with the samples."""
+        shape, work = layout.shape, layout.workload
+        if layout.tensor_plan is None and shape.context == 1:
             return None
-        work = layout.workload
-        key = (layout.shape.tensor, f"{config.activation_checkpointing}")
+        key = (shape.tensor, shape.context, f"{config.activation_checkpointing}")
         if key not in self._over_tensor:
             batches = plan_batches(config, layout.shape, data_rank=0, pad=False)
-            with _tensor_mesh(layout.shape.tensor) as mesh:
+            with _inner_mesh(shape) as mesh:
                 assert mesh is not None
 
                 def count(part: nn.Module) -> dict[str, float] | None:
@@ -278,22 +287,23 @@ class JobCosts:
         counted, samples = self._over_tensor[key]
         if counted is None:
             return None
-        grown = counted.passes_bytes * work.micro_batch_size / samples
-        return counted._replace(passes_bytes=grown).of_step(
-            work.accumulation, config.sync.during_accumulation
+        more = work.micro_batch_size / samples
+        return counted._replace(
+            passes_bytes=counted.passes_bytes * more, context_bytes=counted.context_bytes * more
         )
 
     def _profile(
         self, config: TrainConfig, layout: Layout, measures: bool
     ) -> list[MemoryEvent] | str:
-        tensor, samples = layout.shape.tensor, layout.workload.micro_batch_size
-        key = (tensor, f"{config.activation_checkpointing}", f"{config.bucketing}", samples)
+        shape, samples = layout.shape, layout.workload.micro_batch_size
+        how = f"{config.activation_checkpointing}", f"{config.bucketing}"
+        key = (shape.tensor, shape.context, *how, samples)
         if reason := _unknown_peak(config):
             return reason
         if key not in self._profiles:
             if not measures:
                 return "it was not computed"
-            with _tensor_mesh(tensor) as mesh:
+            with _inner_mesh(shape) as mesh:
                 self._profiles[key] = profile_activations(
                     self.parts.module, _loss_of(config, self.parts), mesh, layout
                 )
@@ -312,15 +322,17 @@ def _unknown_peak(config: TrainConfig) -> str:
 
 
 @contextlib.contextmanager
-def _tensor_mesh(tensor: int) -> Iterator[DeviceMesh | None]:
-    """A mesh that has a tensor axis alone, on a process group without processes; None without that
-    axis. What a model computes on it does not depend on other axes, and large ones take long."""
-    if tensor == 1:
+def _inner_mesh(shape: MeshShape) -> Iterator[DeviceMesh | None]:
+    """A mesh that has the context and tensor axes of ``shape`` alone, on a process group without
+    processes; None without them. What a model computes on it does not depend on other axes, and
+    large ones take long."""
+    ranks = shape.tensor * shape.context
+    if ranks == 1:
         yield None
         return
-    with fake_process_group(tensor):
-        here = Topology.single_host(tensor)
-        yield build_mesh(MeshSpec(1, 1, tensor), "ddp", topology=here, device_type="cpu")
+    with fake_process_group(ranks):
+        spec, here = MeshSpec(1, 1, shape.tensor, shape.context), Topology.single_host(ranks)
+        yield build_mesh(spec, "zero3", topology=here, device_type="cpu")
 
 
 def _loss_of(config: TrainConfig, parts: ModelParts) -> LossOf:

@@ -156,11 +156,12 @@ def _meshes(
             asked[axis] = getattr(given, axis)
     chosen = "strategy" in fixed
     strategies = [config.strategy] if chosen else list(STRATEGIES.values())
-    fitting = [size for size in _tensor_sizes(given, costs, fixed) if world % size == 0]
+    context = 1 if given.context == "auto" else int(given.context)
+    fitting = [size for size in _tensor_sizes(given, costs, fixed) if world // context % size == 0]
     for tensor, strategy in itertools.product(fitting, strategies):
-        ranks = world // tensor
+        ranks = world // (tensor * context)
         for shard in _divisors(ranks):
-            mesh = MeshConfig(ranks // shard, shard, tensor, given.allow_cross_node)
+            mesh = MeshConfig(ranks // shard, shard, context, tensor, given.allow_cross_node)
             if asked.items() <= vars(mesh).items() and _suits(strategy, mesh, chosen):
                 yield strategy, mesh
 
@@ -177,6 +178,8 @@ def _tensor_sizes(given: MeshConfig, costs: JobCosts, fixed: Collection[str]) ->
 def _suits(strategy: StrategyConfig, mesh: MeshConfig, is_chosen: bool) -> bool:
     """Whether ``strategy`` uses each axis that has more than one rank. With one rank on an axis a
     hybrid that nobody has chosen is one of the others."""
+    if not strategy.shards and mesh.context not in ("auto", 1):
+        return False
     if strategy.shards and strategy.replicates:
         return is_chosen or 1 not in (mesh.shard, mesh.replicate)
     return (mesh.replicate if strategy.shards else mesh.shard) == 1
@@ -201,9 +204,11 @@ def _divisors(number: int) -> list[int]:
 
 def words_of(config: TrainConfig) -> tuple[str, ...]:
     """The words of a command line that choose this layout, beside what is given."""
+    # Nothing chooses a context axis: it is there if it was given.
+    axes = [axis for axis in AXES if axis != "context" or config.mesh.context != 1]
     return (
         f"strategy={config.strategy.name}",
-        *(f"mesh.{axis}={getattr(config.mesh, axis)}" for axis in AXES),
+        *(f"mesh.{axis}={getattr(config.mesh, axis)}" for axis in axes),
         f"activation_checkpointing={config.activation_checkpointing.name}",
         f"train.micro_batch_size={config.train.micro_batch_size}",
     )

@@ -31,9 +31,9 @@ def summary(config: TrainConfig, cost: LayoutCost) -> list[str]:
     return [
         f"plan        {shape.world_size:,} ranks, {cost.topology.describe()}; cluster "
         f"{cluster.name}, device {cluster.device.name}",
-        f"mesh        replicate {shape.replicate} x shard {shape.shard} x tensor {shape.tensor}; "
-        f"strategy {config.strategy.name}",
+        f"mesh        {shape}; strategy {config.strategy.name}",
         *(f"{_INDENT}{note}" for note in shape.notes),
+        *_whole_head(config, shape.context),
         f"model       {cost.model}: {cost.parameters:,} parameters",
         f"{_INDENT}precision {config.precision.name}, bucketing {config.bucketing.name}, "
         f"activation checkpointing {config.activation_checkpointing.name}",
@@ -45,6 +45,16 @@ def summary(config: TrainConfig, cost: LayoutCost) -> list[str]:
         *_traffic_lines(cost),
         _compute_line(cost),
         *_time_lines(cost),
+    ]
+
+
+def _whole_head(config: TrainConfig, context: int) -> list[str]:
+    if context == 1 or config.train.loss_chunk is not None:
+        return []
+    return [
+        f"{_INDENT}head and loss run whole on each of {context} context ranks, which the seconds "
+        "omit;",
+        f"{_INDENT}train.loss_chunk=1024 divides them too",
     ]
 
 
@@ -145,6 +155,8 @@ def _time_lines(cost: LayoutCost) -> list[str]:
     ]
     if cost.time.assumed:
         lines.append(f"{_INDENT}{cost.time.assumed}")
+    if seconds.context:
+        lines.append(f"{_INDENT}not hidden either: context {seconds.context:.3f} s")
     return lines
 
 
@@ -232,7 +244,7 @@ def scaling_lines(points: Sequence[ScalingPoint], config: TrainConfig) -> list[s
             cells += f"{cell:>16}"
         mesh = ""
         if (hybrid := point.best["hybrid"]) is not None:
-            mesh = " x ".join(f"{getattr(hybrid.cost.shape, axis)}" for axis in AXES)
+            mesh = " x ".join(map(str, hybrid.cost.shape.sizes.values()))
         row = f"{point.ranks:>10,}{point.global_batch_size:>8,}{cells}  {mesh}"
         lines.append(row.rstrip())
     return lines

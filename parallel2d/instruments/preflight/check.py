@@ -22,7 +22,8 @@ from parallel2d.base.exchange import all_gather, check_shared_run_dir
 from parallel2d.base.runtime import Runtime
 from parallel2d.instruments.preflight.rank_measurement import RankMeasurement
 from parallel2d.instruments.preflight.verdict import Finding, NodeFacts, judge_nodes, judge_speeds
-from parallel2d.parallel.mesh import MeshSpec, build_mesh
+from parallel2d.parallel.mesh import build_mesh
+from parallel2d.parallel.mesh_sizes import MeshSpec
 
 _MARKS = {"red": "FAIL", "yellow": "warn"}
 

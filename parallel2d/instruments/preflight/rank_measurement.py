@@ -31,7 +31,7 @@ from parallel2d.parallel.cost.collectives import (
     placements,
     sent_bytes,
 )
-from parallel2d.parallel.mesh import mesh_shape
+from parallel2d.parallel.mesh import group_of, mesh_shape
 from parallel2d.parallel.parallelize.precision import DTYPES
 
 # Called with a tensor, a rank's part of it, another tensor like it, and a group.
@@ -142,7 +142,7 @@ class RankMeasurement:
 
     def _collectives(self, axis: str) -> list[CollectiveSample]:
         """Those that training uses, on all groups of ``axis`` at once."""
-        group, place, found = self._mesh.get_group(axis), self._places[axis], []
+        group, place, found = group_of(self._mesh, axis), self._places[axis], []
         for name, call in _COLLECTIVES.items():
             for size in self._sizes:
                 part = torch.ones(size // 4 // group.size(), device=self._device)
@@ -162,7 +162,7 @@ class RankMeasurement:
     def _neighbours(self, axis: str) -> list[RankLink]:
         """From each rank of the groups of ``axis`` to the next one. Links that share a rank take
         turns: the even ones, the odd ones, and with an odd number of ranks the last."""
-        group = self._mesh.get_group(axis)
+        group = group_of(self._mesh, axis)
         ranks = dist.get_process_group_ranks(group)
         own = group.rank()
         turns = [number % 2 for number in range(len(ranks))]

@@ -19,6 +19,7 @@ import torch
 
 from parallel2d.base.config import AXES, ClusterConfig
 from parallel2d.base.topology import Topology
+from parallel2d.parallel.mesh_sizes import groups_along
 
 
 def sent_bytes(collective: str, whole_bytes: float, size: int, device_type: str) -> float:
@@ -53,13 +54,12 @@ class GroupPlacement:
         return self.hosts == 1
 
 
-def placement_of(ranks: torch.Tensor, dim: int, topology: Topology) -> GroupPlacement:
-    """Of the groups along ``dim`` of ``ranks``, int64 [replicate, shard, tensor]."""
+def placement_of(ranks: torch.Tensor, axis: str, topology: Topology) -> GroupPlacement:
+    """Of the groups of ``axis``, as of `groups_along`."""
     numbers = {host: number for number, host in enumerate(topology.ranks_by_host)}
     host_of = torch.tensor([numbers[host] for host in topology.hosts])
-    size = ranks.shape[dim]
     # [group, rank of it], hosts as numbers in ascending order.
-    hosts = host_of[ranks].movedim(dim, -1).reshape(-1, size).sort(dim=1).values
+    hosts = host_of[groups_along(ranks, axis)].sort(dim=1).values
     is_first = torch.ones_like(hosts, dtype=torch.bool)
     is_first[:, 1:] = hosts[:, 1:] != hosts[:, :-1]
     hosts_of_group = is_first.sum(dim=1)
@@ -67,12 +67,12 @@ def placement_of(ranks: torch.Tensor, dim: int, topology: Topology) -> GroupPlac
     crosses = hosts_of_group > 1
     crossed = hosts[crosses][is_first[crosses]]
     most = int(crossed.bincount().max()) if crossed.numel() else 0
-    return GroupPlacement(size, int(hosts_of_group.max()), most)
+    return GroupPlacement(hosts.shape[1], int(hosts_of_group.max()), most)
 
 
 def placements(ranks: torch.Tensor, topology: Topology) -> dict[str, GroupPlacement]:
     """Of the groups of each axis, by its name."""
-    return {axis: placement_of(ranks, dim, topology) for dim, axis in enumerate(AXES)}
+    return {axis: placement_of(ranks, axis, topology) for axis in AXES}
 
 
 def collective_seconds(

@@ -96,7 +96,7 @@ class _Step:
     """Follows the events of micro-batches, and keeps what was there at the fullest moment."""
 
     def __init__(self, events: Sequence[MemoryEvent], layout: Layout) -> None:
-        shape, config = layout.shape, layout.config
+        shape, config = layout.shape.sharding, layout.config
         self._events = events
         self._is_sharded = shape.shard > 1
         self._frees = config.strategy.reshard_after_forward and self._is_sharded

@@ -46,7 +46,7 @@ def state_bytes(layout: Layout) -> StateBytes:
 
     Every trained parameter is taken to have a gradient, and the optimizer to have made a step.
     """
-    shape, method = layout.shape, layout.method
+    shape, method = layout.shape.sharding, layout.method
     parameters = masters = gradients = state = outer = residuals = 0
     for group, count in [*layout.equal_groups, (layout.whole, 1)]:
         is_split = group is not layout.whole

@@ -52,14 +52,15 @@ class GroupSeconds(NamedTuple):
 class StepSchedule:
     """How a step runs. ``accumulation``: micro-batches; ``during_accumulation``: as of
     `SyncConfig`. ``shares_link``: the shard and the replicate axis use the same link.
-    ``overlaps``: collectives of the shard axis run while the device computes. ``tensor``: seconds
-    that a micro-batch sends over the tensor axis; nothing hides them."""
+    ``overlaps``: collectives of the shard axis run while the device computes. ``tensor``,
+    ``context``: seconds that a micro-batch sends over these axes; nothing hides them."""
 
     accumulation: int
     during_accumulation: str
     shares_link: bool
     overlaps: bool
     tensor: float = 0.0
+    context: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,12 @@ class StepSeconds:
     replicate: float
     update: float
     total: float
+    context: float = 0.0
 
     @property
     def exposed_share(self) -> float:
         """The share of the step in which the device waits for a link."""
-        return (self.tensor + self.shard + self.replicate) / self.total
+        return (self.tensor + self.context + self.shard + self.replicate) / self.total
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,14 @@ def estimate_step(
     places: Mapping[str, GroupPlacement],
     over_tensor: tuple[float, float] | None,
     flops: int | None,
+    over_context: tuple[float, float] | None = None,
 ) -> StepEstimate | str:
     """The estimate, or in words what is not known. ``places``: of the groups of each axis;
-    ``over_tensor``: bytes and ring passes of a step over the tensor axis; ``flops``: of one sample.
-    See [Note: what overlaps what]."""
+    ``over_tensor``, ``over_context``: bytes and ring passes of a step over these axes; ``flops``:
+    of one sample. See [Note: what overlaps what]."""
     try:
-        return _Estimate(layout, cluster, places).of_step(over_tensor, flops)
+        over = {"tensor": over_tensor, "context": over_context}
+        return _Estimate(layout, cluster, places).of_step(over, flops)
     except _NotKnownError as lacking:
         return str(lacking)
 
@@ -120,19 +124,22 @@ class _Estimate:
         self._cluster = cluster
         self._places = places
 
-    def of_step(self, over_tensor: tuple[float, float] | None, flops: int | None) -> StepEstimate:
-        layout = self._layout
+    def of_step(
+        self, over: Mapping[str, tuple[float, float] | None], flops: int | None
+    ) -> StepEstimate:
+        layout, accumulation = self._layout, self._layout.workload.accumulation
         if flops is None:
             raise _NotKnownError("the model's FLOPs are not known")
         forward, recomputed = self._compute(flops)
         groups, after_update = self._groups(forward, recomputed)
         schedule = StepSchedule(
-            accumulation=layout.workload.accumulation,
+            accumulation=accumulation,
             during_accumulation=self._sync.during_accumulation,
             shares_link=self._places["shard"].is_inside == self._places["replicate"].is_inside,
             # On a GPU the host runs ahead of the device.
             overlaps=layout.workload.device_type != "cpu",
-            tensor=self._tensor(over_tensor) / layout.workload.accumulation,
+            tensor=self._inside("tensor", over) / accumulation,
+            context=self._inside("context", over) / accumulation,
         )
         update = self._update()
         seconds = step_seconds(groups, schedule, update=update, between_steps=after_update)
@@ -162,7 +169,8 @@ class _Estimate:
             raise _NotKnownError("compute in 8-bit floats (precision.float8) has no model")
         per_sample = flops / (self._peak() * self._efficiency())
         # A third of the FLOPs of a step is forward's, two thirds are backward's.
-        forward = per_sample * layout.workload.micro_batch_size / layout.shape.tensor / 3
+        ranks = layout.shape.tensor * layout.shape.context
+        forward = per_sample * layout.workload.micro_batch_size / ranks / 3
         checkpointing = layout.config.activation_checkpointing
         if checkpointing.name == "full":
             return forward, forward / checkpointing.every
@@ -212,15 +220,15 @@ class _Estimate:
             raise _NotKnownError(f"cluster.{key} is not known")
         return found
 
-    def _tensor(self, over_tensor: tuple[float, float] | None) -> float:
-        """Seconds of what a step sends over the tensor axis, one collective after the other."""
-        place = self._places["tensor"]
+    def _inside(self, axis: str, over: Mapping[str, tuple[float, float] | None]) -> float:
+        """Seconds of what blocks send over ``axis`` in a step, one collective after the other."""
+        place, moved = self._places[axis], over[axis]
         if place.ranks == 1:
             return 0.0
-        if over_tensor is None:
-            raise _NotKnownError("the bytes of the tensor axis are not known")
-        sent, passes = over_tensor
-        once = self._collective("all_to_all", sent, "tensor")
+        if moved is None:
+            raise _NotKnownError(f"the bytes of the {axis} axis are not known")
+        sent, passes = moved
+        once = self._collective("all_to_all", sent, axis)
         # An exchange of nothing takes the latencies of one pass round the ring.
         latency = collective_seconds("all_to_all", 0.0, place, self._cluster)
         assert latency is not None
@@ -296,13 +304,15 @@ def step_seconds(
     alone = _all_micro_batches([group._replace(reduce=0.0) for group in groups], schedule)
     compute = schedule.accumulation * sum(group.forward + group.backward for group in groups)
     tensor = schedule.accumulation * schedule.tensor
+    context = schedule.accumulation * schedule.context
     return StepSeconds(
         compute=compute,
         tensor=tensor,
         shard=alone - compute,
         replicate=moving - alone + between_steps,
         update=update,
-        total=moving + tensor + between_steps + update,
+        total=moving + tensor + context + between_steps + update,
+        context=context,
     )
 
 

@@ -1,6 +1,6 @@
-"""A copy of the model on meta, split over the tensor axis as the model itself will be, but not
-sharded: `tensor_twin`. What it computes costs nothing, and what it would send over the tensor axis
-can be counted: `count_tensor_axis`.
+"""A copy of the model on meta, split over the context and tensor axes as the model itself will be,
+but not sharded: `tensor_twin`. What it computes costs nothing, and what it would send over these
+axes can be counted: `count_tensor_axis`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ from torch.utils._pytree import tree_map_only
 
 from parallel2d.parallel.loss import loss_chunks
 from parallel2d.parallel.parallelize.activation_checkpointing import checkpoint_activations
+from parallel2d.parallel.parallelize.context_parallel import (
+    intercept_attention,
+    learn_at_first,
+    slice_blocks,
+)
 from parallel2d.parallel.parallelize.layout import Layout, without_storage
 from parallel2d.parallel.parallelize.precision import cast_storage
 from parallel2d.parallel.parallelize.tensor_parallel import split_layers
@@ -40,10 +45,14 @@ def tensor_twin(model: nn.Module, mesh: DeviceMesh | None, layout: Layout) -> nn
     cast_storage(twin, dataclasses.replace(precision, storage=precision.param))
     if mesh is not None and layout.tensor_plan is not None:
         split_layers(twin, mesh, layout.tensor_plan)
+    stacks = [] if mesh is None else intercept_attention(twin, mesh)
     checkpoint_activations(twin, layout.blocks_of(twin), layout.config.activation_checkpointing)
+    slice_blocks(stacks)
     for modules, policy in layout.groups_of(twin):
         for module in modules:
             _cast_at_its_border(module, policy)
+    if mesh is not None:
+        learn_at_first(twin, mesh, stacks, compares=False)
     return twin
 
 
@@ -108,15 +117,23 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
 class TensorTraffic(NamedTuple):
     """Over the tensor axis: bytes that a rank sends in forward and backward of one micro-batch, and
     how often its collectives go round a ring. Then the same of what sharding adds before it
-    reduces: gradients of weights that stayed whole while their inputs were split are summed."""
+    reduces: gradients of weights that stayed whole while their inputs were split are summed. And
+    what a micro-batch sends over the context axis."""
 
     passes_bytes: float
     ring_passes: float
     sums_bytes: float
     sums_ring_passes: float
+    context_bytes: float = 0.0
+    context_ring_passes: float = 0.0
+
+    def of_context(self, accumulation: int) -> tuple[float, float]:
+        """Bytes and ring passes of a step over the context axis."""
+        return accumulation * self.context_bytes, accumulation * self.context_ring_passes
 
     def of_step(self, accumulation: int, during_accumulation: str) -> tuple[float, float]:
-        """Bytes and ring passes of a step. Sums come in every backward, or once with ``none``."""
+        """Bytes and ring passes of a step over the tensor axis. Sums come in every backward, or
+        once with ``none``."""
         sums = 1 if during_accumulation == "none" else accumulation
         return (
             accumulation * self.passes_bytes + sums * self.sums_bytes,
@@ -144,13 +161,18 @@ def count_tensor_axis(
         try:
             with pretend, loss_chunks(ALL_AT_ONCE), torch.random.fork_rng(devices):
                 inputs, targets = layout.workload.example(device_type)
+                if layout.shape.context > 1:
+                    # The first forward is preceded by others, which learn what can be cut.
+                    with torch.no_grad():
+                        loss(twin, inputs, targets)
                 counter.start()
                 loss(twin, inputs, targets).backward()
                 passes = counter.sent_over("tensor"), counter.ring_passes_over("tensor")
+                context = counter.sent_over("context"), counter.ring_passes_over("context")
                 counter.start()
                 _make_gradients_whole(twin, layout)
                 sums = counter.sent_over("tensor"), counter.ring_passes_over("tensor")
-            return TensorTraffic(*passes, *sums)
+            return TensorTraffic(*passes, *sums, *context)
         # A model may look at values, which neither kind of tensor has.
         except Exception as error:
             problem = error
@@ -158,7 +180,7 @@ def count_tensor_axis(
             counter.remove()
     reason = str(problem).split("\n")[0]
     kind = type(problem).__name__
-    log.info("bytes over the tensor axis are not predicted: %s: %s", kind, reason)
+    log.info("bytes over the tensor and context axes are not predicted: %s: %s", kind, reason)
     return None
 
 

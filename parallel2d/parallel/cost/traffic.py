@@ -1,5 +1,5 @@
 """Bytes that each axis moves per step, known before the first one: `predicted_bytes` of a `Layout`.
-`AxisTraffic` has those of one group of parameters; those of the tensor axis are counted
+`AxisTraffic` has those of one group of parameters; those of the context and tensor axes are counted
 (`cost.tensor_twin.count_tensor_axis`).
 """
 
@@ -43,7 +43,7 @@ class AxisTraffic:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        shard = layout.shape.shard
+        shard = layout.shape.sharding.shard
         # What each group moves, and the number of equal groups
         self.groups = [(group_traffic(each, shard), count) for each, count in layout.equal_groups]
 
@@ -88,20 +88,24 @@ class AxisTraffic:
         return replicate + self.updated(group) / method.update_period, shard
 
     def _sent(self, axis: str, collective: str, size: float) -> float:
-        ranks = getattr(self.layout.shape, axis)
+        ranks = getattr(self.layout.shape.sharding, axis)
         # A group counts this rank's parts, of which the shard axis has one on each rank.
         whole = size * ranks if axis == "shard" else size
         return sent_bytes(collective, whole, ranks, self.layout.workload.device_type)
 
 
-def predicted_bytes(layout: Layout, over_tensor: float | None = None) -> dict[str, float]:
+def predicted_bytes(
+    layout: Layout, over_tensor: float | None = None, over_context: float | None = None
+) -> dict[str, float]:
     """Bytes that a rank sends per step, as ``{"comm/AXIS/bytes": bytes}``, what the optimizer sends
-    included. ``over_tensor``: those of forward and backward over the tensor axis; None: not known,
-    and then that axis is omitted if it has ranks."""
+    included. ``over_tensor``, ``over_context``: those of forward and backward over these axes;
+    None: not known, and then the axis is omitted if it has ranks."""
     traffic = AxisTraffic(layout)
     predicted = {"comm/replicate/bytes": 0.0, "comm/shard/bytes": 0.0}
     if layout.shape.tensor == 1 or over_tensor is not None:
         predicted["comm/tensor/bytes"] = over_tensor or 0.0
+    if layout.shape.context > 1 and over_context is not None:
+        predicted["comm/context/bytes"] = over_context
     for group, count in traffic.groups:
         replicate, shard = traffic.per_step(group)
         predicted["comm/replicate/bytes"] += count * replicate

@@ -32,7 +32,7 @@ def predict_updates(layout: Layout) -> dict[str, float]:
 def _axes_of(parameter: ParameterShape, layout: Layout) -> list[tuple[str, int, int | None]]:
     """The axes whose ranks update ``parameter`` together, as `owner_bytes` takes them. The tensor
     axis comes first: sharding splits what it has left."""
-    shape = layout.shape
+    shape = layout.shape.sharding
     axes: list[tuple[str, int, int | None]] = [
         ("tensor", shape.tensor, parameter.tensor_dim),
         ("shard", shape.shard, 0),

@@ -31,6 +31,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def saving_hooks() -> Any:
+    """What changes the tensors that autograd saves, such as a checkpoint around what runs; None
+    where nothing does. torch has no public name for this."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
 def state_of(module: nn.Module) -> FSDPState:
     """What `fully_shard` keeps for the group of modules that ``module`` is in."""
     assert isinstance(module, FSDPModule)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import ParallelConfig
 from parallel2d.base.topology import Topology
+from parallel2d.parallel.mesh import sharding_mesh
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.parallelize.activation_checkpointing import (
     checkpoint_activations,
@@ -26,6 +27,12 @@ from parallel2d.parallel.parallelize.activation_checkpointing import (
 )
 from parallel2d.parallel.parallelize.audit import audit
 from parallel2d.parallel.parallelize.compilation import compile_blocks
+from parallel2d.parallel.parallelize.context_blocks import Stack
+from parallel2d.parallel.parallelize.context_parallel import (
+    intercept_attention,
+    learn_at_first,
+    slice_blocks,
+)
 from parallel2d.parallel.parallelize.copies import DEEPCOPY, copier, sharded_copy
 from parallel2d.parallel.parallelize.float8 import convert_to_float8
 from parallel2d.parallel.parallelize.guards import guard
@@ -72,7 +79,7 @@ def parallelize(
             the constructor gives in one process under ``torch.manual_seed(seed)``; built with
             real weights they are kept, after a check that all ranks hold the same.
         mesh: from `parallel2d.build_mesh`, or your own with axes named ``replicate``, ``shard`` and
-            optionally ``tensor``.
+            optionally ``context`` and ``tensor``.
         config: strategy, bucketing, precision, activation checkpointing, compilation, prefetch,
             offloading; presets by name.
         seed: of the initial weights, required when parameters are on meta; and of what
@@ -125,14 +132,15 @@ def apply_layout(
         model, lambda twin, weights: apply_layout(layout, twin, mesh, weights, topology, seed)
     )
     mark_sharded(model, layout.ignored)
-    _transform(layout, model, mesh, source, topology, seed)
+    stacks = _transform(layout, model, mesh, source, topology, seed)
     _fill(layout, model, mesh, source, topology)
     mark_sharded(model, layout.ignored)
     # Errors for calls that would go wrong.
     guard(model, mesh)
-    audit(model, mesh, layout.config.sync.compare_every)
+    audit(model, sharding_mesh(mesh), layout.config.sync.compare_every)
     watch_statistics(model, mesh)
     clear_with_gradients(model)
+    learn_at_first(model, mesh, stacks)
     # `fully_shard` has given the class one that raises.
     vars(model)[DEEPCOPY] = copy
     return model
@@ -154,9 +162,10 @@ def apply_on_fake_tensors(
     source = WeightSource(
         model, seed=0, init=lambda *_: None, broadcast_from=None, given=lambda _: given
     )
-    _transform(layout, model, mesh, source, topology, seed=0)
+    stacks = _transform(layout, model, mesh, source, topology, seed=0)
     with fake:
         _fill(layout, model, mesh, source, topology)
+    learn_at_first(model, mesh, stacks, compares=False)
     return model
 
 
@@ -167,9 +176,10 @@ def _transform(
     source: WeightSource,
     topology: Topology,
     seed: int,
-) -> None:
-    """The transforms, in their order."""
+) -> list[Stack]:
+    """The transforms, in their order. Returns what a context axis is to split."""
     config = layout.config
+    parameters = sharding_mesh(mesh)
     precision = layout.precision_of(model)
     cast_storage(model, precision)
     cast_ignored(model, layout.ignored, precision.param, precision.fp32_modules)
@@ -177,23 +187,26 @@ def _transform(
     source.remember(model, blocks)
 
     convert_to_float8(blocks, config.precision, precision.fp32_modules)
-    apply_tensor_parallel(model, mesh, layout.tensor_plan)
+    apply_tensor_parallel(model, parameters, layout.tensor_plan)
+    stacks = intercept_attention(model, mesh)
     checkpoint_activations(model, blocks, config.activation_checkpointing)
     compile_blocks(blocks, config.compile, config.activation_checkpointing.compiler_budget)
+    slice_blocks(stacks)
     plain = ignored_parameters(model, layout.ignored, mesh.device_type)
     without_dims = scalar_places(model, plain)
-    shard(model, mesh, layout, plain | set(without_dims))
-    scalars = keep_whole(model, mesh, without_dims.values(), precision.param)
-    synchronize(model, mesh, layout, precision, topology, scalars, seed)
+    shard(model, parameters, layout, plain | set(without_dims))
+    scalars = keep_whole(model, parameters, without_dims.values(), precision.param)
+    synchronize(model, parameters, layout, precision, topology, scalars, seed)
     select_without_hooks(model, config.activation_checkpointing)
-    prefetch_parameters(model, mesh, config.prefetch)
+    prefetch_parameters(model, parameters, config.prefetch)
+    return stacks
 
 
 def _fill(
     layout: Layout, model: nn.Module, mesh: DeviceMesh, source: WeightSource, topology: Topology
 ) -> None:
     """Weights on this rank."""
-    source.fill(model, mesh, topology, offload=layout.config.cpu_offload)
+    source.fill(model, sharding_mesh(mesh), topology, offload=layout.config.cpu_offload)
     engine = engine_of(model)
     engine.updates.make(model)
     note_update_mesh(model, engine.update_mesh)

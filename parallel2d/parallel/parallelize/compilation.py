@@ -15,6 +15,7 @@ from torch._functorch import config as functorch_config
 
 from parallel2d.base.config import CompileConfig
 from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.mesh_sizes import MeshShape
 
 
 def compile_blocks(
@@ -51,9 +52,9 @@ def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
     return compile_within_budget
 
 
-def check_compilation(config: CompileConfig, tensor: int) -> None:
+def check_compilation(config: CompileConfig, shape: MeshShape) -> None:
     """Raises `ConfigError` for a backend that torch.compile does not have, and for compilation
-    together with tensor parallelism.
+    together with context or tensor parallelism.
 
     With torch 2.13 a compiled tensor-parallel block returned a zero gradient for its input, without
     any error.
@@ -64,8 +65,13 @@ def check_compilation(config: CompileConfig, tensor: int) -> None:
         # The message lists the back ends for users, not the many that are for debugging torch.
         usual = sorted({"eager", "aot_eager", *torch.compiler.list_backends()})
         raise ConfigError(f"compile.backend={config.backend} is not one of {', '.join(usual)}")
-    if tensor > 1 and config.backend != "eager":
+    if shape.context > 1:
         raise ConfigError(
-            f"compile={config.name} with mesh.tensor={tensor}: compiled tensor-parallel blocks "
-            "return wrong gradients in this torch; choose compile=none or mesh.tensor=1"
+            f"compile={config.name} with mesh.context={shape.context}: a compiled block cannot "
+            "exchange what its attention needs; choose compile=none or mesh.context=1"
+        )
+    if shape.tensor > 1 and config.backend != "eager":
+        raise ConfigError(
+            f"compile={config.name} with mesh.tensor={shape.tensor}: compiled tensor-parallel "
+            "blocks return wrong gradients in this torch; choose compile=none or mesh.tensor=1"
         )

@@ -52,7 +52,8 @@ def guard(model: nn.Module, mesh: DeviceMesh) -> None:
         explain_mixed_tensors()
     explain_calls(model)
     model.register_load_state_dict_pre_hook(_refuse_whole_tensors)
-    check_tensor_ranks_share_data(model, mesh)
+    for axis in ("context", "tensor"):
+        check_ranks_share_data(model, mesh, axis)
     _accept_other_calls(model)
     watch_steps()
     # `pickle` asks this table before it asks the tensor; `copy` does not.
@@ -244,24 +245,25 @@ def _containers_in(value: Any) -> Iterator[list[Any] | dict[Any, Any]]:
         yield from _containers_in(inner)
 
 
-def check_tensor_ranks_share_data(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Makes the first forward under a tensor axis compare its inputs over that axis; raises
-    `ConfigError` when they differ.
+def check_ranks_share_data(model: nn.Module, mesh: DeviceMesh, axis: str) -> None:
+    """Makes the first forward under the context or tensor ``axis`` compare its inputs over that
+    axis; raises `ConfigError` when they differ.
 
-    A sampler keyed on the global rank feeds each tensor rank other data, which their matrices,
-    parts of one, silently mix.
+    A sampler keyed on the global rank feeds each of these ranks other data, which their parts of
+    one sequence or of one matrix silently mix.
     """
-    if "tensor" not in axis_names(mesh):
+    if axis not in axis_names(mesh):
         return
-    group = mesh.get_group("tensor")
+    group = mesh.get_group(axis)
 
-    # In the first forward alone: a sampler that is right once is right ever after.
-    def compare(_module: nn.Module, args: Any, kwargs: Any) -> None:
+    # In the first forward alone: a sampler that is right once is right ever after. A hook before
+    # this one may have called the model: torch then calls it again, as one without ``kwargs``.
+    def compare(_module: nn.Module, args: Any, kwargs: Any = None) -> None:
         handle.remove()
         if len(set(all_gather(_digest((args, kwargs)), group))) > 1:
             ranks = dist.get_process_group_ranks(group)
             raise ConfigError(
-                f"ranks {ranks} share one tensor axis and were fed different data: a sampler must "
+                f"ranks {ranks} share one {axis} axis and were fed different data: a sampler must "
                 "be keyed on parallel2d.data_coordinate(mesh) and its number of ranks, "
                 "mesh_shape(mesh).data_ranks, not on the global rank"
             )

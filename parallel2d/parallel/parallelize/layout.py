@@ -38,7 +38,8 @@ from torch.utils._pytree import tree_map_only
 
 from parallel2d.base.config import OptimizerConfig, ParallelConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.mesh import MeshShape, mesh_shape
+from parallel2d.parallel.mesh import mesh_shape
+from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.model_structure import find_blocks, fqn_of, hidden_matrices, stays_whole
 from parallel2d.parallel.parallelize.bucketing import bucket_modules
 from parallel2d.parallel.parallelize.compilation import check_compilation
@@ -183,7 +184,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         self.shape.spec().refuse_contradiction(self.config.strategy)
-        check_compilation(self.config.compile, self.shape.tensor)
+        check_compilation(self.config.compile, self.shape)
         check_offload(self.config.cpu_offload, self.workload.device_type, self.shape.replicate)
 
     @property
@@ -197,7 +198,7 @@ class Layout:
         """Elements on the fullest rank."""
         numel = sum(math.prod(parameter.shape) for parameter in self.whole)
         for group, count in self.equal_groups:
-            parts = [first_part(parameter.shape, self.shape.shard) for parameter in group]
+            parts = [first_part(parameter.shape, self.shape.sharding.shard) for parameter in group]
             numel += count * sum(map(math.prod, parts))
         return numel
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.mesh import has_cpu_backend
+from parallel2d.parallel.mesh import has_cpu_backend, sharding_mesh
 from parallel2d.parallel.model_structure import stays_whole, updated_as
 from parallel2d.parallel.sync.average import average_of
 from parallel2d.parallel.sync.comparison import ReplicaComparison
@@ -111,7 +111,7 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raises `ConfigError`, with the parameter and the ranks, when replicas differ in a single bit
     of what must be equal. Collective over the world; see ``sync.compare_every``."""
-    comparison = ReplicaComparison(mesh, replicated_tensors(model))
+    comparison = ReplicaComparison(sharding_mesh(mesh), replicated_tensors(model))
     vector = comparison.vector()
     if not has_cpu_backend():
         vector = vector.to(mesh.device_type)

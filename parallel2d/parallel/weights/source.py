@@ -115,7 +115,7 @@ class WeightSource:
         """Builds the model for real on the first rank of each replica. Collective. Raises
         `ConfigError` on every rank when one of them cannot, or gets other weights."""
         assert self._construct is not None
-        rank, builders = dist.get_rank(), ranks_of(mesh)[:, 0, 0].tolist()
+        rank, builders = dist.get_rank(), ranks_of(mesh)[:, 0, 0, 0].tolist()
         host = topology.hosts[rank]
         count = sum(topology.hosts[builder] == host for builder in builders)
         needed, free = count * self._bytes / 2**30, free_memory() / 2**30

@@ -35,9 +35,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from parallel2d.base.config import AXES
+from parallel2d.base.replicas.lasting_groups import PolledWork
 from parallel2d.base.runtime import on_teardown
 from parallel2d.parallel.cost.collectives import sent_bytes
-from parallel2d.parallel.mesh import axis_names
+from parallel2d.parallel.mesh import axis_names, sharding_mesh
 from parallel2d.training.metrics.phases import named, seconds_between
 
 # One of torch's functions with the arguments it was called with
@@ -179,14 +180,16 @@ class CommunicationMeter:
         self._axes: dict[str, _Tally] = {}
         self._by_group: dict[str, _Tally | None] = {}
         self._by_ranks: dict[tuple[int, ...], _Tally] = {}
-        for index, axis in enumerate(axis_names(mesh)):
-            tally = _Tally(axis, mesh.size(index))
-            self._axes[axis] = tally
-            # Over an axis of one rank nothing is sent.
-            if tally.size > 1:
-                group = mesh.get_group(index)
-                self._by_group[group.group_name] = tally
-                self._by_ranks[tuple(dist.get_process_group_ranks(group))] = tally
+        # With a context axis parameters are gathered by groups of their own, which have the ranks
+        # of the context groups if the shard axis has one.
+        for over in (sharding_mesh(mesh), mesh):
+            for index, axis in enumerate(axis_names(over)):
+                tally = self._axes.setdefault(axis, _Tally(axis, over.size(index)))
+                # Over an axis of one rank nothing is sent.
+                if over.size(index) > 1:
+                    group = over.get_group(index)
+                    self._by_group[group.group_name] = tally
+                    self._by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), tally)
         # Functional collectives in flight, by the address of their output
         self._awaited: dict[int, _Tally] = {}
         # Other asynchronous ones, by the id of their handle: handle, axis, device type
@@ -204,7 +207,8 @@ class CommunicationMeter:
             how = functools.partial(self._collective, collective, place, names, group_place)
             self._wrap(module, name, how)
         self._wrap(functional, "wait_tensor", self._wait)
-        self._wrap(dist.Work, "wait", self._wait_work)
+        for kind in (dist.Work, PolledWork):
+            self._wrap(kind, "wait", self._wait_work)
         if self._streams:
             self._streams.install()
         return self
@@ -243,12 +247,12 @@ class CommunicationMeter:
         return values
 
     def sent_over(self, axis: str) -> float:
-        """Bytes sent over ``axis`` since `start`."""
-        return self._axes[axis].bytes
+        """Bytes sent over ``axis`` since `start`; 0 for one that the mesh lacks."""
+        return self._axes[axis].bytes if axis in self._axes else 0.0
 
     def ring_passes_over(self, axis: str) -> int:
         """How often a ring of ``axis`` was gone round since `start`: twice by an all-reduce."""
-        return self._axes[axis].ring_passes
+        return self._axes[axis].ring_passes if axis in self._axes else 0
 
     def position(self) -> tuple[int, str]:
         """Collectives begun in this step, and the last with its axis, in words; from any thread."""

@@ -105,7 +105,7 @@ class OwnedParameters(UpdateFollower):
         # what the others leave. Placements on the usual order would need torch's strided shards,
         # which put rows elsewhere where sizes do not divide.
         names = ("tensor", "shard", "replicate")
-        inside_out = ranks_of(model.mesh).permute(2, 1, 0).contiguous()
+        inside_out = ranks_of(model.mesh)[:, :, 0].permute(2, 1, 0).contiguous()
         self._mesh = DeviceMesh(model.mesh.device_type, inside_out, mesh_dim_names=names)
         # By axes: making a mesh of some of them takes a millisecond.
         self._meshes = {self._mesh.mesh_dim_names: self._mesh}

@@ -56,7 +56,7 @@ class Exchange:
         self._results = results
         self._keep = keep
         self._replicas = group.size()
-        self._replica = dist.get_group_rank(group, dist.get_rank())
+        self._replica = group.rank()
         self._dtype = torch.promote_types(rows.dtype, torch.float32)
         # Whether the means are on their way to all replicas; two replicas send none.
         self._means_sent = self._replicas == 2

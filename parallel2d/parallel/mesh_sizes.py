@@ -1,0 +1,329 @@
+"""Sizes of the mesh axes, and which ranks they put together, before there is a mesh.
+
+`MeshSpec` holds the sizes that were asked for, `MeshShape` those that fit the ranks. A mesh that
+puts a shard, context or tensor group on the slow link although it would fit inside a host is
+refused (`check_placement`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from parallel2d.base.config import AXES, MeshConfig, StrategyConfig, TrainConfig, named_strategy
+from parallel2d.base.errors import ConfigError, counted
+from parallel2d.base.files import is_count
+from parallel2d.base.topology import Topology
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """Sizes of the axes; ``auto`` is resolved by `resolve` against a topology and a strategy.
+
+    ``tensor`` and ``context`` are 1. ``ddp``: replicate = all ranks / tensor. ``zero2``, ``zero3``:
+    shard = all ranks / (context x tensor). Hybrids: shard = the ranks of a node / (context x
+    tensor) (the largest size that divides every host's, when hosts are uneven) and replicate = the
+    rest; on a single host they split the ranks in two replicas, and where that is impossible (one
+    rank, a prime number) replicate = 1.
+    """
+
+    replicate: int | str = "auto"
+    shard: int | str = "auto"
+    tensor: int | str = "auto"
+    context: int | str = "auto"
+
+    @classmethod
+    def from_config(cls, config: MeshConfig) -> MeshSpec:
+        return cls(**{axis: getattr(config, axis) for axis in AXES})
+
+    def resolve(self, strategy: StrategyConfig | str, topology: Topology) -> MeshShape:
+        """All sizes, and notes on what was decided. Raises `ConfigError` for impossible ones."""
+        strategy = named_strategy(strategy)
+        for axis in AXES:
+            size = getattr(self, axis)
+            if size != "auto" and (not is_count(size) or size == 0):
+                raise ConfigError(
+                    f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
+                )
+        world = topology.world_size
+        tensor, context = _size_or(self.tensor, 1), _size_or(self.context, 1)
+        rest = world
+        for axis, size in (("tensor", tensor), ("context", context)):
+            if rest % size:
+                left = "" if rest == world else f" that mesh.tensor={tensor} leaves"
+                raise ConfigError(
+                    f"mesh.{axis}={size} does not divide {counted(rest, 'rank')}{left}; use "
+                    f"{_divisors(rest)}"
+                )
+            rest //= size
+        self.refuse_contradiction(strategy)
+        inner = _InnerAxes(context, tensor)
+        replicate, shard, notes = self._resolve_data_axes(strategy, topology, inner)
+        if replicate * shard != rest:
+            pairs = [f"{n} x {rest // n}" for n in range(1, rest + 1) if rest % n == 0]
+            sizes = [f"mesh.{axis}={getattr(self, axis)}" for axis in AXES]
+            if context == 1:
+                sizes.remove(f"mesh.context={self.context}")
+            raise ConfigError(
+                f"{' x '.join(sizes)} does not fill the {world} ranks: replicate x shard "
+                f"must be {rest}, one of {', '.join(pairs)}"
+            )
+        return MeshShape(replicate, shard, tensor, tuple(notes), context)
+
+    def resolve_elastic(
+        self, strategy: StrategyConfig | str, topology: Topology, nodes: int
+    ) -> MeshShape:
+        """As `resolve`, for a job whose nodes come and go, at most ``nodes``: given sizes are those
+        with all nodes there. With fewer, the shard groups of a hybrid stay as large as they were,
+        since a model that fits must go on fitting, and there are fewer of them.
+        """
+        strategy = named_strategy(strategy)
+        sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
+        # All nodes are taken to be of one size, which divides those of the nodes that are there.
+        expected = self.resolve(strategy, Topology.equal_hosts(nodes, math.gcd(*sizes)))
+        if expected.world_size == topology.world_size:
+            return self.resolve(strategy, topology)
+        is_hybrid = strategy.replicates and strategy.shards
+        shard = expected.shard if is_hybrid else "auto"
+        shape = replace(self, replicate="auto", shard=shard).resolve(strategy, topology)
+        note = f"{len(sizes)} of {nodes} nodes are there: {shape}"
+        return replace(shape, notes=(note,))
+
+    def refuse_contradiction(self, strategy: StrategyConfig) -> None:
+        """Raises `ConfigError` for an axis that ``strategy`` does not have."""
+        for axis, size, has_axis, reason in (
+            ("shard", self.shard, strategy.shards, "keeps a full copy per rank"),
+            ("replicate", self.replicate, strategy.replicates, "shards over all ranks"),
+        ):
+            if not has_axis and size not in ("auto", 1):
+                raise ConfigError(
+                    f"strategy={strategy.name} {reason}, so mesh.{axis}={size} must be 1 or auto; "
+                    f"did you mean strategy={strategy.with_both_axes}?"
+                )
+        if not strategy.shards and self.context not in ("auto", 1):
+            raise ConfigError(
+                f"strategy={strategy.name} keeps a full copy per rank, and mesh.context="
+                f"{self.context} shards parameters over the ranks that share a sequence; choose "
+                "strategy=zero3 or strategy=hybrid, or mesh.context=1"
+            )
+
+    def _resolve_data_axes(
+        self, strategy: StrategyConfig, topology: Topology, inner: _InnerAxes
+    ) -> tuple[int, int, list[str]]:
+        """Sizes of replicate and shard, whose product may be wrong, and notes about decisions."""
+        rest = topology.world_size // inner.ranks
+        if not strategy.shards:
+            return _size_or(self.replicate, rest), 1, []
+        if not strategy.replicates:
+            return 1, _size_or(self.shard, rest), []
+        sizes = {"replicate": self.replicate, "shard": self.shard}
+        given = {axis: int(size) for axis, size in sizes.items() if size != "auto"}
+        for axis, size in given.items():
+            if rest % size:
+                left = "" if inner.ranks == 1 else f" that {inner} leaves"
+                raise ConfigError(
+                    f"mesh.{axis}={size} does not divide {counted(rest, 'rank')}{left}; use "
+                    f"{_divisors(rest)}"
+                )
+        if not given:
+            return _sizes_from_hosts(topology, inner)
+        # Two given sizes may contradict each other: `resolve` checks the product.
+        shard = given.get("shard", rest // given.get("replicate", 1))
+        return given.get("replicate", rest // shard), shard, []
+
+
+def resolve_mesh(config: TrainConfig, topology: Topology) -> MeshShape:
+    """The sizes of the mesh axes on the machines that are there."""
+    spec = MeshSpec.from_config(config.mesh)
+    if config.launch.elastic:
+        return spec.resolve_elastic(config.strategy, topology, config.launch.node_range[1])
+    return spec.resolve(config.strategy, topology)
+
+
+def _size_or(size: int | str, default: int) -> int:
+    return default if size == "auto" else int(size)
+
+
+class _InnerAxes(NamedTuple):
+    """Sizes of the axes whose ranks share their data."""
+
+    context: int
+    tensor: int
+
+    @property
+    def ranks(self) -> int:
+        return self.context * self.tensor
+
+    def __str__(self) -> str:
+        """As in messages: the axes of more than one rank."""
+        sizes = self._asdict().items()
+        return " x ".join(f"mesh.{axis}={size}" for axis, size in sizes if size > 1)
+
+
+def _sizes_from_hosts(topology: Topology, inner: _InnerAxes) -> tuple[int, int, list[str]]:
+    """Shards inside hosts, replicates across; a single host has the fewest replicas above one."""
+    rest = topology.world_size // inner.ranks
+    sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
+    if len(sizes) <= 1:
+        # The smallest divisor above 1; there is none for one rank and for a prime number of them.
+        replicate = next((n for n in range(2, rest) if rest % n == 0), 1)
+        shard = rest // replicate
+        note = f"one host: its {rest} data ranks are split in {replicate} replicas of {shard}"
+        if replicate == 1:
+            note = f"one host with {counted(rest, 'data rank')}: a single replica"
+        return replicate, shard, [note]
+    # The largest group that fits a whole number of times into every host.
+    inside = math.gcd(*sizes)
+    if inside % inner.ranks:
+        raise ConfigError(
+            f"{inner} does not divide the ranks of every host ({topology.describe()}); set "
+            "mesh.shard and mesh.replicate yourself, or use sizes whose product is "
+            f"{_divisors(inside)}"
+        )
+    shard = inside // inner.ranks
+    notes = []
+    if len(set(sizes)) > 1:
+        notes.append(f"uneven hosts ({topology.describe()}): shard groups of {shard}")
+    return rest // shard, shard, notes
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Resolved axis sizes. ``notes``: decisions that the user should read in the log."""
+
+    replicate: int
+    shard: int
+    tensor: int = 1
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    context: int = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By axis, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different data: context and tensor ranks of one data rank see the same."""
+        return self.replicate * self.shard
+
+    @property
+    def sharding(self) -> MeshShape:
+        """Of `sharding_mesh`: the axes over which parameters lie."""
+        return MeshShape(self.replicate, self.shard * self.context, self.tensor, self.notes)
+
+    @property
+    def shown(self) -> dict[str, int]:
+        """`sizes`, as records have them: with the context axis if it has ranks."""
+        sizes = self.sizes
+        if self.context == 1:
+            del sizes["context"]
+        return sizes
+
+    def __str__(self) -> str:
+        """``replicate 2 x shard 4 x tensor 1``."""
+        return " x ".join(f"{axis} {size}" for axis, size in self.shown.items())
+
+    def spec(self) -> MeshSpec:
+        """The sizes as given ones."""
+        return MeshSpec(**self.sizes)
+
+    def place(self, topology: Topology) -> torch.Tensor:
+        """int64 [replicate, shard, context, tensor] of ranks, hosts kept together whatever their
+        order."""
+        order = list(itertools.chain.from_iterable(topology.ranks_by_host.values()))
+        return torch.tensor(order, dtype=torch.int64).reshape(tuple(self.sizes.values()))
+
+
+def check_placement(ranks: torch.Tensor, topology: Topology, allow_cross_node: bool) -> list[str]:
+    """Refuses shard, context and tensor groups that cross hosts although they would fit inside one.
+
+    ``ranks``: int64 [replicate, shard, context, tensor]. Returns warnings for groups that cross
+    because they are larger than any host, and for those that were allowed to. Otherwise raises
+    `ConfigError`.
+    """
+    sizes = [len(members) for members in topology.ranks_by_host.values()]
+    largest = max(sizes)
+    _, shard, context, tensor = ranks.shape
+    warnings = []
+    # A group fits inside a host only if the inner groups of all its ranks do.
+    for axis, size, needed in (
+        ("tensor", tensor, tensor),
+        ("context", context, context * tensor),
+        ("shard", shard, shard * context * tensor),
+    ):
+        group = _first_crossing(ranks, axis, topology)
+        if group is None:
+            continue
+        hosts = Counter(topology.hosts[rank] for rank in group)
+        where = ", ".join(f"{count} on {host}" for host, count in hosts.items())
+        text = f"the {axis} group of ranks {group} crosses hosts ({where})"
+        if needed <= largest and not allow_cross_node:
+            raise ConfigError(
+                f"mesh.{axis}={size}: {text}, although its {needed} ranks fit inside one host of "
+                f"{largest} ({topology.describe()}). Every all-gather would use the slow link: "
+                "expect up to 4 times the traffic between hosts. Choose mesh.shard x "
+                f"{'mesh.context x ' * (context > 1)}mesh.tensor so that it divides the ranks of "
+                f"every host ({_divisors(math.gcd(*sizes))}), or set mesh.allow_cross_node=true"
+            )
+        warnings.append(f"{text}: every all-gather uses the slow link")
+    return warnings
+
+
+def _first_crossing(ranks: torch.Tensor, axis: str, topology: Topology) -> list[int] | None:
+    """The ranks of the first group of ``axis`` that is on several hosts, or None."""
+    for group in groups_along(ranks, axis).tolist():
+        hosts = {topology.hosts[rank] for rank in group}
+        if len(hosts) > 1:
+            return list(group)
+    return None
+
+
+def groups_along(ranks: torch.Tensor, axis: str) -> torch.Tensor:
+    """int64 [group, rank of it] of the groups of ``axis``, those of ``shard`` with the context
+    ranks, which share parameters; ``ranks`` as in `check_placement`."""
+    if axis == "shard":
+        return ranks.movedim(-1, 1).flatten(2).flatten(0, 1)
+    dim = AXES.index(axis)
+    return ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim])
+
+
+def crosses_hosts(ranks: torch.Tensor, axis: str, topology: Topology) -> bool:
+    """Whether a group of ``axis`` is on several hosts; ``ranks`` as in `check_placement`."""
+    return _first_crossing(ranks, axis, topology) is not None
+
+
+def draw_mesh(ranks: torch.Tensor, topology: Topology) -> str:
+    """The mesh as text: one line per replica, ranks grouped by tensor, the host at the end.
+
+    ``ranks``: int64 [replicate, shard, context, tensor]. Long meshes are cut in the middle.
+    """
+    lines = []
+    ranks = ranks.flatten(1, 2)
+    # Ranks of one tensor group stand in parentheses.
+    form = "{}" if ranks.shape[-1] == 1 else "({})"
+    for replica, row in enumerate(ranks.tolist()):
+        groups = " ".join(form.format(" ".join(map(str, group))) for group in row)
+        hosts = [topology.hosts[rank] for rank in itertools.chain.from_iterable(row)]
+        # Each host once, in the order of the ranks, without its network namespace.
+        names = dict.fromkeys(host.split("/")[0] for host in hosts)
+        line = f"  replica {replica}  [{groups}]  on {', '.join(names)}"
+        lines.append(line if len(line) <= 78 else f"{line[:75]}...")
+    if len(lines) > 10:
+        lines = [*lines[:5], f"  ... {len(lines) - 9} more replicas ...", *lines[-4:]]
+    return "\n".join(lines)
+
+
+def _divisors(number: int) -> str:
+    """For messages: ``1, 2 or 4``."""
+    *others, last = [str(n) for n in range(1, number + 1) if number % n == 0]
+    return f"{', '.join(others)} or {last}" if others else last

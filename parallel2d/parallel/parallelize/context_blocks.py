@@ -1,0 +1,450 @@
+"""Blocks that compute on a slice of the positions: `SplitBlock`, and `Stack` for those that run one
+after the other.
+
+The first block of a stack cuts what it is given, the last one joins what it returns, and in between
+``F.scaled_dot_product_attention`` is the only place where positions meet: there each rank gets
+whole sequences of some of the heads, or the keys and values of all positions. What is around the
+stacks sees whole sequences.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import TorchFunctionMode
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.context_axis import ContextAxis
+from parallel2d.parallel.fsdp_internals.sharded_model import in_backward, saving_hooks
+
+# Where a tensor is: among a block's arguments, or of which call of attention it is what
+Path = tuple[Any, ...]
+_ATTENTION = F.scaled_dot_product_attention
+
+
+class Watcher(Protocol):
+    """Sees the tensors of blocks while `context_check` learns; in its last forward it also gives
+    the input that a block shall compute with."""
+
+    def see(self, block: SplitBlock, path: Path, tensor: Tensor) -> None: ...
+    def input_of(self, block: SplitBlock, own: Tensor) -> Tensor: ...
+
+
+def map_tensors(function: Callable[[Tensor, Path], Any], value: Any, path: Path = ()) -> Any:
+    """``value`` with ``function(tensor, path)`` in the place of each tensor in plain containers."""
+    if isinstance(value, Tensor):
+        return function(value, path)
+    if type(value) in (tuple, list):
+        return type(value)(map_tensors(function, v, (*path, i)) for i, v in enumerate(value))
+    if type(value) is dict:
+        return {key: map_tensors(function, v, (*path, key)) for key, v in value.items()}
+    return value
+
+
+def first_hidden(value: Any) -> tuple[Path, Tensor | None]:
+    """The first floating-point tensor, which is what a block passes on, and where it is."""
+    found: list[tuple[Path, Tensor]] = []
+
+    def see(tensor: Tensor, path: Path) -> None:
+        if tensor.is_floating_point() and not found:
+            found.append((path, tensor))
+
+    map_tensors(see, value)
+    return found[0] if found else ((), None)
+
+
+class Stack:
+    """Blocks of one container. ``is_split``: whether they compute on slices."""
+
+    def __init__(self, axis: ContextAxis) -> None:
+        self.axis = axis
+        self.blocks: list[SplitBlock] = []
+        self.is_split = False
+        self.in_parts = False  # tensor ranks have a part of the hidden states each
+        self.feeds_head = False  # no other stack runs after it
+        self.is_open = False  # its first block has run in this forward, and its last one has not
+        self.watcher: Watcher | None = None
+        self.draws_alike = True  # every rank draws the random numbers of whole sequences
+
+    @property
+    def parts(self) -> int:
+        """How many ranks of the tensor axis share hidden states."""
+        tensor = self.axis.tensor
+        return tensor.size() if self.in_parts and tensor is not None else 1
+
+    def check_closed(self) -> None:
+        """Raises `ConfigError` where a forward has ended between the first and the last block."""
+        if self.is_open:
+            self.is_open = False
+            raise ConfigError(
+                f"mesh.context={self.axis.size}: {self.blocks[-1].name} was not called after "
+                f"{self.blocks[0].name}, so the sequence was not joined again; models that skip "
+                "blocks need mesh.context=1"
+            )
+
+
+class SplitBlock:
+    """One block. What is known of its tensors was learned by `context_check`.
+
+    ``follows``: the dims that are as long as a sequence. ``as_slices``: paths of arguments that
+    come as slices, from another block.
+    """
+
+    def __init__(self, stack: Stack, name: str, module: nn.Module) -> None:
+        self.stack, self.name, self.module = stack, name, module
+        self.follows: dict[Path, tuple[int, ...]] = {}
+        self.as_slices: set[Path] = set()
+        self._own = 0  # positions of this rank in this forward
+        # Which child computes, and how often it has called attention
+        self._child, self._calls = "", 0
+        self._is_active = False
+        self._hooks: Any = None  # of what autograd saves, as the block began
+        stack.blocks.append(self)
+
+    def intercept(self) -> None:
+        """Has the block's calls of attention come here. Inside of what is recomputed."""
+        # The class's forward, looked up late: sharding gives the module another class, and
+        # transformers asks its class whether to recompute.
+        given = vars(self.module).get("forward")
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            run = given or functools.partial(type(self.module).forward, self.module)
+            with self._intercepted(""):
+                return run(*args, **kwargs)
+
+        self.module.forward = forward
+        # A block that recomputes inside of its own forward calls its children in backward.
+        for name, child in self.module.named_children():
+            child.forward = functools.partial(self._of_child, name, child.forward)
+
+    def split(self) -> None:
+        """Has the block cut its arguments. Outside of what is recomputed, which keeps slices."""
+        self.module.forward = functools.partial(self._around, self.module.forward)
+
+    def _of_child(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._intercepted(name):
+            return forward(*args, **kwargs)
+
+    @contextmanager
+    def _intercepted(self, child: str) -> Iterator[None]:
+        before = self._child, self._calls, self._is_active
+        self._child, self._calls, self._is_active = child, 0, True
+        if not child:
+            self._hooks = saving_hooks()
+        try:
+            with nullcontext() if before[2] else _Intercept(self):
+                yield
+        finally:
+            self._child, self._calls, self._is_active = before
+
+    def _around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        stack, axis = self.stack, self.stack.axis
+        given: dict[str, Any] = {"args": args, "kwargs": kwargs}
+        if stack.watcher is not None:
+            watcher = stack.watcher
+            map_tensors(lambda tensor, path: watcher.see(self, path, tensor), given)
+        if stack.is_split:
+            given = self._cut(given)
+        with nullcontext() if stack.draws_alike else self._own_numbers():
+            output = forward(*given["args"], **given["kwargs"])
+        if stack.watcher is not None:
+            _, hidden = first_hidden(output)
+            if hidden is not None:
+                stack.watcher.see(self, ("output",), hidden)
+        if not stack.is_split or self is not stack.blocks[-1]:
+            return output
+        stack.is_open = False
+        return output if stack.feeds_head and not axis.joins else self._join(output)
+
+    @contextmanager
+    def _own_numbers(self) -> Iterator[None]:
+        """Draws from a generator of this rank's own, which begins where all ranks are alike. So
+        what is around the blocks goes on drawing the same, and recomputation draws again what was
+        drawn."""
+        seed = int(torch.randint(2**62, ()))
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed((seed + self.stack.axis.rank * 0x9E3779B97F4A7C15) % 2**63)
+            yield
+
+    # Arguments and outputs
+
+    def _cut(self, given: dict[str, Any]) -> dict[str, Any]:
+        stack, axis = self.stack, self.stack.axis
+        hidden_path, hidden = first_hidden(given)
+        if hidden is None:
+            raise ConfigError(f"mesh.context={axis.size}: {self.name} is given no hidden states")
+        (dim,) = self.follows[hidden_path]
+        is_first = self is stack.blocks[0]
+        if is_first:
+            self._check_length(hidden.shape[dim] * stack.parts, stack.parts)
+            stack.is_open = True
+        elif not stack.is_open and not in_backward():
+            raise ConfigError(
+                f"mesh.context={axis.size}: {self.name} was called before "
+                f"{stack.blocks[0].name}, which cuts the sequence; models that skip blocks need "
+                "mesh.context=1"
+            )
+        self._own = hidden.shape[dim] * stack.parts // (axis.size if is_first else 1)
+
+        def cut(tensor: Tensor, path: Path) -> Tensor:
+            if path != hidden_path:
+                return self._cut_argument(tensor, path)
+            own = tensor
+            if is_first:
+                # A copy: blocks keep it for backward, and a view would keep the whole.
+                own = axis.cut(tensor, dim, stack.in_parts)
+                own = own.clone(memory_format=torch.contiguous_format)
+            return own if stack.watcher is None else stack.watcher.input_of(self, own)
+
+        found: dict[str, Any] = map_tensors(cut, given)
+        return found
+
+    def _check_length(self, whole: int, parts: int = 1) -> None:
+        ranks = self.stack.axis.size
+        if whole % (ranks * parts) or whole < 2 * ranks:
+            raise ConfigError(
+                f"mesh.context={ranks}: {self.name} is given sequences of {whole} positions, which "
+                f"must be a multiple of {ranks * parts} and at least {2 * ranks}: choose "
+                "train.seq_len so, or pad batches"
+            )
+
+    def _cut_argument(self, tensor: Tensor, path: Path) -> Tensor:
+        axis = self.stack.axis
+        dims = self.follows.get(path)
+        if dims is None:
+            # It was not there when arguments were learned, such as a mask of some batches.
+            whole = self._own * axis.size
+            dims = tuple(dim for dim, size in enumerate(tensor.shape) if size == whole)
+        if not dims or path in self.as_slices or is_mask(tensor, dims):
+            return tensor
+        if len(dims) > 1:
+            raise ConfigError(
+                f"mesh.context={axis.size}: which dim of {tuple(tensor.shape)} is the sequence, of "
+                f"an argument of {self.name}?"
+            )
+        if tensor.shape[dims[0]] % axis.size:
+            self._check_length(tensor.shape[dims[0]])
+        return axis.cut(tensor, dims[0])
+
+    def _join(self, output: Any) -> Any:
+        hidden_path, _ = first_hidden(output)
+        (dim,) = self.follows["output",]
+
+        def join(tensor: Tensor, path: Path) -> Tensor:
+            if path != hidden_path:
+                return tensor
+            return self.stack.axis.join(tensor, dim, self.stack.in_parts)
+
+        return map_tensors(join, output)
+
+    # Attention
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """As ``F.scaled_dot_product_attention``, on this rank's positions."""
+        stack = self.stack
+        place = ("attention", self._child, self._calls)
+        self._calls += 1
+        if not self._child and stack.is_split and saving_hooks() != self._hooks:
+            raise ConfigError(
+                f"mesh.context={stack.axis.size}: {self.name} recomputes its attention inside of "
+                "its own forward; use activation_checkpointing=full instead"
+            )
+        given = {"query": query, "key": key, "value": value}
+        options = {"dropout_p": dropout_p, "is_causal": is_causal, **options}
+        if stack.watcher is not None:
+            for name, tensor in given.items():
+                stack.watcher.see(self, (*place, name), tensor)
+        output = self._attend(place, query, key, value, attn_mask, options)
+        if stack.watcher is not None:
+            stack.watcher.see(self, (*place, "result"), output)
+        return output
+
+    def _attend(
+        self,
+        place: Path,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        positions = (query.ndim - 2,)
+        splits_query = self.follows.get((*place, "query")) == positions
+        splits_keys = self.follows.get((*place, "key")) == positions
+        if not self.stack.is_split or not (splits_query or splits_keys):
+            return _ATTENTION(query, key, value, attn_mask=mask, **options)
+        ranks = self.stack.axis.size
+        if not splits_query or query.shape[-2] != self._own or query.ndim not in (3, 4):
+            raise ConfigError(
+                f"mesh.context={ranks}: attention of {self.name} has queries of shape "
+                f"{tuple(query.shape)}, which are no [batch, heads, positions, dim] of its "
+                f"{self._own} positions"
+            )
+        if query.ndim == 3:
+            query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+            mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
+            return self._over_positions(query, key, value, mask, splits_keys, options).squeeze(1)
+        return self._over_positions(query, key, value, mask, splits_keys, options)
+
+    def _over_positions(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        splits_keys: bool,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """[batch, heads, slice, dim] of each."""
+        axis = self.stack.axis
+        own, ranks = query.shape[2], axis.size
+        if mask is not None and splits_keys:
+            mask = self._whole_columns(mask, own, key.shape[2])
+        if not splits_keys:
+            # Every rank has all keys, which are no positions of a sequence.
+            return _ATTENTION(query, key, value, attn_mask=self._own_rows(mask, own), **options)
+        heads = query.shape[1], key.shape[1]
+        if heads[0] % ranks or heads[1] % ranks or self._gather_is_cheaper(heads, mask, options):
+            return self._with_all_keys(query, key, value, self._own_rows(mask, own), options)
+        if mask is not None:
+            if mask.shape[-2] == own:
+                mask = _join_mask(axis, mask, -2)
+            of_heads = mask.ndim - 3
+            if mask.ndim > 2 and mask.shape[of_heads] > 1:
+                mask = axis.cut(mask, of_heads)
+        query, key, value = map(axis.heads_of_all, (query, key, value))
+        return axis.slices_of_all(_ATTENTION(query, key, value, attn_mask=mask, **options))
+
+    def _gather_is_cheaper(
+        self, heads: tuple[int, int], mask: Tensor | None, options: dict[str, Any]
+    ) -> bool:
+        """Whether keys and values, gathered again in backward, are fewer bytes than all heads. Not
+        for causal attention, whose last rank would compute most."""
+        served = heads[0] / heads[1]
+        is_cheaper = 6 / served < 4 / self.stack.axis.size * (1 + 1 / served)
+        return is_cheaper and mask is None and not options["is_causal"]
+
+    def _whole_columns(self, mask: Tensor, own: int, keys: int) -> Tensor:
+        """``mask`` with a column for each position of the whole sequence."""
+        axis = self.stack.axis
+        if mask.shape[-1] in (1, keys * axis.size):
+            return mask
+        if mask.shape[-1] == keys and mask.shape[-2] == 1:
+            return _join_mask(axis, mask, -1)
+        raise ConfigError(
+            f"mesh.context={axis.size}: {self.name} makes a mask of shape {tuple(mask.shape)} from "
+            f"its slice of {own} positions; make it before the blocks, from the whole sequence"
+        )
+
+    def _own_rows(self, mask: Tensor | None, own: int) -> Tensor | None:
+        if mask is None or mask.shape[-2] in (1, own):
+            return mask
+        return self.stack.axis.cut(mask, mask.ndim - 2)
+
+    def _with_all_keys(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        axis = self.stack.axis
+        every_key, every_value = axis.join(key, 2), axis.join(value, 2)
+        gathered = [(every_key, key), (every_value, value)]
+        if options["is_causal"]:
+            # Nothing after this rank's last position.
+            seen = (axis.rank + 1) * query.shape[2]
+            every_key, every_value = every_key[:, :, :seen], every_value[:, :, :seen]
+            options = {**options, "is_causal": seen == query.shape[2]}
+            if seen > query.shape[2]:
+                mask = causal_lower_right(query.shape[2], seen)
+        with _gathered_again(axis, gathered):
+            return _ATTENTION(query, every_key, every_value, attn_mask=mask, **options)
+
+
+@contextmanager
+def _gathered_again(axis: ContextAxis, gathered: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Has backward gather what is saved of the whole tensors again, from the slices in
+    ``gathered``, so that no layer keeps them. Where activations are recomputed they are anyway."""
+    if saving_hooks() is not None:
+        yield
+        return
+    own_of = {whole.untyped_storage()._cdata: own.detach() for whole, own in gathered}
+
+    def pack(tensor: Tensor) -> Any:
+        own = own_of.get(tensor.untyped_storage()._cdata)
+        if own is None:
+            return tensor
+        return own, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        own, *geometry = saved
+        # The storage is that of the parts before they were joined, which may have been a copy.
+        return axis.join(own, 2).as_strided(*geometry)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _join_mask(axis: ContextAxis, mask: Tensor, dim: int) -> Tensor:
+    # Not every backend sends bool.
+    if mask.dtype == torch.bool:
+        return axis.join(mask.to(torch.uint8), dim % mask.ndim).bool()
+    return axis.join(mask, dim % mask.ndim)
+
+
+def is_mask(tensor: Tensor, dims: Sequence[int]) -> bool:
+    """Whether an argument whose ``dims`` follow the sequence is over pairs of positions, or over
+    keys: attention wants it whole."""
+    return len(dims) > 1 or (tensor.ndim == 4 and tuple(dims) == (3,))
+
+
+class _Intercept(TorchFunctionMode):
+    def __init__(self, block: SplitBlock) -> None:
+        super().__init__()
+        self._block = block
+
+    def __torch_function__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is _ATTENTION:
+            return self._block.attention(*args, **kwargs)
+        # It is dispatched itself, and what it calls is not.
+        if function is F.multi_head_attention_forward:
+            with _replaced(self._attend):
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        with _replaced(_ATTENTION):
+            return self._block.attention(*args, **kwargs)
+
+
+@contextmanager
+def _replaced(function: Callable[..., Tensor]) -> Iterator[None]:
+    before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, function
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = before

@@ -1,0 +1,370 @@
+"""Learns which tensors of the blocks follow the length of the sequence, and finds blocks in which
+positions meet outside of attention: `ContextCheck`.
+
+[Note: whole against cut] Three forwards of a few positions run before the first one, without
+gradients and dropout. Two run whole, with different lengths: a dim that differs follows the
+sequence. In the third the stacks are split; each block gets the input that it had before, and what
+it gives to attention and returns is compared with this rank's part of before. For this time
+parameters that are zero get values, because a branch that begins at zero hides what it computes.
+At the end the outputs of the model are compared: losses that blocks leave aside show there.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.exchange import all_gather
+from parallel2d.parallel.context_axis import ContextAxis
+from parallel2d.parallel.parallelize.context_blocks import (
+    Path,
+    SplitBlock,
+    Stack,
+    first_hidden,
+    map_tensors,
+)
+from parallel2d.parallel.weights.geometry import local_part
+
+log = logging.getLogger(__name__)
+
+_MOST = 2**53  # of what is compared
+_POSITIONS = 8  # of a rank, at least, in what is compared
+_Key = tuple[str, Path, int]  # of a block, and which time the block has it in a forward
+# By how much two ways to compute the same may differ, relative to the largest value
+_BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4}
+
+
+class ContextCheck:
+    """Of the ``stacks`` of ``model``. ``multiple``: of the sequence's length, other axes' too.
+    ``compares``: whether tensors have values."""
+
+    def __init__(
+        self, model: nn.Module, stacks: Sequence[Stack], multiple: int, compares: bool
+    ) -> None:
+        self._model, self._stacks, self._compares = model, stacks, compares
+        self._multiple = multiple
+        self._axis: ContextAxis = stacks[0].axis
+        self._names: dict[nn.Module, tuple[SplitBlock, str]] = {}
+        for stack in stacks:
+            for block in stack.blocks:
+                for name, module in block.module.named_modules(prefix=block.name):
+                    self._names[module] = block, name
+        # Of each forward the shapes; of the whole one this rank's slices
+        self._shapes: list[dict[_Key, torch.Size]] = []
+        self._slices: dict[_Key, Tensor] = {}
+        self._seen: Counter[tuple[str, Path]] = Counter()
+        self._order: dict[int, Stack] = {}
+        self._differences: dict[_Key, float] = {}
+        self._position = 0  # among them, of what is wrong
+        # The modules that run, outermost first, and which one has made what
+        self._running: list[str] = []
+        self._made_by: dict[_Key, str] = {}
+        self._is_split = False
+
+    def run(self, args: Any, kwargs: Any) -> None:
+        """Learns from inputs of the model, and splits the stacks. Collective. Raises `ConfigError`
+        on every rank where it is not right."""
+        self._axis.is_learning = True
+        for stack in self._stacks:
+            stack.watcher = self
+        try:
+            with _zeros_filled(self._model, self._compares), self._watched():
+                problem = self._compare(args, kwargs)
+        finally:
+            self._axis.is_learning = False
+            for stack in self._stacks:
+                stack.watcher = None
+        # What one rank finds first another one may find later, by what follows from it.
+        found = (self._position if problem else _MOST, problem)
+        ranks = all_gather(found) if self._compares else [found]
+        _, problem = min(ranks, key=operator.itemgetter(0))
+        if problem:
+            for stack in self._stacks:
+                stack.is_split = False
+            raise ConfigError(f"mesh.context={self._axis.size}: {problem}")
+
+    def _compare(self, args: Any, kwargs: Any) -> str:
+        """What is wrong, perhaps nothing."""
+        lengths = _lengths(args, kwargs)
+        sizes = {length: self._shortened(length) for length in lengths}
+        expected = None
+        try:
+            if sizes:
+                self._forward(args, kwargs, {length: short // 2 for length, short in sizes.items()})
+                self._find_parts()
+                expected = self._forward(args, kwargs, sizes)
+        except ConfigError:
+            raise
+        except Exception as error:  # a model may take one length alone
+            log.info("mesh.context: checked on whole sequences: %s", str(error).split("\n")[0])
+            expected = None
+        if expected is None:
+            self._shapes.clear()
+            sizes = {}
+            expected = self._forward(args, kwargs, sizes)
+        problem = self._choose()
+        if problem:
+            return problem
+        self._is_split = True
+        try:
+            found = self._forward(args, kwargs, sizes)
+        except ConfigError as error:
+            return str(error).removeprefix(f"mesh.context={self._axis.size}: ")
+        except Exception as error:
+            at = next(reversed(self._seen), ("the model", ()))[0]
+            return (
+                f"{at} cannot compute on a slice of the sequence "
+                f"({type(error).__name__}: {error}); {_ADVICE}"
+            )
+        return self._verdict(expected, found) if self._compares else ""
+
+    def _shortened(self, length: int) -> int:
+        """How many positions of ``length`` are compared."""
+        ranks = self._axis.size
+        step = self._multiple * ranks
+        least = -(-_POSITIONS * ranks // step) * step
+        return min(length, least)
+
+    def _forward(self, args: Any, kwargs: Any, sizes: dict[int, int]) -> Any:
+        self._shapes.append({})
+        self._seen.clear()
+        self._running.clear()
+        args, kwargs = _shorten(args, sizes), _shorten(kwargs, sizes)
+        return self._model(*args, **kwargs)
+
+    # What blocks have
+
+    def see(self, block: SplitBlock, path: Path, tensor: Tensor) -> None:
+        self._order[id(block.stack)] = self._order.pop(id(block.stack), block.stack)
+        number = self._seen[block.name, path]
+        self._seen[block.name, path] += 1
+        key = (block.name, path, number)
+        self._shapes[-1][key] = tensor.shape
+        if self._is_split:
+            self._compare_one(block, key, tensor)
+            return
+        shape = tensor.shape
+        if len(self._shapes) == 2:
+            shorter = self._shapes[0].get(key, shape)
+            pairs = zip(shape, shorter, strict=False)
+            dims = tuple(dim for dim, (one, other) in enumerate(pairs) if one != other)
+        else:
+            whole = self._whole_length(block, tensor)
+            dims = tuple(dim for dim, size in enumerate(shape) if size == whole and dim > 0)
+        block.follows[path] = dims
+        if self._compares and len(dims) == 1 and shape[dims[0]] % self._axis.size == 0:
+            # What modules inside have may be in parts or whole.
+            in_parts = block.stack.in_parts and path[0] != "attention"
+            if path[0] not in ("input", "result") or not in_parts:
+                own = self._axis.cut(tensor.detach(), dims[0], in_parts)
+                self._slices[key] = own.clone()
+
+    def _find_parts(self) -> None:
+        """Notes where tensor ranks have parts of the hidden states: attention has all positions."""
+        shapes, tensor = self._shapes[-1], self._axis.tensor
+        for stack in self._stacks:
+            for (name, path, _), shape in shapes.items():
+                if tensor is None or name != stack.blocks[0].name:
+                    continue
+                if path[0] == "attention" and path[-1] == "query":
+                    hidden = shapes.get((name, ("output",), 0), shape)
+                    stack.in_parts |= shape[-2] == hidden[-2] * tensor.size()
+
+    def _whole_length(self, block: SplitBlock, tensor: Tensor) -> int:
+        """Of the input of the block, whose second dim it is taken to be."""
+        shapes = self._shapes[-1]
+        first = next((shape for (name, _, _), shape in shapes.items() if name == block.name), None)
+        return (first or tensor.shape)[1]
+
+    def _compare_one(self, block: SplitBlock, key: _Key, tensor: Tensor) -> None:
+        _, path, _ = key
+        expected = self._slices.get(key)
+        is_argument = path[0] in ("args", "kwargs")
+        if is_argument:
+            dims = block.follows.get(path, ())
+            whole = self._shapes[-2].get(key)
+            if whole is None or len(dims) != 1:
+                return
+            (dim,) = dims
+            if whole[dim] == tensor.shape[dim]:
+                return
+            # Another block, or what is between them, has made it from slices.
+            block.as_slices.add(path)
+        if expected is None:
+            return
+        difference = float("inf")
+        if expected.shape == tensor.shape:
+            difference = _difference(tensor, expected)
+        self._differences[key] = difference
+        self._position += 1
+        # The block is what runs, and its arguments are what others have made.
+        running = ["", *self._running[: -1 if is_argument else None]]
+        self._made_by[key] = path[1] if path[0] == "result" else running[-1]
+
+    def input_of(self, block: SplitBlock, own: Tensor) -> Tensor:
+        """That of the whole forward: differences shall not add up."""
+        for key, expected in self._slices.items():
+            if key[0] == block.name and key[1][0] in ("args", "kwargs"):
+                return expected if expected.shape == own.shape else own
+        return own
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Sees what modules inside blocks get and return, which tells where a difference begins."""
+
+        def see(module: nn.Module, kind: str, value: Any) -> None:
+            block, name = self._names[module]
+            _, hidden = first_hidden(value)
+            if name != block.name and hidden is not None:
+                self.see(block, (kind, name), hidden)
+
+        def enter(module: nn.Module, inputs: Any) -> None:
+            if module in self._names:
+                see(module, "input", inputs)
+                self._running.append(self._names[module][1])
+
+        def leave(module: nn.Module, _inputs: Any, output: Any) -> None:
+            if module in self._names:
+                self._running.pop()
+                see(module, "result", output)
+
+        hooks = [
+            nn.modules.module.register_module_forward_pre_hook(enter),
+            nn.modules.module.register_module_forward_hook(leave),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    # What follows
+
+    def _choose(self) -> str:
+        """Splits the stacks whose attention is over positions, or says why there are none."""
+        executed = list(self._order.values())
+        for stack in executed:
+            stack.is_split = any(map(_attends, stack.blocks))
+        split = [stack for stack in executed if stack.is_split]
+        for module, (block, name) in self._names.items():
+            is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+            if is_norm and block.stack.is_split:
+                return f"{name} is a {type(module).__name__}, which mixes positions; {_ADVICE}"
+        if not split:
+            name = executed[0].blocks[0].name if executed else type(self._model).__name__
+            return (
+                f"{name} calls no F.scaled_dot_product_attention over positions; models of "
+                "transformers do with attn_implementation=sdpa"
+            )
+        split[-1].feeds_head = True
+        return ""
+
+    def _verdict(self, expected: Any, found: Any) -> str:
+        differing = [key for key, each in self._differences.items() if each > self._bound(key)]
+        # What modules inside a block have may be anything, such as the tokens of an expert.
+        if any(path[0] not in ("input", "result") for _, path, _ in differing):
+            first = differing[0]
+            difference, name = self._differences[first], self._made_by[first]
+            kind = type(self._model.get_submodule(name)).__name__.removeprefix("FSDP")
+            where = f"{name} ({kind})" if name else f"{kind}, between its blocks,"
+            self._position = list(self._differences).index(first)
+            return (
+                f"{where} mixes positions outside of F.scaled_dot_product_attention, or "
+                f"counts them (whole and cut differ by {difference:.1e}); {_ADVICE}"
+            )
+        for one, other in zip(_numbers(expected), _numbers(found), strict=False):
+            if one.shape != other.shape or _difference(other, one) > _bound(one.dtype):
+                return (
+                    f"an output of {type(self._model).__name__} of shape {tuple(one.shape)} is not "
+                    "that of whole sequences: losses and states that blocks leave aside "
+                    "(output_router_logits, output_hidden_states, use_cache) need mesh.context=1"
+                )
+        return ""
+
+    def _bound(self, key: _Key) -> float:
+        return _bound(self._slices[key].dtype)
+
+
+def _attends(block: SplitBlock) -> bool:
+    """Whether it has queries of one for each position."""
+    for path, dims in block.follows.items():
+        if path[0] == "attention" and path[-1] == "query" and len(dims) == 1:
+            return True
+    return False
+
+
+_ADVICE = "use mesh.context=1 for this model"
+
+
+def _bound(dtype: torch.dtype) -> float:
+    return _BOUNDS.get(dtype, 3e-2)
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.detach().double(), expected.detach().double()
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    difference = torch.where(same, 0.0, found - expected).abs()
+    if not difference.numel():
+        return 0.0
+    largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp(min=1e-30)
+    return float(difference.nan_to_num(torch.inf).max() / largest)
+
+
+def _numbers(outputs: Any) -> list[Tensor]:
+    leaves = tree_leaves(outputs)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _lengths(args: Any, kwargs: Any) -> list[int]:
+    """Of sequences among the inputs: the second dim of [batch, length] integers, or else of
+    [batch, length, dim]."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    found = [t.shape[1] for t in tensors if t.ndim == 2 and not t.is_floating_point()]
+    found = found or [t.shape[1] for t in tensors if t.ndim == 3]
+    return list(dict.fromkeys(found))
+
+
+def _shorten(inputs: Any, sizes: dict[int, int]) -> Any:
+    """The first positions of at most two samples."""
+
+    def shorten(tensor: Tensor, _path: Path) -> Tensor:
+        if tensor.ndim == 1 and tensor.shape[0] in sizes:
+            return tensor[: sizes[tensor.shape[0]]]
+        for dim in range(1, tensor.ndim):
+            size = tensor.shape[dim]
+            if size in sizes:
+                tensor = tensor.narrow(dim, 0, sizes[size])
+        return tensor[:2] if tensor.ndim > 1 else tensor
+
+    return map_tensors(shorten, inputs) if sizes else inputs
+
+
+@contextmanager
+def _zeros_filled(model: nn.Module, fills: bool) -> Iterator[None]:
+    """Inside, parameters have values where they are zero."""
+    before: list[tuple[Tensor, Tensor]] = []
+    if fills:
+        for number, parameter in enumerate(model.parameters()):
+            part = local_part(parameter.detach())
+            zeros = part == 0
+            if part.is_floating_point() and zeros.any():
+                before.append((part, zeros))
+                # The same on ranks that hold the same part.
+                generator = torch.Generator().manual_seed(number)
+                fan = max(1, parameter[:1].numel())
+                values = torch.randn(part.shape, generator=generator) / (2 * fan**0.5)
+                part.copy_(torch.where(zeros, values.to(part), part))
+    try:
+        yield
+    finally:
+        for part, zeros in before:
+            part.masked_fill_(zeros, 0.0)

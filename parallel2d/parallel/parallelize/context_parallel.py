@@ -1,0 +1,91 @@
+"""Context parallelism: divides the activations of a sequence over the ``context`` axis, for any
+model whose repeated blocks mix positions in ``F.scaled_dot_product_attention`` alone. Start at
+`intercept_attention`; `slice_blocks` follows what wraps the blocks, and `learn_at_first` all else.
+
+Before its first forward `ContextCheck` compares the model with itself on whole sequences, and
+raises an error that names what cannot be split.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.context_axis import ContextAxis, register_axis
+from parallel2d.parallel.fsdp_internals.sharded_model import in_backward
+from parallel2d.parallel.mesh import mesh_shape
+from parallel2d.parallel.model_structure import find_blocks
+from parallel2d.parallel.parallelize.context_blocks import SplitBlock, Stack
+from parallel2d.parallel.parallelize.context_check import ContextCheck
+from parallel2d.parallel.weights.named_tensors import undisturbed
+
+log = logging.getLogger(__name__)
+
+
+def intercept_attention(model: nn.Module, mesh: DeviceMesh) -> list[Stack]:
+    """The stacks of blocks of ``model``, whose attention is intercepted from now on; none without
+    a context axis. Raises `ConfigError` for a model without repeated blocks."""
+    if mesh_shape(mesh).context == 1:
+        return []
+    axis = ContextAxis(mesh)
+    blocks = find_blocks(model)
+    if not blocks:
+        raise ConfigError(
+            f"mesh.context={axis.size}: {type(model).__name__} has no repeated blocks, in which "
+            "sequences could be divided; use mesh.context=1"
+        )
+    register_axis(model, axis)
+    stacks: dict[str, Stack] = defaultdict(lambda: Stack(axis))
+    for name, module in blocks:
+        container = name.rpartition(".")[0]
+        SplitBlock(stacks[container], name, module).intercept()
+    return list(stacks.values())
+
+
+def slice_blocks(stacks: Sequence[Stack]) -> None:
+    """Has the blocks of ``stacks`` compute on slices, once `learn_at_first` has learned how."""
+    for stack in stacks:
+        for block in stack.blocks:
+            block.split()
+
+
+def learn_at_first(
+    model: nn.Module, mesh: DeviceMesh, stacks: Sequence[Stack], *, compares: bool = True
+) -> None:
+    """Has the first forward of ``model`` split ``stacks``; before all other hooks of the model,
+    because it calls it.
+
+    ``compares``: whether whole and cut are compared before, and ranks draw their own random
+    numbers; not for tensors without values.
+    """
+    if not stacks:
+        return
+    multiple = mesh_shape(mesh).tensor
+    device = torch.device(mesh.device_type)
+
+    def learn(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        hook.remove()
+        with undisturbed(model, device):
+            ContextCheck(model, stacks, multiple, compares).run(args, kwargs)
+        if not compares:
+            return
+        split = [stack for stack in stacks if stack.is_split]
+        for stack in split:
+            stack.draws_alike = False
+        names = [stack.blocks[0].name for stack in split]
+        log.info("sequences are divided from %s on", ", ".join(names))
+
+    def check_closed(*_: Any) -> None:
+        if not in_backward():
+            for stack in stacks:
+                stack.check_closed()
+
+    hook = model.register_forward_pre_hook(learn, prepend=True, with_kwargs=True)
+    model.register_forward_hook(check_closed)

@@ -1,0 +1,218 @@
+"""Sequences that are divided over a context axis: losses are those of one process, and a model that cannot be divided is refused."""
+
+import copy
+from typing import Any
+
+import pytest
+import test_parity
+import torch
+import torch.nn.functional as F
+from checkpoint_runs import run as checkpoint_run
+from torch import Tensor, nn
+
+from parallel2d import MeshSpec, ParallelConfig, build_mesh, clip_gradient_norm, parallelize
+from parallel2d.base.config import CompileConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.topology import Topology
+from parallel2d.parallel.mesh_sizes import MeshShape, check_placement
+from parallel2d.parallel.parallelize.compilation import check_compilation
+
+VOCAB, WIDTH, LENGTH = 53, 32, 24
+
+
+class Block(nn.Module):
+    """As in many scripts; ``how`` makes one that cannot be divided."""
+
+    def __init__(self, how: str, dropout: float, kv_heads: int) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.query, self.project = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.key_value = nn.Linear(WIDTH, 2 * kv_heads * 8)
+        self.how, self.dropout = how, nn.Dropout(dropout)
+        if how == "convolution":
+            self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        elif how == "gate":
+            self.gate = nn.Parameter(torch.zeros(WIDTH))
+        elif how == "batch norm":
+            self.mix = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None, table: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        if self.how in ("convolution", "batch norm"):
+            x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+        elif self.how == "gate":
+            x = x + self.gate * x.cumsum(1)
+        elif self.how == "positions":
+            table = torch.linspace(0, 1, length, dtype=x.dtype)[:, None]
+        h = self.norm(x) + table
+        q, k, v = (
+            each.view(batch, length, -1, 8).transpose(1, 2)
+            for each in (self.query(h), *self.key_value(h).chunk(2, -1))
+        )
+        causal = mask is None and self.how != "bidirectional"
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1]
+        )
+        x = x + self.dropout(self.project(out.transpose(1, 2).flatten(2)))
+        return x + self.mlp(x).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self, how: str = "", dropout: float = 0.0, kv_heads: int = 4) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList(Block(how, dropout, kv_heads) for _ in range(2))
+        self.how = how
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        x, mask, length = self.embedding(tokens), None, tokens.shape[1]
+        if documents is not None:
+            same = documents[:, None, :, None] == documents[:, None, None, :]
+            mask = same & torch.ones(length, length, dtype=torch.bool).tril()
+        table = torch.linspace(-1, 1, 64, dtype=x.dtype)[:length, None]
+        for block in self.blocks:
+            x = block(x, mask, table)
+            if self.how == "between":
+                x = x - x.mean(1, keepdim=True)
+        return self.head(x)
+
+
+def inputs_of(step: int, documents: bool) -> tuple[tuple[Tensor, ...], Tensor]:
+    tokens = torch.randint(0, VOCAB, (4, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    starts = (torch.arange(LENGTH) > torch.tensor([[5], [11], [17], [2]])).long()
+    return (tokens[:, :-1], starts)[: 1 + documents], tokens[:, 1:]
+
+
+def differences(sizes: dict[str, int], strategy: str, cases: list[dict[str, Any]]) -> list[float]:
+    """How much losses and gradient norms of `Model` differ from one process at most, over some steps; 1e9 for a refusal."""
+    mesh, found = build_mesh(MeshSpec(**sizes), strategy), []
+    for case in cases:
+        torch.manual_seed(1)
+        options = dict(case)
+        documents = options.pop("documents", False)
+        recomputed = options.pop("recomputed", "none")
+        plain = Model(**options).double()
+        config = ParallelConfig(strategy, precision="fp64", activation_checkpointing=recomputed)
+        model = parallelize(copy.deepcopy(plain), mesh, config)
+        both = [(each, torch.optim.AdamW(each.parameters(), 1e-2)) for each in (plain, model)]
+        most = 0.0
+        for step in range(3):
+            inputs, targets = inputs_of(step, documents)
+            values = []
+            for each, optimizer in both:
+                loss = F.cross_entropy(each(*inputs).flatten(0, 1), targets.flatten())
+                loss.backward()
+                values.append((loss.item(), float(clip_gradient_norm(each.parameters(), 1.0))))
+                optimizer.step()
+                optimizer.zero_grad()
+            most = max(most, *(abs(a - b) for a, b in zip(*values, strict=True)))
+        found.append(most)
+    return found
+
+
+SOUND = [
+    {},
+    {"how": "bidirectional", "kv_heads": 1, "documents": False},
+    {"kv_heads": 2, "documents": True},
+    {"kv_heads": 1, "recomputed": "full"},
+    {"kv_heads": 1, "documents": True},
+]
+
+
+def refusals(sizes: dict[str, int], hows: list[str]) -> list[str]:
+    mesh, found = build_mesh(MeshSpec(**sizes), "zero3"), []
+    for how in hows:
+        length = 23 if how == "odd" else LENGTH
+        model = parallelize(Model(how), mesh, ParallelConfig("zero3"), broadcast_from=0)
+        with pytest.raises(ConfigError) as error:
+            model(torch.zeros(2, length, dtype=torch.int64) + torch.arange(length))
+        found.append(str(error.value))
+    return found
+
+
+def test_two_ranks_compute_as_one_and_what_mixes_positions_is_refused_by_name(ranks):
+    for found in ranks.run(2, differences, {"context": 2}, "zero3", SOUND):
+        assert max(found) < 1e-10, found
+    words = {
+        "convolution": "blocks.0.mix (Conv1d) mixes positions outside of",
+        "gate": "blocks.0 (Block) mixes positions",
+        "positions": "or counts them",
+        "batch norm": "blocks.0.mix is a BatchNorm1d",
+        "between": "Model, between its blocks, mixes positions",
+        "odd": "sequences of 23 positions, which must be a multiple of 2",
+    }
+    for messages in ranks.run(2, refusals, {"context": 2}, list(words)):
+        for message, word in zip(messages, words.values(), strict=True):
+            assert message.startswith("mesh.context=2: "), message
+            assert word in message, message
+
+
+def drawn(sizes: dict[str, int]) -> Any:
+    """What a forward with dropout gives on this rank, and the numbers that are drawn after it."""
+    mesh = build_mesh(MeshSpec(**sizes), "zero3")
+    torch.manual_seed(1)
+    config = ParallelConfig("zero3", precision="fp64", activation_checkpointing="full")
+    model = parallelize(Model(dropout=0.5).double(), mesh, config)
+    tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
+    torch.manual_seed(5)
+    logits = model(tokens)
+    logits.sum().backward()
+    return logits[0, :, 0].tolist(), torch.rand(1).item()
+
+
+@pytest.mark.slow
+def test_dropout_differs_between_slices_and_the_ranks_stay_together(ranks):
+    (logits, number), other = ranks.run(2, drawn, {"context": 2})
+    assert other == (logits, number)
+    halves = logits[: LENGTH // 2], logits[LENGTH // 2 :]
+    assert halves[0] != halves[1]
+
+
+CASES = [
+    (4, {"replicate": 2, "context": 2}, "hybrid", {"accumulation": 2}),
+    (4, {"shard": 2, "context": 2}, "zero3", {"loss_chunk": 7}),
+    (4, {"context": 4}, "zero3", {}),
+    (4, {"context": 2, "tensor": 2}, "zero3", {}),
+    (4, {"replicate": 2, "context": 2}, "hybrid_full", {"loss_chunk": 50}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "mesh", "strategy", "options"), CASES)
+def test_fp64_equals_plain_pytorch(ranks, world, mesh, strategy, options):
+    test_parity.check(ranks, world, mesh, {"strategy": strategy}, steps=10, **options)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_context_axes(ranks, tmp_path):
+    layouts = [
+        (4, {"context": 4}, "zero3"),
+        (1, {}, "zero3"),
+        (4, {"replicate": 1, "shard": 1, "context": 2, "tensor": 2}, "hybrid"),
+    ]
+    losses: dict[str, dict[int, float]] = {}
+    for folder, chain in (("same", layouts[1:2] * 3), ("other", layouts)):
+        losses[folder] = {}
+        for step, (world, mesh, strategy) in enumerate(chain, start=1):
+            config = {"strategy": strategy, "precision": "fp64"}
+            path = str(tmp_path / folder)
+            losses[folder] |= ranks.run(world, checkpoint_run, path, mesh, config, steps=step)[0][
+                "losses"
+            ]
+    assert losses["other"] == pytest.approx(losses["same"], abs=1e-10)
+
+
+def test_sizes_of_the_axis():
+    hosts = Topology.equal_hosts(2, 8)
+    shape = MeshSpec(context=4).resolve("hybrid", hosts)
+    assert (shape.replicate, shape.shard, shape.context, shape.data_ranks) == (2, 2, 4, 4)
+    assert not check_placement(shape.place(hosts), hosts, False)
+    with pytest.raises(ConfigError, match=r"strategy=zero3 or strategy=hybrid"):
+        MeshSpec(context=2).resolve("ddp", hosts)
+    with pytest.raises(ConfigError, match=r"mesh.context=3 does not divide 16 ranks"):
+        MeshSpec(context=3).resolve("zero3", hosts)
+    across = MeshSpec(1, 1, context=4).resolve("zero3", Topology.equal_hosts(1, 4))
+    with pytest.raises(ConfigError, match=r"mesh.context=4: the context group .* crosses hosts"):
+        check_placement(across.place(Topology.equal_hosts(1, 4)), Topology(("a", "b") * 4), False)
+    with pytest.raises(ConfigError, match="a compiled block cannot exchange"):
+        check_compilation(CompileConfig("inductor"), MeshShape(1, 1, context=2))
