@@ -171,7 +171,7 @@ class Trainer:
             self.recorder.say(f"not trained on: {self.stopped}; other settings would go on")
         self._upcoming = self._take(feed) if self.has_steps() else None
         if self._upcoming is not None:
-            self.loss.compare_head(self._upcoming.micro_batches[0])
+            self.loss.compare_head(self.model, self._upcoming.micro_batches[0])
         tokens = _valid_tokens(self._upcoming)
         count = torch.tensor([tokens], dtype=torch.float64, device=self.device)
         self._upcoming_tokens = int(sum_over_data_ranks(count, self.mesh).item())
