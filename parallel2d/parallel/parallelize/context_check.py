@@ -12,6 +12,7 @@ At the end the outputs of the model are compared: losses that blocks leave aside
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -360,7 +361,7 @@ def _zeros_filled(model: nn.Module, fills: bool) -> Iterator[None]:
                 before.append((part, zeros))
                 # The same on ranks that hold the same part.
                 generator = torch.Generator().manual_seed(number)
-                fan = max(1, parameter[:1].numel())
+                fan = max(1, math.prod(part.shape[1:]))
                 values = torch.randn(part.shape, generator=generator) / (2 * fan**0.5)
                 part.copy_(torch.where(zeros, values.to(part), part))
     try:
