@@ -160,7 +160,9 @@ class ContextCheck:
             dims = tuple(dim for dim, (one, other) in enumerate(pairs) if one != other)
         else:
             whole = self._whole_length(block, tensor)
-            dims = tuple(dim for dim, size in enumerate(shape) if size == whole and dim > 0)
+            # The first dim of more than one is that of samples.
+            first = min(1, tensor.ndim - 1)
+            dims = tuple(dim for dim in range(first, tensor.ndim) if shape[dim] == whole)
         block.follows[path] = dims
         if self._compares and len(dims) == 1 and shape[dims[0]] % self._axis.size == 0:
             # What modules inside have may be in parts or whole.

@@ -71,9 +71,11 @@ def learn_at_first(
     device = torch.device(mesh.device_type)
 
     def learn(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        hook.remove()
+        if stacks[0].axis.is_learning:
+            return
         with undisturbed(model, device):
             ContextCheck(model, stacks, multiple, compares).run(args, kwargs)
+        hook.remove()
         if not compares:
             return
         split = [stack for stack in stacks if stack.is_split]
