@@ -40,8 +40,11 @@ def main(
         options.run(options)
     except (ConfigError, OSError) as error:
         text = describe_error(error) if isinstance(error, OSError) else error
-        print(f"error: {for_terminal(text)}", file=sys.stderr)
+        print(f"parallel2d: {for_terminal(text)}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("parallel2d: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

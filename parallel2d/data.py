@@ -50,10 +50,10 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m paral
     try:
         options.run(options)
     except (ConfigError, OSError, RuntimeError) as error:
-        print(f"error: {for_terminal(error)}", file=sys.stderr)
+        print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; what is finished is kept, start again to go on", file=sys.stderr)
+        print("parallel2d: stopped; finished parts are kept, start again to go on", file=sys.stderr)
         return 130
     return 0
 

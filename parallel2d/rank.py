@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from parallel2d.base import files
 from parallel2d.base.config import Job, TrainConfig
-from parallel2d.base.config.composition import compose
+from parallel2d.base.config.composition import compose, from_yaml
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.topology import RankIdentity, find_rank
+from parallel2d.base.topology import LIFE, RankIdentity, Topology, find_rank
 from parallel2d.launching.agreement import agree_on_job, forget_run, recording_steps
 from parallel2d.launching.failures import failures_reported_once
 from parallel2d.launching.processes import end_with_parent
+from parallel2d.launching.rank_processes import speak_for_all
 from parallel2d.training.run_directory import discard_pending, read_segments, summarize
 
 if TYPE_CHECKING:
@@ -54,6 +55,17 @@ def rank_main(words: Sequence[str]) -> int:
         return _run_job(job, identity, store)
 
 
+def check_main(words: Sequence[str]) -> int:
+    """Checks a job before its ranks start, as one process of ours that reports as a rank does.
+    ``words``: its configuration as YAML, the number of nodes, and of workers on each."""
+    text, nodes, workers = words
+    with failures_reported_once(RankIdentity(0, 1, 0, 0, 1, "self"), None):
+        from parallel2d.training.assemble import check
+
+        check(from_yaml(text), Topology.equal_hosts(int(nodes), int(workers)))
+    return 0
+
+
 def choose_layout(
     config: TrainConfig, words: Sequence[str], nodes: int, ranks: int, stream: TextIO | None = None
 ) -> TrainConfig:
@@ -84,6 +96,7 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
         timeout_s=settings.timeout,
         host_id=settings.host_id,
         first_timeout_s=settings.longest_wait,
+        survives=_survives(job.config, identity),
     ) as runtime:
         # inside, so that nothing waits for peers on the way out
         with failures_reported_once(identity, store, job.run_dir):
@@ -99,6 +112,25 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
                 raise
     forget_run(identity)
     return settings.requeue_exit_code if stopped else 0
+
+
+def _survives(config: TrainConfig, identity: RankIdentity) -> bool:
+    """Whether a lost replica leaves the others training: where our launcher starts it again, and
+    nothing but gradients, without a residual, crosses replicas."""
+    starts_again = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    strategy, sync = config.strategy, config.sync
+    return (
+        starts_again
+        and identity.launcher in ("self", "nodes")
+        and strategy.replicates
+        and not strategy.splits_updates
+        and sync.name == "every_step"
+        and sync.engine != "torch"
+        and sync.wire != "int4"
+        and config.optimizer.name != "muon"
+        and config.checkpoint.memory_every in ("auto", 0)
+        and not config.train.certify
+    )
 
 
 def _certify(job: Job, runtime: Runtime) -> Certificate | None:
@@ -129,7 +161,7 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
     from parallel2d.training.assemble import build_trainer
     from parallel2d.training.metrics.out_of_memory import out_of_memory_named
     from parallel2d.training.metrics.watch import Watch
-    from parallel2d.training.trainer import LoopCallbacks
+    from parallel2d.training.trainer_parts import LoopCallbacks
 
     identity, settings, run_dir = runtime.identity, job.config.launch, job.run_dir
     hosts, history = runtime.topology.hosts, job.config.metrics.memory_history
@@ -151,8 +183,12 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
                 if job.config.checkpoint.enabled:  # there is something to save
                     signals.listen_to_interrupts()
 
+            def take_over() -> None:
+                speak_for_all()
+                _keep_log(run_dir)
+
             try:
-                trainer.run(LoopCallbacks(signals.preemption_requested, first_step_done))
+                trainer.run(LoopCallbacks(signals.preemption_requested, first_step_done, take_over))
             except RuntimeError as error:
                 if "imed out" in str(error) or "imeout" in str(error):
                     error.add_note(watch.explain())
@@ -192,9 +228,13 @@ def _log_to(run_dir: str, identity: RankIdentity) -> None:
     errors = logging.StreamHandler(sys.stderr)
     errors.setLevel(logging.ERROR)
     logging.getLogger().addHandler(errors)
-    if identity.rank == 0:
-        path = os.path.join(run_dir, "train.log")
-        kept = logging.StreamHandler(open(path, "a", opener=files.regular))  # noqa: SIM115
-        kept.setFormatter(_Escaped("%(asctime)s %(message)s", "%H:%M:%S"))
-        logging.getLogger("parallel2d").setLevel(logging.INFO)
-        logging.getLogger().addHandler(kept)
+    if identity.rank == 0 and os.environ.get(LIFE, "0") == "0":
+        _keep_log(run_dir)
+
+
+def _keep_log(run_dir: str) -> None:
+    path = os.path.join(run_dir, "train.log")
+    kept = logging.StreamHandler(open(path, "a", opener=files.regular))  # noqa: SIM115
+    kept.setFormatter(_Escaped("%(asctime)s %(message)s", "%H:%M:%S"))
+    logging.getLogger("parallel2d").setLevel(logging.INFO)
+    logging.getLogger().addHandler(kept)

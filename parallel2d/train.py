@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from parallel2d import launching
 from parallel2d.base.config import Job, TrainConfig
-from parallel2d.base.config.composition import Composition, compose
+from parallel2d.base.config.composition import Composition, compose, to_yaml
 from parallel2d.base.config.help_page import information, show
 from parallel2d.base.config.sweep import run_sweep
 from parallel2d.base.errors import ConfigError
@@ -58,6 +58,8 @@ def main(
         text, code = error, 1
     except KeyboardInterrupt as error:
         text, code = str(error) or "interrupted; all workers have ended", 130
+    if code == 130:  # another Ctrl-C ends this process without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     print(f"parallel2d: {for_terminal(text)}", file=sys.stderr)
     return code
 
@@ -138,7 +140,7 @@ def _launch(job: Job) -> float | None:
 
 
 def _prepare_launch(config: TrainConfig, nodes: int) -> None:
-    """Starts the process that ranks are forked from, and imports what the check needs meanwhile. A
+    """Starts the process that ranks are forked from, and imports what watches them meanwhile. A
     mesh that cannot work is refused before, in a third of the time.
     Ctrl-C waits for the imports: some libraries lose an interrupt there, or stay half imported."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -155,18 +157,18 @@ def _prepare_launch(config: TrainConfig, nodes: int) -> None:
             workers = launching.workers_per_node(config.launch)
             resolve_mesh(config, Topology.equal_hosts(nodes, workers))
         launching.start_server()
-        importlib.import_module("parallel2d.training.assemble")
+        importlib.import_module("parallel2d.launching.agent")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _check(config: TrainConfig, nodes: int) -> int:
-    """The workers of a node, once the job was checked as far as one process can."""
-    from parallel2d.training.assemble import check
-
+    """The workers of a node, once the job was checked as far as one process can. One that ranks
+    are forked from has imported what the check needs, so a fork of it checks."""
     workers = launching.workers_per_node(config.launch)
     if not config.is_automatic:  # else rank 0 of the job chooses a layout, which is checked there
-        check(config, Topology.equal_hosts(nodes, workers))
+        job = [to_yaml(config), str(nodes), str(workers)]
+        launching.run_once("parallel2d.rank:check_main", job)
     return workers
 
 

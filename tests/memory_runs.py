@@ -12,11 +12,11 @@ from training import largest_difference, weights_of, whole
 
 from parallel2d import outer_parameters
 from parallel2d.base.config import CheckpointConfig
+from parallel2d.base.topology import MEMORY_DIR
 from parallel2d.parallel.sync.average import WeightAverage
 from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.recovery import buffer as buffers
 from parallel2d.training.recovery import memory_copies
-from parallel2d.training.recovery.place import VARIABLE
 
 FP64 = {"strategy": "hybrid", "precision": "fp64"}
 
@@ -49,8 +49,8 @@ def life(
     as it is after the last copy, ``finished`` and ``preempted`` end as a trainer does. ``fault(net)`` runs on each rank before
     anything is restored; ``decay``: of averages of the weights."""
     rank = torch.distributed.get_rank()
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = nodes[rank]
+    before = os.environ.get(MEMORY_DIR)
+    os.environ[MEMORY_DIR] = nodes[rank]
     try:
         torch.manual_seed(rank)
         mesh, model, optimizer = build(mesh_sizes, parallel or FP64, **(llama or {}))
@@ -92,9 +92,9 @@ def life(
             "averages": averages_of(model, average) if average else None,
         }
     finally:
-        os.environ.pop(VARIABLE)
+        os.environ.pop(MEMORY_DIR)
         if before is not None:
-            os.environ[VARIABLE] = before
+            os.environ[MEMORY_DIR] = before
         mock.patch.stopall()
 
 

@@ -19,6 +19,7 @@ from parallel2d.parallel.cost.state_memory import StateBytes
 from parallel2d.parallel.sync import accumulate
 from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.parallel.sync.methods.diloco import OuterSync
+from parallel2d.parallel.sync.methods.residuals import Residuals
 from parallel2d.parallel.sync.methods.split_updates import OwnedParameters
 from parallel2d.training.metrics.communication import CommunicationMeter
 from parallel2d.training.optimizer import build_optimizer
@@ -188,8 +189,12 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
         state += sum(
             _bytes(value) for value in of_parameter.values() if isinstance(value, torch.Tensor)
         )
-    masters = outer = 0
+    masters = outer = kept = 0
     for engine in reducers_in(model):
+        if isinstance(engine.updates, Residuals):
+            kept = sum(
+                codes.nbytes + scales.nbytes for codes, scales in engine.updates._kept.values()
+            )
         if isinstance(engine.updates, OwnedParameters):
             masters = sum(map(_bytes, engine.updates.masters().values()))
         if isinstance(engine.updates, OuterSync):
@@ -203,6 +208,7 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
         gradients=gradients,
         optimizer=state,
         outer=outer,
+        residuals=kept,
         buffers=sum(map(_bytes, model.buffers())),
     )
 

@@ -23,9 +23,11 @@ from parallel2d import (
     updated_parameters,
 )
 from parallel2d.base.config import CheckpointConfig, StrategyConfig, SyncConfig
+from parallel2d.parallel.model_structure import hidden_matrices
 from parallel2d.parallel.sync.methods import method_of
 from parallel2d.parallel.sync.methods.diloco import ExpectedOuter
-from parallel2d.parallel.sync.updates import outer_sync
+from parallel2d.parallel.sync.methods.method import ExpectedState
+from parallel2d.parallel.sync.updates import outer_sync, residuals_of
 from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.training.checkpoint import Checkpointer
@@ -118,19 +120,15 @@ def run(
         return {
             "parameters": weights_of(model),
             # What this replica did not send yet
-            "residual": residuals_of(model),
+            "residual": local_residuals(model),
             # After which step of a period each parameter is sent
             "begins": begins_of(model),
         }
 
 
-def residuals_of(model: nn.Module) -> dict[str, Any]:
-    outer = outer_sync(model)
-    found = {}
-    for name, parameter in outer.parameters.items() if outer else ():
-        if parameter.residual is not None:
-            found[name] = parameter.residual.to_local().clone().numpy()
-    return found
+def local_residuals(model: nn.Module) -> dict[str, Any]:
+    found = residuals_of(model).residuals()
+    return {name: value.to_local().clone().numpy() for name, value in found.items()}
 
 
 def begins_of(model: nn.Module) -> dict[str, int]:
@@ -162,6 +160,7 @@ def reference(
     cuts = {name: cut_in_rows(value.shape, shards) for name, value in computing.items()}
     outer = ExpectedOuter(method, SEED, tracks, begins or dict.fromkeys(cuts, 0), cuts)
     outer.shared = {name: value.detach().clone() for name, value in computing.items()}
+    state = ExpectedState(RoundingKeys(SEED), hidden_matrices(model))
     for step in range(1, steps + 1):
         found = []
         for replica, batch in enumerate(
@@ -175,10 +174,10 @@ def reference(
             loss_of(model, batch).backward()
             found.append({name: value.grad for name, value in computing.items()})
         if config.name == "every_step":
-            keys, mean = RoundingKeys(SEED, step), {}
+            state.keys.step, mean = step, {}
             for name, cut in cuts.items():
                 values = [each[name] for each in found]
-                mean[name] = method.expected_gradient(values, cut, keys, name)
+                mean[name] = method.expected_gradient(values, cut, name, state)
             found = [mean]
         for track, optimizer, gradients in zip(tracks, optimizers, found, strict=True):
             for name, value in track.items():

@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import sys
 from dataclasses import fields, is_dataclass
 
 import jobs
@@ -10,7 +11,7 @@ import pytest
 
 from parallel2d import ConfigError, launching
 from parallel2d.base.config import TrainConfig
-from parallel2d.base.config.options import default_of, field_problems, value_problem
+from parallel2d.base.config.options import default_of, field_problems, load_reference, value_problem
 from parallel2d.train import main
 
 
@@ -79,13 +80,13 @@ CASES = [
     ((*TEXT, "model=custom", "model.target=os:getcwd"), ["model.target=os:getcwd", "not an nn.Module"]),
     (
         ("model.n_heads=7", "data=text", "train.seq_len=4096", "train.micro_batch_size=64", "scheduler.warmup_steps=300",
-         "profile.steps=[1,999]", "profile.ranks=[-1]", "optimizer.nesterov=true", "activation_checkpointing.every=2", "sync.wire=int4",
+         "profile.steps=[1,999]", "profile.ranks=[-1]", "optimizer.nesterov=true", "activation_checkpointing.every=2", "sync.warmup=5",
          "optimizer.groups=[{pattern: a}]", "launch.nnodes=0", "bucketing.size_mib=3", "plan.dry_run=true", "plan.scaling=weak",
          "checkpoint.keep_best_mode=max", "train.hooks=[a]", "cluster.inside_node.up_gbit=1"),
         ["model.dim=128", "model.n_heads=7", "model.n_kv_heads=4", "data.path is required", "model.max_seq_len=2048",
          "train.global_batch_size=32", "scheduler.warmup_steps=300 must be below train.steps=300", "profile.steps=[1, 999]",
          "profile.ranks=[-1] must be ranks", "optimizer.nesterov=true has no effect with optimizer=adamw, only with sgd, muon",
-         "activation_checkpointing.every=2 has no effect with activation_checkpointing=none", "sync.wire=int4 does not go with sync=every_step: use sync=diloco",
+         "activation_checkpointing.every=2 has no effect with activation_checkpointing=none", "sync.warmup=5 has no effect with sync.wire=auto, only with int4",
          "optimizer.groups has", "launch.nnodes=0", "bucketing.size_mib=3.0 has no effect with bucketing=block, only with size",
          "plan.scaling=weak does not go with plan.dry_run=true", "has no effect without checkpoint.keep_best",
          "train.hooks has a; ", "up_gbit=1.0 has no effect without cluster.inside_node.down_gbit"],
@@ -124,6 +125,7 @@ def test_wrong_words_are_one_clear_message(words, expected, capsys):
 @pytest.mark.parametrize(("words", "told"), [
     (("train.epochs=2", "data.epochs=3"), "contradict each other"),
     (("strategy=hybrid_full", "sync=diloco"), "hybrid_full does not go with sync=diloco"),
+    (("sync.wire=int4", "sync.during_accumulation=full"), "is sent once in a global batch"),
     (("strategy=hybrid_full", "sync.wire=int8"), "so few bits cannot hold them; use sync.wire=bf16"),
     (("strategy=hybrid_full", "sync.engine=torch"), "use sync.engine=parallel2d"),
     (("sync.engine=torch", "sync.wire=bf16"), "does not go with sync.wire=bf16: use sync.wire=auto"),
@@ -287,6 +289,19 @@ def test_a_run_directory_with_a_link_is_refused(tmp_path, capsys, place, owner):
         place == "checkpoints" and owner == os.getuid()
     )
     assert outside.read_text() == "mine"
+    link.unlink()
+    link.mkdir()
+    if place == "train.log":
+        assert main([*TEXT, f"hydra.run.dir={tmp_path}/run"]) == 2
+        assert f"{link}: not a regular file" in capsys.readouterr().err
+
+
+def test_a_reference_is_looked_up_in_the_current_folder_last(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    (tmp_path / "own_part.py").write_text("def build(): pass")
+    load_reference("model.target", "own_part:build")
+    assert sys.path[-1] == str(tmp_path)
 
 
 def test_a_low_limit_of_open_files_is_named(monkeypatch, capsys):

@@ -81,6 +81,8 @@ LAYOUTS = [
     ("convolutions", HYBRID, {"strategy": "hybrid", "sync": {"wire": "int8"}}, "adamw"),
     ("convolutions", ZERO, {"strategy": "zero2", "precision": "fp16", "bucketing": "layer"}, "adamw"),
     ("recurrent", HYBRID, {"strategy": "hybrid", "precision": "bf16", "sync": {"engine": "torch"}}, "sgd"),
+    ("experts", HYBRID, {"strategy": "hybrid", "sync": {"wire": "int4"}}, "adamw"),
+    ("recurrent", HYBRID, {"strategy": "hybrid", "precision": "bf16", "sync": {"wire": "int4"}}, "adamw"),
     ("experts", HYBRID, {"strategy": "hybrid", "precision": "bf16_reduce_bf16", "sync": {"during_accumulation": "full"}}, "adamw"),
     ("transformer", HYBRID, {"strategy": "hybrid", "sync": {"during_accumulation": "none"}}, "muon"),
     ("transformer", HYBRID, {"strategy": "hybrid_full"}, "muon"),

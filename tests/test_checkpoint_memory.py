@@ -284,11 +284,11 @@ def test_a_node_holds_its_part_of_the_state_twice_and_no_more(cluster):
 
 def test_a_folder_for_everybody_is_left_as_it_is(tmp_path, monkeypatch):
     tmp_path.chmod(0o1777)
-    monkeypatch.setenv(place.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(place.MEMORY_DIR, str(tmp_path))
     with pytest.raises(PermissionError, match="others may write to it"):
         place.open_place()
     assert tmp_path.stat().st_mode & 0o7777 == 0o1777
-    monkeypatch.setenv(place.VARIABLE, str(tmp_path / "mine"))
+    monkeypatch.setenv(place.MEMORY_DIR, str(tmp_path / "mine"))
     assert place.open_place().root == str(tmp_path / "mine")
 
 
@@ -346,7 +346,7 @@ def _busy(run_dir, node):
         asked.wait()
         seal(self, *args)
 
-    environment = mock.patch.dict(os.environ, {place.VARIABLE: node})
+    environment = mock.patch.dict(os.environ, {place.MEMORY_DIR: node})
     with environment, mock.patch.object(Buffer, "seal", slow):
         mesh, model, optimizer = build(SHARDED, memory_runs.FP64)
         settings = CheckpointConfig(every=0, memory_every=1)
@@ -369,7 +369,7 @@ def test_folders_of_launchers_that_are_gone_are_removed_and_no_folder_says_what_
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(place, "SHARED_MEMORY", str(tmp_path))
-    monkeypatch.delenv(place.VARIABLE, raising=False)
+    monkeypatch.delenv(place.MEMORY_DIR, raising=False)
     mine = place.open_place()
     around = Path(mine.root).parent
     gone = subprocess.Popen(["true"])
@@ -384,7 +384,7 @@ def test_folders_of_launchers_that_are_gone_are_removed_and_no_folder_says_what_
     place.remove_place(mine)
     assert not around.exists()
     monkeypatch.setattr(place, "SHARED_MEMORY", str(tmp_path / "nowhere"))
-    with pytest.raises(FileNotFoundError, match=f"set {place.VARIABLE}"):
+    with pytest.raises(FileNotFoundError, match=f"set {place.MEMORY_DIR}"):
         place.open_place()
     assert not (tmp_path / "nowhere").exists()
 

@@ -436,7 +436,7 @@ def test_the_command_reports_one_message_and_a_code(tmp_path, capsys):
     ):
         assert main(arguments) == 2
         text = capsys.readouterr().err
-        assert text.startswith("error: ")
+        assert text.startswith("parallel2d: ")
         assert message in text
         assert "Traceback" not in text
 

@@ -18,7 +18,7 @@ from workers import WorkerError
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.hooks import Hook, HookCalls, HookResult, SampleText, build_hooks
-from parallel2d.training.trainer import LoopCallbacks
+from parallel2d.training.trainer_parts import LoopCallbacks
 
 
 class Giving(Hook):

@@ -250,7 +250,7 @@ def test_code_of_a_folder_is_not_run(tmp_path, capsys):
     config["model_type"] = "own"
     (base / "config.json").write_text(json.dumps(config))
     assert convert(checkpoint, tmp_path / "other") == 1
-    assert "error: the checkpoint's model: " in capsys.readouterr().err
+    assert "parallel2d: the checkpoint's model: " in capsys.readouterr().err
     assert not marker.exists()
 
 

@@ -131,7 +131,7 @@ def build_hugging_face_llama(_tensor: int) -> tuple[Any, Any, Any]:
 
 # Sizes of the mesh, settings, micro-batches, and which of them communicate
 LAYOUTS = {
-    "wire_int8": ({}, {"strategy": "hybrid", "sync": SyncConfig(wire="int8")}, 2),
+    "wire_int4": ({}, {"strategy": "hybrid", "sync": SyncConfig(wire="int4", warmup=0)}, 2),
     "split_bf16": ({}, {"strategy": "hybrid_full", "sync": SyncConfig(wire="bf16")}, 2),
     "diloco_int4": ({}, {"strategy": "ddp", "sync": SyncConfig("diloco", "int4", every=1)}, 1),
     "every_micro_batch": ({}, {"strategy": "hybrid", "precision": "bf16"}, 2, "full"),
@@ -148,6 +148,8 @@ SELDOM = {
     # Recomputation would otherwise gather in its forwards what backward has done with.
     "prefetch": ({}, {"strategy": "hybrid", "bucketing": "layer", "activation_checkpointing": "full", "prefetch": PrefetchConfig(2, 2)}, 2, "full"),
     "ddp": ({}, {"strategy": "ddp"}, 1),
+    "wire_int8": ({}, {"strategy": "hybrid", "sync": SyncConfig(wire="int8")}, 2),
+    "four_replicas_int4": ({}, {"strategy": "ddp", "sync": SyncConfig(wire="int4", warmup=0)}, 1),
     "four_replicas_int8": ({}, {"strategy": "ddp", "sync": SyncConfig(wire="int8")}, 1),
     "torch": ({}, {"strategy": "hybrid", "precision": "bf16", "sync": SyncConfig(engine="torch")}, 2),
 }  # fmt: skip

@@ -64,11 +64,8 @@ class Library(NanoGPT):
         if labels is not None:
             shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
             loss = F.cross_entropy(logits.flatten(0, 1), shifted.flatten())
-        return (
-            SimpleNamespace(loss=loss, logits=logits)
-            if loss is None
-            else {"loss": loss, "logits": logits}
-        )
+        output = {"loss": loss, "logits": logits}
+        return SimpleNamespace(**output) if loss is None else output
 
 
 class Answers:
@@ -151,15 +148,9 @@ def test_a_loss_of_ones_own_is_the_global_mean_on_any_layout(ranks, folder, job)
     for name in ("hybrid", "whole"):
         ranks.run(2, jobs.run, str(folder), str(folder / name), (*words, "strategy=zero3"), 2)
     expected = jobs.rows(folder / "whole")
+    keys = "loss grad_norm tokens data/batch_hash validation/loss validation/other/loss"
     for row, other in zip(jobs.rows(folder / "hybrid"), expected, strict=True):
-        for key in (
-            "loss",
-            "grad_norm",
-            "tokens",
-            "data/batch_hash",
-            "validation/loss",
-            "validation/other/loss",
-        ):
+        for key in keys.split():
             assert row.get(key, 0) == pytest.approx(other.get(key, 0), rel=1e-10, abs=0), key
     assert len(expected) == 6
     assert "validation/loss" in expected[2] or "validation/other/loss" in expected[2]
@@ -237,6 +228,8 @@ def test_a_batch_reaches_forward_by_the_names_of_its_parameters():
         (lambda self, labels, a, b: 0, (one, two), ((), {"a": one, "b": two, "labels": y})),
         (lambda self, a, b=None: 0, {"b": one, "a": two}, ((), {"a": two, "b": one})),
         (lambda self, *args, **named: 0, one, ((one,), {})),
+        (lambda self, x, t, y: 0, (one, two, one), ((one, two, one), {})),
+        (lambda self, x, y: 0, {"x": one, "y": two}, ((), {"x": one, "y": two})),
     ]:
         assert loss_of(forward).arguments(inputs, y) == expected
     for forward, inputs, message in [
@@ -255,10 +248,10 @@ def test_a_batch_reaches_forward_by_the_names_of_its_parameters():
     assert prepared.valid_tokens == 4
     with pytest.raises(ConfigError, match="takes targets and labels: which are the targets"):
         loss_of(lambda self, x, labels, targets: 0)
+    with pytest.raises(ConfigError, match="Own has no forward.*the module inside"):
+        loss_of(nn.Module.forward)
     for word in ("train.z_loss=0.1", "train.loss_chunk=8"):
-        with pytest.raises(
-            ConfigError, match="takes y and computes its own loss, which this does not"
-        ):
+        with pytest.raises(ConfigError, match="takes y and computes its own loss, which this"):
             loss_of(lambda self, x, y: 0, word)
 
 
@@ -301,18 +294,29 @@ def test_a_file_of_token_ids_is_read_as_it_is(tmp_path):
     whole = ids.astype(np.int64)
     for row, targets in zip(batch.inputs.numpy(), batch.targets.numpy(), strict=True):
         (start,) = [
-            at for at in range(0, 1000, 8) if whole[at] == row[0] and whole[at + 1] == row[1]
+            at for at in range(0, 1000, 8) if whole[at : at + 2].tolist() == row[:2].tolist()
         ]
         assert row[:7].tolist() == whole[start : start + 7].tolist()
         assert targets[:7].tolist() == whole[start + 1 : start + 8].tolist()
     assert batch.valid_tokens == 999
     (tmp_path / "odd.bin").write_bytes(b"abc")
-    for name, message in [
-        ("odd.bin", "3 bytes, which are no uint16 ids"),
-        ("no.bin", "is no file"),
-    ]:
+    for name, message in [("odd.bin", "3 bytes, which are no uint16 ids"), ("no.bin", "no file")]:
         with pytest.raises(ConfigError, match=message):
             open_data(DataConfig(name="bin", path=str(tmp_path / name)), seed=0, seq_len=8)
+
+
+def named(names):
+    return [{name: torch.full((2,), number) for number, name in enumerate(names)}]
+
+
+def test_labels_beside_targets_are_inputs():
+    config = DataConfig(name="custom", target="test_own_parts:named")
+    config.arguments = {"names": ["y", "x", "target"]}
+    batch = open_data(config, seed=0).train.read([0])
+    assert (sorted(batch.inputs), batch.targets.tolist()) == (["x", "y"], [[2, 2]])
+    config.arguments = {"names": ["y", "labels"]}
+    with pytest.raises(ConfigError, match="labels and y: which are the targets"):
+        open_data(config, seed=0)
 
 
 @pytest.mark.parametrize(("built", "message"), [

@@ -94,6 +94,7 @@ CASES: dict[str, tuple[str, tuple[int, int, int], OptimizerConfig, dict[str, Any
     "full, muon": ("odd", (3, 4, 1), OPTIMIZERS["muon"], {"strategy": "hybrid_full"}),
     "diloco": ("odd", HYBRID, ADAMW, {"sync": SyncConfig("diloco", every=1), "precision": "bf16_reduce_bf16"}),
     "diloco bf16": ("odd", HYBRID, OPTIMIZERS["muon"], {"sync": SyncConfig("diloco", wire="bf16", every=1, outer_momentum=0)}),
+    "int4": ("odd", HYBRID, ADAMW, {"sync": SyncConfig(wire="int4", warmup=0)}),
     "diloco int4": ("odd", HYBRID, ADAMW, {"sync": SyncConfig("diloco", wire="int4", every=1)}),
     "a thousand ranks": ("llama", (32, 8, 4), ADAMW, {"strategy": "hybrid_full", "precision": "bf16"}),
     "tensor": ("tied_llama", (1, 3, 2), ADAMW, {"strategy": "zero3", "precision": "bf16"}),
@@ -108,6 +109,7 @@ def test_memory_and_bytes_are_those_of_the_real_model(case):
     computed = compare(name, sizes, config, optimizer, accumulation=3)
     assert computed.total > computed.parameters > 0
     assert (computed.outer > 0) == (config.sync.name == "diloco")
+    assert (computed.residuals > 0) == (case == "int4")
     assert (computed.masters > 0) == (case == "full, masters")
 
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import logging
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -11,8 +13,11 @@ from test_command_line import SMALL, execute, folder, rows  # noqa: F401
 
 from parallel2d.base.config import Job, LlamaModel, TrainConfig
 from parallel2d.base.config.sweep import Outcome, outcomes, table
+from parallel2d.base.errors import ConfigError
 from parallel2d.instruments.report.page import markdown
 from parallel2d.instruments.report.runs import parts_of, read_run
+from parallel2d.rank import _Escaped
+from parallel2d.training.assemble import _say_new_rate
 from parallel2d.training.metrics.recorder import Goodput
 from parallel2d.training.run_directory import (
     RunClaim,
@@ -244,12 +249,23 @@ def test_a_huge_file_of_segments_is_refused(tmp_path):
 
 def test_a_start_that_cannot_be_recorded_does_not_take_the_directory(tmp_path, monkeypatch):
     def broken(*_):
-        raise OSError("no disk")
+        raise OSError(27, "no disk", "segments.jsonl")
 
     monkeypatch.setattr(start, "read_segments", broken)
-    with pytest.raises(OSError, match="no disk"):
+    with pytest.raises(ConfigError, match="no disk"):
         accept(job_in(tmp_path), LAYOUT, 0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_another_rate_is_said_and_a_log_is_escaped():
+    said, config = [], TrainConfig()
+    before = dataclasses.asdict(config)
+    _say_new_rate(config, before, 60, SimpleNamespace(say=said.append))
+    assert said == []
+    before["train"]["steps"] *= 2
+    _say_new_rate(config, before, 60, SimpleNamespace(say=said.append))
+    assert "warning: the learning rate of step 60 is" in said[0]
+    assert _Escaped().format(logging.makeLogRecord({"msg": "a\x1b[31m"})) == "a\\x1b[31m"
 
 
 def test_a_sweep_is_told_best_first(tmp_path, monkeypatch):

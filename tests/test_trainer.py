@@ -46,7 +46,7 @@ def rows(folder):
 
 METHODS = {
     "exact": (),
-    "int8": ("sync.wire=int8", "strategy=ddp"),
+    "int4": ("sync.wire=int4", "sync.warmup=0", "strategy=ddp"),
     "split": ("strategy=hybrid_full", "mesh.replicate=2"),
     "diloco": ("sync=diloco", "sync.every=2", "strategy=ddp"),
 }

@@ -10,8 +10,12 @@ class ConfigError(ValueError):
     """A configuration that cannot run. Its message is complete, and shown without a traceback."""
 
 
-class HookError(RuntimeError):
-    """A method of a hook raised. The message, with hook and rank, is shown without a traceback."""
+class PlainError(RuntimeError):
+    """A failure in training. Its message is complete, and shown without a traceback."""
+
+
+class HookError(PlainError):
+    """A method of a hook raised. The message has hook and rank."""
 
 
 class EndsSweep(Exception):  # noqa: N818 (named after what follows)

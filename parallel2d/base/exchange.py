@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError, did_you_mean
+from parallel2d.base.replicas import first_rank, present_ranks
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -47,13 +48,15 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return _gathered(value, group, None)
 
 
-def gather(value: Any, group: dist.ProcessGroup | None = None, to: int = 0) -> list[Any]:
-    """As `all_gather`, on global rank ``to`` alone; empty elsewhere."""
-    return _gathered(value, group, to)
+def gather(value: Any, group: dist.ProcessGroup | None = None, to: int | None = None) -> list[Any]:
+    """As `all_gather`, on global rank ``to`` alone (default: the first); empty elsewhere."""
+    return _gathered(value, group, first_rank() if to is None else to)
 
 
-def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """Returns what rank ``source`` gives. Collective. Raises TypeError for what cannot be sent."""
+def broadcast(value: Any, source: int | None = None, group: dist.ProcessGroup | None = None) -> Any:
+    """Returns what rank ``source`` gives (default: the first). Collective. Raises TypeError for
+    what cannot be sent."""
+    source = first_rank() if source is None else source
     device = _device(group)
     # Receivers must know the size before they can make room for the data.
     if dist.get_rank() == source:
@@ -106,7 +109,8 @@ def _gathered(value: Any, group: dist.ProcessGroup | None, to: int | None) -> li
         c10d.gather(own, received or None, dst=to, group=group)
     # Where nothing was received there are sizes alone.
     parts = [each[:size] for each, size in zip(received, sizes, strict=False)]
-    return [decode(part.cpu().numpy().tobytes()) for part in parts]
+    # A rank that is not there has sent nothing.
+    return [decode(part.cpu().numpy().tobytes()) for part in parts if len(part)]
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
@@ -215,7 +219,8 @@ def check_shared_run_dir(run_dir: str) -> None:
     # A new name, so that no file of an earlier start is taken for rank 0's.
     name = broadcast(uuid.uuid4().hex)
     path = os.path.join(run_dir, f".shared-{name}")
-    if dist.get_rank() == 0:
+    is_first = dist.get_rank() == first_rank()
+    if is_first:
         open(path, "w").close()
     dist.barrier()
     try:
@@ -224,7 +229,7 @@ def check_shared_run_dir(run_dir: str) -> None:
             f"run directory {run_dir} is not the one that rank 0 sees: it must be shared",
         )
     finally:
-        if dist.get_rank() == 0:
+        if is_first:
             os.unlink(path)
 
 
@@ -281,7 +286,7 @@ def reduce(
         result = result.contiguous()
         dist.all_reduce(result, operation, group)
         if is_mean:
-            result /= dist.get_world_size(group)
+            result /= present_ranks() if group is None else dist.get_world_size(group)
     return result.to(kept)
 
 

@@ -28,11 +28,12 @@ import torch.distributed as dist
 
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.replicas import Replicas, current, first_rank, forget, init_world
 from parallel2d.base.store.address import join_endpoint
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import VARIABLE, find_secret
 from parallel2d.base.store.server import StoreServer, say_who_came
-from parallel2d.base.topology import PREFIX, STORE, RankIdentity, Topology, find_rank
+from parallel2d.base.topology import LIFE, PREFIX, STORE, RankIdentity, Topology, find_rank
 
 log = logging.getLogger(__name__)
 
@@ -85,10 +86,11 @@ class Runtime:
     identity: RankIdentity
     device: torch.device
     topology: Topology
+    replicas: Replicas | None = None  # where they may come and go
 
     @property
     def is_first(self) -> bool:
-        return self.identity.rank == 0
+        return self.identity.rank == first_rank()
 
 
 _setups = 0  # how often this process has called `setup`; each call has its own keys in the store
@@ -177,9 +179,11 @@ def process_group(
     timeout_s: float,
     host_id: str | None,
     first_timeout_s: float | None,
+    survives: bool = False,
 ) -> Iterator[Runtime]:
-    """As `setup`, on a store; at the end, but not after an exception, ranks wait for each other."""
-    runtime = _join(identity, store, timeout_s, first_timeout_s, host_id)
+    """As `setup`, on a store; at the end, but not after an exception, ranks wait for each other.
+    ``survives``: replicas may come and go, see `replicas`."""
+    runtime = _join(identity, store, timeout_s, first_timeout_s, host_id, survives)
     # After an exception the other ranks may never get to the end.
     wait_s = 0.0
     try:
@@ -195,22 +199,26 @@ def _join(
     timeout_s: float,
     first_timeout_s: float | None,
     host_id: str | None,
+    survives: bool = False,
 ) -> Runtime:
     """Makes the default process group and gathers the hosts of its ranks. Collective."""
     global _hosts
     device, backend = _choose_device(identity)
     waits = LaunchConfig(timeout=timeout_s, first_step_timeout=first_timeout_s)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=identity.rank,
-        world_size=identity.world_size,
-        timeout=timedelta(seconds=waits.longest_wait),
-    )
+    rank, size = identity.rank, identity.world_size
+    timeout = timedelta(seconds=waits.longest_wait)
+    replicas = None
+    if survives and device.type == "cpu":
+        replicas = init_world(store, rank, size, int(os.environ.get(LIFE, "0")), timeout)
+    else:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        topology = Topology.gather(host_id)
+        if replicas is not None and replicas.life:  # the others are not asked
+            topology = Topology(tuple(replicas.hosts))
+        else:
+            topology = Topology.gather(host_id)
         _hosts = tuple(host.split("/")[0] for host in topology.hosts)
-        return Runtime(identity, device, topology)
+        return Runtime(identity, device, topology, replicas)
     except BaseException:
         _leave(0.0)
         raise
@@ -236,9 +244,14 @@ def _leave(wait_s: float) -> None:
     """Destroys all process groups and frees what torch holds for them. See `teardown`."""
     global _hosts
     if dist.is_initialized():
-        if wait_s > 0 and dist.get_world_size() > 1:
+        replicas = current()
+        if replicas is not None and replicas.on:
+            if wait_s > 0:
+                replicas.end()
+        elif wait_s > 0 and dist.get_world_size() > 1:
             _await_leaving(timedelta(seconds=wait_s))
         dist.destroy_process_group()
+    forget()
     _hosts = ()
     release_groups()
     if torch.cuda.is_available():
@@ -284,8 +297,12 @@ def limit_waiting(seconds: float) -> None:
     """From now on a collective on any process group that exists waits at most ``seconds`` for a
     late rank. Call it after the first step; see [Note: two timeouts]. Groups made later have
     torch's own default again, those of a mesh from `parallel2d.build_mesh` the one of the world."""
+    limit = timedelta(seconds=seconds)
+    if (replicas := current()) is not None:
+        replicas.timeout = limit
     for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        if getattr(group, "inner", group) is not None:
+            dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def barrier(name: str, timeout_s: float | None = None) -> None:

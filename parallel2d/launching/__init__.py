@@ -7,7 +7,7 @@ one run directory.
 
 from parallel2d.base.topology import RankIdentity, find_rank, first_host
 from parallel2d.launching.failures import Preempted, WorkersFailed
-from parallel2d.launching.launcher import start_node, start_workers
+from parallel2d.launching.launcher import run_once, start_node, start_workers
 from parallel2d.launching.processes import (
     keep_others_from_writing,
     open_standard_streams,
@@ -23,6 +23,7 @@ __all__ = [
     "first_host",
     "keep_others_from_writing",
     "open_standard_streams",
+    "run_once",
     "start_node",
     "start_server",
     "start_workers",

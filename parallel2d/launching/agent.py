@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 from torch.distributed.elastic.agent.server import WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -40,19 +40,20 @@ from parallel2d.base import files
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.files import private_folders as folders
-from parallel2d.base.topology import AGENT, PREFIX
+from parallel2d.base.topology import AGENT, LIFE, MEMORY_DIR, PREFIX, SHARED_MEMORY
 from parallel2d.launching.agreement import folder_errors_explained
 from parallel2d.launching.elastic_internals import (
     GRACE_AFTER_FAILURE_S,
     ElasticAgent,
+    ReturnHandler,
     StartedProcesses,
     goes_on_without_this_node,
     stop_heartbeats,
 )
 from parallel2d.launching.failures import RankFailure, StoreLost, WorkersFailed, first_failure
+from parallel2d.launching.lost_replicas import LostReplicas, Vacancy, find_vacancy
 from parallel2d.launching.rank_processes import start_rank
 from parallel2d.launching.rendezvous import Rendezvous
-from parallel2d.training.recovery.place import SHARED_MEMORY, VARIABLE
 
 LONGEST_PAUSE_S = 60.0
 _FAILURE = "parallel2d/failure-of-job"  # the node that is first to claim it shows the error
@@ -83,7 +84,8 @@ class NodeWorkers:
     """The ranks of this node, as long as the job lasts. ``words``: of each, on its command line.
     ``folder``: exists as long as this launcher. ``logs``: where ranks beside the first write what
     they print; None: to the console. ``main``: what each calls with ``words``
-    ("package.module:function"). ``save``: whether they can; ``have_saved``: after a signal."""
+    ("package.module:function"). ``save``: whether they can; ``have_saved``: after a signal;
+    ``have_left``: after one, and the other replicas go on."""
 
     words: Sequence[str]
     size: int
@@ -93,6 +95,7 @@ class NodeWorkers:
     main: str = "parallel2d.rank:rank_main"
     save: bool = False
     have_saved: bool = False
+    have_left: bool = False
 
     def __post_init__(self) -> None:
         limit = self.settings.max_restarts
@@ -116,8 +119,8 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
     announced to its workers along with ``environment``. Both are removed afterwards. Yields the
     first. Raises `ConfigError` where somebody else holds one of their names."""
     places = {AGENT: folders.temporary_place()}
-    if os.path.isdir(SHARED_MEMORY) and VARIABLE not in os.environ:
-        places[VARIABLE] = SHARED_MEMORY
+    if os.path.isdir(SHARED_MEMORY) and MEMORY_DIR not in os.environ:
+        places[MEMORY_DIR] = SHARED_MEMORY
     with folder_errors_explained():
         paths = {name: folders.open_folder(os.getpid(), place) for name, place in places.items()}
     before = dict(os.environ)
@@ -133,6 +136,27 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
 
 
 def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
+    """Runs this node's ranks until the job ends, in the place of a lost node if there is one. As
+    `_run_round`."""
+    if workers.restarts.limit and workers.settings.node_range != (1, 1):
+        vacancy = find_vacancy(rendezvous.store, rendezvous.latest_prefix, workers.size)
+        if vacancy is not None:
+            workers.say(
+                f"taking the place of a lost node, with ranks {vacancy.ranks}: the others go on"
+            )
+            try:
+                _run_round(workers, rendezvous, vacancy)
+                return
+            except _Restart:
+                workers.say("all ranks start again; joining the others")
+    _run_round(workers, rendezvous, None)
+
+
+class _Restart(Exception):  # noqa: N818 (named after what happens)
+    """All nodes start again, and this one was in the place of another."""
+
+
+def _run_round(workers: NodeWorkers, rendezvous: Rendezvous, vacancy: Vacancy | None) -> None:
     """Runs this node's ranks until the job ends. See [Note: three reasons to start again]. Raises
     `ConfigError` or `WorkersFailed` with the error of the rank that failed first, `StoreLost`, and
     torch's SignalException when this process got a signal to end and has ended its workers."""
@@ -140,7 +164,12 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
         rendezvous.environment,
         TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     )
-    handler = rendezvous.handler(workers.settings)
+    handler: Any = rendezvous.handler(workers.settings)
+    if vacancy is not None:
+        address = rendezvous.interface.address
+        handler = ReturnHandler(
+            rendezvous.store, vacancy.node, vacancy.nodes, rendezvous.name, address
+        )
     rendezvous.announce_host()
     spec = WorkerSpec(
         role="worker",
@@ -154,16 +183,21 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
     )
     redirects = dict.fromkeys(range(1, workers.size), Std.ALL) if workers.logs else Std.NONE
     folder = workers.logs or os.path.join(workers.folder, "logs")
-    agent = _Agent(workers, rendezvous, spec, DefaultLogsSpecs(folder, redirects=redirects))
+    logs = DefaultLogsSpecs(folder, redirects=redirects)
+    agent = _Agent(workers, rendezvous, spec, logs, vacancy)
     over = True
     try:
         result = agent.run()
         if result is not None and result.is_failed():
             raise _explain_failure(workers, rendezvous, first_failure(result.failures))
+    except _Restart:
+        over = False
+        raise
     except SignalException:
         over = False  # closing would keep a node that is only being replaced from coming back
         ended_well = {0, workers.settings.requeue_exit_code} & set(agent.exit_codes())
         workers.have_saved = workers.save and bool(ended_well)
+        workers.have_left = bool(ended_well) and agent.has_left()
         raise
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         over = False
@@ -181,15 +215,26 @@ class _Agent(ElasticAgent):
     """torch's agent with our reasons to start again; it calls the methods below from its loop."""
 
     def __init__(
-        self, workers: NodeWorkers, rendezvous: Rendezvous, spec: WorkerSpec, logs: DefaultLogsSpecs
+        self,
+        workers: NodeWorkers,
+        rendezvous: Rendezvous,
+        spec: WorkerSpec,
+        logs: DefaultLogsSpecs,
+        vacancy: Vacancy | None,
     ) -> None:
         grace_s = workers.settings.grace_s
         super().__init__(spec, logs, exit_barrier_timeout=60, shutdown_timeout=grace_s)
         self.workers, self.rendezvous, self.logs = workers, rendezvous, logs
         self._pause, self._evicted = 0.0, False
+        self._lost: LostReplicas | None = None
+        self._vacancy = vacancy
+        if vacancy is not None:
+            self.given_ranks = vacancy.ranks
+            self.given_size = sum(map(len, vacancy.replicas))
 
     def new_processes(self, group: Any) -> StartedProcesses:
-        os.environ[PREFIX] = self.rendezvous.ranks_prefix(group)
+        vacancy = self._vacancy
+        os.environ[PREFIX] = vacancy.prefix if vacancy else self.rendezvous.ranks_prefix(group)
         spec = group.spec
         # The variables that torchrun gives a worker
         of_all = {
@@ -209,14 +254,20 @@ class _Agent(ElasticAgent):
                 "RANK": worker.global_rank,
                 "LOCAL_RANK": worker.local_rank,
                 "WORLD_SIZE": worker.world_size,
+                LIFE: vacancy.life_of(worker.global_rank) if vacancy else 0,
             }
             given = {name: str(value) for name, value in {**of_all, **of_one}.items()}
             environments[worker.local_rank] = {**os.environ, **given}
         start = functools.partial(start_rank, spec.entrypoint, spec.args)
+        self._lost = None
         return StartedProcesses(start, environments, self.logs)
 
     def monitor_workers(self, group: Any) -> RunResult:
-        result = super().monitor_workers(group)
+        if self.workers.restarts.limit and self._lost_replicas(group).replace():
+            result = RunResult(state=WorkerState.HEALTHY)
+            self.waits_for_others = not self._lost_replicas(group).has_lost
+        else:
+            result = super().monitor_workers(group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self.remaining_restarts = 1 if self._may_start_again(result.failures) else 0
         # torch's agent does not check this; see also [Note: two halves of a job].
@@ -230,6 +281,45 @@ class _Agent(ElasticAgent):
             self.remaining_restarts, self._pause, self._evicted = 1, 0.0, True
             return RunResult(state=WorkerState.UNHEALTHY)
         return result
+
+    def _lost_replicas(self, group: Any) -> LostReplicas:
+        started = self.started
+        if self._lost is None:
+
+            def again(local: int, variables: dict[str, str]) -> None:
+                process = started.start_again(local, variables)
+                group.workers[local].id = process.pid
+
+            self._lost = LostReplicas(
+                PrefixStore(os.environ[PREFIX], self.rendezvous.store),
+                started.subprocess_handlers,
+                {worker.local_rank: worker.global_rank for worker in group.workers},
+                started.error_files,
+                again,
+                self._may_go_on,
+                group.group_rank,
+                group.group_world_size,
+                self._vacancy,
+            )
+        return self._lost
+
+    def has_left(self) -> bool:
+        """Whether the others go on without the ranks of this node, which were told to stop."""
+        with contextlib.suppress(Exception):  # the store may have ended
+            return self._lost is not None and self._lost.has_left()
+        return False
+
+    def _may_go_on(self, failure: RankFailure) -> bool:
+        """Whether all but its replica go on after this failure of a rank."""
+        workers, restarts = self.workers, self.workers.restarts
+        if failure.exit_code == workers.settings.requeue_exit_code:
+            return False
+        if failure.error and failure.error.complete:
+            return False
+        if restarts.after_failure() is None:
+            return False
+        workers.say(f"rank {failure.rank}: {failure}. Its replica starts again, the others go on")
+        return True
 
     def _may_start_again(self, failures: dict[int, Any]) -> bool:
         workers, restarts = self.workers, self.workers.restarts
@@ -274,6 +364,8 @@ class _Agent(ElasticAgent):
     def restart_workers(self, group: Any) -> None:
         failed = group.state != WorkerState.HEALTHY
         self.stop_workers(group)
+        if self._vacancy is not None:
+            raise _Restart
         if failed and self._pause:
             time.sleep(self._pause)
         group.state = WorkerState.STOPPED

@@ -23,7 +23,7 @@ from parallel2d.base.config.composition import Composition, compose, from_yaml, 
 from parallel2d.base.config.sweep import run_sweep
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders as folders
-from parallel2d.base.topology import AGENT, JOB, RankIdentity
+from parallel2d.base.topology import AGENT, JOB, LIFE, RankIdentity
 
 if TYPE_CHECKING:
     from parallel2d.training.metrics.watch import Position
@@ -44,11 +44,9 @@ def agree_on_job(
     and published in ``store``. ``composition``: of ``arguments``, if there is one already.
     ``choose_layout``: rank 0 calls it, at each start, since after a restart there may be other
     nodes. None when rank 0 had nothing to run (``--help``). See [Note: one run directory]."""
-    if identity.local_rank == 0:
-        record = _recorded_job(launcher_folder()) if _is_started_again() else None
-        store.set(f"parallel2d/recorded/{identity.node}", json.dumps(record))
-    if identity.rank == 0:
-        _publish_job(identity, store, arguments, composition, choose_layout)
+    comes_back = os.environ.get(LIFE, "0") != "0"  # to a job that goes on
+    if not comes_back:
+        _tell_job(identity, store, arguments, composition, choose_layout)
     received = json.loads(store.get("parallel2d/job"))
     if received is None:
         return None
@@ -64,10 +62,25 @@ def agree_on_job(
         config,
         received["run_dir"],
         tuple(received["words"]),
-        restarted=received["restarted"],
+        restarted=received["restarted"] or comes_back,
         records=received["records"],
         label=received["label"],
     )
+
+
+def _tell_job(
+    identity: RankIdentity,
+    store: Any,
+    arguments: Sequence[str],
+    composition: Composition | None,
+    choose_layout: ChooseLayout,
+) -> None:
+    """The first rank of each node tells what it has on record, and rank 0 what all do."""
+    if identity.local_rank == 0:
+        record = _recorded_job(launcher_folder()) if _is_started_again() else None
+        store.set(f"parallel2d/recorded/{identity.node}", json.dumps(record))
+    if identity.rank == 0:
+        _publish_job(identity, store, arguments, composition, choose_layout)
 
 
 def job_record(job: Job) -> dict[str, Any]:

@@ -8,13 +8,18 @@ test compares it with this file, with torch, and with the rest of the package.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    dynamic_rendezvous,
+)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     _NodeDesc,
@@ -26,7 +31,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 # the last ends workers within a time of ours, where the public loop has one time for all cases.
 _OF_AGENT = (
     *("_start_workers", "_monitor_workers", "_stop_workers", "_restart_workers"),
-    *("_initialize_workers", "_shutdown"),
+    *("_initialize_workers", "_shutdown", "_assign_worker_ranks", "_exit_barrier"),
 )
 # What is reached on each. None of it has a public counterpart in torch 2.13.
 REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -62,6 +67,10 @@ class ElasticAgent(LocalElasticAgent):
     stop_workers: Callable[[WorkerGroup], None]
     restart_workers: Callable[[WorkerGroup], None]
     interrupted: Callable[[], None]
+    # Of a node that comes back, and of the job; the nodes agree on those of others.
+    given_ranks: Sequence[int] = ()
+    given_size: int = 0
+    waits_for_others: bool = True  # at the end
 
     def monitor_workers(self, group: WorkerGroup) -> RunResult:
         """Looks how the ranks of this node are now."""
@@ -84,6 +93,12 @@ class ElasticAgent(LocalElasticAgent):
     def remaining_restarts(self, number: int) -> None:
         self._remaining_restarts = number
 
+    @property
+    def started(self) -> StartedProcesses:
+        """The processes of the ranks."""
+        found: Any = self._pcontext
+        return found
+
     def exit_codes(self) -> list[int | None]:
         """Of the ranks of this node, as they are now; None for one that runs."""
         started: Any = getattr(self._pcontext, "subprocess_handlers", {})
@@ -99,6 +114,18 @@ class ElasticAgent(LocalElasticAgent):
             if another.sigval == signal.SIGINT:
                 super()._shutdown(signal.SIGKILL, GRACE_AFTER_FAILURE_S)
             raise
+
+    def _assign_worker_ranks(self, store: Any, node: int, nodes: int, spec: WorkerSpec) -> Any:
+        if not self.given_ranks:
+            return super()._assign_worker_ranks(store, node, nodes, spec)
+        size = self.given_size
+        return [
+            Worker(local, rank, rank, size, size) for local, rank in enumerate(self.given_ranks)
+        ]
+
+    def _exit_barrier(self) -> None:
+        if self.waits_for_others:
+            super()._exit_barrier()
 
     def _start_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
         self._pcontext = self.new_processes(worker_group)
@@ -137,6 +164,14 @@ class StartedProcesses(SubprocessContext):
                 self.envs[rank], self.stdouts[rank], self.stderrs[rank]
             )
 
+    def start_again(self, rank: int, variables: Mapping[str, str]) -> Any:
+        """Starts the process of a local rank anew, with more ``variables``; returns it."""
+        self.envs[rank] |= variables
+        self.subprocess_handlers[rank] = self.start_one(
+            self.envs[rank], self.stdouts[rank], self.stderrs[rank]
+        )
+        return self.subprocess_handlers[rank]
+
     def close(
         self, death_sig: signal.Signals | None = None, timeout: int = GRACE_AFTER_FAILURE_S
     ) -> None:
@@ -145,12 +180,44 @@ class StartedProcesses(SubprocessContext):
         super().close(death_sig, timeout)
 
 
-def stop_heartbeats(handler: DynamicRendezvousHandler) -> None:
+class ReturnHandler(RendezvousHandler):
+    """The rendezvous of a node that comes back to a job that goes on: it waits for nobody."""
+
+    def __init__(self, store: Any, node: int, nodes: int, name: str, address: str) -> None:
+        self._store, self._node, self._nodes, self._name = store, node, nodes, name
+        self._place = RendezvousStoreInfo(address, 1)
+
+    def get_backend(self) -> str:
+        return "parallel2d"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(self._store, self._node, self._nodes, self._place)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Leaves the job to the others."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._name
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def stop_heartbeats(handler: RendezvousHandler) -> None:
     """Ends the thread that writes into the rendezvous that this node is alive."""
-    handler._stop_heartbeats()
+    if isinstance(handler, DynamicRendezvousHandler):
+        handler._stop_heartbeats()
 
 
-def goes_on_without_this_node(handler: DynamicRendezvousHandler) -> bool:
+def goes_on_without_this_node(handler: RendezvousHandler) -> bool:
     """Whether the other nodes have closed a round in which this one does not take part."""
+    if not isinstance(handler, DynamicRendezvousHandler):
+        return False
     state = handler._state_holder.state
     return bool(state.complete and handler._this_node not in state.participants)

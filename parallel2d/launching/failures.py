@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from parallel2d.base import files
-from parallel2d.base.errors import ConfigError, EndsSweep, HookError
+from parallel2d.base.errors import ConfigError, EndsSweep, PlainError
 from parallel2d.base.store.address import answered_within
 from parallel2d.base.topology import RankIdentity
-from parallel2d.launching.rank_processes import LOST
+from parallel2d.launching.rank_processes import LOST, has_own_log
 from parallel2d.training.run_directory import note_failure
 
 _BROKEN_CONNECTION = re.compile(
@@ -55,20 +55,22 @@ class Preempted(EndsSweep):
 class RankError:
     """The exception that ended a rank, as its error file holds it. ``time``: in seconds, with
     fractions, since peers fail within the same second because this one did. ``complete``: the text
-    is for the user and says which rank failed."""
+    is for the user and says which rank failed. ``step``: in which it failed."""
 
     text: str
     time: float
     config_error: bool
     complete: bool
+    step: int | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> RankError:
-        complete = isinstance(error, ConfigError | HookError)
+        complete = isinstance(error, ConfigError | PlainError)
         text = str(error) if complete else "".join(traceback.format_exception(error)).rstrip()
         if isinstance(error, KeyboardInterrupt):
             text = "interrupted"
-        return cls(text, time.time(), isinstance(error, ConfigError), complete)
+        is_config, step = isinstance(error, ConfigError), getattr(error, "step_of_run", None)
+        return cls(text, time.time(), is_config, complete, step)
 
     @property
     def last_line(self) -> str:
@@ -152,11 +154,14 @@ def failures_reported_once(
         yield
     except (Exception, KeyboardInterrupt) as exception:
         error, launcher = RankError.of(exception), identity.launcher
+        if not error.complete and others_go_on():  # so the job has not failed: the launcher judges
+            write_error_file(error)
+            os._exit(1)
         is_first = launcher != "self" and _first_to_claim(store)
         if is_first and run_dir is not None:
             note_failure(run_dir, error.text)
         # The standard error of ranks beside the first is a log, where one launcher runs all.
-        shows = {"self": identity.rank > 0, "nodes": False}.get(launcher, is_first)
+        shows = {"self": has_own_log(), "nodes": False}.get(launcher, is_first)
         # torchrun would print what it finds in the file beside what is printed here.
         if launcher in ("self", "nodes"):
             write_error_file(error)
@@ -166,6 +171,13 @@ def failures_reported_once(
             print(files.for_terminal(error.text), file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)  # peers may be inside a collective: no destructor may wait for them
+
+
+def others_go_on() -> bool:
+    """Whether replicas may be lost while others train."""
+    replicas = sys.modules.get("parallel2d.base.replicas")  # not loaded where nothing was connected
+    there = replicas.current() if replicas else None
+    return bool(there and there.on)
 
 
 def _first_to_claim(store: Any) -> bool:

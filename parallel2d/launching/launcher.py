@@ -13,16 +13,26 @@ import json
 import logging
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from parallel2d.base.config import Job, LaunchConfig
+from parallel2d.base.errors import ConfigError
 from parallel2d.base.store.secret import NOBODYS
 from parallel2d.base.topology import JOB
-from parallel2d.launching.agreement import job_record, recorded_run_dir
-from parallel2d.launching.failures import Preempted, StoppedBySignal, StoreLost, WorkersFailed
+from parallel2d.launching.agreement import folder_errors_explained, job_record, recorded_run_dir
+from parallel2d.launching.failures import (
+    Preempted,
+    RankFailure,
+    StoppedBySignal,
+    StoreLost,
+    WorkersFailed,
+    read_error_file,
+)
 from parallel2d.launching.network_interface import GLOO, NCCL
+from parallel2d.launching.rank_processes import start_rank
 
 if TYPE_CHECKING:
     from parallel2d.launching.agent import NodeWorkers
@@ -46,6 +56,24 @@ def start_workers(job: Job, nproc: int) -> None:
             _stop_explained(workers, checkpoint.folder, lambda: job.run_dir),
         ):
             run_node(workers, rendezvous)
+
+
+def run_once(main: str, words: Sequence[str]) -> None:
+    """Calls ``main`` ("package.module:function") with ``words`` in a fork of what ranks are forked
+    from, and waits for it. Raises `ConfigError` or `WorkersFailed` with its error."""
+    with folder_errors_explained(), tempfile.TemporaryDirectory(prefix="parallel2d-") as folder:
+        report = os.path.join(folder, "error.json")
+        environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": report}
+        process = start_rank(main, words, environment, None, None)
+        try:
+            code = process.wait()
+        finally:
+            process.close(signal.SIGKILL)  # after an interrupt
+        error = read_error_file(report)
+    if error:
+        raise (ConfigError if error.config_error else WorkersFailed)(error.text)
+    if code:
+        raise WorkersFailed(f"the check of the job: {RankFailure(0, code, None)}")
 
 
 def start_node(
@@ -119,10 +147,11 @@ def _stop_explained(
     except SignalException as error:
         is_interrupt = error.sigval == signal.SIGINT
         newest = _newest_checkpoint(folder, run_dir())
-        if workers.have_saved and newest:
+        if workers.have_left or (workers.have_saved and newest):
             what = "interrupted" if is_interrupt else "asked to stop"
             code = 130 if is_interrupt else workers.settings.requeue_exit_code
-            raise Preempted(f"{what}; saved {newest}", code) from None
+            kept = "the other replicas go on" if workers.have_left else f"saved {newest}"
+            raise Preempted(f"{what}; {kept}", code) from None
         lost = _what_is_lost(workers, newest)
         if is_interrupt:
             raise KeyboardInterrupt(f"interrupted {lost}; all workers have ended") from None

@@ -156,11 +156,13 @@ def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Should a library ask for GPUs while it is imported, torch answers without starting the driver.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    gc.disable()  # imports leave little to collect, and looking for it takes a tenth of their time
     for name in preloaded:
         importlib.import_module(name)
     # The collector leaves alone what is there now, so that ranks go on sharing its memory.
     gc.collect()
     gc.freeze()
+    gc.enable()
     requests = socket.socket(fileno=descriptor)
     ranks: dict[Any, socket.socket] = {}
     while True:
@@ -180,6 +182,22 @@ def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
                 connection.send(rank.exitcode.to_bytes(4, "big", signed=True))
 
 
+_console: dict[int, int] = {}  # of a rank that prints into a log: the launcher's streams
+
+
+def has_own_log() -> bool:
+    """Whether this rank prints into a log of its own."""
+    return bool(_console)
+
+
+def speak_for_all() -> None:
+    """Lets this rank print where the launcher does, and no more into a log of its own."""
+    while _console:
+        number, kept = _console.popitem()
+        os.dup2(kept, number)
+        os.close(kept)
+
+
 def _run_rank(server: int, connection: socket.socket, others: Sequence[socket.socket]) -> NoReturn:
     end_with_parent(server)
     os.setsid()
@@ -190,6 +208,7 @@ def _run_rank(server: int, connection: socket.socket, others: Sequence[socket.so
         main, words, environment, streams, folder, path = json.load(request)
     for number, file in enumerate(streams, start=1):
         if file:
+            _console[number] = os.dup(number)
             opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
             os.dup2(opened, number)
             os.close(opened)
@@ -199,7 +218,8 @@ def _run_rank(server: int, connection: socket.socket, others: Sequence[socket.so
     sys.path[:] = path
     os.environ.clear()
     os.environ.update(environment)
-    set_process_name(f"rank {environment['RANK']}")
+    if "RANK" in environment:  # `run_once` has none
+        set_process_name(f"rank {environment['RANK']}")
     signal.pthread_sigmask(signal.SIG_SETMASK, set())  # as in a new process
     # OpenMP has read the variable in the server, which has another value.
     if "torch" in sys.modules:

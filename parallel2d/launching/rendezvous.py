@@ -106,11 +106,16 @@ class Rendezvous:
             names = self.store.get(f"{_HOSTS}/{self.name}")
         return sorted(set(names.decode().split()))
 
+    @property
+    def latest_prefix(self) -> str:
+        """The key of what the ranks' keys begin with."""
+        return f"parallel2d/ranks/{self.name}"
+
     def ranks_prefix(self, group: Any) -> str:
         """Chooses what the keys of this round's ranks begin with, the same on all nodes. The first
         node deletes the keys of the round before. ``group``: torch's worker group of the round."""
         if group.group_rank == 0:
-            latest = f"parallel2d/ranks/{self.name}"
+            latest = self.latest_prefix
             prefix = f"{latest}/{uuid.uuid4().hex}/"
             if self.store.check([latest]):
                 self.store.delete_all(self.store.get(latest).decode())

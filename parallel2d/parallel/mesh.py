@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import AXES, MeshConfig, StrategyConfig, named_strategy
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.replicas import current
 from parallel2d.base.runtime import release_groups
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.mesh_sizes import MeshShape, MeshSpec, check_placement, groups_along
@@ -56,10 +57,9 @@ def build_mesh(
     for line in [*shape.notes, *check_placement(ranks, topology, allow_cross_node)]:
         if dist.get_rank() == 0:
             log.info("%s", line)
-    sizes = {axis: size for axis, size in shape.sizes.items() if size > 1 or axis in AXES[:2]}
     found = torch.accelerator.current_accelerator(check_available=True)
     device_type = device_type or (found.type if found else "cpu")
-    mesh = _mesh_of(device_type, ranks, sizes)
+    mesh = _mesh_of(device_type, ranks, shape)
     if shape.context > 1:
         sharding_mesh(mesh)
         group_of(mesh, "context")
@@ -67,7 +67,8 @@ def build_mesh(
     return mesh
 
 
-def _mesh_of(device_type: str, ranks: torch.Tensor, sizes: dict[str, int]) -> DeviceMesh:
+def _mesh_of(device_type: str, ranks: torch.Tensor, shape: MeshShape) -> DeviceMesh:
+    sizes = {axis: size for axis, size in shape.sizes.items() if size > 1 or axis in AXES[:2]}
     mesh = DeviceMesh(device_type, ranks.reshape(*sizes.values()), mesh_dim_names=tuple(sizes))
     for axis in range(mesh.ndim):
         inherit_timeout(mesh.get_group(axis), mesh.device_type)
@@ -85,11 +86,7 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if shape.context == 1:
         return mesh
     if _SHARDING not in vars(mesh):
-        sizes = shape.sharding.sizes
-        del sizes["context"]
-        if shape.tensor == 1:
-            del sizes["tensor"]
-        vars(mesh)[_SHARDING] = _mesh_of(mesh.device_type, mesh.mesh, sizes)
+        vars(mesh)[_SHARDING] = _mesh_of(mesh.device_type, mesh.mesh, shape.sharding)
     found: DeviceMesh = vars(mesh)[_SHARDING]
     return found
 
@@ -124,6 +121,8 @@ def group_of(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
 
 def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
     """Gives ``group`` the timeout of the world's group; torch gives new groups its own default."""
+    if current() is not None:
+        return  # all groups of that world have one
     default = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
     # torch's fake backend has no options: it never waits.
     options = getattr(default, "options", None)

@@ -10,6 +10,7 @@ from types import CellType, FunctionType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from parallel2d.base.config.options import load_reference
 from parallel2d.base.errors import ConfigError
@@ -204,6 +205,31 @@ def find_blocks(
     found: list[tuple[str, nn.Module]] = []
     for is_block in (_is_listed, _repeats_with_structure, _repeats):
         found = found or _outermost(model, is_block)
+    return found
+
+
+def hidden_matrices(model: nn.Module) -> set[str]:
+    """FQNs of the parameters of two and more dims inside the repeated blocks, without embeddings.
+
+    Blocks are found as for ``bucketing=block``; single layers that repeat are no blocks here,
+    because the last of them may be the head.
+    """
+    # By id, because a tied embedding is also the weight of another module.
+    embeddings: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            embeddings.update(id(parameter) for parameter in module.parameters())
+    found: set[str] = set()
+    for block_name, block in find_blocks(model):
+        # A layer, such as each of a row of Linear layers. A block may own parameters too, such as
+        # the scale of its output.
+        # The wrappers of activation checkpointing and torch.compile have its name too.
+        inner = block.named_modules(prefix=block_name)
+        layer = [module for name, module in inner if fqn_of(name) == fqn_of(block_name)][-1]
+        if has_structure(layer) and not is_parametrized(layer):
+            for name, parameter in block.named_parameters(prefix=block_name):
+                if parameter.ndim >= 2 and id(parameter) not in embeddings:
+                    found.add(fqn_of(name))
     return found
 
 

@@ -7,6 +7,7 @@ is started; `build_trainer` does all of it on a rank. Both go through the same f
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.config import Job, TrainConfig
 from parallel2d.base.config.job import SchedulerConfig
 from parallel2d.base.exchange import check_same_data
+from parallel2d.base.replicas import Replicas
 from parallel2d.base.runtime import Runtime, barrier, seed_everything
 from parallel2d.base.topology import Topology
 from parallel2d.models.adapters import settings_of
@@ -52,9 +54,10 @@ from parallel2d.training.optimizer import (
     plan_groups,
 )
 from parallel2d.training.recovery import memory_copies
-from parallel2d.training.run_description import RunFacts, build_recorder, describe_run
-from parallel2d.training.run_directory import RunClaim, accept_start
-from parallel2d.training.trainer import Trainer, TrainerParts
+from parallel2d.training.run_description import RunFacts, build_recorder, describe_run, outputs
+from parallel2d.training.run_directory import RunClaim, accept_start, read_segments
+from parallel2d.training.trainer import Trainer
+from parallel2d.training.trainer_parts import TrainerParts
 from parallel2d.training.training_data import (
     check_position,
     check_targets,
@@ -118,6 +121,7 @@ def build_trainer(
     """
     config, device, topology = job.config, runtime.device, runtime.topology
     shape = resolve_mesh(config, topology)
+    replicas = _divide(runtime, shape)
     mesh = build_mesh(
         shape.spec(),
         config.strategy,
@@ -139,7 +143,8 @@ def build_trainer(
 
     check_model(parts.module, mesh, config.parallel(), topology)
     layout = lay_out(config, parts, mesh, plan, data.train.shape, device.type)
-    writes = runtime.is_first and not quiet
+    comes_back = replicas is not None and replicas.life > 0
+    writes = runtime.is_first and not quiet and not comes_back
     facts = describe_run(job, runtime, mesh, data, parts, layout, writes)
     loss = ModelLoss(config, parts)  # asks the plain module
     source = WeightSource(
@@ -172,7 +177,7 @@ def build_trainer(
         model,
         optimizer,
         layout=record,
-        copies=memory_copies(config.checkpoint, job.run_dir, mesh),
+        copies=None if replicas else memory_copies(config.checkpoint, job.run_dir, mesh),
     )
     trainer = Trainer(
         TrainerParts(
@@ -189,8 +194,13 @@ def build_trainer(
             checkpointer=checkpointer,
             claim=RunClaim(job.run_dir),
             hooks=[*build_hooks(config.train.hooks), *hooks],
+            replicas=replicas,
+            take_roles=functools.partial(_take_roles, job, facts),
         )
     )
+    if comes_back:  # the others have its state
+        trainer.recorder.begin(0)
+        return trainer
     restored = checkpointer.restore(restarted=job.restarted, begin=False)
     if restored is not None:
         check_position(restored, data, config)
@@ -202,6 +212,26 @@ def build_trainer(
         trainer.recorder.writer = None  # the rows may be those of a start that still trains
         trainer.recorder.begin(trainer.progress.step)
     return trainer
+
+
+def _divide(runtime: Runtime, shape: MeshShape) -> Replicas | None:
+    """Lets the replicas of a mesh of this ``shape`` be lost one by one, where they may."""
+    replicas = runtime.replicas
+    if replicas is not None:
+        rows = shape.place(runtime.topology).reshape(shape.replicate, -1)
+        replicas.divide(rows.tolist(), runtime.topology.hosts)
+    return replicas
+
+
+def _take_roles(job: Job, facts: RunFacts, trainer: Trainer) -> None:
+    """This rank goes on with the records of the run, in the place of one that is lost."""
+    step, recorder = trainer.progress.step, trainer.recorder
+    trainer.callbacks.speaks()
+    trainer.parts.claim.take()
+    segments = read_segments(job.run_dir)
+    number = segments[-1].number if segments else 1
+    recorder.take_over(*outputs(facts), step, number)
+    trainer.checkpointer.take_over(trainer.state_dict())
 
 
 def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) -> None:

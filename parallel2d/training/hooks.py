@@ -24,6 +24,7 @@ from parallel2d.base.config import TrainConfig
 from parallel2d.base.config.options import load_reference
 from parallel2d.base.errors import ConfigError, HookError
 from parallel2d.base.exchange import all_gather
+from parallel2d.base.replicas import first_rank
 from parallel2d.parallel.sync import outer_parameters
 from parallel2d.parallel.weights.named_tensors import undisturbed
 from parallel2d.training.data.tokenizer import Tokenizer, load_tokenizer
@@ -33,7 +34,9 @@ from parallel2d.training.metrics import keys
 _KEY = "train.hooks"
 # Names of a row that the trainer fills, which a metric of a hook cannot have.
 _TAKEN = {value for value in vars(keys).values() if isinstance(value, str)}
-_TAKEN_GROUPS = ("comm/", "goodput/", "memory/", "rank/", "sync/", "throughput/", "time/")
+_TAKEN_GROUPS = (
+    *("comm/", "goodput/", "memory/", "rank/", "replicas/", "sync/", "throughput/", "time/"),
+)
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,8 @@ class RunView:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes files: rank 0."""
-        return self.rank == 0
+        """Whether this is the rank that writes files: rank 0, as long as it is there."""
+        return self.rank == first_rank()
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,8 @@ class StepOutcome:
     finite: bool
     preempted: bool  # some rank was told to save and stop
     save_is_due: bool  # by some rank's clock, beside the interval in steps
+    joins: bool  # a replica waits to become a member
+    told_to_stop: list[int]  # ranks that were told to save and stop
     ranks: list[RankReport]  # by rank: what was measured in the step before
 
 

@@ -217,31 +217,37 @@ def _of_slices(loss: LossOfBatch, model: nn.Module, inputs: Any, targets: Any) -
         return loss(model, inputs, axis.cut(targets, 1))
 
 
+def outputs(facts: RunFacts) -> tuple[ConsoleDisplay, MetricsWriter]:
+    """What the rank that speaks for all shows and writes."""
+    config, sample = facts.job.config, facts.data.train.shape
+    unit = {"tokens": "tok"}.get(sample.noun, sample.noun)
+    display = ConsoleDisplay(config.metrics.console, config.train.steps, unit, facts.job.label)
+    # With the sizes of the axes in the place of ``auto``.
+    found = dataclasses.replace(config.mesh, **facts.mesh_sizes())
+    texts = {
+        "config": f"```yaml\n{to_yaml(dataclasses.replace(config, mesh=found))}\n```",
+        "mesh": "```\n" + "\n".join(facts.lines()) + "\n```",
+    }
+    writer = MetricsWriter(
+        facts.job.run_dir,
+        texts,
+        tensorboard=config.metrics.tensorboard,
+        hparams=facts.hparams(),
+        axes=[axis for axis, size in facts.mesh_sizes().items() if size > 1],
+        replicas_equal=facts.layout.method.replicas_equal,
+    )
+    return display, writer
+
+
 def build_recorder(facts: RunFacts, mesh: DeviceMesh, *, first: bool) -> Recorder:
     """Every rank records; only the first writes files and the console. Shows the header."""
     config, layout = facts.job.config, facts.layout
     run_dir, sample = facts.job.run_dir, facts.data.train.shape
     display = writer = None
     if first:
-        unit = {"tokens": "tok"}.get(sample.noun, sample.noun)
-        display = ConsoleDisplay(config.metrics.console, config.train.steps, unit, facts.job.label)
-        lines = facts.lines()
-        for line in lines:
+        display, writer = outputs(facts)
+        for line in facts.lines():
             display.say(line)
-        # With the sizes of the axes in the place of ``auto``.
-        found = dataclasses.replace(config.mesh, **facts.mesh_sizes())
-        texts = {
-            "config": f"```yaml\n{to_yaml(dataclasses.replace(config, mesh=found))}\n```",
-            "mesh": "```\n" + "\n".join(lines) + "\n```",
-        }
-        writer = MetricsWriter(
-            run_dir,
-            texts,
-            tensorboard=config.metrics.tensorboard,
-            hparams=facts.hparams(),
-            axes=[axis for axis, size in facts.mesh_sizes().items() if size > 1],
-            replicas_equal=facts.layout.method.replicas_equal,
-        )
     predicted = dict(facts.predicted)
     # Replicas that differ send each other nothing in most steps.
     if not facts.layout.method.replicas_equal:

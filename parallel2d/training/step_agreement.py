@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel2d.base.replicas import Applied, current, present_ranks
 from parallel2d.parallel.gradients import squared_norm_share
 from parallel2d.parallel.mesh import axis_positions, mesh_shape, sharding_mesh
 from parallel2d.parallel.sync.comparison import ReplicaComparison
@@ -79,20 +80,33 @@ class StepAgreement:
         at = axis_positions(mesh)
         self.counts = float(at.get("context", 0) == at.get("tensor", 0) == 0)
 
-    def reach(self, step: int, own: OwnPart, loss_scale: float) -> tuple[StepOutcome, int]:
+    def reach(self, step: int, own: OwnPart, loss_scale: float) -> tuple[StepOutcome, int] | None:
         """Returns the outcome of ``step`` and the tokens of the next global batch, on every rank
-        alike. Collective, once gradients are complete; they are ``loss_scale`` times as large. See
-        [Note: one agreement per step]."""
+        alike; None where a replica was lost before all knew. Collective, once gradients are
+        complete; they are ``loss_scale`` times as large. See [Note: one agreement per step]."""
+        replicas = current()
+        vector = self._own_vector(step, own)
+        lost = torch.zeros(2, dtype=torch.float64)
+        if replicas is not None:
+            lost = torch.tensor([replicas.lost, replicas.joins], dtype=torch.float64)
+        vector = torch.cat([lost.to(self._device), vector])
+        dist.all_reduce(vector)
+        if replicas is not None and replicas.on and not replicas.holds(vector[0].item()):
+            return None
+        return self.conclude(step, vector, own, loss_scale)
+
+    def _own_vector(self, step: int, own: OwnPart) -> Tensor:
+        """What this rank adds to the sum."""
         # This rank's share of the squared norms of the gradient: one, or where replicas train on
         # their own one for each. The share counts the replicas as copies of each other.
         squares = torch.zeros(self._norms, dtype=torch.float64, device=self._device)
-        share = squared_norm_share(self._parameters, dist.get_world_size())
+        share = squared_norm_share(self._parameters, present_ranks())
         squares[self._norm_index] = share * self._norms
         on_device = torch.cat([self._own_sums(own), squares])
         broken = (~on_device.isfinite().all()).reshape(1).double()
-        wishes = torch.tensor([own.stop_requested, own.save_is_due], dtype=torch.float64)
+        wishes = torch.tensor([own.save_is_due], dtype=torch.float64)
         # Each rank's report is in a row of its own: the sum over the ranks holds them all.
-        report = torch.tensor(own.report.floats(), dtype=torch.float64)
+        report = torch.tensor([own.stop_requested, *own.report.floats()], dtype=torch.float64)
         reports = torch.zeros(dist.get_world_size(), len(report), dtype=torch.float64)
         reports[dist.get_rank()] = report
         nothing = torch.zeros(0, dtype=torch.float64)
@@ -104,20 +118,26 @@ class StepAgreement:
         # The part that is made on CPU goes to the device in one copy. Numbers that are not finite
         # would spoil the sums of all ranks: zeros take their place, and `broken` tells of them.
         from_cpu = torch.cat([wishes, reports.flatten(), used, hashes]).to(self._device)
-        vector = torch.cat([broken, on_device.nan_to_num(0.0, 0.0, 0.0), from_cpu])
-        dist.all_reduce(vector)
+        self._sizes = [2, 1, 5, self._norms, 1, reports.numel(), len(used), len(hashes)]
+        return torch.cat([broken, on_device.nan_to_num(0.0, 0.0, 0.0), from_cpu])
 
-        sizes = [1, 5, self._norms, 2, reports.numel(), len(used), len(hashes)]
-        not_finite, sums, squares, wishes, rows, used, hashes = vector.split(sizes)
+    def conclude(
+        self, step: int, vector: Tensor, own: OwnPart, loss_scale: float
+    ) -> tuple[StepOutcome, int]:
+        """As `reach`, from the sum of all ranks' vectors. Without communication."""
+        if (replicas := current()) is not None:
+            replicas.applied = Applied(step, vector.tolist())
+        lost, not_finite, sums, squares, wishes, rows, used, hashes = vector.split(self._sizes)
         loss_sum, tokens, batch_hash, upcoming_tokens, squared_change = sums.tolist()
         if self._used:
             self._used.agree_on(used.cpu())
-        if comparison:
-            comparison.check(hashes.cpu())
+        if len(hashes):
+            assert self._comparison is not None
+            self._comparison.check(hashes.cpu())
         finite = not_finite.item() == 0
         norms = (squares.sqrt() / loss_scale).tolist()
-        preempted, due = wishes.tolist()
-        by_rank = rows.view(reports.shape).tolist()
+        by_rank = rows.view(dist.get_world_size(), -1).tolist()
+        told = [rank for rank, row in enumerate(by_rank) if row[0]]
         outcome = StepOutcome(
             loss=loss_sum / max(tokens, 1.0) if finite else math.nan,
             grad_norm=sum(norms) / len(norms) if finite else math.nan,
@@ -126,9 +146,11 @@ class StepAgreement:
             tokens=int(tokens),
             batch_hash=int(batch_hash),
             finite=finite,
-            preempted=preempted > 0,
-            save_is_due=due > 0,
-            ranks=[own.report.with_floats(row) for row in by_rank],
+            preempted=bool(told),
+            save_is_due=wishes.item() > 0,
+            joins=lost[1].item() > 0,
+            told_to_stop=told,
+            ranks=[own.report.with_floats(row[1:]) for row in by_rank],
         )
         return outcome, int(upcoming_tokens)
 

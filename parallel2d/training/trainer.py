@@ -6,18 +6,17 @@ agree with all ranks (`step_agreement`), update.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
-from parallel2d.base.config import TrainConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.gradients import scale_gradients
 from parallel2d.parallel.mesh import mesh_shape, sum_over_data_ranks
@@ -30,51 +29,16 @@ from parallel2d.parallel.sync import (
 )
 from parallel2d.parallel.sync.updates import set_step
 from parallel2d.parallel.weights.named_tensors import undisturbed
-from parallel2d.training.checkpoint import Checkpointer
-from parallel2d.training.data.feed import BatchFeed, BatchPlan, EndOfData, StepBatch
-from parallel2d.training.data.opening import OpenData
+from parallel2d.training.data.feed import BatchFeed, EndOfData, StepBatch
 from parallel2d.training.data.stream import SampleStream
-from parallel2d.training.hooks import Agreed, Hook, HookCalls, RunView
-from parallel2d.training.loss.model_loss import ModelLoss
+from parallel2d.training.hooks import Agreed, HookCalls, RunView
+from parallel2d.training.membership import Membership
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.phases import PhaseClock
-from parallel2d.training.metrics.recorder import Recorder
 from parallel2d.training.optimizer import LossScaler, learning_rate, set_learning_rate
 from parallel2d.training.progress import Progress, StepOutcome, WatchedMetrics, problems_of_state
-from parallel2d.training.run_directory import RunClaim
 from parallel2d.training.step_agreement import OwnPart, StepAgreement
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerParts:
-    """Holds what a `Trainer` works with.
-
-    ``model``: parallel over ``mesh``, with its weights; ``claim``: checked before rows and
-    checkpoints are written; ``hooks``: called after every step, see `hooks`.
-    """
-
-    config: TrainConfig
-    run_dir: str
-    model: nn.Module
-    loss: ModelLoss
-    mesh: DeviceMesh
-    device: torch.device
-    optimizer: torch.optim.Optimizer
-    data: OpenData
-    plan: BatchPlan
-    recorder: Recorder
-    checkpointer: Checkpointer
-    claim: RunClaim
-    hooks: Sequence[Hook]
-
-
-@dataclass(frozen=True)
-class LoopCallbacks:
-    """What the loop asks and tells the command that runs it: in every step whether this rank was
-    told to save and stop, and once that the first step of this process is done."""
-
-    stop_requested: Callable[[], bool] = lambda: False
-    first_step_done: Callable[[], object] = lambda: None
+from parallel2d.training.trainer_parts import LoopCallbacks, TrainerParts
 
 
 class Trainer:
@@ -109,14 +73,19 @@ class Trainer:
         self._agreement = StepAgreement(
             model, mesh, self.parameters, device, config.sync.compare_every
         )
-        self._data_ranks = mesh_shape(mesh).data_ranks
-        self._upcoming: StepBatch | None = None
-        self._upcoming_tokens = 0  # of the global batch
+        self.data_ranks = mesh_shape(mesh).data_ranks
+        self.upcoming: StepBatch | None = None
+        self.upcoming_tokens = 0  # of the global batch
         self._measured = recorder.measure({}, 0.0)
         self._watched = WatchedMetrics(config)
         self.stopped: str | None = None  # why the run ends before its last step
         self._told_saves = 0  # checkpoints of this process that hooks know of
-        self._callbacks = LoopCallbacks()
+        self.callbacks = LoopCallbacks()
+        self._joins = False  # a replica waits to be let in
+        self._leaving: set[int] = set()  # replicas that end after this step
+        self.membership: Membership | None = None
+        if parts.replicas is not None and len(parts.replicas.ranks) > 1:
+            self.membership = Membership(self, parts.replicas, parts.take_roles)
         view = RunView(
             config=config,
             model=model,
@@ -137,7 +106,7 @@ class Trainer:
 
         Raises `ConfigError` after too many non-finite steps in a row, and `HookError`.
         """
-        self._callbacks = callbacks or LoopCallbacks()
+        self.callbacks = callbacks or LoopCallbacks()
         feed = BatchFeed(self.training, self.plan, self.device, start=self.progress.samples)
         # Automatic collections would fall at different moments on different ranks, and all ranks
         # would wait for each of them.
@@ -145,11 +114,19 @@ class Trainer:
         gc.disable()
         try:
             self.begin(feed)
+            if self.membership is not None:
+                self.membership.start(feed)
             first = self.progress.step + 1
-            while self._upcoming is not None and not self.preempted:
-                self.step(feed)
+            while self.upcoming is not None and not self.preempted:
+                if self.membership is not None:
+                    self.membership.before_step(feed, self._joins, self._leaving)
+                try:
+                    self.step(feed)
+                except Exception as error:
+                    error.step_of_run = self.progress.step + 1  # type: ignore[attr-defined]
+                    raise
                 if self.progress.step == first:
-                    self._callbacks.first_step_done()
+                    self.callbacks.first_step_done()
                 if self.progress.step % self.config.train.gc_every == 0:
                     gc.collect()
             self.checkpointer.finish()
@@ -169,18 +146,18 @@ class Trainer:
         self.stopped = self._watched.reason_to_stop(self.progress.step)
         if self.stopped is not None:
             self.recorder.say(f"not trained on: {self.stopped}; other settings would go on")
-        self._upcoming = self._take(feed) if self.has_steps() else None
-        if self._upcoming is not None:
-            self.loss.compare_head(self.model, self._upcoming.micro_batches[0])
-        tokens = _valid_tokens(self._upcoming)
+        self.upcoming = self.take(feed) if self.has_steps() else None
+        if self.upcoming is not None:
+            self.loss.compare_head(self.model, self.upcoming.micro_batches[0])
+        tokens = _valid_tokens(self.upcoming)
         count = torch.tensor([tokens], dtype=torch.float64, device=self.device)
-        self._upcoming_tokens = int(sum_over_data_ranks(count, self.mesh).item())
+        self.upcoming_tokens = int(sum_over_data_ranks(count, self.mesh).item())
         self.hooks.start(self.progress.step)
 
     def step(self, feed: BatchFeed) -> None:
         """One optimizer step, saved if that is due, and recorded. Collective. Raises `RunTakenOver`
         on rank 0."""
-        batch, tokens = self._upcoming, self._upcoming_tokens
+        batch, tokens = self.upcoming, self.upcoming_tokens
         assert batch is not None, "begin() comes first, and no step after the last"
         step, train = self.progress.step + 1, self.config.train
         rate = learning_rate(step, train.steps, self.config.optimizer.lr, self.config.scheduler)
@@ -188,16 +165,16 @@ class Trainer:
 
         begin, busy = time.perf_counter(), time.process_time()
         self.recorder.start_step(step)
-        set_step(self.model, step)
+        set_step(self.model, step, self.scaler.scale)
         self.clock.start()
-        summed = self._forward_backward(batch, tokens)
-        self.clock.mark("forward_backward_s")
-        self._upcoming = self._take(feed) if step < train.steps else None
-        self.clock.mark("data_s")
-        outcome = self._agree(summed, batch)
-        self.clock.mark("sync_s")
+        with self._in_step():
+            while (outcome := self._compute(feed, batch, tokens)) is None:
+                # Replicas were lost: this is another part of the same global batch.
+                batch = self.upcoming
+                assert batch is not None, "it was read again"
+        self._note_replicas(outcome)
         self._update(outcome)
-        if self._upcoming is None:
+        if self.upcoming is None:
             finish_updates(self.model)
         self.clock.mark("optimizer_s")
         seconds = {**self.clock.read(), "step_s": time.perf_counter() - begin}
@@ -210,8 +187,8 @@ class Trainer:
         is_best = self._judge(outcome, validation, agreed)
         if self.stopped is not None and validation is None:
             validation = self._validate_if_due(step, seconds)  # the last step, which is known now
-        self.preempted = outcome.preempted
-        last = self._upcoming is None
+        self.preempted = outcome.preempted and not self._leaving
+        last = self.upcoming is None
         self.checkpointer.save_if_due(
             step,
             self.state_dict(),
@@ -221,6 +198,7 @@ class Trainer:
             wanted=is_best or agreed.save,
         )
         seconds["checkpoint_s"] = self.checkpointer.blocked_s
+        self._take_roles()
         # Hooks and a save take their time, in which another start may have set rows aside.
         self.parts.claim.check()
         self.recorder.record(
@@ -230,7 +208,7 @@ class Trainer:
             seconds,
             validation,
             last=last or self.preempted,
-            given=agreed.metrics,
+            given={**agreed.metrics, **(self.membership.row() if self.membership else {})},
         )
         self._tell_saves()
 
@@ -256,12 +234,21 @@ class Trainer:
     def validate(self, stream: SampleStream) -> float:
         """Mean loss over the valid tokens of the first ``train.validate_batches`` global batches of
         ``stream``. Collective."""
+        while True:
+            sums = self._validation_sums(stream)
+            dist.all_reduce(sums)
+            # Where a replica was lost, its part is missing.
+            if self.membership is None or not self.membership.deal():
+                return (sums[0] / sums[1].clamp(min=1)).item()
+
+    def _validation_sums(self, stream: SampleStream) -> Tensor:
+        """The loss and the tokens of this rank's part, fp64."""
         feed = BatchFeed(stream, self.plan, self.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
         try:
             with undisturbed(self.model, self.device):
                 for _ in range(self.config.train.validate_batches):
-                    batch = self._take(feed)
+                    batch = self.take(feed)
                     if batch is None:
                         break
                     for micro in batch.micro_batches:
@@ -270,13 +257,12 @@ class Trainer:
         finally:
             feed.close()
         sums *= self._agreement.counts
-        dist.all_reduce(sums)
-        return (sums[0] / sums[1].clamp(min=1)).item()
+        return sums
 
     def _validate_if_due(self, step: int, seconds: dict[str, float]) -> dict[str, float] | None:
         """Returns the losses by key. Adds what it takes to ``seconds``."""
         every = self.config.train.validate_every
-        is_due = every and (step % every == 0 or self._upcoming is None)
+        is_due = every and (step % every == 0 or self.upcoming is None)
         if not is_due or not self.validation_sets:
             return None
         begin = time.perf_counter()
@@ -331,9 +317,9 @@ class Trainer:
         self.stopped = self._watched.reason_to_stop(step)
         if self.stopped is None and agreed.stop is not None:
             self.stopped = f"stopped after step {step} by a hook: {agreed.stop}"
-        if self.stopped is not None and self._upcoming is not None:
+        if self.stopped is not None and self.upcoming is not None:
             self.recorder.say(self.stopped)
-            self._upcoming = None
+            self.upcoming = None
             finish_updates(self.model)
         return is_best
 
@@ -351,17 +337,17 @@ class Trainer:
             for warning in self._watched.never_measured():
                 self.recorder.say(f"warning: {warning}")
 
-    def _take(self, feed: BatchFeed) -> StepBatch | None:
+    def take(self, feed: BatchFeed) -> StepBatch | None:
         try:
             return feed.next()
         except EndOfData:
             return None
 
-    def _forward_backward(self, batch: StepBatch, tokens: int) -> Tensor:
+    def forward_backward(self, batch: StepBatch, tokens: int) -> Tensor:
         """Accumulates the gradient of the mean over the global batch's ``tokens``, times the loss
         scale. Returns this rank's summed loss, fp64."""
         # Gradients are averaged over the data ranks, so each loss is weighted by their number.
-        weight = self._data_ranks / max(tokens, 1) * self.scaler.scale
+        weight = self.data_ranks / max(tokens, 1) * self.scaler.scale
         summed = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in accumulate(
             self.model, batch.micro_batches, self.config.sync.during_accumulation
@@ -371,19 +357,60 @@ class Trainer:
             summed += loss.detach()
         return summed
 
-    def _agree(self, summed: Tensor, batch: StepBatch) -> StepOutcome:
+    def _compute(self, feed: BatchFeed, batch: StepBatch, tokens: int) -> StepOutcome | None:
+        """Gradients and what all ranks agree on; None where all who are left do it again, with
+        what is `upcoming` then."""
+        summed = self.forward_backward(batch, tokens)
+        self.clock.mark("forward_backward_s")
+        is_last = self.progress.step + 1 >= self.config.train.steps
+        self.upcoming = None if is_last else self.take(feed)
+        self.clock.mark("data_s")
+        outcome = self._agree(summed, batch, feed)
+        self.clock.mark("sync_s")
+        return outcome
+
+    def _take_roles(self) -> None:
+        if self.membership is not None:
+            self.membership.take_roles()
+
+    def _note_replicas(self, outcome: StepOutcome) -> None:
+        self._joins = outcome.joins
+        if self.membership is not None:
+            self._leaving = self.membership.leaving(outcome.told_to_stop)
+
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Around what is done again where a replica is lost."""
+        replicas = self.parts.replicas
+        if self.membership is not None:
+            self.membership.keep_buffers()
+        if replicas is not None:
+            replicas.in_step = True
+        yield
+        if replicas is not None:
+            replicas.in_step = False
+
+    def _agree(self, summed: Tensor, batch: StepBatch, feed: BatchFeed) -> StepOutcome | None:
+        """Returns None where replicas were lost, and all who are left do the step again."""
         own = OwnPart(
             loss=summed,
             tokens=batch.valid_tokens,
             sample_hash=batch.sample_hash,
-            upcoming_tokens=_valid_tokens(self._upcoming),
-            stop_requested=self._callbacks.stop_requested(),
+            upcoming_tokens=_valid_tokens(self.upcoming),
+            stop_requested=self.callbacks.stop_requested(),
             save_is_due=self.checkpointer.time_is_up(),
             report=self._measured,
         )
-        outcome, self._upcoming_tokens = self._agreement.reach(
-            self.progress.step + 1, own, self.scaler.scale
-        )
+        step, scale = self.progress.step + 1, self.scaler.scale
+        found = self._agreement.reach(step, own, scale)
+        if found is None:
+            assert self.membership is not None
+            sums = self.membership.repeat(feed)
+            if sums is None:
+                return None
+            told = torch.tensor(sums, dtype=torch.float64, device=self.device)
+            found = self._agreement.conclude(step, told, own, scale)
+        outcome, self.upcoming_tokens = found
         return outcome
 
     def _update(self, outcome: StepOutcome) -> None:

@@ -27,9 +27,10 @@ from torch.distributed.fsdp import fully_shard
 
 from parallel2d import MeshSpec, build_mesh
 from parallel2d.base.config import CheckpointConfig
+from parallel2d.base.topology import MEMORY_DIR
 from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.recovery import memory_copies
-from parallel2d.training.recovery.place import VARIABLE, used
+from parallel2d.training.recovery.place import used
 
 
 def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -> None:
@@ -91,7 +92,7 @@ def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -
     saver.restore()
     restored = time.perf_counter() - begin
     dist.barrier()
-    in_memory = used(os.environ[VARIABLE])
+    in_memory = used(os.environ[MEMORY_DIR])
     again = in_memory_only()
     dist.barrier()
     begin = time.perf_counter()
@@ -118,7 +119,9 @@ def main() -> None:
     parser.add_argument("--memory", default="/dev/shm", help="where copies in memory go")
     options = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="checkpoint-bench-", dir=options.folder)
-    os.environ[VARIABLE] = memory = tempfile.mkdtemp(prefix="checkpoint-bench-", dir=options.memory)
+    os.environ[MEMORY_DIR] = memory = tempfile.mkdtemp(
+        prefix="checkpoint-bench-", dir=options.memory
+    )
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     ranks = [

@@ -34,7 +34,7 @@ LAYOUTS = {
 MARK = "SLOW_LINK "
 
 
-def build() -> nn.Module:
+def build(vocabulary: int = VOCABULARY) -> nn.Module:
     from parallel2d.models.llama import Llama
 
     torch.manual_seed(0)
@@ -46,7 +46,7 @@ def build() -> nn.Module:
         "hidden_dim": 3 * DIM,
         "max_seq_len": SEQ,
     }
-    return Llama(vocab_size=VOCABULARY, **sizes)
+    return Llama(vocab_size=vocabulary, **sizes)
 
 
 def stepper(strategy: str, engine: str) -> Callable[[], None]:

@@ -1,6 +1,6 @@
 """Step time and bytes of every sync method on nodes joined by a slow link, side by side in one job.
 
-    python tools/bench/sync.py [--rate 200mbit] [--nodes 2] [--rounds 3] [--methods fp32,bf16,...] [--json FILE]
+    python tools/bench/sync.py [--rate 200mbit] [--nodes 2] [--rounds 3] [--methods fp32,bf16,...] [--vocabulary 8192] [--json FILE]
 
 Nodes are network namespaces of this machine (docs/cluster.md); needs root. All methods live in one job and take turns. A round is
 one period of diloco (`EVERY` steps) for its methods and `--steps` steps for the others. Per method: the median step of methods that
@@ -37,6 +37,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp32": ("hybrid", {}),
     "bf16": ("hybrid", {"wire": "bf16"}),
     "int8": ("hybrid", {"wire": "int8"}),
+    "int4": ("hybrid", {"wire": "int4", "warmup": 0}),
     "split": ("hybrid_full", {}),
     "split_bf16": ("hybrid_full", {"wire": "bf16"}),
     "diloco": ("hybrid", {"name": "diloco"}),
@@ -49,7 +50,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 class Bench:
     """One model under one method."""
 
-    def __init__(self, strategy: str, words: dict[str, Any]) -> None:
+    def __init__(self, strategy: str, words: dict[str, Any], vocabulary: int) -> None:
         from parallel2d import (
             MeshSpec,
             ParallelConfig,
@@ -66,7 +67,7 @@ class Bench:
         words = {"every": EVERY, **words} if words.get("name") == "diloco" else words
         mesh = build_mesh(MeshSpec(), strategy, allow_cross_node=True)
         settings = ParallelConfig(strategy, sync=SyncConfig(**words), allow_cross_node=True)
-        plain = build()
+        plain = build(vocabulary)
         layout = resolve(settings, mesh, plain)
         self.model = parallelize(plain, mesh, settings)
         self.optimizer = torch.optim.SGD(updated_parameters(self.model), lr=0.01)
@@ -80,7 +81,7 @@ class Bench:
         # The axis that crosses nodes
         self.crossing = 0 if mesh.size(0) > 1 else 1
         generator = torch.Generator().manual_seed(dist.get_rank())
-        self.tokens = torch.randint(0, VOCABULARY, (1, SEQ + 1), generator=generator)
+        self.tokens = torch.randint(0, vocabulary, (1, SEQ + 1), generator=generator)
 
     def step(self) -> None:
         logits = self.model(self.tokens[:, :-1])
@@ -100,10 +101,10 @@ class Bench:
         return seconds, sent, waited
 
 
-def worker(names: list[str], rounds: int, steps: int) -> None:
+def worker(names: list[str], rounds: int, steps: int, vocabulary: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    benches = {name: Bench(*METHODS[name]) for name in names}
+    benches = {name: Bench(*METHODS[name], vocabulary) for name in names}
     found: dict[str, list[tuple[list[float], float, float]]] = {name: [] for name in names}
     for bench in benches.values():
         # A first period too, so that the exchange has run once.
@@ -163,13 +164,19 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 
 
 def run(
-    nodes: int, ranks: int, rate: str, names: list[str], rounds: int, steps: int
+    nodes: int,
+    ranks: int,
+    rate: str,
+    names: list[str],
+    rounds: int,
+    steps: int,
+    vocabulary: int = VOCABULARY,
 ) -> dict[str, dict[str, float]]:
     """The summary of one job."""
     from tools.cluster import Cluster
 
     words = [__file__, "--worker", "--methods", ",".join(names), "--rounds", str(rounds)]
-    words += ["--steps", str(steps)]
+    words += ["--steps", str(steps), "--vocabulary", str(vocabulary)]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with Cluster(nodes, ranks, rate=rate, environment=environment) as cluster:
         cluster.run(words).check(7200.0)
@@ -188,15 +195,24 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="per round, of methods without period")
     parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument(
+        "--vocabulary", type=int, default=VOCABULARY, help="a small one: few values in int8 of int4"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the numbers")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     names = arguments.methods.split(",")
     if arguments.worker:
-        worker(names, arguments.rounds, arguments.steps)
+        worker(names, arguments.rounds, arguments.steps, arguments.vocabulary)
         return 0
     rows = run(
-        arguments.nodes, arguments.ranks, arguments.rate, names, arguments.rounds, arguments.steps
+        arguments.nodes,
+        arguments.ranks,
+        arguments.rate,
+        names,
+        arguments.rounds,
+        arguments.steps,
+        arguments.vocabulary,
     )
     print(f"{arguments.nodes} nodes x {arguments.ranks} ranks, {arguments.rate}")
     print(table(rows))

@@ -6,6 +6,11 @@ Each run is the train command on two ranks of this machine: model, data, schedul
 same seed, only the section `sync` differs. The loss is the validation loss of the parameters that replicas share. Runs that are there
 already are not repeated. Prints the mean loss over seeds, the gap to synchronous by pairs of equal seeds with its spread, and the bytes
 sent in units of exact fp32 gradients.
+
+Four bits every step, on 3.4 M parameters:
+
+    python tools/bench/sync_curves.py --methods bf16,int8,int4,int4_without_feedback --words "model.dim=256 model.n_layers=4 \\
+        model.n_heads=8 model.n_kv_heads=8 model.hidden_dim=704"
 """
 
 from __future__ import annotations
@@ -18,6 +23,9 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from parallel2d.hooks import Hook, RunView
+from parallel2d.parallel.sync.methods import residuals
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = [
@@ -41,6 +49,9 @@ METHODS = {
     "sync": "",
     "bf16": "sync.wire=bf16",
     "int8": "sync.wire=int8",
+    "int4": "sync.wire=int4",
+    # The control that must lose: what was not sent is dropped.
+    "int4_without_feedback": "sync.wire=int4 train.hooks=[tools.bench.sync_curves:WithoutFeedback]",
     "split_bf16": "strategy=hybrid_full mesh.shard=1 sync.wire=bf16",
     "diloco": "sync=diloco",
     "diloco_bf16": "sync=diloco sync.wire=bf16",
@@ -53,6 +64,13 @@ METHODS = {
     "every_16_momentum_0.9": "sync=diloco sync.every=16 sync.outer_momentum=0.9",
     "every_16_momentum_0": "sync=diloco sync.every=16 sync.outer_momentum=0",
 }  # fmt: skip
+
+
+class WithoutFeedback(Hook):
+    """Lets replicas forget what they did not send."""
+
+    def start(self, run: RunView, step: int) -> None:
+        residuals.RESIDUAL_DECAY = 0.0
 
 
 def words_of(method: str) -> list[str]:

@@ -59,7 +59,6 @@ _PARALLEL_CONFLICTS: _Conflicts = (
         "sync.during_accumulation=full",
         "use sync.during_accumulation=reduce_scatter_only or none",
     ),
-    *_wires_not_taken("every_step", "sync=every_step", "use sync=diloco, or another sync.wire"),
     *_wires_not_taken(
         "hybrid_full",
         "strategy=hybrid_full",
@@ -69,6 +68,12 @@ _PARALLEL_CONFLICTS: _Conflicts = (
     ("sync.engine=torch", "sync=diloco", "use sync.engine=parallel2d"),
     ("sync.engine=torch", "sync.wire", "use sync.wire=auto, or sync.engine=parallel2d"),
     ("sync.during_accumulation=full", "sync=diloco", "it is for sync=every_step"),
+    ("sync.warmup", "sync=diloco", "it is for sync=every_step"),
+    (
+        "sync.wire=int4",
+        "sync.during_accumulation=full",
+        "what was not sent before is sent once in a global batch; use reduce_scatter_only or none",
+    ),
 )
 _JOB_CONFLICTS: _Conflicts = (
     (

@@ -3,6 +3,7 @@ everything."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -276,6 +277,9 @@ class LaunchConfig:
     max_restarts: int | str = option(
         "auto", "Failures without a step in between. auto: 0 on one node, 5 on several", min=0
     )
+    min_replicas: int = option(
+        1, "Replicas with which training goes on while others are lost; below, it waits", min=1
+    )
     timeout: float = option(600.0, "Seconds that a collective may wait for a late rank", above=0)
     first_step_timeout: float | None = option(
         None, "Seconds of the same in the first step; null: 1800, or `timeout` if larger"
@@ -354,6 +358,9 @@ class TrainConfig:
 
     def parallel(self) -> ParallelConfig:
         """The part that `parallel2d.parallelize` reads."""
+        sync = self.sync
+        if sync.warmup < 1:
+            sync = replace(sync, warmup=math.ceil(sync.warmup * self.train.steps))
         return ParallelConfig(
             strategy=self.strategy,
             bucketing=self.bucketing,
@@ -361,7 +368,7 @@ class TrainConfig:
             activation_checkpointing=self.activation_checkpointing,
             compile=self.compile,
             prefetch=self.prefetch,
-            sync=self.sync,
+            sync=sync,
             cpu_offload=self.cpu_offload,
             allow_cross_node=self.mesh.allow_cross_node,
         )

@@ -266,7 +266,7 @@ SYNC_WIRES = {
     "fp32": ("every_step", "hybrid_full", "diloco"),
     "bf16": ("every_step", "hybrid_full", "diloco"),
     "int8": ("every_step", "diloco"),
-    "int4": ("diloco",),
+    "int4": ("every_step", "diloco"),
 }
 
 
@@ -291,9 +291,16 @@ class SyncConfig:
         "auto",
         "Form in which replicas send, whatever the shard axis does. auto = precision.reduce with "
         "every_step, fp32 with diloco; bf16 = half the bytes of fp32; int8 = a quarter, rounded "
-        "at random in blocks of 256. With diloco also int4 = an eighth",
+        "at random in blocks of 256; int4 = an eighth, with what was not sent in the next message",
         choices=tuple(SYNC_WIRES),
         gone={"sparse": "it cost loss and time; for few bytes use sync=diloco sync.wire=int4"},
+    )
+    warmup: float | int = option(
+        0.015,
+        "Steps that are sent in bf16 first, or below 1 the share of train.steps",
+        min=0,
+        read_by=("int4",),
+        of="wire",
     )
     every: int = _diloco(30, "Steps between two exchanges of the same parameters", min=1)
     fragments: int = _diloco(1, "Parts of the model exchanged in turn, not all at once", min=1)

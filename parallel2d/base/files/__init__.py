@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import stat
 import sys
@@ -101,6 +102,11 @@ def is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
+def number(value: Any) -> float:
+    """A value of JSON; NaN for what is not a finite number."""
+    return float(value) if is_number(value) else math.nan
+
+
 def replace(
     path: str, content: str | Callable[[BinaryIO], object], *, durable: bool = False
 ) -> None:
@@ -141,17 +147,28 @@ def flush_folder(path: str) -> None:
 # What a run writes in its directory through open files. All else is renamed into its place.
 _WRITTEN_FILES = {"train.log", "metrics.jsonl", "segments.jsonl", "checkpoints"}
 _WRITTEN_FOLDERS = {".hydra", "tensorboard", "logs", "stacks", "traces", "memory", "refused"}
+_FOLDERS = _WRITTEN_FOLDERS | {"checkpoints"}
+_FILES = _WRITTEN_FILES - _FOLDERS | {"layout.json", "owner.json", "summary.json"}
 
 
 def check_run_directory(folder: str) -> None:
     """Raises OSError for a link where a run writes or reads, and for any that another user has
     made, in the folder, which may not exist, or up to two folders further inside: what is written
-    there goes elsewhere."""
+    there goes elsewhere. Also for a folder or a pipe in the place of a file, and the reverse."""
+    if os.path.isdir(folder) and not os.access(folder, os.W_OK):
+        raise OSError(errno.EACCES, "cannot be written to", folder)
     for inside in _checked_folders(folder, _WRITTEN_FILES | _WRITTEN_FOLDERS):
         is_ours = os.path.basename(inside) in _WRITTEN_FOLDERS
         # Such as those of mesh axes in that of TensorBoard
         for further in _checked_folders(inside, None if is_ours else ()):
             _checked_folders(further, None if is_ours else ())
+    for name in sorted(_FILES | _FOLDERS):
+        path, kind = os.path.join(folder, name), "regular file"
+        is_right = os.path.isfile(path)
+        if name in _FOLDERS:
+            is_right, kind = os.path.isdir(path), "folder"
+        if os.path.lexists(path) and not is_right:
+            raise OSError(errno.EINVAL, f"not a {kind}", path)
 
 
 def refuse_link(path: str) -> None:

@@ -24,11 +24,16 @@ from torch.utils._pytree import tree_map
 from parallel2d.base.config import OptimizerConfig, ParallelConfig
 from parallel2d.base.runtime import seed_everything
 from parallel2d.parallel.mesh_sizes import MeshShape
-from parallel2d.parallel.model_structure import fqn_of, held_parameters, owning_modules
+from parallel2d.parallel.model_structure import (
+    fqn_of,
+    held_parameters,
+    hidden_matrices,
+    owning_modules,
+)
 from parallel2d.parallel.parallelize.precision import Precision, cast_storage
 from parallel2d.parallel.sync.methods import method_of
 from parallel2d.parallel.sync.methods.diloco import ExpectedOuter
-from parallel2d.parallel.sync.methods.method import SyncMethod
+from parallel2d.parallel.sync.methods.method import ExpectedState, SyncMethod
 from parallel2d.parallel.sync.updates import outer_sync
 from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 from parallel2d.parallel.weights.construction import build_for_real, outline, own_constructor
@@ -296,8 +301,9 @@ class ExpectedSync:
     def __init__(self, subject: Subject, tracks: Sequence[Track]) -> None:
         self.cuts: dict[str, list[Region]] = {}
         self.before: Tensors = {}  # the step, what the replicas shared
-        self._seed = subject.seed
         self._method = subject.method
+        hidden = hidden_matrices(subject.plain)
+        self._state = ExpectedState(RoundingKeys(subject.seed), hidden)
         self._outer: ExpectedOuter | None = None
         outer = outer_sync(subject.model)
         if outer is not None:
@@ -313,11 +319,11 @@ class ExpectedSync:
     ) -> dict[str, ExpectedGradient]:
         """What arrives of the mean over the replicas."""
         means: dict[str, ExpectedGradient] = {}
-        keys = RoundingKeys(self._seed, step)
+        self._state.keys.step = step
         for name in replicas[0]:
             found = [each[name] for each in replicas]
             values, cut = [each.value for each in found], self.cuts[name]
-            value = self._method.expected_gradient(values, cut, keys, name)
+            value = self._method.expected_gradient(values, cut, name, self._state)
             size = sum(each.size for each in found) / len(found)
             used = any(each.used for each in found)
             means[name] = ExpectedGradient(len(found), value, None, size, used)

@@ -44,8 +44,12 @@ def choose_steps(config: TrainConfig | ParallelConfig, notes: list[str]) -> int:
     """How many steps show all that happens: where parameters cross now and then, two periods, which
     are shortened in ``config``, and until the last part has arrived."""
     sync = config.sync
-    # The number of replicas, which is not known yet, changes no period.
-    every = method_of(config.strategy, sync, replicas=1).shortest_period
+    # The number of replicas, which is not known yet, changes neither of these.
+    method = method_of(config.strategy, sync, replicas=2)
+    if method.warmup:
+        notes.append("sync.warmup=0, to see steps after the first")
+        sync.warmup = 0
+    every = method.shortest_period
     if every == 0:
         return _FEWEST_STEPS
     if every < sync.every:

@@ -17,6 +17,8 @@ from parallel2d.instruments.planner.scaling import (
     wait_between_hosts,
 )
 from parallel2d.parallel.cost.predicted_peak import PredictedMemory
+from parallel2d.parallel.cost.traffic import AxisTraffic, exact_bytes
+from parallel2d.parallel.parallelize.layout import Layout
 
 _GIB = 2**30
 _MOST_LINES = 12
@@ -110,9 +112,24 @@ def _traffic_lines(cost: LayoutCost) -> list[str]:
             amount = f"{moved / 1e9:.3f} GB" if moved >= 1e8 else f"{moved / 1e6:.3f} MB"
         where = "inside hosts" if cost.places[axis].is_inside else "between hosts"
         lines.append(f"{_INDENT}{axis} {amount}, {where}")
+        if axis == "replicate" and moved and cost.layout.method.named_wire is not None:
+            share = moved / exact_bytes(cost.layout)
+            lines.append(f"{_INDENT}{share:.3f} of exact gradients in fp32{_in_finer(cost.layout)}")
     if lines:
         return ["bytes       sent by a rank per step", *lines]
     return ["bytes       nothing is sent"]
+
+
+def _in_finer(layout: Layout) -> str:
+    """Where gradients have two wires, the share in the finer one."""
+    wire = layout.method.named_wire
+    if wire is None or not layout.method.keeps_residuals:
+        return ""
+    hidden = values = 0
+    for group, count in AxisTraffic(layout).groups:
+        hidden += count * sum(shape.numel() for shape in group.hidden_shapes)
+        values += count * group.reduced_numel
+    return f"; {1 - hidden / values:.1%} of the values in {wire.finer}"
 
 
 def _compute_line(cost: LayoutCost) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import shlex
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise, repeat
 from operator import attrgetter, itemgetter
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from parallel2d.instruments.report.runs import (
     ratio,
 )
 from parallel2d.training.metrics import keys
-from parallel2d.training.run_directory import changes_since
+from parallel2d.training.run_directory import changes_since, flat
 
 TextRow = dict[str, str]  # by column
 
@@ -124,20 +123,12 @@ def _differing_settings(runs: Sequence[Run]) -> list[TextRow]:
     rows: list[TextRow] = []
     if not all(map(attrgetter("segments"), runs)):
         return rows
-    settings = {run.name: dict(_flat(run.segments[-1].config)) for run in runs}
+    settings = {run.name: dict(flat(run.segments[-1].config)) for run in runs}
     for name in dict.fromkeys(chain(*settings.values())):
         row = {run: files.printable(each.get(name, "-"), 80) for run, each in settings.items()}
         if len(set(row.values())) > 1:
             rows.append({"": files.printable(name, 80), **row})  # No run has an empty name.
     return rows
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _measured_and_predicted(run: Run) -> list[TextRow]:

@@ -92,17 +92,12 @@ class Run:
         """What the layout predicts for ``key``; NaN where that is no number."""
         predictions = self.layout.get("predicted")
         # The file may have been edited.
-        return _number(predictions.get(key)) if isinstance(predictions, dict) else math.nan
+        return files.number(predictions.get(key)) if isinstance(predictions, dict) else math.nan
 
 
 def ratio(one: float, other: float) -> float:
     """NaN where ``other`` is zero."""
     return one / other if other else math.nan
-
-
-def _number(value: Any) -> float:
-    """NaN for what is not a finite number."""
-    return float(value) if files.is_number(value) else math.nan
 
 
 def find_runs(paths: Sequence[str]) -> list[str]:
@@ -171,7 +166,7 @@ def _rows(lines: Iterable[bytes]) -> Iterator[list[float]]:
             row[NOT_FINITE] = row[keys.STEP]
         values = [math.nan] * len(COLUMNS)
         for key in COLUMNS.keys() & row.keys():
-            values[COLUMNS[key]] = _number(row[key])
+            values[COLUMNS[key]] = files.number(row[key])
         yield values
 
 

@@ -51,8 +51,10 @@ def find_equal_blocks(model: nn.Module) -> list[EqualBlocks]:
     return found
 
 
-def _description(block: nn.Module) -> list[Any]:
-    """What makes blocks differ."""
+def _description(block: nn.Module | None) -> list[Any]:
+    """What makes blocks differ. A list may hold None in the place of a block."""
+    if block is None:
+        return []
     found: list[Any] = [(name, type(module)) for name, module in block.named_modules()]
     for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
         found.append((name, tensor.shape, tensor.dtype, tensor.requires_grad))

@@ -85,6 +85,8 @@ def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemo
         "optimizer state": states.optimizer,
         "unrounded rows": states.masters,
         "outer parameters and averages": states.outer,
+        # What is kept, and what takes its place at the update
+        "what was not sent yet": 2 * states.residuals,
     }
     shown = {name: size for name, size in by_kind.items() if size}
     return PredictedMemory(sum(shown.values()), shown)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from parallel2d.base.config import OptimizerConfig
 from parallel2d.parallel.parallelize.layout import Layout, ParameterShape, first_part
+from parallel2d.parallel.sync.methods.residuals import stored_bytes
 
 _STEP_BYTES = 4  # torch's optimizers count the steps of each parameter in an fp32 tensor
 
@@ -22,8 +23,9 @@ class StateBytes:
 
     ``masters``: with ``hybrid_full`` and ``sync.wire=bf16``, the unrounded rows that this replica
     updates. ``outer``: with ``sync=diloco``, the parameters that replicas share, their momentum and
-    what was not sent yet; with ``train.ema``, averages. With ``cpu_offload`` parameters, gradients,
-    optimizer state and outer parameters are in the memory of the host.
+    what was not sent yet; with ``train.ema``, averages. ``residuals``: with ``sync.wire=int4``
+    every step, what was not sent yet. With ``cpu_offload`` parameters, gradients, optimizer state
+    and outer parameters are in the memory of the host.
     """
 
     parameters: int
@@ -31,6 +33,7 @@ class StateBytes:
     gradients: int
     optimizer: int
     outer: int
+    residuals: int
     buffers: int
 
     @property
@@ -44,7 +47,7 @@ def state_bytes(layout: Layout) -> StateBytes:
     Every trained parameter is taken to have a gradient, and the optimizer to have made a step.
     """
     shape, method = layout.shape.sharding, layout.method
-    parameters = masters = gradients = state = outer = 0
+    parameters = masters = gradients = state = outer = residuals = 0
     for group, count in [*layout.equal_groups, (layout.whole, 1)]:
         is_split = group is not layout.whole
         for parameter in group:
@@ -62,7 +65,9 @@ def state_bytes(layout: Layout) -> StateBytes:
             state += count * _optimizer_bytes(updated, parameter, layout.workload.optimizer)
             copies = method.shared_copies + layout.workload.average
             outer += count * copies * math.prod(held) * parameter.sum_itemsize
-    return StateBytes(parameters, masters, gradients, state, outer, layout.buffer_bytes)
+            if method.keeps_residuals and parameter.is_hidden:
+                residuals += count * stored_bytes(held)
+    return StateBytes(parameters, masters, gradients, state, outer, residuals, layout.buffer_bytes)
 
 
 def _optimizer_bytes(

@@ -22,6 +22,7 @@ def group_traffic(group: Sequence[ParameterShape], shard: int) -> GroupTraffic:
     gathered = reduced = 0
     items: list[int] = []
     trained: list[torch.Size] = []
+    hidden: list[torch.Size] = []
     stored = 4
     for parameter, part in zip(group, parts, strict=True):
         gathered += part.numel() * parameter.gathered
@@ -29,8 +30,11 @@ def group_traffic(group: Sequence[ParameterShape], shard: int) -> GroupTraffic:
             reduced += part.numel() * parameter.reduced
             items.append(parameter.reduced)
             trained.append(part)
+            if parameter.is_hidden:
+                hidden.append(part)
             stored = parameter.stored
-    return GroupTraffic(gathered, reduced, min(items, default=4), tuple(trained), stored)
+    item = min(items, default=4)
+    return GroupTraffic(gathered, reduced, item, tuple(trained), tuple(hidden), stored)
 
 
 class AxisTraffic:

@@ -149,11 +149,43 @@ class FSDPGroup:
             # A group that never ran has no whole parameters, which torch makes in the first forward
             # and asks for all the same.
             has_run = any(hasattr(each, "_unsharded_param") for each in group.fsdp_params)
-            if group.reduce_grads or has_run:
+            if group.reduce_grads and self._is_alone:
+                self._take_whole_gradients()
+            elif group.reduce_grads or has_run:
                 original(*unused)
             after()
 
         group.post_backward = post_backward  # type: ignore[method-assign]
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the shard axis has one rank, and gradients stay where they are."""
+        is_offloaded = any(each.offload_to_cpu for each in self._group.fsdp_params)
+        return self._group._reduce_scatter_process_group.size() == 1 and not is_offloaded
+
+    def _take_whole_gradients(self) -> None:
+        """Makes the whole gradients those of the sharded parameters, as torch's ``post_backward``
+        does where the shard axis has one rank, but without its two copies of them."""
+        group = self._group
+        group._training_state = TrainingState.POST_BACKWARD
+        taken: list[tuple[FSDPParam, Tensor]] = []
+        for parameter in group.fsdp_params:
+            gradient = _whole_gradient(parameter, group.reduce_scatter_unused_params)
+            if gradient is not None:
+                taken.append((parameter, gradient))
+        if group.reshard_after_backward:
+            group.reshard()
+        for parameter, gradient in taken:
+            # In the dtype in which it would be sent, then in that in which gradients are added
+            local = gradient.to(group._reduce_dtype or gradient.dtype).to(group._orig_dtype)
+            total = parameter.sharded_param.grad
+            if total is None:
+                local = parameter.to_sharded_dtensor(local.contiguous())
+                parameter.sharded_param.grad = local
+            else:
+                total._local_tensor.add_(local)  # type: ignore[attr-defined]
+        if group.device.type != "cpu":
+            group._post_reduce_event = torch.accelerator.current_stream().record_event()
 
     def set_dtypes(self, wide: torch.dtype, wire: torch.dtype) -> None:
         """Adds gradients in ``wide``, or the dtype in which parameters are stored if that is wider,
@@ -231,6 +263,26 @@ class FSDPGroup:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter.unsharded_param.grad = None
+
+
+def _whole_gradient(parameter: FSDPParam, zeros: bool) -> Tensor | None:
+    """Takes out the gradient that autograd has left, with sums of earlier passes. ``zeros``: in
+    the place of one that is missing."""
+    # A group that never ran has no whole parameters.
+    if not hasattr(parameter, "_unsharded_param"):
+        return None
+    parameter.accumulate_unsharded_grad_if_needed()
+    if parameter.unsharded_accumulated_grad is not None:
+        gradient = parameter.unsharded_accumulated_grad_data
+        parameter.unsharded_accumulated_grad = None
+    elif parameter.unsharded_param.grad is not None:
+        gradient = parameter.unsharded_grad_data
+        parameter.unsharded_param.grad = None
+    elif zeros and parameter.unsharded_param.requires_grad:
+        gradient = parameter.unsharded_zero_grad_data
+    else:
+        return None
+    return gradient
 
 
 class FSDPParameter:
@@ -349,10 +401,14 @@ class FSDPParameter:
 
     def set_gradient(self, local: Tensor | None) -> None:
         """Sets the reduced gradient from this rank's part."""
-        gradient = None
-        if local is not None:
-            gradient = self._parameter.to_sharded_dtensor(local)
-        self._parameter.sharded_param.grad = gradient
+        sharded = self._parameter.sharded_param
+        if local is None:
+            sharded.grad = None
+        # Making a `DTensor` takes longer than copying a small gradient.
+        elif sharded.grad is not None and sharded.grad.dtype == local.dtype:
+            sharded.grad._local_tensor = local  # type: ignore[attr-defined]
+        else:
+            sharded.grad = self._parameter.to_sharded_dtensor(local)
 
     @property
     def local_size(self) -> torch.Size:

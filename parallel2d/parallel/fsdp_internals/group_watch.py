@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from operator import attrgetter, is_not, ne, or_
+from operator import add, attrgetter, is_not, ne, or_
 from typing import Any
 
 import torch
@@ -29,8 +29,9 @@ def storage_of(tensor: Tensor) -> int | None:
 
 # Of an `FSDPParam`. Each step reads these of all parameters, in maps, which cost least.
 _SHARDED, _WHOLE = attrgetter("sharded_param"), attrgetter("_unsharded_param")
-_SHARDED_VERSION = attrgetter("sharded_param._version")
-_NUMBER = attrgetter("_cdata")
+_SHARDED_VERSION, _VERSION = attrgetter("sharded_param._version"), attrgetter("_version")
+# Inside, attributes of a `DTensor` are read four times as fast. torch has no public one.
+quick_reads = torch._C.DisableTorchFunctionSubclass
 
 
 class GroupWatch:
@@ -44,95 +45,70 @@ class GroupWatch:
         self._names = names
         self._storages = storages
         # Of each occurrence of each parameter: where it is registered, and under which key
-        self._occurring: list[tuple[str, FSDPParam]] = []
+        self._occurring: list[FSDPParam] = []
+        self._occurring_names: list[str] = []
         self._holders: list[dict[str, nn.Parameter | None]] = []
         self._keys: list[str] = []
-        # Allocation may have replaced what torch takes over in the first forward.
-        registered: list[nn.Parameter] = []
+        self.versions: list[int] = []
         for name, each in zip(names, self._parameters, strict=True):
             info = each._module_info
-            registered.append(getattr(info.module, info.param_name))
+            # Allocation may have replaced what torch takes over in the first forward.
+            self.versions.append(getattr(info.module, info.param_name)._version)
             modules = [info.module, *info.shared_modules]
             self._keys += [info.param_name, *info.shared_param_names]
             self._holders += [vars(module)["_parameters"] for module in modules]
-            self._occurring += [(name, each)] * len(modules)
-        self.versions = [each._version for each in registered]
-        self._wrapped = _storages_of(registered)
-        self._locals = list(map(id, map(_local, registered)))
-        # Of the gathered ones, once they have been
-        self._gathered: list[int] = []
-        self._written: list[int] = []
+            self._occurring += [each] * len(modules)
+            self._occurring_names += [name] * len(modules)
+        self._written: list[int] = []  # of the gathered ones, once they have been
 
     def misplaced(self, gathered: bool) -> str:
         """The name of a parameter in whose place is another than torch has put there; empty if none
         is."""
-        names, owners = zip(*self._occurring, strict=True)
-        wanted = map(_WHOLE if gathered else _SHARDED, owners)
+        wanted = map(_WHOLE if gathered else _SHARDED, self._occurring)
         found = map(dict.get, self._holders, self._keys)
-        return next(compress(names, map(is_not, found, wanted)), "")
-
-    def reassigned(self) -> str:
-        """The name of a sharded parameter whose ``.data`` was set since the last call, which
-        reaches neither this rank's part nor torch's engine; empty if none was."""
-        sharded = list(map(_SHARDED, self._parameters))
-        wrapped = _storages_of(sharded)
-        if wrapped == self._wrapped:
-            return ""
-        before = zip(self._names, self._wrapped, self._locals, strict=True)
-        self._wrapped, self._locals = wrapped, list(map(id, map(_local, sharded)))
-        for (name, storage, local), now, local_now in zip(
-            before, wrapped, self._locals, strict=True
-        ):
-            # Conversions and loading replace the local tensor too.
-            if storage != now and local == local_now:
-                return name
-        return ""
+        return next(compress(self._occurring_names, map(is_not, found, wanted)), "")
 
     def take_updates(self) -> bool:
         """Whether sharded parameters were changed since the last call. Autograd hears of it as a
         change of the gathered ones, so that it raises its own error where a backward pass needs the
         values of before."""
-        versions = list(map(_SHARDED_VERSION, self._parameters))
+        with quick_reads():
+            versions = list(map(_SHARDED_VERSION, self._parameters))
         if versions == self.versions:
             return False
-        before, self.versions = self.versions, versions
-        for number in range(len(self._written)):
-            whole = self._parameters[number]._unsharded_param
-            if versions[number] != before[number] and not whole.is_inference():
-                torch.autograd.graph.increment_version(whole)
-                self._written[number] += 1
+        is_new = list(map(ne, versions, self.versions))
+        self.versions = versions
+        # None before the first forward; those of inference mode have no version.
+        whole = list(map(_WHOLE, self._parameters)) if self._written else []
+        if whole and not whole[0].is_inference():
+            torch.autograd.graph.increment_version(compress(whole, is_new))
+            self._written = list(map(add, self._written, is_new))
         return True
 
     def remember(self) -> None:
         """Takes down what the gathered parameters are, which later gathers do not change."""
-        self._gathered, self._written = self._state()
-        for name, each, storage in zip(
-            self._names, map(_WHOLE, self._parameters), self._gathered, strict=True
-        ):
+        self._written = self._counts()
+        for name, each in zip(self._names, map(_WHOLE, self._parameters), strict=True):
             setattr(each, GATHERED_AS, name)
-            self._storages[storage] = name
+            self._storages[_local(each).untyped_storage()._cdata] = name
 
-    def _state(self) -> tuple[list[int], list[int]]:
-        """Storages and versions of the gathered parameters."""
+    def _counts(self) -> list[int]:
         whole = list(map(_WHOLE, self._parameters))
         # Those that were made in inference mode, all in one forward, have no version.
-        versions = [0] * len(whole)
-        if not whole[0].is_inference():
-            versions = [each._version for each in whole]
-        return _storages_of(list(map(_local, whole))), versions
+        if whole[0].is_inference():
+            return [0] * len(whole)
+        with quick_reads():
+            return list(map(_VERSION, whole))
 
     def written(self, by_value: bool) -> str:
-        """The name of a gathered parameter that was written to, or whose ``.data`` was set; empty
-        if none was. ``by_value``: shows writes through ``.data`` too, which count nowhere."""
-        storages, versions = self._state()
-        differs = map(or_, map(ne, storages, self._gathered), map(ne, versions, self._written))
+        """The name of a gathered parameter that was written to; empty if none was. ``by_value``:
+        shows writes through ``.data`` too, and one that was set, which count nowhere."""
+        differs = map(ne, self._counts(), self._written)
         if by_value:
-            differs = map(or_, differs, map(_differs, self._parameters))
+            whole = map(_WHOLE, self._parameters)
+            moved = [storage_of(each) not in self._storages for each in whole]
+            differs = map(or_, map(or_, differs, moved), map(_differs, self._parameters))
         return next(compress(self._names, differs), "")
-
-
-def _storages_of(tensors: Sequence[Tensor]) -> list[int]:
-    return list(map(_NUMBER, map(Tensor.untyped_storage, tensors)))
 
 
 def _local(tensor: Tensor) -> Tensor:

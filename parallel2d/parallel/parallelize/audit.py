@@ -30,6 +30,7 @@ from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
 from parallel2d.parallel.fsdp_internals.group_watch import (
     GATHERED_AS,
     GroupWatch,
+    quick_reads,
     refuse_numbers_of_parts,
     storage_of,
 )
@@ -111,13 +112,6 @@ class _Audit:
             # No backward pass has come that could tell the others.
             if self._engine.fault and not self._engine.batch.pending:
                 raise RuntimeError(self._engine.fault)
-        name = next(filter(None, [watch.reassigned() for watch in self._watches]), "")
-        if name:
-            raise RuntimeError(
-                f"{name}.data was set to another tensor, which has no effect on a sharded "
-                f"parameter: use {name}.data.copy_(value) with a value that is sharded alike, or "
-                f"{_INSTEAD}"
-            )
 
     def _check_places(self) -> None:
         """Before the first forward, in which torch takes over what is there."""
@@ -146,18 +140,17 @@ class _Audit:
         self._children = [module._modules for module in self._modules]
         self._known_children = [dict(children) for children in self._children]
         self._held = [module._parameters for module in self._modules]
-        self._known_names = list(map(tuple, self._held))
+        self._known_names = list(chain.from_iterable(self._held))
         # (module, attribute) of parameters that `fully_shard` does not have
         self._unmanaged: list[tuple[nn.Module, str]] = []
         for module in self._modules:
             managed = self._managed.get(module, ())
-            others = [key for key in module._parameters if key not in managed]
-            self._unmanaged += [(module, key) for key in others]
+            self._unmanaged += [(module, key) for key in module._parameters if key not in managed]
 
     def _check_modules(self) -> None:
         """Raises RuntimeError for a trained parameter that nothing averages over the ranks, and for
         what keeps the memory of a gathered one, which is freed."""
-        names = list(map(tuple, self._held))
+        names = list(chain.from_iterable(self._held))
         if self._children != self._known_children or names != self._known_names:
             self._learn_modules()
         trains = torch.is_grad_enabled() and self.averages
@@ -253,6 +246,18 @@ def _watch_process() -> None:
     # Gradients that backward leaves in gathered parameters are averaged, those that it returns not.
     torch.autograd.grad = _checked(torch.autograd.grad, "grad", 1, SHARDED_AS, GATHERED_AS)
     refuse_numbers_of_parts()
+    DTensor.data = property(Tensor.data.__get__, _set_data)  # type: ignore[attr-defined, assignment]
+
+
+def _set_data(tensor: DTensor, value: Tensor) -> None:
+    """The setter of ``tensor.data``, which reaches neither this rank's part nor torch's engine."""
+    name = getattr(tensor, SHARDED_AS, "")
+    if name:
+        raise RuntimeError(
+            f"{name}.data was set to another tensor, which has no effect on a sharded parameter: "
+            f"use {name}.data.copy_(value) with a value that is sharded alike, or {_INSTEAD}"
+        )
+    Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
 
 
 def _changed_groups() -> list[FSDPGroup]:
@@ -289,7 +294,8 @@ def _refuse_others(stepping: Optimizer, *_: Any) -> None:
 
 def _count_update(stepping: Optimizer, *_: Any) -> None:
     """Counts an update as a change in place: updates of many `DTensor`s at once count nowhere."""
-    updated = [each for each in _parameters_of(stepping) if each.grad is not None]
+    with quick_reads():
+        updated = [each for each in _parameters_of(stepping) if each.grad is not None]
     torch.autograd.graph.increment_version(each for each in updated if isinstance(each, DTensor))
     _changed_groups()
 

@@ -40,7 +40,7 @@ from parallel2d.base.config import OptimizerConfig, ParallelConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.mesh_sizes import MeshShape
-from parallel2d.parallel.model_structure import find_blocks, fqn_of, stays_whole
+from parallel2d.parallel.model_structure import find_blocks, fqn_of, hidden_matrices, stays_whole
 from parallel2d.parallel.parallelize.bucketing import bucket_modules
 from parallel2d.parallel.parallelize.compilation import check_compilation
 from parallel2d.parallel.parallelize.ignored import ignored_names
@@ -142,6 +142,7 @@ class ParameterShape(NamedTuple):
     gradient: int  # the itemsize of the gradient that the optimizer gets
     is_trained: bool
     by_muon: bool  # updated by Muon, with ``optimizer=muon``
+    is_hidden: bool  # a hidden matrix
 
     @property
     def sum_itemsize(self) -> int:
@@ -174,6 +175,7 @@ class Layout:
     tensor_plan: Mapping[str, object] | None
     blocks: tuple[str, ...]  # names of the modules that repeat
     ignored: tuple[str, ...]  # FQNs of the parameters that are left out of sharding
+    hidden: frozenset[str]  # FQNs of the hidden matrices
     groups: tuple[LayoutGroup, ...]  # innermost first, the root last
     # The parameters of a group, and how many are equal to it: a Llama of 126 blocks has two
     equal_groups: tuple[tuple[tuple[ParameterShape, ...], int], ...]
@@ -258,6 +260,7 @@ def resolve(
     stored = storage_dtypes(model, precision)
     left_out = ignored_names(model, ignored)
     collector = _Collector(config, precision, stored, shape.tensor)
+    collector.hidden = frozenset(hidden_matrices(model))
     collector.mark(model, left_out, workload.muon)
     collector.tensor_dims = dict(_split_dims(model, mesh, tensor_plan or {}, shape.tensor))
     blocks = find_blocks(model, config.bucketing.blocks, config.bucketing.policy)
@@ -270,9 +273,7 @@ def resolve(
 
     groups = list(collector.groups(model, buckets))
     parameters = [group.parameters for group in groups]
-    buffers = [
-        buffer.numel() * buffer_dtype(buffer, precision).itemsize for buffer in model.buffers()
-    ]
+    buffers = [each.numel() * buffer_dtype(each, precision).itemsize for each in model.buffers()]
     return Layout(
         config=config,
         shape=shape,
@@ -280,6 +281,7 @@ def resolve(
         tensor_plan=tensor_plan,
         blocks=tuple(name for name, _ in blocks),
         ignored=tuple(left_out),
+        hidden=collector.hidden,
         groups=tuple(groups),
         equal_groups=tuple(Counter(filter(None, parameters)).items()),
         whole=tuple(collector.whole),
@@ -299,8 +301,10 @@ class _Collector:
         tensor: int,
     ) -> None:
         self.whole: list[ParameterShape] = []
+        self.hidden: frozenset[str] = frozenset()
         self.tensor_dims: Mapping[nn.Parameter, int] = {}
         self._is_muon: dict[nn.Parameter, bool] = {}
+        self._is_hidden: dict[nn.Parameter, bool] = {}
         self._kept_whole: set[nn.Parameter] = set()
         self._taken: set[nn.Parameter] = set()
         self._config = config
@@ -309,10 +313,11 @@ class _Collector:
         self._tensor = tensor
 
     def mark(self, model: nn.Module, ignored: Container[str], muon: Container[str]) -> None:
-        """Notes, by FQN, which parameters stay whole and which Muon updates."""
+        """Notes, by FQN, which parameters stay whole, which Muon updates, which are hidden."""
         for name, parameter in model.named_parameters():
             fqn = fqn_of(name)
             self._is_muon[parameter] = fqn in muon
+            self._is_hidden[parameter] = fqn in self.hidden
             if fqn in ignored:
                 self._kept_whole.add(parameter)
                 # Nothing updates it. Quantized weights keep their integers.
@@ -374,6 +379,7 @@ class _Collector:
             gradient=self._gradient_dtype(parameter, stored).itemsize,
             is_trained=parameter.requires_grad,
             by_muon=self._is_muon[parameter],
+            is_hidden=self._is_hidden[parameter],
         )
 
     def _gradient_dtype(self, parameter: nn.Parameter, stored: torch.dtype) -> torch.dtype:

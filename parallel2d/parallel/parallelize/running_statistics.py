@@ -1,5 +1,5 @@
-"""Running statistics of BatchNorm, which each rank has of its own samples: `average_buffers` makes
-them equal, and an evaluation without it is warned of."""
+"""Buffers that each rank computes of its own samples, which is warned of. `average_buffers` makes
+running statistics of BatchNorm equal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import first_five
 from parallel2d.parallel.mesh import mesh_shape, sum_over_data_ranks
-from parallel2d.parallel.model_structure import fqn_of
+from parallel2d.parallel.model_structure import fqn_of, join_names
+from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 
 log = logging.getLogger(__name__)
 
@@ -54,16 +55,21 @@ class RunningStatistics:
 
 
 def watch_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Finds the running statistics of ``model``, for `average_buffers` and the warning."""
-    norms = {}
+    """Finds the running statistics of ``model``, for `average_buffers` and the warning, and its
+    other buffers, which the agreement of each global batch compares."""
+    norms, others = {}, {}
     for name, module in model.named_modules():
         # None where a module keeps none. Those of SyncBatchNorm are equal.
         has_both = all(module._buffers.get(buffer) is not None for buffer in _BUFFERS)
         if has_both and not isinstance(module, nn.SyncBatchNorm):
             norms[fqn_of(name)] = module
+        for key in () if has_both else module._buffers:
+            others[fqn_of(join_names(name, key))] = (module, key)
     if norms and mesh_shape(mesh).data_ranks > 1:
         statistics = vars(model)[_STATISTICS] = RunningStatistics(mesh, norms)
         model.register_forward_pre_hook(statistics.before_forward)
+    for engine in reducers_in(model):
+        engine.agreement.buffers = others
 
 
 def take_over_statistics(twin: nn.Module, model: nn.Module) -> None:

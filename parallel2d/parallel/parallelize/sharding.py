@@ -142,6 +142,7 @@ def synchronize(
         scalars=scalars,
         order=order,
         seed=seed,
+        hidden=layout.hidden,
     )
     register_engine(model, engine)
     after_backward(model, engine.end_backward)

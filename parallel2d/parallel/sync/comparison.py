@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.base.exchange import all_gather
+from parallel2d.base.replicas import present_ranks
 from parallel2d.parallel.mesh import axis_positions, mesh_shape
 from parallel2d.parallel.sync.wires.blocks import key_of
 from parallel2d.parallel.weights.geometry import local_part
@@ -32,7 +33,6 @@ class ReplicaComparison:
     def __init__(self, mesh: DeviceMesh, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._groups = groups
         shape = mesh_shape(mesh)
-        self._replicas = shape.replicate
         self._places = shape.shard * shape.tensor
         at = axis_positions(mesh)
         # This rank's place in its replica: ranks of one place hold equal tensors.
@@ -52,7 +52,8 @@ class ReplicaComparison:
         they do. ``summed``: the sum of `vector` over all ranks."""
         total, squares = summed.view(len(self._groups), self._places, 2).unbind(2)
         # Equal numbers are those whose squares add up to the square of their sum over their count.
-        differs = (squares * self._replicas != total**2).any(1)
+        replicas = present_ranks() // self._places
+        differs = (squares * replicas != total**2).any(1)
         if differs.any():
             names = [name for name, each in zip(self._groups, differs, strict=True) if each]
             raise ConfigError(self._explain(names))

@@ -22,6 +22,7 @@ from parallel2d.parallel.sync.comparison import ReplicaComparison
 from parallel2d.parallel.sync.engine.buckets import Bucket, BucketQueue, Wait
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of, reducers_in
 from parallel2d.parallel.sync.methods.diloco import OuterSync
+from parallel2d.parallel.sync.methods.method import UpdateFollower
 from parallel2d.parallel.weights.named_tensors import parameters_by_name, reshard
 
 Hook = Callable[[Any, Any], Any]
@@ -51,11 +52,21 @@ def outer_sync(model: nn.Module) -> OuterSync | None:
     return None
 
 
-def set_step(model: nn.Module, step: int) -> None:
+def residuals_of(model: nn.Module) -> UpdateFollower:
+    """What has the residuals of ``model``; without any, where nothing is kept."""
+    for engine in reducers_in(model):
+        if engine.updates.residual_name:
+            return engine.updates
+    return UpdateFollower()
+
+
+def set_step(model: nn.Module, step: int, loss_scale: float = 1.0) -> None:
     """Tells ``model`` the number of the global batch that comes next, from 1, on which depends what
-    is rounded at random. Without it the batches of this process are counted."""
+    is rounded at random, and by what its loss is multiplied before backward. Without it the batches
+    of this process are counted."""
     for engine in reducers_in(model):
         engine.keys.step = step
+        engine.updates.loss_scale = loss_scale
 
 
 @contextmanager

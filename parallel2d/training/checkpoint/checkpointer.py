@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -23,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import refuse_link
-from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
-from parallel2d.parallel.mesh import mesh_shape, sharding_mesh
+from parallel2d.base.replicas import ReplicaLost
+from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.parallelize import average_buffers
 from parallel2d.parallel.weights.named_tensors import (
@@ -39,7 +38,13 @@ from parallel2d.parallel.weights.named_tensors import (
 from parallel2d.parallel.weights.states import Models, Optimizers
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
 from parallel2d.training.checkpoint.resume import Copies, Resume
-from parallel2d.training.checkpoint.save import Group, SavedState, Staging, write_checkpoint
+from parallel2d.training.checkpoint.save import (
+    Group,
+    SavedState,
+    Staging,
+    check_folder,
+    write_checkpoint,
+)
 from parallel2d.training.checkpoint.state import replica_tensors, rng_tensors, saved_tensors
 from parallel2d.training.checkpoint.storage import (
     CheckpointError,
@@ -51,6 +56,7 @@ from parallel2d.training.checkpoint.storage import (
 
 log = logging.getLogger(__name__)
 
+_LOST = -1  # bytes, of a save in which a replica was lost
 BEST = "best.json"  # in the folder of the checkpoints: which of them is the best
 
 
@@ -95,10 +101,7 @@ class Checkpointer:
         layout: dict[str, Any] | None = None,
         copies: Copies | None = None,
     ) -> None:
-        self.config, self._optimizer = config, optimizer
-        self.mesh = None if mesh is None else sharding_mesh(mesh)
-        shape = MeshShape(1, 1) if mesh is None else mesh_shape(mesh)
-        self._sizes = shape.shown
+        self.config, self.mesh, self._optimizer = config, mesh, optimizer
         # The name of a parameter begins with that of its model.
         self.model = model if isinstance(model, nn.Module) else nn.ModuleDict(model)
         if self.model is not model and any(each.replicas_differ for each in masters_in(self.model)):
@@ -129,47 +132,17 @@ class Checkpointer:
         self._last_step = self._base = 0
         self._first_call = True
         self._last_save = time.monotonic()
-        self._check_folder()
-
-    def _check_folder(self) -> None:
-        """Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would
-        keep only its own part of a checkpoint."""
-        if not self.config.enabled:
-            return
-        root = self.store.root
-
-        def leave_token() -> str | None:
-            with as_config_error(f"checkpoints cannot be written to {root}"):
-                self.store.prepare()
-                # All ranks reach it by the same address.
-                if is_remote(root):
-                    return None
-                token = f".shared-{os.urandom(8).hex()}"
-                with open(os.path.join(root, token), "x"):
-                    return token
-
-        token: str | None = self.group.on_first(leave_token)
-        if token is None:
-            return
-        # Each rank looks in its own folder.
-        path = os.path.join(root, token)
-        hosts = self.group.all_gather("" if os.path.exists(path) else socket.gethostname())
-        if self.group.rank == 0:
-            os.unlink(path)
-        ranks = [rank for rank, host in enumerate(hosts) if host]
-        if ranks:
-            blind = ", ".join(sorted({hosts[rank] for rank in ranks}))
-            raise ConfigError(
-                f"{root} is not the same folder on every rank: {blind} (ranks {ranks}) "
-                "does not see what rank 0 writes. Put the run directory on a shared file system, "
-                "or set checkpoint.folder to one"
-            )
+        check_folder(self.store, self.group, config.enabled)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """Several as one."""
         given = self._optimizer
         return join_optimizers(given) if isinstance(given, Mapping) else given
+
+    def follow(self, step: int) -> None:
+        """The run goes on from ``step``, whose state came from elsewhere."""
+        self._last_step = self._base = step
 
     @property
     def age_steps(self) -> int:
@@ -225,7 +198,7 @@ class Checkpointer:
         self._resume = None
         if self.copies is not None:
             self.copies.begin(self._last_step)
-        if self.config.enabled and self.group.rank == 0:
+        if self.config.enabled and self.group.is_first:
             try:
                 self._name_best()
             except Exception as fault:
@@ -239,6 +212,12 @@ class Checkpointer:
         """The path of the checkpoint that ``keep_best`` keeps. Rank 0; None on others."""
         return self.store.path_of(self._best["step"]) if self._best else None
 
+    def take_over(self, state: dict[str, Any]) -> None:
+        """This rank deletes what is not kept from now on. ``state``: of the run now."""
+        best = state.get("best")
+        if best and best.get("metric") == self.config.keep_best:
+            self._best = best
+
     def _find_best(self, state: dict[str, Any]) -> None:
         """Takes over the best step that ``state`` knows. If its checkpoint is there no longer, or
         it is of another run, ``state`` forgets it, and the next value is the best."""
@@ -247,7 +226,7 @@ class Checkpointer:
         best = state.get("best")
         if not isinstance(best, dict) or best.get("metric") != self.config.keep_best:
             return
-        if self.group.rank == 0:
+        if self.group.is_first:
             try:
                 if best.get("step") in self.store.steps():
                     self._best = best
@@ -313,7 +292,10 @@ class Checkpointer:
         return self.config.every > 0 and step % self.config.every == 0
 
     def time_is_up(self) -> bool:
-        """Whether ``every_minutes`` have passed on this rank's clock."""
+        """Whether ``every_minutes`` have passed on this rank's clock, or a save has lost a replica
+        and is to be repeated."""
+        if self._outcome is not None and self._outcome[2] == _LOST:
+            return True
         minutes = self.config.every_minutes
         return minutes > 0 and time.monotonic() - self._last_save >= minutes * 60
 
@@ -327,7 +309,7 @@ class Checkpointer:
         """Waits for the save in progress, so that all ranks take account of it at one point.
         Collective. Raises as `save_if_due`."""
         if self._thread is not None:
-            if self._thread.is_alive() and self.group.rank == 0:
+            if self._thread.is_alive() and self.group.is_first:
                 log.info("waiting for the checkpoint that is still being written")
             self._thread.join()
             self._thread = None
@@ -335,6 +317,8 @@ class Checkpointer:
         if outcome is None:
             return
         step, error, size = outcome
+        if size == _LOST:  # no fault of the storage; those who are left save again
+            return
         if error is None:
             self.failures = 0
             self.bytes_written += size
@@ -366,10 +350,13 @@ class Checkpointer:
         def write() -> None:
             try:
                 error, size = write_checkpoint(taken, self.store, self.group, self._clear_the_way)
+            except ReplicaLost:
+                self._outcome = step, None, _LOST
+                return
             except Exception:  # a rank has ended: the loop will get an error too
                 error = "another rank ended meanwhile; the next start checks whether it is complete"
                 size = 0
-            if self.group.rank == 0:
+            if self.group.is_first:
                 if error:
                     log.error("the checkpoint of step %d could not be written: %s", step, error)
                 else:
@@ -394,11 +381,12 @@ class Checkpointer:
         if optimizer is not None:
             spread_state(optimizer)
             described = describe_optimizer(self.model, optimizer)
+        shape = MeshShape(1, 1) if self.mesh is None else mesh_shape(self.mesh)
         manifest = Manifest(
             step=step,
             state={**state, "step": step},
             layout=self.layout,
-            mesh=self._sizes,
+            mesh=shape.shown,
             world_size=self.group.size,
             optimizer=described,
             tied=tied_names(self.model),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,8 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base import exchange
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DTYPE_NAMES, DamagedCheckpointError, encode
-from parallel2d.parallel.mesh import axis_positions, without_replicas
+from parallel2d.base.replicas import first_rank, is_present
+from parallel2d.parallel.mesh import axis_positions, sharding_mesh, without_replicas
 from parallel2d.parallel.weights.geometry import (
     Region,
     local_part,
@@ -39,7 +42,12 @@ from parallel2d.training.checkpoint.manifest import (
     StoredTensor,
     chunk_key,
 )
-from parallel2d.training.checkpoint.storage import CheckpointError, Store, describe_error
+from parallel2d.training.checkpoint.storage import (
+    CheckpointError,
+    Store,
+    as_config_error,
+    describe_error,
+)
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +64,11 @@ class Group:
         self.rank = dist.get_rank() if group is not None else 0
         self.size = dist.get_world_size() if group is not None else 1
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.group is None or self.rank == first_rank()
+
     @classmethod
     def new(cls) -> Group:
         """All ranks of the job. Collective."""
@@ -65,19 +78,19 @@ class Group:
 
     def say(self, text: str, level: int = logging.INFO) -> None:
         """Logs ``text`` once for all ranks."""
-        if self.rank == 0:
+        if self.is_first:
             log.log(level, "%s", text)
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
-        return value if self.group is None else exchange.broadcast(value, 0, self.group)
+        """The first rank's value on every rank."""
+        return value if self.group is None else exchange.broadcast(value, group=self.group)
 
     def on_first(self, work: Callable[[], Any]) -> Any:
         """Runs ``work`` on rank 0 and returns its result, on every rank; its `ConfigError` is
         raised on all. It must raise no other error: the other ranks would wait. Collective."""
         answer: Any = None
         try:
-            answer = work() if self.rank == 0 else None
+            answer = work() if self.is_first else None
         except ConfigError as fault:
             answer = fault
         answer = self.broadcast(answer)
@@ -109,6 +122,41 @@ class Group:
         return [value] if self.group is None else exchange.all_gather(value, self.group)
 
 
+def check_folder(store: Store, group: Group, is_written: bool) -> None:
+    """Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would
+    keep only its own part of a checkpoint. ``is_written``: whether anything will be. Collective."""
+    root = store.root
+    if not is_written:
+        return
+
+    def leave_token() -> str | None:
+        with as_config_error(f"checkpoints cannot be written to {root}"):
+            store.prepare()
+            # All ranks reach it by the same address.
+            if is_remote(root):
+                return None
+            token = f".shared-{os.urandom(8).hex()}"
+            with open(os.path.join(root, token), "x"):
+                return token
+
+    token: str | None = group.on_first(leave_token)
+    if token is None:
+        return
+    # Each rank looks in its own folder.
+    path = os.path.join(root, token)
+    hosts = group.all_gather("" if os.path.exists(path) else socket.gethostname())
+    if group.is_first:
+        os.unlink(path)
+    ranks = [rank for rank, host in enumerate(hosts) if host]
+    if ranks:
+        blind = ", ".join(sorted({hosts[rank] for rank in ranks}))
+        raise ConfigError(
+            f"{root} is not the same folder on every rank: {blind} (ranks {ranks}) "
+            "does not see what rank 0 writes. Put the run directory on a shared file system, "
+            "or set checkpoint.folder to one"
+        )
+
+
 # Which rank writes what
 
 
@@ -127,6 +175,7 @@ def plan_all(
     state: SavedState, mesh: DeviceMesh | None, nodes: Sequence[int] | None = None
 ) -> Iterator[tuple[str, Region, Tensor]]:
     """`plan_writes` of what this rank has in common with others."""
+    mesh = None if mesh is None else sharding_mesh(mesh)
     yield from plan_writes(state.shared.items(), mesh, nodes)
     if state.of_replica and mesh is not None:
         yield from plan_writes(state.of_replica.items(), without_replicas(mesh), nodes)
@@ -180,6 +229,7 @@ def _plan(
         axes, holders = _holders(tensor, mesh)
         # Sizes differ by a row between shards; the mean is the same, so all ranks deal out alike.
         size = tensor.numel() * tensor.element_size() * len(holders) // ranks
+        holders = list(filter(is_present, holders))
         # Every node keeps a copy: its ranks share the work among themselves.
         if nodes is not None:
             holders = [holder for holder in holders if nodes[holder] == nodes[rank]]
@@ -266,7 +316,7 @@ def write_checkpoint(
     """
     step = snapshot.manifest.step
     place = error = None
-    if group.rank == 0:
+    if group.is_first:
         try:
             reason = exists(step)
             if reason is None:
@@ -280,7 +330,7 @@ def write_checkpoint(
         return error, 0
     answers = group.gather(_write_part(snapshot, store, place, group.rank))
     outcome: tuple[str | None, int] = (None, 0)
-    if group.rank == 0:
+    if group.is_first:
         outcome = _publish(snapshot.manifest, store, place, answers)
     return group.broadcast(outcome)
 

@@ -6,8 +6,9 @@ Names are the same on every rank, layout and precision: ``model/<parameter or bu
 
 With replicas that train on their own (``sync=diloco``), ``model/`` holds the outer parameters, from
 which every other layout continues, and ``sync/`` the outer optimizer's state. Each replica has its
-parameters, its optimizer's state and what it did not send yet in ``replica/<number>/``; one that a
-checkpoint does not have starts from the outer parameters, with the optimizer's state of another.
+parameters and its optimizer's state in ``replica/<number>/``; one that a checkpoint does not have
+starts from the outer parameters, with the optimizer's state of another. What a replica did not send
+yet is there too, with every method that keeps it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from parallel2d.base.files import printable
 from parallel2d.base.files.tensor_file import DTYPES, DamagedCheckpointError
 from parallel2d.parallel.sync.average import average_of
 from parallel2d.parallel.sync.methods.diloco import OuterSync
-from parallel2d.parallel.sync.updates import outer_sync
+from parallel2d.parallel.sync.methods.method import UpdateFollower
+from parallel2d.parallel.sync.updates import outer_sync, residuals_of
 from parallel2d.parallel.weights.named_tensors import (
     SCALARS,
     describe_optimizer,
@@ -256,16 +258,14 @@ def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def replica_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Lists what this replica alone has; empty with ``sync=every_step``."""
-    outer = outer_sync(model)
+    """Lists what this replica alone has; empty where all replicas have the same."""
+    kept, outer = residuals_of(model), outer_sync(model)
+    prefix = _prefix(kept.replica)
+    found = _under(f"{prefix}/{kept.residual_name}", kept.residuals())
     if outer is None:
-        return {}
-    prefix = _prefix(outer.replica)
-    found: dict[str, Tensor] = {}
-    for name, parameter in outer.parameters.items():
-        found[f"{prefix}/model/{name}"] = parameter.own_values
-        if parameter.residual is not None:
-            found[f"{prefix}/residual/{name}"] = parameter.residual
+        return found
+    own = {name: parameter.own_values for name, parameter in outer.parameters.items()}
+    found |= _under(f"{prefix}/model", own)
     if optimizer is not None:
         found |= _under(f"{prefix}/optimizer", optimizer_tensors(model, optimizer))
     return found
@@ -274,7 +274,7 @@ def replica_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
 def optimizer_prefix(model: nn.Module, names: Iterable[str]) -> str:
     """Tells where a checkpoint with tensors of these ``names`` has the optimizer's state that this
     rank goes on from: ``optimizer``, or that of a replica."""
-    available = _replicas_in(names)
+    available = _replicas_in(names, "optimizer")
     if not available:
         return "optimizer"
     outer = outer_sync(model)
@@ -284,29 +284,31 @@ def optimizer_prefix(model: nn.Module, names: Iterable[str]) -> str:
     return f"{_prefix(own)}/optimizer"
 
 
-def needed_names(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """The ``names`` that `load_replica_state` and the optimizer's loading read on this rank."""
-    names = list(names)
-    prefixes = [optimizer_prefix(model, names)]
+def needed_names(model: nn.Module, manifest: Manifest) -> list[str]:
+    """The names that `load_replica_state` and the optimizer's loading read on this rank."""
+    prefixes = [optimizer_prefix(model, manifest.tensors)]
+    prefixes += _residual_prefixes(residuals_of(model), manifest)
     outer = outer_sync(model)
     if outer is not None:
         prefixes += ["sync", f"{_prefix(outer.replica)}/model"]
-        prefixes += [f"{each}/residual" for each in _residual_prefixes(outer, names)]
-    return names_under(prefixes, names)
+    return names_under(prefixes, manifest.tensors)
 
 
-def _residual_prefixes(outer: OuterSync, names: Iterable[str]) -> list[str]:
-    """Names this replica; where the number of replicas has changed, all that there were."""
-    available = _replicas_in(names)
-    if len(available) == outer.replicas:
-        available = [outer.replica]
-    return [_prefix(each) for each in available]
+def _residual_prefixes(kept: UpdateFollower, manifest: Manifest) -> list[str]:
+    """Those that this replica goes on from: its own, or where the number of replicas has changed
+    all that there are."""
+    available = _replicas_in(manifest.tensors, kept.residual_name)
+    if manifest.mesh.get("replicate", 1) == kept.replicas:
+        available = [each for each in available if each == kept.replica]
+    return [f"{_prefix(each)}/{kept.residual_name}" for each in available]
 
 
 @torch.no_grad()
 def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Fills what `shared_tensors` and `replica_tensors` list, as far as ``checkpoint`` has it; the
     model and its optimizer have been loaded. No communication."""
+    is_first = torch.distributed.get_rank() == 0
+    _load_residuals(residuals_of(model), checkpoint, is_first)
     outer = outer_sync(model)
     if outer is None or STEPS not in checkpoint.tensors:
         return
@@ -318,25 +320,34 @@ def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
         parameter = outer.parameters[name]
         parameter.mean = torch.zeros_like(parameter.outer, requires_grad=False)
         _fill_if_there(parameter.mean, f"sync/mean/{name}", checkpoint)
-    residuals = _residual_prefixes(outer, checkpoint.tensors)
     for name, parameter in outer.parameters.items():
         _fill_if_there(parameter.own, f"{_prefix(outer.replica)}/model/{name}", checkpoint)
-        if parameter.residual is not None:
-            # The mean of what is stored: what replicas did not send counts as much for the shared
-            # parameters as before.
-            total = torch.zeros_like(parameter.residual)
-            for each in residuals:
-                part = torch.zeros_like(total)
-                _fill_if_there(part, f"{each}/residual/{name}", checkpoint)
-                total += part
-            parameter.residual.copy_(total / max(len(residuals), 1))
-    if torch.distributed.get_rank() == 0:
+    if is_first:
         _report_lost(outer, checkpoint)
+
+
+def _load_residuals(kept: UpdateFollower, checkpoint: Checkpoint, is_first: bool) -> None:
+    """What replicas did not send counts as much for the next mean as before."""
+    manifest = checkpoint.manifest
+    saved = manifest.mesh.get("replicate", 1)
+    shares = 1 if saved == kept.replicas else saved
+    prefixes = _residual_prefixes(kept, manifest)
+    for name, value in kept.residuals().items() if prefixes else ():
+        total = torch.zeros_like(value)
+        for prefix in prefixes:
+            part = torch.zeros_like(value)
+            _fill_if_there(part, f"{prefix}/{name}", checkpoint)
+            total += part
+        kept.set_residual(name, total / shares)
+    available = _replicas_in(checkpoint.tensors, kept.residual_name)
+    lost = sorted(set(range(saved)) - set(available))
+    if is_first and available and lost:
+        log.warning("what the replicas %s had not sent yet is lost with them", lost)
 
 
 def _report_lost(outer: OuterSync, checkpoint: Checkpoint) -> None:
     saved = checkpoint.manifest.mesh.get("replicate", 1)
-    continued = _replicas_in(checkpoint.tensors)[: outer.replicas]
+    continued = _replicas_in(checkpoint.tensors, "model")[: outer.replicas]
     lost = sorted(set(range(saved)) - set(continued))
     if lost:
         since = max(outer.steps - fragment.sent_after for fragment in outer.fragments)
@@ -352,12 +363,13 @@ def _prefix(replica: int) -> str:
     return f"{REPLICA}{replica:05d}"
 
 
-def _replicas_in(names: Iterable[str]) -> list[int]:
-    """The replicas whose state a checkpoint with tensors of these ``names`` has, ascending."""
+def _replicas_in(names: Iterable[str], kind: str) -> list[int]:
+    """The replicas of whose ``kind`` of state a checkpoint with tensors of these ``names`` has any,
+    ascending."""
     found = set()
     # A checkpoint may hold any names.
     for name in names:
-        found.update(re.findall(r"^replica/([0-9]{5})/", name))
+        found.update(re.findall(rf"^replica/([0-9]{{5}})/{kind}/", name))
     return sorted(map(int, found))
 
 

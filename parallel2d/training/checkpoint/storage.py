@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from parallel2d.base.errors import ConfigError
+from parallel2d.base.errors import ConfigError, PlainError
 from parallel2d.base.files import flush_folder, refuse_link, replace
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
@@ -33,7 +33,7 @@ _PIECE = 2**24  # bytes, small enough to overlap hashing with the disk's own wor
 Blocks = Iterable[bytes | memoryview]
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(PlainError):
     """A checkpoint could not be written. The message has the place and the reason."""
 
 

@@ -153,9 +153,16 @@ class BatchFeed:
         self._reader = ThreadPoolExecutor(1, "parallel2d-data", initializer)
         self._steps: deque[Future[StepBatch]] = deque()
         self._closed = False
-        self._position = start
-        # One is read while ``ahead`` wait.
-        for _ in range(max(1, ahead) + 1):
+        self._ahead = max(1, ahead) + 1  # one is read while ``ahead`` wait
+        self.restart(plan, start)
+
+    def restart(self, plan: BatchPlan, start: int) -> None:
+        """Goes on from position ``start`` with another share of the global batches."""
+        for step in self._steps:
+            step.cancel()
+        self._steps.clear()
+        self._plan, self._position = plan, start
+        for _ in range(self._ahead):
             self._read_ahead()
 
     def next(self) -> StepBatch:

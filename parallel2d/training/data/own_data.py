@@ -25,7 +25,8 @@ from parallel2d.training.data.prepare import worker_count
 from parallel2d.training.data.stream import Array, SampleStream
 
 # What a parameter of a model's forward, and a key of a batch, is called that holds targets
-TARGET_NAMES = ("targets", "target", "labels", "label", "y")
+_INPUTS_TOO = ("labels", "label", "y")
+TARGET_NAMES = ("targets", "target", *_INPUTS_TOO)
 _TOKEN_BYTES = 2
 _DIGESTED = 2**20  # bytes at either end of a file of tokens that its fingerprint covers
 _MOST_THREADS = 16  # with data.workers=auto: several ranks share a machine
@@ -91,9 +92,10 @@ class OwnSamples:
         batch = self.collate(list(samples))
         if isinstance(batch, dict):
             named = [name for name in TARGET_NAMES if name in batch]
-            if len(named) > 1:
+            # Beside targets, labels are inputs, as the classes ``y`` of a diffusion model.
+            if len(named) > 1 and (named[0] in _INPUTS_TOO or named[1] not in _INPUTS_TOO):
                 raise ConfigError(f"a batch has {' and '.join(named)}: which are the targets?")
-            inputs = {name: value for name, value in batch.items() if name not in named}
+            inputs = {name: value for name, value in batch.items() if name not in named[:1]}
             return inputs, batch[named[0]] if named else None
         if isinstance(batch, tuple | list):
             *values, targets = batch

@@ -114,7 +114,8 @@ def _standard_library() -> list[SourceFile]:
     """The source files of Python's own library, without tests and what an installation adds."""
     files = []
     for file in _files_below(Path(sysconfig.get_paths()["stdlib"]), _NOT_IN_CORPUS):
-        added = os.path.islink(file.path) or Path(file.path).name.startswith(_MACHINE_MADE)
+        last = os.path.basename(file.path)
+        added = os.path.islink(file.path) or last.startswith(_MACHINE_MADE)
         if file.name.endswith(".py") and not added:
             files.append(file)
     return files
@@ -126,9 +127,12 @@ def _files_below(root: Path, omitted: Collection[str] = ()) -> list[SourceFile]:
     for folder, children, names in os.walk(root):
         # What is left in this list is where the walk goes on.
         children[:] = set(filter(_is_shown, children)).difference(omitted)
-        paths = [Path(folder, name) for name in filter(_is_shown, names)]
-        for path in filter(Path.is_file, paths):
-            files.append(SourceFile(path.relative_to(root).as_posix(), str(path)))
+        inside = os.path.relpath(folder, root)
+        for name in filter(_is_shown, names):
+            path = os.path.join(folder, name)
+            # Not a pipe, a socket, or a link to nothing
+            if os.path.isfile(path):
+                files.append(SourceFile(os.path.normpath(os.path.join(inside, name)), path))
     return sorted(files)
 
 

@@ -50,6 +50,11 @@ class ModelLoss:
             self._function = load_reference("train.loss", config.train.loss)
         self._context = parts.context
         self._kind = type(parts.module).__name__
+        if type(parts.module).forward is nn.Module.forward:
+            raise ConfigError(
+                f"{self._kind} has no forward, which training calls (not a training_step): write "
+                "one, or give model.target a function that returns the module inside"
+            )
         self._signature = inspect.signature(parts.module.forward)
         parameters = self._signature.parameters
         reads_tokens = config.data.name != "custom"
@@ -98,11 +103,9 @@ class ModelLoss:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the model is called with: inputs in a dict by name, others in order."""
         inputs, targets = tree_map_only(Tensor, self._cast, (inputs, targets))
-        named: dict[str, Any] = {}
-        if self._targets and targets is not None:
-            named[self._targets] = targets
+        named = self._named(inputs, targets)
         if isinstance(inputs, Mapping):
-            return (), {**inputs, **named}
+            return (), {**named, **inputs}
         values = inputs if isinstance(inputs, tuple) else (inputs,)
         if document_ids is not None:
             values = (*values, document_ids)
@@ -115,6 +118,13 @@ class ModelLoss:
         if len(names) < len(values) or names[: len(values)] == first:
             return values, named
         return (), {**dict(zip(names, values, strict=False)), **named}
+
+    def _named(self, inputs: Any, targets: Any) -> dict[str, Any]:
+        # As many inputs as parameters: what is named as targets is one of them.
+        is_full = isinstance(inputs, tuple) and len(inputs) == len(self._signature.parameters)
+        if self._targets is None or targets is None or is_full:
+            return {}
+        return {self._targets: targets}
 
     def _cast(self, value: Tensor) -> Tensor:
         # Sharding casts inputs where it computes in another dtype than it stores; where both are
@@ -167,7 +177,8 @@ class ModelLoss:
         if self._rule is None:
             raise ConfigError(
                 f"{self._kind} returned a loss, and takes no targets: name them in its forward as "
-                f"one of {', '.join(TARGET_NAMES)}, or let data=custom give a batch without"
+                f"one of {', '.join(TARGET_NAMES)}, let data=custom give a batch without, or give "
+                "train.loss a function of what it returned"
             )
         wide = value.to(torch.promote_types(value.dtype, torch.float32))
         if self._rule.divisor == "none" and batch.valid_tokens:

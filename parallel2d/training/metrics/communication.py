@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from parallel2d.base.config import AXES
+from parallel2d.base.replicas.lasting_groups import PolledWork
 from parallel2d.base.runtime import on_teardown
 from parallel2d.parallel.cost.collectives import sent_bytes
 from parallel2d.parallel.mesh import axis_names, group_of
@@ -205,7 +206,8 @@ class CommunicationMeter:
             how = functools.partial(self._collective, collective, place, names, group_place)
             self._wrap(module, name, how)
         self._wrap(functional, "wait_tensor", self._wait)
-        self._wrap(dist.Work, "wait", self._wait_work)
+        for kind in (dist.Work, PolledWork):
+            self._wrap(kind, "wait", self._wait_work)
         if self._streams:
             self._streams.install()
         return self

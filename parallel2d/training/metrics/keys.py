@@ -70,6 +70,13 @@ SLOWEST_RANK = "rank/slowest"
 SKEW = "rank/skew"
 BUSY_S = "rank/busy_s"  # of every rank: a histogram in TensorBoard, in no row
 
+# Replicas that are there; totals since the last start of all: replicas that have come back, samples
+# computed again, seconds that the others waited when one was lost
+REPLICAS = "replicas/present"
+REPLICAS_JOINED = "replicas/joined"
+REPEATED_SAMPLES = "replicas/repeated_samples"
+REPLICAS_LOST_S = "replicas/lost_s"
+
 # Totals since the run first began
 GOODPUT = "goodput/fraction"
 USEFUL_S = "goodput/useful_s"

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from parallel2d.base.files import for_terminal
+from parallel2d.base.replicas import present_ranks
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.communication import CommunicationMeter
 from parallel2d.training.metrics.console import ConsoleDisplay
@@ -87,6 +88,14 @@ class Recorder:
             self._goodput.resume(step, *found, restarted=restarted, not_before=not_before)
         if self.display:
             self.display.begin(step)
+
+    def take_over(
+        self, display: ConsoleDisplay, writer: MetricsWriter, step: int, segment: int
+    ) -> None:
+        """Goes on after ``step`` with what another rank has shown and written."""
+        self.display, self.writer, self._segment = display, writer, segment
+        self._goodput.resume(step, *writer.begin(step), restarted=False)
+        log.info("rank %d writes from step %d on", dist.get_rank(), step + 1)
 
     def start_step(self, step: int) -> None:
         """Begins the measurement of ``step`` on this rank."""
@@ -198,7 +207,8 @@ class Recorder:
         for name, value in seconds.items():
             self._sums[keys.time_key(name)] += value
         for key in reports[0].communication:  # the same on all ranks
-            self._sums[key] += sum(report.communication[key] for report in reports) / len(reports)
+            total = sum(report.communication[key] for report in reports)
+            self._sums[key] += total / present_ranks()
         self._counted += 1
         self._steady_s += seconds["step_s"]
         self._steady_steps += 1
@@ -214,7 +224,8 @@ class Recorder:
             row[keys.BYTES_BETWEEN_HOSTS] = sum(
                 row[keys.communication_key(axis, "bytes")] for axis in self.slow_axes
             )
-            self._warn(self._deviation.check(row))
+            if present_ranks() == self.ranks:  # else the bytes are those of another layout
+                self._warn(self._deviation.check(row))
         if self.exact_bytes and self._crossed_bytes:
             exact = self.exact_bytes * self._crossed_steps
             row[keys.COMPRESSION] = exact / self._crossed_bytes

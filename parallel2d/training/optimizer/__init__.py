@@ -129,6 +129,10 @@ def _own_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
             f"{what} trains {len(taken)} tensors and was given {len(given)}: build the optimizer "
             "on the groups as they are"
         )
+    for group in optimizer.param_groups:
+        # A rate that the function has given is its own, which the schedule scales.
+        if "lr" in group and group["lr"] != config.lr * group.get("lr_scale", 1.0):
+            group["lr_scale"] = group["lr"] / config.lr
     if config.weight_decay and "weight_decay" not in optimizer.defaults:
         raise ConfigError(
             f"optimizer.weight_decay={config.weight_decay} has no effect: "

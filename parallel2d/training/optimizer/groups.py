@@ -16,11 +16,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from parallel2d.base.config import OptimizerConfig
 from parallel2d.base.errors import ConfigError, nearest_words
-from parallel2d.parallel.model_structure import find_blocks, fqn_of, has_structure
+from parallel2d.parallel.model_structure import hidden_matrices
 from parallel2d.parallel.weights.named_tensors import updated_by_name
 
 MUON, ADAMW = "muon", "adamw"
@@ -40,7 +39,7 @@ def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any
     if not trained:
         raise ConfigError("every parameter is frozen: there is nothing to train")
     entry_of = _matching_entries(list(named), set(trained), config.groups)
-    hidden: Mapping[str, Tensor] = {}
+    hidden: set[str] = set()
     if config.name == "muon":
         hidden = hidden_matrices(model)
     entries: dict[int, Any] = {_NO_ENTRY: {}, **dict(enumerate(config.groups))}
@@ -49,7 +48,8 @@ def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any
     for name in sorted(trained, key=lambda name: entry_of.get(name, _NO_ENTRY)):
         parameter = trained[name]
         number = entry_of.get(name, _NO_ENTRY)
-        settings = _settings(parameter, entries[number], config, is_hidden=name in hidden)
+        is_matrix = parameter.ndim == 2 and name in hidden
+        settings = _settings(parameter, entries[number], config, is_hidden=is_matrix)
         is_muon = _is_muon(settings)
         # The defaults give Muon matrices only, so any other parameter comes from an entry.
         if is_muon and parameter.ndim != 2:
@@ -117,32 +117,6 @@ def describe_group(group: Mapping[str, Any]) -> str:
         f"optimizer: {len(group['params'])} tensors, {elements:,} parameters: {algorithm}weight "
         f"decay {group['weight_decay']:g}, learning rate x {group['lr_scale']:g}"
     )
-
-
-def hidden_matrices(model: nn.Module) -> dict[str, Tensor]:
-    """FQN -> parameter of two dims inside the repeated blocks, without embeddings: what
-    Muon is meant for.
-
-    Blocks are found as for ``bucketing=block``; single layers that repeat are no blocks here,
-    because the last of them may be the head.
-    """
-    # By id, because a tied embedding is also the weight of another module.
-    embeddings: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            embeddings.update(id(parameter) for parameter in module.parameters())
-    found: dict[str, Tensor] = {}
-    for block_name, block in find_blocks(model):
-        # A layer, such as each of a row of Linear layers. A block may own parameters too, such as
-        # the scale of its output.
-        # The wrappers of activation checkpointing and torch.compile have its name too.
-        inner = block.named_modules(prefix=block_name)
-        layer = [module for name, module in inner if fqn_of(name) == fqn_of(block_name)][-1]
-        if has_structure(layer) and not is_parametrized(layer):
-            for name, parameter in block.named_parameters(prefix=block_name):
-                if parameter.ndim == 2 and id(parameter) not in embeddings:
-                    found[fqn_of(name)] = parameter
-    return found
 
 
 def _matching_entries(

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 from parallel2d.base.files import private_folders as folders
 from parallel2d.base.memory import free_memory
+from parallel2d.base.topology import MEMORY_DIR, SHARED_MEMORY
 
-# set by a launcher, one folder per node's agent, which it removes when the job ends
-VARIABLE = "PARALLEL2D_MEMORY_DIR"
-SHARED_MEMORY = "/dev/shm"
 _TOKEN = "node"
 
 
@@ -33,7 +31,7 @@ class Place:
 def open_place() -> Place:
     """The folder of this node, made if it does not exist. Raises OSError when it is not ours
     alone."""
-    path = os.environ.get(VARIABLE)
+    path = os.environ.get(MEMORY_DIR)
     if path:
         with contextlib.suppress(FileNotFoundError):
             mode = os.lstat(path).st_mode
@@ -46,7 +44,7 @@ def open_place() -> Place:
         return Place(os.path.abspath(path), _token(path), own=False)
     if not os.path.isdir(SHARED_MEMORY):
         raise FileNotFoundError(
-            errno.ENOENT, f"no shared memory folder; set {VARIABLE} to one", SHARED_MEMORY
+            errno.ENOENT, f"no shared memory folder; set {MEMORY_DIR} to one", SHARED_MEMORY
         )
     path = folders.open_folder(os.getppid(), SHARED_MEMORY)
     return Place(path, _token(path), own=True)

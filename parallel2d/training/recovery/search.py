@@ -359,7 +359,7 @@ def _needed(
     for name, tensor in average_tensors(model).items():
         if name in manifest.tensors:
             wanted.append((name, local_region(tensor)))
-    for stored in needed_names(model, manifest.tensors):
+    for stored in needed_names(model, manifest):
         if optimizer is not None or "optimizer/" not in stored:
             wanted.append((stored, _needed_region(stored, manifest, here)))
     if manifest.world_size == group.size:

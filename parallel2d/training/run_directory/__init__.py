@@ -13,6 +13,7 @@ from parallel2d.training.run_directory.start import (
     accept_start,
     changes_since,
     discard_pending,
+    flat,
     read_segments,
 )
 
@@ -22,6 +23,7 @@ __all__ = [
     "accept_start",
     "changes_since",
     "discard_pending",
+    "flat",
     "note_failure",
     "objective_missing",
     "read_objective",

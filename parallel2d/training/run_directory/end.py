@@ -33,16 +33,12 @@ def _read_rows(run_dir: str) -> tuple[dict[str, Any], dict[str, tuple[float, int
         for row in filter(None, map(parse_row, file)):
             last.update(row)
             for key in [key for key in row if key.split("/")[-1] == keys.LOSS]:
-                value = _number(row[key])
+                value = files.number(row[key])
                 least, _ = best.setdefault(key, (value, row[keys.STEP]))
                 # No number is smaller than NaN, or larger.
                 if math.isnan(least) or value < least:
                     best[key] = (value, row[keys.STEP])
     return last, best
-
-
-def _number(value: Any) -> float:
-    return float(value) if files.is_number(value) else math.nan
 
 
 def summarize(
@@ -108,7 +104,7 @@ def _results(summary: Mapping[str, Any]) -> list[str]:
         lines.append(f"why         {summary['reason']}")
     for key, best in summary["best"].items():
         label = key.removesuffix("/loss").replace("/", " ")
-        at_end, least = _number(last.get(key)), _number(best["value"])
+        at_end, least = files.number(last.get(key)), files.number(best["value"])
         lines.append(
             f"{label:<11} {at_end:.4f} at the end, best {least:.4f} at step {best['step']}"
         )
@@ -177,7 +173,7 @@ def _read_summary(run_dir: str, part: str) -> dict[str, Any]:
 def read_objective(run_dir: str) -> float | None:
     """The last ``train.objective``, NaN where not finite; None: not measured, or no run ended."""
     objective = _read_summary(run_dir, "objective")
-    return _number(objective.get("value")) if objective.get("measured") is True else None
+    return files.number(objective.get("value")) if objective.get("measured") is True else None
 
 
 def objective_missing(name: str, run_dir: str) -> str:

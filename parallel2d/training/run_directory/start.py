@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import logging
 import os
@@ -35,6 +36,7 @@ from typing import Any
 
 from parallel2d.base import files
 from parallel2d.base.config import AXES, Job
+from parallel2d.base.errors import ConfigError, PlainError
 from parallel2d.training.run_directory.end import SUMMARY
 
 _SEGMENTS = "segments.jsonl"
@@ -82,7 +84,8 @@ def read_segments(run_dir: str) -> list[Segment]:
     with file:
         if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
             raise OSError(errno.EFBIG, f"more than {_LARGEST_FILE >> 20} MiB", file.name)
-        while len(found) < _MOST_SEGMENTS and (line := file.readline(_LONGEST_LINE)):
+        lines = iter(lambda: file.readline(_LONGEST_LINE), b"")
+        for line in itertools.islice(lines, _MOST_SEGMENTS):
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 found.append(_segment(files.parse(line)))
     return found
@@ -123,7 +126,7 @@ def changes_since(before: Segment, now: Segment) -> list[str]:
 
 def _facts(segment: Segment) -> dict[str, Any]:
     """Settings by their full key, sizes of the mesh, and versions."""
-    facts = dict(_flat(segment.config))
+    facts = dict(flat(segment.config))
     facts.pop("launch.host_id", None)  # machines have names of their own
     sizes = segment.layout.get("mesh")
     if isinstance(sizes, Mapping):
@@ -132,10 +135,11 @@ def _facts(segment: Segment) -> dict[str, Any]:
     return facts
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of nested settings, by their full key."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -152,7 +156,7 @@ _RECORDS, _PENDING = ".hydra", ".hydra-pending-"  # the second begins a name, as
 _OWNER = "owner.json"
 
 
-class RunTakenOver(RuntimeError):  # noqa: N818  (named after what happened; it need not be a fault)
+class RunTakenOver(PlainError):  # noqa: N818  (named after what happened; it need not be a fault)
     """Another start of this run has taken its directory over."""
 
 
@@ -217,12 +221,16 @@ def accept_start(
     job: Job, layout: dict[str, Any], finished_steps: int, claim: RunClaim
 ) -> AcceptedStart:
     """Makes the records of ``job``'s directory those of this start, which takes ``claim``. On rank
-    0 alone, before it writes anything else there. Raises OSError.
+    0 alone, before it writes anything else there. Raises OSError, and `ConfigError` for records of
+    another origin.
 
     ``layout``: the facts that programs read; ``finished_steps``: 0, or those of what is resumed.
     """
     run_dir = job.run_dir
-    earlier = read_segments(run_dir)
+    try:
+        earlier = read_segments(run_dir)
+    except OSError as error:  # too large, or no file
+        raise ConfigError(f"{error.filename}: {error.strerror}") from None
     certified = job.certified
     if job.restarted and earlier:
         # Workers that replace others may be on another layout than that which was certified.

@@ -89,9 +89,11 @@ class Bucket:
         self._flat = _common_storage(gradients)
         # So it is at first with several groups: each has a storage of its own.
         if self._flat is None:
-            self.fill_with_zeros()
+            self._allocate()
             for parameter, gradient, part in zip(self.trained, gradients, self._parts, strict=True):
-                if gradient is not None:
+                if gradient is None:
+                    part.zero_()
+                else:
                     part.copy_(gradient)
                     # Nothing refers to it once this returns.
                     keep_until_done(gradient)
@@ -100,8 +102,12 @@ class Bucket:
 
     def fill_with_zeros(self) -> None:
         """Makes `buffer` zeros of the bucket's size. The gradients stay as they are."""
+        self._allocate()
+        self.buffer().zero_()
+
+    def _allocate(self) -> None:
         first, shapes = self.trained[0], [parameter.local_size for parameter in self.trained]
-        self._flat = torch.zeros(
+        self._flat = torch.empty(
             sum(shape.numel() for shape in shapes),
             dtype=first.gradient_dtype,
             device=first.sharded.device,

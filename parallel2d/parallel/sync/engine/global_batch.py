@@ -7,21 +7,24 @@ its momentum. So ranks agree on which parameters any of them has used, and the o
 gradient afterwards, as in one process. In a loop of one's own that is one small all-reduce at the
 end of the last backward pass; the trainer makes it part of its own agreement.
 
-The same sum shows whether a rank cannot go on, and whether the ranks of a shard group have issued
-different collectives.
+The same sum shows whether a rank cannot go on, whether the ranks of a shard group have issued
+different collectives, and which buffers differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, compress, islice
 from typing import Protocol
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.errors import ConfigError
+from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.base.exchange import all_gather
 from parallel2d.parallel.mesh import (
     axis_names,
@@ -30,8 +33,11 @@ from parallel2d.parallel.mesh import (
     mesh_shape,
     sum_over_data_ranks,
 )
+from parallel2d.parallel.sync.comparison import hashes_of
 from parallel2d.parallel.sync.engine.buckets import BucketQueue
 from parallel2d.parallel.sync.engine.group_state import GroupState, clear_gradients
+
+log = logging.getLogger(__name__)
 
 
 class ScalarGradient(Protocol):
@@ -130,6 +136,8 @@ class UsedParameterAgreement:
         self.fault = ""
         # Whether the caller sums `vector`.
         self.deferred = False
+        self.buffers: Mapping[str, tuple[nn.Module, str]] = {}  # by FQN, with the key there
+        self._agreements = 0
 
     def defer(self) -> None:
         """Leaves the agreement to the caller, after each backward pass that ends a global batch. A
@@ -137,13 +145,11 @@ class UsedParameterAgreement:
         self.deferred = True
 
     def vector(self) -> Tensor:
-        """fp64 [1 + parameters + 3 * replicas], on CPU: whether this rank cannot go on, for each
-        parameter whether it used it, then what `_digests` returns."""
-        failed = torch.tensor([float(bool(self.fault))], dtype=torch.float64)
-        used: list[bool] = []
-        for state in self._batch.states:
-            used.extend(state.used)
-        return torch.cat([failed, torch.tensor(used, dtype=torch.float64), self._digests()])
+        """fp64 [1 + parameters + 3 * (replicas + buffers)], on CPU: whether this rank cannot go on,
+        for each parameter whether it used it, then what `_digests` returns."""
+        used = chain.from_iterable(state.used for state in self._batch.states)
+        own = torch.tensor([bool(self.fault), *used], dtype=torch.float64)
+        return torch.cat([own, self._digests()])
 
     def agree_on(self, summed: Tensor) -> None:
         """Removes the gradients of parameters that no rank used, and calls the hooks of the others.
@@ -163,13 +169,20 @@ class UsedParameterAgreement:
                 self._order.acknowledge()
             self._batch.reset()
             raise ConfigError(message)
-        used = (summed[1 : 1 + self._parameters] > 0).tolist()
-        begin = 0
+        used = iter((summed[1 : 1 + self._parameters] > 0).tolist())
         for state in self._batch.states:
-            end = begin + len(state.used)
-            state.apply_used(used[begin:end])
-            begin = end
+            state.apply_used(list(islice(used, len(state.used))))
         self._batch.agreed = True
+        names = list(compress(self.buffers, self._differing(summed)[self._shape.replicate :]))
+        if not names:
+            return
+        self.buffers = {}  # said once
+        if dist.get_rank() == 0:
+            log.warning(
+                "%s: buffers that differ between ranks, as each writes what its own samples give; "
+                "checkpoints hold one rank's. Write parallel2d.reduce(value), unless it is a cache",
+                first_five(names, ", "),
+            )
 
     def agree(self) -> None:
         """Sums `vector` and the gradients of scalars over the data ranks in one all-reduce, and
@@ -208,24 +221,44 @@ class UsedParameterAgreement:
         return error
 
     def _digests(self) -> Tensor:
-        """fp64 [3 * replicas]: one, the hash of what was issued and its square, in the row of this
-        replica.
+        """fp64 [3 * (replicas + buffers)]: one, a hash and its square: of what was issued in the
+        row of this replica, then of each buffer that is compared in this step.
 
-        The hashes of a shard group are equal if the sum of their squares is that of equal numbers.
+        Hashes are equal if the sum of their squares is that of equal numbers.
         """
-        digests = torch.zeros(self._shape.replicate, 3, dtype=torch.float64)
+        hashes = dict(enumerate(self._hashes_of_buffers(), self._shape.replicate))
+        digests = torch.zeros(self._shape.replicate + len(hashes), 3, dtype=torch.float64)
         if self._order is not None:
-            # 20 bits, so that fp64 adds the squares of up to 8,192 ranks exactly.
-            value = self._order.digest() % 2**20
-            digests[self._replica] = torch.tensor([1, value, value**2], dtype=torch.float64)
+            hashes[self._replica] = self._order.digest()
+        for row, value in hashes.items():
+            value %= 2**20  # so that fp64 adds the squares of up to 8,192 ranks exactly
+            digests[row] = torch.tensor([1, value, value**2], dtype=torch.float64)
         return digests.flatten()
+
+    def _hashes_of_buffers(self) -> list[int]:
+        """After the global batches 1, 2, 4, 8 and so on; none after others."""
+        self._agreements += 1
+        if self._agreements & (self._agreements - 1):
+            return []
+        hashes: list[int] = []
+        for module, key in self.buffers.values():
+            each = module._buffers.get(key)
+            if type(each) is Tensor and each.layout == torch.strided:
+                hashes += hashes_of([each])
+            else:
+                hashes.append(0)  # without bits of its own
+        return hashes
+
+    def _differing(self, summed: Tensor) -> Tensor:
+        """For each row of `_digests` whether ranks have different hashes."""
+        ranks, total, squares = summed[1 + self._parameters :].view(-1, 3).unbind(1)
+        return squares * ranks != total**2
 
     def _failure_in(self, summed: Tensor) -> str | None:
         """What this rank knows of why ranks cannot go on, perhaps nothing; None: all can."""
         if summed[0] > 0:
             return self.fault
-        ranks, total, squares = summed[1 + self._parameters :].view(-1, 3).unbind(1)
-        different = squares * ranks != total**2
+        different = self._differing(summed)[: self._shape.replicate]
         if not different.any():
             return None
         # The ranks of a replica without differences have no message of their own.

@@ -16,7 +16,7 @@ both means. Which parameters have a gradient is agreed on last; see [Note: unuse
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ class ReplicaReducer:
     axis. ``final_dtype``: of gradients once they are reduced, if not that in which they are added.
     ``scalars``: parameters that are whole on every rank. ``order``: None where nothing is gathered
     or reduced over the shard axis. ``seed``: of what is rounded at random on the way to other
-    replicas. Collective over the world.
+    replicas. ``hidden``: FQNs of the hidden matrices. Collective over the world.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class ReplicaReducer:
         scalars: Sequence[ScalarGradient] = (),
         order: IssueOrder | None = None,
         seed: int = 0,
+        hidden: Container[str] = (),
     ) -> None:
         self.groups = groups
         self.method = method
@@ -74,7 +75,7 @@ class ReplicaReducer:
         buckets: BucketQueue | None = None
         if method.crosses:
             group = own_replicate_group(mesh)
-            replicated = ReplicatedModel(mesh, group, groups, self.keys, final_dtype)
+            replicated = ReplicatedModel(mesh, group, groups, self.keys, final_dtype, hidden)
             self.updates, reduction_for = method.start(replicated)
             if reduction_for is not None:
                 buckets = BucketQueue(

@@ -12,6 +12,7 @@ goes on while a fragment is on its way: what arrives is mixed with the replica's
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -32,12 +33,11 @@ from parallel2d.parallel.sync.methods.method import (
     UpdateFollower,
 )
 from parallel2d.parallel.sync.methods.outer_parameter import (
-    RESIDUAL_DECAY,
     Fragment,
     OuterParameter,
     split_in_fragments,
 )
-from parallel2d.parallel.sync.wires import WIRES, Wire
+from parallel2d.parallel.sync.wires import RESIDUAL_DECAY, WIRES, Wire
 from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys
 from parallel2d.parallel.sync.wires.exchange import ExactMean, Exchange, expected_mean
 from parallel2d.parallel.weights.geometry import Region, as_real, first_position, local_part
@@ -93,6 +93,7 @@ class OuterSync(UpdateFollower):
 
     follows = True
     replicas_differ = True  # as `weights.named_tensors.MasterValues`
+    residual_name = "residual"
 
     def __init__(self, method: DiLoCo, replicated: ReplicatedModel) -> None:
         self._method = method
@@ -194,9 +195,13 @@ class OuterSync(UpdateFollower):
             pieces.append(Piece(keys.of(parameter.name), first_position(parameter.outer)))
         wire = self._method.change_wire
         if wire.rounds:
-            # Where the wire keeps the rest, what is not sent stays in the changes.
-            coder, keeps_rest = wire.coder(changes, pieces), wire.keeps_rest
-            fragment.pending = Exchange(self._group, coder, changes, means, keeps_rest=keeps_rest)
+            coder = wire.coder(changes, pieces)
+            keep = None
+            # What is not sent replaces the changes, which are the residuals.
+            if wire.keeps_rest:
+                keep = functools.partial(coder.put_back, tensors=changes)
+            rows = coder.rows(changes)
+            fragment.pending = Exchange(self._group, coder, rows, means, keep)
         else:
             fragment.pending = ExactMean(self._group, changes, means)
         fragment.sent_after = self.steps
@@ -276,6 +281,16 @@ class OuterSync(UpdateFollower):
 
     def parameters_were_changed(self) -> None:
         """Does nothing: a change of the replica's parameters is shared like an update."""
+
+    def residuals(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            if parameter.residual is not None:
+                found[name] = parameter.residual
+        return found
+
+    def set_residual(self, name: str, value: Tensor) -> None:
+        self.residuals()[name].copy_(value)
 
     def _forget(self) -> None:
         """Drops what belongs to the values before."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections import defaultdict
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel2d.base.config import SyncConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
 from parallel2d.parallel.sync.engine.buckets import Bucket, Wait
 from parallel2d.parallel.sync.methods.method import (
+    ExpectedState,
     GroupTraffic,
     Message,
     ReplicatedModel,
@@ -18,10 +23,13 @@ from parallel2d.parallel.sync.methods.method import (
     SyncMethod,
     UpdateFollower,
 )
-from parallel2d.parallel.sync.wires import WIRES
-from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys
+from parallel2d.parallel.sync.methods.residuals import Residuals, as_stored
+from parallel2d.parallel.sync.wires import RESIDUAL_DECAY, WIRES, Wire
+from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys, blocks_of
 from parallel2d.parallel.sync.wires.exchange import Exchange, expected_mean
 from parallel2d.parallel.weights.geometry import Region
+
+_WARM = WIRES["bf16"]  # the wire of the first steps, where ``sync.wire`` is too coarse for them
 
 
 class EveryStep(SyncMethod):
@@ -38,6 +46,13 @@ class EveryStep(SyncMethod):
         form = "precision.reduce" if wire is None else wire.name
         self.description = f"every step, {self._what} in {form}"
         self.gradients_are_exact = wire is None or not wire.rounds
+        if wire is not None and wire.finer:
+            self.keeps_residuals = True
+            self.warmup = config.warmup
+            self.description += (
+                f", {wire.finer} but for hidden matrices, {_WARM.name} in the first "
+                f"{self.warmup:g} steps"
+            )
 
     def reductions(self, accumulation: int) -> int:
         return accumulation if self.config.during_accumulation == "full" else 1
@@ -49,7 +64,9 @@ class EveryStep(SyncMethod):
         """Bytes of the gradients of ``group`` as they are sent."""
         wire = self.named_wire
         if wire is not None and wire.dtype is None:
-            return wire.bytes_of(group.reduced_shapes)
+            fine, hidden = wire.of_gradient(hidden=False), group.hidden_shapes
+            others = fine.bytes_of(group.reduced_shapes) - fine.bytes_of(hidden)
+            return wire.bytes_of(hidden) + others
         item = self.item_bytes(auto=group.reduced_itemsize)
         # No dtype wider than that of the gradients is sent.
         return group.reduced_numel * min(item, group.sum_itemsize)
@@ -63,17 +80,38 @@ class EveryStep(SyncMethod):
         return min(sum(sums), 2 * max([*sums, self.bucket_bytes])) * item // 2
 
     def start(self, model: ReplicatedModel) -> Started:
-        exact, rounded = AllReduce(model.group), RoundedReduction(model.group, model.keys)
-        return Started(UpdateFollower(), lambda wire: rounded if wire.rounds else exact)
+        updates = UpdateFollower()
+        residuals = None
+        if 0 < self.warmup < 1:
+            raise ConfigError(
+                f"sync.warmup={self.warmup} is a share of train.steps, which a loop of your own "
+                "does not have: give a number of steps, such as SyncConfig(wire='int4', warmup=100)"
+            )
+        if self.keeps_residuals:
+            updates = residuals = Residuals(model)
+        exact = AllReduce(model.group)
+        rounded = RoundedReduction(model.group, model.keys, model.hidden, self.warmup, residuals)
+        return Started(updates, lambda wire: rounded if wire.rounds else exact)
 
     def expected_gradient(
-        self, values: Sequence[Tensor], cut: Sequence[Region], keys: RoundingKeys, name: str
+        self, values: Sequence[Tensor], cut: Sequence[Region], name: str, state: ExpectedState
     ) -> Tensor:
         wire = self.named_wire
         # One without dimensions is averaged with what ranks agree on, unrounded.
         if wire is None or not values[0].ndim:
             wire = WIRES["fp64"]
-        return expected_mean(values, wire, cut, keys, name, sent_back=self._sent_back)
+        wire = wire.of_gradient(hidden=name in state.hidden)
+        if state.keys.step <= self.warmup:
+            wire = _WARM
+        if not wire.keeps_rest:
+            return expected_mean(values, wire, cut, state.keys, name, sent_back=self._sent_back)
+        for replica, value in enumerate(values):
+            if (replica, name) in state.residuals:
+                value += RESIDUAL_DECAY * state.residuals[replica, name]
+        mean = expected_mean(values, wire, cut, state.keys, name, sent_back=self._sent_back)
+        for replica, rest in enumerate(values):
+            state.residuals[replica, name] = as_stored(rest, cut)
+        return mean
 
 
 class EveryStepByTorch(EveryStep):
@@ -110,18 +148,52 @@ class AllReduce:
 
 @dataclass
 class RoundedReduction:
-    """Sends what the wire rounds, and adds in fp32; see [Note: rounded exchange]."""
+    """Sends what the wire rounds, and adds in fp32; see [Note: rounded exchange].
+
+    ``hidden``: FQNs of the hidden matrices; ``warmup``: steps that are sent in bf16 first;
+    ``residuals``: for wires that keep the rest.
+    """
 
     group: dist.ProcessGroup
     keys: RoundingKeys
+    hidden: Container[str]
+    warmup: float = 0.0
+    residuals: Residuals | None = None
     most_in_flight: int | None = 2  # each holds two buffers in what is sent
 
     def start(self, bucket: Bucket) -> Wait:
-        if bucket.wire.dtype is not None:
+        wire = _WARM if self.keys.step <= self.warmup else bucket.wire
+        if wire.dtype is not None:
             # A cast needs to know nothing about parameters.
             whole = [bucket.buffer()]
-            return Exchange(self.group, bucket.wire.coder(whole, ()), whole, whole).finish
-        gradients = bucket.parts()
-        pieces = [Piece(self.keys.of(each.name), each.start) for each in bucket.trained]
-        coder = bucket.wire.coder(gradients, pieces)
-        return Exchange(self.group, coder, gradients, gradients).finish
+            coder = wire.coder(whole, ())
+            return Exchange(self.group, coder, coder.rows(whole), whole).finish
+        by_wire: dict[Wire, list[tuple[FSDPParameter, Tensor]]] = defaultdict(list)
+        for parameter, gradient in zip(bucket.trained, bucket.parts(), strict=True):
+            own = wire.of_gradient(hidden=parameter.name in self.hidden)
+            by_wire[own].append((parameter, gradient))
+        again = any(state.adds_to_means for state in bucket.states)
+        exchanges = [self._exchange(each, by_wire[each], again) for each in by_wire]
+
+        def wait() -> None:
+            for exchange in exchanges:
+                exchange.send_means()
+            for exchange in exchanges:
+                exchange.finish()
+
+        return wait
+
+    def _exchange(
+        self, wire: Wire, members: Sequence[tuple[FSDPParameter, Tensor]], again: bool
+    ) -> Exchange:
+        gradients = [gradient for _, gradient in members]
+        pieces = [Piece(self.keys.of(each.name), each.start) for each, _ in members]
+        coder = wire.coder(gradients, pieces)
+        rows = coder.rows(gradients)
+        keep = None
+        if wire.keeps_rest:
+            assert self.residuals is not None
+            counts = {each.name: blocks_of(gradient.numel()) for each, gradient in members}
+            self.residuals.add_to(rows, counts, again=again)
+            keep = functools.partial(self.residuals.keep, counts=counts)
+        return Exchange(self.group, coder, rows, gradients, keep)

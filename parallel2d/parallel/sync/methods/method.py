@@ -5,7 +5,8 @@ nothing crosses the replicate axis."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,12 @@ class UpdateFollower:
     follows = False
     # The optimizer whose updates are followed
     _optimizer: torch.optim.Optimizer | None = None
+    # Under what checkpoints have the residuals; empty where there are none
+    residual_name = ""
+    replica = 0
+    replicas = 1
+    # How many times as large gradients are as those of the loss
+    loss_scale = 1.0
 
     def make(self, model: nn.Module) -> None:
         """Called once, when the parameters of ``model`` have their values. Collective."""
@@ -39,6 +46,13 @@ class UpdateFollower:
     def shared_values(self) -> Mapping[str, Tensor]:
         """By name, what replicas share in the place of their parameters."""
         return {}
+
+    def residuals(self) -> Mapping[str, Tensor]:
+        """By name, what this replica has not sent yet, like the parameter."""
+        return {}
+
+    def set_residual(self, name: str, value: Tensor) -> None:
+        """Goes on from a value that `residuals` had."""
 
     def clear_gradients(self, set_to_none: bool) -> None:
         """Drops the gradients of what the optimizer has in the place of parameters."""
@@ -60,8 +74,8 @@ class UpdateFollower:
         """Raises `ConfigError` where updates must be followed and no optimizer is attached."""
         if self.follows and self._optimizer is None:
             raise ConfigError(
-                "no optimizer follows this model: with strategy=hybrid_full and with sync=diloco "
-                "the replicas must be told of updates; build the optimizer with "
+                "no optimizer follows this model: with strategy=hybrid_full, sync=diloco and "
+                "sync.wire=int4 updates must be followed; build the optimizer with "
                 "parallel2d.build_optimizer, or pass it to parallel2d.attach_optimizer(model, "
                 "optimizer)"
             )
@@ -80,6 +94,7 @@ class GroupTraffic(NamedTuple):
     reduced_bytes: int  # of their gradients, in the dtype in which they are reduced
     reduced_itemsize: int  # bytes of one element of these; 4 for a group without gradients
     reduced_shapes: tuple[torch.Size, ...]  # of this rank's part of each of these gradients
+    hidden_shapes: tuple[torch.Size, ...]  # of these, those of hidden matrices
     stored_itemsize: int  # bytes of one element of the sharded parameters
 
     @property
@@ -105,7 +120,8 @@ class ReplicatedModel(NamedTuple):
 
     ``group``: the process group of the replicas. ``groups``: of the model's parameters, in the
     order in which backward ends them. ``keys``: of what is rounded at random. ``gradient_dtype``:
-    of gradients once they are reduced; None: in which they are added.
+    of gradients once they are reduced; None: in which they are added. ``hidden``: FQNs of the
+    hidden matrices.
     """
 
     mesh: DeviceMesh
@@ -113,6 +129,17 @@ class ReplicatedModel(NamedTuple):
     groups: Sequence[FSDPGroup]
     keys: RoundingKeys
     gradient_dtype: torch.dtype | None
+    hidden: Container[str]
+
+
+@dataclass
+class ExpectedState:
+    """What one process keeps from step to step to compute what replicas do, for proofs. ``hidden``:
+    as of `ReplicatedModel`; ``residuals``: by replica and FQN."""
+
+    keys: RoundingKeys
+    hidden: Container[str]
+    residuals: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
 
 class Started(NamedTuple):
@@ -129,10 +156,12 @@ class SyncMethod:
     rows of the parameters. ``replicas_equal``: whether all replicas have the same parameters after
     every update, and so send the same in every step. ``description``: for people, without ``auto``.
 
+    ``warmup``: the first steps, which are sent in bf16, or below 1 the share of them.
     ``update_period``: after how many updates the parameters of a group cross; ``shortest_period``:
     the least ``sync.every`` that shows all that happens, 0 where a step does. ``shared_copies``:
     values that a rank keeps of each value of a parameter, beside it and the optimizer's;
-    ``keeps_masters``: whether it keeps unrounded values of those that it updates.
+    ``keeps_masters``: whether it keeps unrounded values of those that it updates;
+    ``keeps_residuals``: of gradients of hidden matrices what it did not send yet.
     ``gradients_are_exact``: whether the gradients of replicas are added unrounded.
     """
 
@@ -142,8 +171,10 @@ class SyncMethod:
     description = "one replica: nothing crosses the replicate axis"
     update_period = 1
     shortest_period = 0
+    warmup = 0.0
     shared_copies = 0
     keeps_masters = False
+    keeps_residuals = False
     gradients_are_exact = True
 
     def __init__(self, config: SyncConfig) -> None:
@@ -182,7 +213,7 @@ class SyncMethod:
         return Started(UpdateFollower(), None)
 
     def expected_gradient(
-        self, values: Sequence[Tensor], cut: Sequence[Region], keys: RoundingKeys, name: str
+        self, values: Sequence[Tensor], cut: Sequence[Region], name: str, state: ExpectedState
     ) -> Tensor:
         """What one process would compute in the place of reductions, for proofs: the mean of
         ``values``, the replicas' gradients of the whole parameter ``name``; see `expected_mean`."""

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.sync.wires import RESIDUAL_DECAY
 from parallel2d.parallel.sync.wires.exchange import PendingMean
 from parallel2d.parallel.weights.geometry import local_part
-
-# What a replica did not send is added to its next message, times this (error feedback; SparseLoCo)
-RESIDUAL_DECAY = 0.95
 
 
 class OuterParameter:

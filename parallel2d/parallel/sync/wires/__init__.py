@@ -21,6 +21,9 @@ from parallel2d.parallel.sync.wires.blocks import (
 )
 from parallel2d.parallel.weights.geometry import pieces_of
 
+# What a replica did not send is added to its next message, times this (error feedback; SparseLoCo)
+RESIDUAL_DECAY = 0.95
+
 
 @dataclass(frozen=True)
 class CastCoder:
@@ -29,8 +32,9 @@ class CastCoder:
     dtype: torch.dtype
 
     def rows(self, tensors: Sequence[Tensor]) -> Tensor:
-        """[values, 1]."""
-        return torch.cat([tensor.reshape(-1) for tensor in tensors])[:, None]
+        """[values, 1], a view of one tensor alone."""
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        return (torch.cat(flat) if len(flat) > 1 else flat[0])[:, None]
 
     def encode(self, rows: Tensor, first: int, stage: int) -> Tensor:
         """The rows in this coder's dtype."""
@@ -60,8 +64,9 @@ class Wire:
     ``bits``: of a value; blocks add their scales. ``dtype``: of a value as it is sent; None: blocks
     of codes, sent as bytes. ``bound``: what a certificate allows relative to the mean norm of the
     contributions, because another rounding of a sum may change a whole unit of the code; the first
-    number where ranks run the kernels of one process. ``keeps_rest``: what rounding takes of a
-    contribution is kept, and sent with the next one.
+    number where ranks run the kernels of one process. ``keeps_rest``: values take the nearest code,
+    and what that takes away is kept and sent with the next message. ``finer``: the row in which
+    gradients of all but hidden matrices are sent every step; empty: this one.
     """
 
     name: str
@@ -69,6 +74,7 @@ class Wire:
     dtype: torch.dtype | None = None
     bound: tuple[float, float] = (0.0, 0.0)
     keeps_rest: bool = False
+    finer: str = ""
 
     @property
     def rounds(self) -> bool:
@@ -87,13 +93,18 @@ class Wire:
         row = BlockCode(self.bits).row_bytes
         return row * sum(blocks_of(shape.numel()) for shape in shapes)
 
+    def of_gradient(self, *, hidden: bool) -> Wire:
+        """In which a gradient is sent every step. ``hidden``: it is that of a hidden matrix."""
+        return self if hidden or not self.finer else WIRES[self.finer]
+
     def coder(self, tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> Coder:
         """What codes ``tensors``. ``pieces``: for the random numbers of each; a cast needs none."""
         if self.dtype is not None:
             return CastCoder(self.dtype)
-        noise = BlockNoise(pieces, [tensor.numel() for tensor in tensors], tensors[0].device)
+        numels = [tensor.numel() for tensor in tensors]
         # What is sent later may be rounded to the nearest, which takes half as much as at random.
-        return BlockCoder(BlockCode(self.bits), noise, nearest=self.keeps_rest)
+        noise = None if self.keeps_rest else BlockNoise(pieces, numels, tensors[0].device)
+        return BlockCoder(BlockCode(self.bits), noise, pieces, numels)
 
 
 WIRES = {
@@ -104,7 +115,7 @@ WIRES = {
         Wire("bf16", 16, torch.bfloat16, bound=(2e-4, 1e-3)),
         Wire("fp16", 16, torch.float16),
         Wire("int8", 8, bound=(8e-4, 4e-3)),
-        Wire("int4", 4, bound=(5e-3, 3e-2), keeps_rest=True),
+        Wire("int4", 4, bound=(5e-3, 3e-2), keeps_rest=True, finer="int8"),
     )
 }
 

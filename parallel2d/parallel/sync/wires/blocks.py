@@ -40,20 +40,26 @@ class BlockCode:
         """Bytes of one block."""
         return _SCALE_BYTES + BLOCK * self.bits // 8
 
-    def encode(self, blocks: Tensor, noise: Tensor) -> Tensor:
+    def encode(self, blocks: Tensor, noise: Tensor | float) -> Tensor:
         """uint8 [blocks, row_bytes] from ``blocks`` [blocks, 256] of any floating dtype.
-        ``noise``: fp32 of the same shape, in [0, 1)."""
-        finite = blocks.isfinite()
-        magnitudes = torch.where(finite, blocks, 0).abs()
-        scale = magnitudes.amax(1, keepdim=True).div(self.largest).to(torch.float32)
+        ``noise``: fp32 of the same shape, in [0, 1), or 0.5 for the nearest code."""
+        magnitudes = blocks.abs()
+        largest = magnitudes.amax(1, keepdim=True)
+        finite = None
+        # To look costs nothing on a CPU. A GPU would have to be waited for.
+        if blocks.device.type != "cpu" or not largest.isfinite().all():
+            finite = blocks.isfinite()
+            largest = torch.where(finite, magnitudes, 0).amax(1, keepdim=True)
+        scale = largest.div_(self.largest).to(torch.float32)
         # A block of zeros has the scale 0, by which nothing can be divided.
         divisor = torch.where(scale == 0, 1, scale)
         codes = blocks.div(divisor).add_(noise).floor_()
         codes.clamp_(-self.largest, self.largest)
-        # Infinities have been clamped; a NaN is still one.
-        infinite = blocks.sign().mul_(self.largest + 1)
-        not_finite = torch.where(blocks.isnan(), -self.largest - 2, infinite)
-        codes = torch.where(finite, codes, not_finite)
+        if finite is not None:
+            # Infinities have been clamped; a NaN is still one.
+            infinite = blocks.sign().mul_(self.largest + 1)
+            not_finite = torch.where(blocks.isnan(), -self.largest - 2, infinite)
+            codes = torch.where(finite, codes, not_finite)
         return torch.cat([scale.view(torch.uint8), self._packed(codes.to(torch.int8))], dim=1)
 
     def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -61,6 +67,10 @@ class BlockCode:
         scale = rows[:, :_SCALE_BYTES].contiguous().view(torch.float32).to(dtype)
         codes = self._unpacked(rows[:, _SCALE_BYTES:])
         values = codes.to(dtype).mul_(scale)
+        if rows.device.type == "cpu":
+            least, most = codes.aminmax() if codes.numel() else (0, 0)
+            if -self.largest <= least and most <= self.largest:
+                return values
         values.masked_fill_(codes == -self.largest - 2, torch.nan)
         values.masked_fill_(codes == self.largest + 1, torch.inf)
         return values.masked_fill_(codes == -self.largest - 1, -torch.inf)
@@ -76,11 +86,11 @@ class BlockCode:
 
     def _unpacked(self, packed: Tensor) -> Tensor:
         """int8 codes from bytes."""
+        packed = packed.contiguous()
         if self.bits == 8:
-            return packed.contiguous().view(torch.int8)
-        both = torch.cat([packed & 0xF, packed >> 4], dim=1).to(torch.int8)
-        # Codes of four bits above 7 are negative ones.
-        return torch.where(both > 7, both - 16, both)
+            return packed.view(torch.int8)
+        # A shift to the right of signed numbers repeats the sign.
+        return torch.cat([packed << 4, packed], dim=1).view(torch.int8) >> 4
 
 
 @dataclass(frozen=True)
@@ -98,30 +108,56 @@ class Piece:
 class BlockCoder:
     """Codes tensors by blocks of 256 values with one scale each; see [Note: block codes].
 
-    ``noise``: for stochastic rounding; ``nearest``: contributions take the nearest code instead.
+    ``noise``: for stochastic rounding; None: each value takes the nearest code. ``numels``: values
+    of each tensor.
     """
 
-    def __init__(self, code: BlockCode, noise: BlockNoise, nearest: bool) -> None:
+    def __init__(
+        self,
+        code: BlockCode,
+        noise: BlockNoise | None,
+        pieces: Sequence[Piece],
+        numels: Sequence[int],
+    ) -> None:
         self._code = code
+        self._pieces = pieces
         self._noise = noise
-        self._nearest = nearest
+        self._counts = [blocks_of(numel) for numel in numels]
         self.rows = to_blocks
         self.decode = code.decode
 
     def encode(self, rows: Tensor, first: int, stage: int) -> Tensor:
         """uint8 [blocks, bytes of a block]."""
-        if self._nearest and stage != MEAN_STAGE:
+        if self._noise is None:
             # Added before rounding down
-            noise = torch.full_like(rows, 0.5, dtype=torch.float32)
-        else:
-            noise = self._noise.numbers(first, first + len(rows), stage)
-        return self._code.encode(rows, noise)
+            return self._code.encode(rows, 0.5)
+        return self._code.encode(rows, self._noise.numbers(first, first + len(rows), stage))
+
+    def places(self, replicas: int) -> tuple[Tensor, int]:
+        """Where the rows go when they are dealt out to ``replicas`` by `owners`: the place of each
+        row, and how many places every replica has."""
+        dealt_to: list[numpy.ndarray] = []
+        for count, piece in zip(self._counts, self._pieces, strict=True):
+            dealt_to.append(owners_of(count, piece.key, replicas))
+        owners = numpy.concatenate(dealt_to)
+        dealt = owners.argsort(kind="stable")
+        counts = numpy.bincount(owners, minlength=replicas)
+        begins = counts.cumsum() - counts
+        places = numpy.empty_like(owners)
+        places[dealt] = owners[dealt] * counts.max() + numpy.arange(len(owners))
+        places -= begins[owners]
+        return torch.from_numpy(places), int(counts.max())
 
     def put_back(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
         """Copies the blocks' values."""
-        counts = [blocks_of(tensor.numel()) for tensor in tensors]
-        for tensor, part in zip(tensors, rows.split(counts), strict=True):
+        for tensor, part in zip(tensors, rows.split(self._counts), strict=True):
             tensor.copy_(part.view(-1)[: tensor.numel()].view(tensor.shape))
+
+
+def owners_of(rows: int, key: int, replicas: int) -> numpy.ndarray:
+    """The replica that owns each of the ``rows`` of one tensor. Its ``key`` says who has the first
+    ones, so that small tensors do not all fall to one."""
+    return (numpy.arange(rows) * replicas // max(rows, 1) + key) % replicas
 
 
 def to_blocks(tensors: Sequence[Tensor]) -> Tensor:

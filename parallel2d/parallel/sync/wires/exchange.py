@@ -6,11 +6,15 @@ a piece (all-to-all), the owner adds them in fp32 at least, in the order of the 
 mean and sends it to all (all-gather). Each contribution and the mean are rounded once, all replicas
 get the same bits, and as many bytes are sent as by a ring all-reduce. Two replicas exchange their
 whole contributions and add them locally, which costs the same bytes and one rounding less.
+
+Where what rounding takes away is kept for the next message, each replica keeps that of its own
+contribution, and an owner that of its means, times the number of replicas: the next mean then holds
+it once. An owner has the same share of every tensor, so who keeps what depends on no bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,10 +22,14 @@ from torch import Tensor
 
 from parallel2d.parallel.sync.wires import Coder, Wire
 from parallel2d.parallel.sync.wires.blocks import (
+    BLOCK,
     MEAN_STAGE,
+    BlockCoder,
     Piece,
     RoundingKeys,
+    blocks_of,
     contribution_stage,
+    owners_of,
 )
 from parallel2d.parallel.weights.geometry import Region, as_real, pieces_of
 
@@ -30,42 +38,58 @@ class Exchange:
     """One average over the replicas of ``group``, begun when it is made. Collective: all replicas
     make them, and call their methods, in the same order.
 
-    ``tensors``: this replica's values. `finish` writes the mean into ``results``, which may be the
-    same. ``keeps_rest``: what rounding takes away stays in ``tensors``, for the next message.
+    ``rows``: this replica's values, as ``coder`` makes them of tensors; they may be overwritten.
+    `finish` writes the mean into ``results``. ``keep``: is given what rounding has taken away, as
+    rows, before `finish` ends; None: nobody wants it.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         coder: Coder,
-        tensors: Sequence[Tensor],
+        rows: Tensor,
         results: Sequence[Tensor],
-        *,
-        keeps_rest: bool = False,
+        keep: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._group = group
         self._coder = coder
         self._results = results
+        self._keep = keep
         self._replicas = group.size()
-        self._replica = dist.get_group_rank(group, dist.get_rank())
-        self._dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        self._replica = group.rank()
+        self._dtype = torch.promote_types(rows.dtype, torch.float32)
         # Whether the means are on their way to all replicas; two replicas send none.
         self._means_sent = self._replicas == 2
-        rows = coder.rows(tensors)
         self._count = len(rows)
+        # Where rows are that are dealt out; None: in their order
+        self._places: Tensor | None = None
         if self._replicas != 2:
-            # Every replica owns a piece of the same number of rows.
-            rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % self._replicas))
+            rows = self._dealt(rows)
         sent = coder.encode(rows, 0, contribution_stage(self._replica))
-        if keeps_rest:
-            rest = rows - coder.decode(sent, rows.dtype)
-            coder.put_back(rest[: self._count], tensors)
+        if keep is not None:
+            rows -= coder.decode(sent, rows.dtype)
+            self._rest = rows
         if self._replicas == 2:
+            if keep is not None:
+                keep(rows)
             self._received = sent.new_empty(2 * len(sent), sent.shape[1])
             self._work = dist.all_gather_single(self._received, sent, group=group, async_op=True)
         else:
             self._received = torch.empty_like(sent)
             self._work = dist.all_to_all_single(self._received, sent, group=group, async_op=True)
+
+    def _dealt(self, rows: Tensor) -> Tensor:
+        """The rows in an order in which every replica owns the next so many."""
+        if self._keep is None:
+            return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % self._replicas))
+        assert isinstance(self._coder, BlockCoder)
+        places, most = self._coder.places(self._replicas)
+        self._places = places.to(rows.device)
+        return rows.new_zeros(self._replicas * most, BLOCK).index_copy_(0, self._places, rows)
+
+    def _collected(self, rows: Tensor) -> Tensor:
+        """The rows as they were before `_dealt`."""
+        return rows[: self._count] if self._places is None else rows[self._places]
 
     def send_means(self) -> None:
         """Waits for the contributions to this replica's piece, and begins to send their mean."""
@@ -74,9 +98,15 @@ class Exchange:
         self._means_sent = True
         self._work.wait()
         first = self._replica * len(self._received) // self._replicas
-        sent = self._coder.encode(self._mean_of_received(), first, MEAN_STAGE)
+        mean = self._mean_of_received()
+        sent = self._coder.encode(mean, first, MEAN_STAGE)
         # The contributions have been read: their memory takes the means.
         self._work = dist.all_gather_single(self._received, sent, group=self._group, async_op=True)
+        if self._keep is not None:
+            mean -= self._coder.decode(sent, self._dtype)
+            self._rest[first : first + len(mean)] += mean.mul_(self._replicas)
+            self._keep(self._collected(self._rest))
+            del self._rest
 
     def finish(self) -> None:
         """Waits for the mean and writes it into the results."""
@@ -86,7 +116,7 @@ class Exchange:
             mean = self._mean_of_received()
         else:
             mean = self._coder.decode(self._received, self._dtype)
-        self._coder.put_back(mean[: self._count], self._results)
+        self._coder.put_back(self._collected(mean), self._results)
 
     def _mean_of_received(self) -> Tensor:
         """The mean of what the replicas have sent of the same rows."""
@@ -153,9 +183,20 @@ def expected_mean(
                 part -= sent
         total /= len(parts)
         if sent_back and len(parts) > 2:
-            total = _as_read(coder, total, MEAN_STAGE)
+            mean_read = _as_read(coder, total, MEAN_STAGE)
+            if wire.keeps_rest:
+                _keep_with_owners((total - mean_read) * len(parts), keys.of(name), parts)
+            total = mean_read
         as_real(mean[region.slices]).copy_(total)
     return mean
+
+
+def _keep_with_owners(rest: Tensor, key: int, parts: Sequence[Tensor]) -> None:
+    """Adds to what each replica keeps the blocks of ``rest`` that it owns."""
+    owners = owners_of(blocks_of(rest.numel()), key, len(parts)).repeat(BLOCK)[: rest.numel()]
+    of_value = torch.from_numpy(owners).view(rest.shape)
+    for replica, part in enumerate(parts):
+        part += torch.where(of_value == replica, rest, 0)
 
 
 def _as_read(coder: Coder | None, values: Tensor, stage: int) -> Tensor:

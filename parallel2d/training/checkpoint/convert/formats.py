@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import struct
 import warnings
@@ -282,8 +283,10 @@ def load_torch(path: str) -> Any:
             warnings.simplefilter("ignore")  # a refused file gets one error
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except Exception as error:  # torch's reader may raise anything
-        # Its advice to load the file with weights_only=False is not passed on.
-        text = (str(error) or type(error).__name__).splitlines()[0].split(". In PyTorch")[0]
+        # The reason follows advice to load the file without these checks, which is not passed on.
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or str(error)
+        line = (reason or type(error).__name__).splitlines()[0]
+        text = re.split(r"\. (?:In PyTorch|This file|Please)", line)[0]
         raise ConfigError(
             f"{os.path.basename(path)} is not a file of weights alone, and is not loaded: "
             f"{printable(text, 200)}"

@@ -1,0 +1,86 @@
+"""Replicas that come and go while the others train: `World`, the default process group of such a
+job, and `Replicas`, which of them are there.
+
+[Note: replicas that never stop] The ranks of one shard (and tensor) group are a replica, the unit
+that fails: its own groups are never touched, and when it loses a rank it ends and comes back whole.
+What crosses replicas goes over groups of a *generation*, those that are there at a time. Torch lets
+the default group make all others (its ``new_group``), so `World` makes groups inside the replica as
+they are and gives `Across` for the replicate axis: lasting objects, whose inside is a group of the
+generation. Nothing that is built needs another replica.
+
+[Note: nothing is half applied] No rank blocks where another replica could hold it. As soon as one
+is lost, whatever crosses replicas in a step returns at once and without a result; the rank finishes
+its backward pass with its own replica, and the agreement of the step fails. A step is applied where
+the agreement has come back to all ranks of a replica: then every replica that was there holds all
+reduced gradients, and one that has not heard of it learns the outcome in the next generation and
+applies its own. Otherwise nobody has applied it, and those who are there compute that global batch
+again, whole.
+
+Outside of a step a collective over the world is repeated by those who are there until all of them
+have its result, the same on all.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from parallel2d.base.replicas.generations import Applied, Replicas
+from parallel2d.base.replicas.lasting_groups import ReplicaLost
+
+__all__ = [
+    "Applied",
+    "ReplicaLost",
+    "Replicas",
+    "current",
+    "first_rank",
+    "forget",
+    "init_world",
+    "is_present",
+    "present_ranks",
+]
+
+_current: list[Replicas] = []
+
+
+def current() -> Replicas | None:
+    """Those of this process's default group, where replicas may come and go."""
+    return _current[0] if _current else None
+
+
+def first_rank() -> int:
+    """The rank that speaks for all: 0, or the first of those that are there."""
+    return _current[0].first_rank if _current else 0
+
+
+def is_present(rank: int) -> bool:
+    """Whether this rank is there."""
+    return not _current or rank in _current[0].present
+
+
+def present_ranks() -> int:
+    """How many ranks are there: the size of the world, less those of lost replicas."""
+    return len(_current[0].present) if _current else dist.get_world_size()
+
+
+def init_world(store: Any, rank: int, size: int, life: int, timeout: timedelta) -> Replicas:
+    """Makes `World` the default process group. Collective over the ranks that start together."""
+    replicas = Replicas(store, rank, size, life, timeout)
+    if "replicas" not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            "replicas",
+            lambda given, rank, size, timeout: _current[0].world(given, rank, size, timeout),
+            devices=["cpu"],
+        )
+    _current[:] = [replicas]
+    dist.init_process_group(
+        "replicas", store=replicas.own_store, rank=rank, world_size=size, timeout=timeout
+    )
+    return replicas
+
+
+def forget() -> None:
+    """The default group was destroyed."""
+    _current.clear()

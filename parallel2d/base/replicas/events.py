@@ -1,0 +1,57 @@
+"""What ranks and launchers tell each other of replicas, in the store: `Events`."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistStoreError
+
+# Keys in the store
+ON, RANKS, LATEST = "replicas/on", "replicas/ranks", "replicas/latest"
+RECORD = "replicas/generation/{}"
+_EVENT = "replicas/event/{}"
+
+Member = tuple[int, int]  # a replica and its life
+
+
+def post(store: Any, kind: str, what: Any, begin: int = 0) -> None:
+    """Appends an event, which all ranks and launchers read in one order: ``dead`` and ``join`` of a
+    `Member`, ``break`` of a generation. A sender that is killed leaves no hole."""
+    text = json.dumps([kind, what, os.urandom(4).hex()])
+    while store.compare_set(_EVENT.format(begin), "", text).decode() != text:
+        begin += 1
+
+
+class Events:
+    """What was posted so far, read one after the other."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.count, self.broken = store, 0, -1
+        self.dead: set[Member] = set()
+        self.joining: set[Member] = set()
+        self.ended = False
+
+    def read(self, wait_s: float) -> bool:
+        """Takes the next event; false where none has come within ``wait_s`` seconds."""
+        key = _EVENT.format(self.count)
+        if wait_s:
+            try:
+                self.store.wait([key], timedelta(seconds=wait_s))
+            except DistStoreError:
+                return False
+        elif not self.store.check([key]):
+            return False
+        kind, what, _ = json.loads(self.store.get(key))
+        self.count += 1
+        if kind == "dead":
+            self.dead.add(tuple(what))
+        elif kind == "join":
+            self.joining.add(tuple(what))
+        elif kind == "break":
+            self.broken = max(self.broken, what)
+        elif kind == "end":
+            self.ended = True
+        return True

@@ -1,0 +1,433 @@
+"""Which replicas are there, and how they go on when that changes: `Replicas`."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DistStoreError, PrefixStore, ProcessGroup, ProcessGroupGloo
+
+from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
+from parallel2d.base.replicas.lasting_groups import (
+    Across,
+    Everyone,
+    NotArrived,
+    PolledWork,
+    World,
+)
+
+_AT = "replicas/at/{}/{}.{}"  # where a member is when a generation ends, in the store
+LEFT_OUT = 76  # the exit code of a rank whose replica the others have given up
+_TICK_S = 0.5  # between two looks at a flag that a thread sets too
+
+
+class Applied(NamedTuple):
+    """The last step that this rank has applied, and the sums that all ranks agreed on in it. None:
+    it has no state yet."""
+
+    step: int | None
+    sums: list[float]
+
+
+class Replicas:
+    """Which replicas are there, as this rank knows it. Every rank makes the same calls.
+
+    Attributes:
+        on: replicas may come and go; before `start` a lost rank is an error of all.
+        ranks: of each replica; one alone until `divide`.
+        members: those that are there, the eldest first; ``present``: their ranks.
+        in_step: what crosses replicas belongs to a step, which may be repeated.
+        arrived: whether the last agreement of a step came back.
+        lost: whether a replica of this generation is lost.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, life: int, timeout: timedelta) -> None:
+        self.store, self.rank, self.life, self.timeout = store, rank, life, timeout
+        self.on = self.in_step = self.arrived = self.lost = False
+        self.ranks: list[list[int]] = [list(range(size))]
+        self.hosts: list[str] = []
+        if life:
+            found = json.loads(store.get(RANKS))
+            self.hosts = found["hosts"]
+            self.ranks = [next(each for each in found["ranks"] if rank in each)]
+        self.replica, self.place = 0, self.ranks[0].index(rank)
+        self.members: list[Member] = [(0, life)]
+        self.generation = -1
+        self.joined: list[Member] = []
+        self.donor = 0
+        self.applied = Applied(0, [])
+        self.calls = 0  # collectives of the world outside of steps
+        self._last: list[Tensor] = []  # results of the last one
+        self.own_store = PrefixStore(f"replicas/life/{self.ranks[0][0]}.{life}", store)
+        self._groups: list[Any] = []
+        self._inside: Any = None  # of this replica, for its votes
+        self._buried: list[Any] = []  # works of lost generations, until they end
+        self._woken: set[threading.Event] = set()
+        self._lock = threading.Lock()
+        self._events = Events(store)
+
+    # What is there
+
+    @property
+    def present(self) -> list[int]:
+        found: list[int] = []
+        for number, _ in self.members:
+            found += self.ranks[number]
+        return found
+
+    @property
+    def first_rank(self) -> int:
+        """The rank that speaks for all."""
+        return self.ranks[self.members[0][0]][0]
+
+    @property
+    def own(self) -> Member:
+        return self.replica, self.life
+
+    def world(self, store: Any, rank: int, size: int, timeout: timedelta) -> World:
+        """The default group of this rank. Collective over the ranks that start together."""
+        made = World(self, "world", rank, size)
+        made.inner = made.connect(PrefixStore("world", self.own_store), timeout)
+        self._groups.append(made)
+        return made
+
+    def divide(self, ranks: Sequence[Sequence[int]], hosts: Sequence[str]) -> None:
+        """From now on groups across these replicas may lose some. No communication."""
+        found = [list(map(int, each)) for each in ranks]
+        self.hosts = list(hosts)
+        own = next(number for number, each in enumerate(found) if self.rank in each)
+        if self.rank == 0 and not self.life:
+            self.store.set(RANKS, json.dumps({"ranks": found, "hosts": self.hosts}))
+        self.ranks, self.replica = found, own
+        self.place = found[own].index(self.rank)
+        self.members = (
+            [(own, self.life)] if self.life else [(each, 0) for each in range(len(found))]
+        )
+        store = PrefixStore(f"inside/{own}", self.own_store)
+        self._inside = ProcessGroupGloo(store, self.place, len(found[own]), self.timeout)
+
+    def new_group(
+        self, ranks: list[int], name: str, about: str, timeout: timedelta | None
+    ) -> ProcessGroup:
+        """Of `World.new_group`. Collective over those of ``ranks`` that start together."""
+        is_divided = self._inside is not None
+        own = self.ranks[self.replica]
+        timeout = timeout or self.timeout
+        if is_divided and not set(ranks) <= set(own):
+            in_place = [each[self.place] for each in self.ranks]
+            # With replicas of one rank both are the same ranks. A group of an axis has its name.
+            is_axis = sorted(ranks) == sorted(in_place) and "replica" in about
+            kind: Any = Across if is_axis else Everyone
+            if kind is Everyone and len(ranks) != sum(map(len, self.ranks)):
+                raise RuntimeError(
+                    f"new_group({ranks}): neither inside a replica, nor in one place of all, nor "
+                    "everybody; replicas come and go"
+                )
+            group = kind(
+                self, f"{kind.__name__}{len(self._groups)}", ranks.index(self.rank), len(ranks)
+            )
+            store = PrefixStore(group.key, self.own_store)
+            if is_axis:
+                store = PrefixStore(str(self.place), store)
+            group.inner = group.connect(store, timeout)
+            self._groups.append(group)
+            return group
+        store = PrefixStore(f"{name}/{ranks}", self.own_store)
+        group = ProcessGroup(store, ranks.index(self.rank), len(ranks))
+        gloo = ProcessGroup.BackendType.GLOO
+        group._set_default_backend(gloo)
+        backend = ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timeout)
+        group._register_backend(torch.device("cpu"), gloo, backend)
+        return group
+
+    # Coming and going
+
+    def start(self, step: int) -> None:
+        """Everything is built, and ``step`` steps are done. From now on replicas may be lost; one
+        that comes back becomes a member in its first `regroup`, and has no state before."""
+        self.applied = Applied(None if self.life else step, [])
+        if not self.life:
+            record = {"members": self.members, "joiners": [], "first": step + 1}
+            self.store.compare_set(RECORD.format(0), "", json.dumps(record))
+            self.generation = 0
+            dist.barrier()
+        self.on = True
+        threading.Thread(target=self._follow, name="replicas", daemon=True).start()
+        if not self.life and self.store.add("replicas/started", 1) == len(self.present):
+            self.store.set(LATEST, "0")
+            self.store.set(ON, "1")
+
+    def _follow(self) -> None:
+        events = self._events
+        try:
+            while True:
+                if events.read(3600.0):
+                    if self.own in events.dead:
+                        os._exit(LEFT_OUT)
+                    self._look()
+        except Exception:  # the store is gone, which the next generation would need
+            self.give_up()
+
+    def _look(self) -> None:
+        gone = any(each in self._events.dead for each in self.members)
+        if gone or self._events.broken >= self.generation >= 0:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Whatever crosses replicas in this generation returns now."""
+        with self._lock:
+            self.lost = True
+            woken = list(self._woken)
+        for each in woken:
+            each.set()
+
+    @property
+    def joins(self) -> bool:
+        """Whether a replica waits to become a member."""
+        return bool(self._events.joining - self._events.dead - set(self.members))
+
+    # Collectives that may be given up
+
+    def begin(self, group: Any, how: Any, arguments: Any) -> Any:
+        """Starts a collective of ``group``: its method ``how``, or ``how(group)``."""
+        if self.lost or group is None:
+            return NotArrived()
+        try:
+            work = how(group) if callable(how) else getattr(group, how)(*arguments)
+        except RuntimeError:
+            self._fail()
+            return NotArrived()
+        return PolledWork(self, group, work, arguments)
+
+    def finish(self, group: Any, work: Any, kept: Any) -> bool:
+        """Waits for ``work``; false once a replica is lost. What it writes to stays alive."""
+        done = threading.Event()
+        work.get_future().add_done_callback(lambda _: done.set())
+        with self._woken_by_loss(done):
+            while not (done.wait(_TICK_S) and work.is_completed()):
+                if self.lost:
+                    self._buried.append((group, work, kept))
+                    return False
+        try:
+            work.wait()
+        except RuntimeError:
+            self._fail()
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _woken_by_loss(self, event: threading.Event) -> Iterator[None]:
+        """Inside, ``event`` is set when a replica is lost."""
+        with self._lock:
+            self._woken.add(event)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._woken.discard(event)
+
+    def _fail(self) -> None:
+        """A connection to another replica has broken: all hear of it."""
+        if not self.lost:
+            self.give_up()
+            post(self.store, "break", self.generation, self._events.count)
+
+    def settle(self, world: World, results: Sequence[Tensor], start: Callable[[Any], Any]) -> None:
+        """Runs a collective over those who are there, again and again until all of them have its
+        ``results``, the same on all."""
+        if not self.on:
+            start(world.inner).wait()
+            return
+        number = self.calls + 1
+        while True:
+            arrived = self.begin(world.inner, start, (results,)).wait()
+            if self.vote(arrived):
+                break
+            self.regroup(admit=False)
+            if self.calls == number:  # others have it, and have told
+                for result, values in zip(results, self._last, strict=True):
+                    result.copy_(values.view(result.dtype).view_as(result))
+                return
+        self.calls, self._last = number, [each.clone() for each in results]
+
+    def vote(self, is_well: bool) -> bool:
+        """Whether it is so on all ranks of this replica. Collective over them."""
+        if len(self.ranks[self.replica]) == 1:
+            return is_well
+        vote = torch.tensor([float(is_well)])
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        self._inside.allreduce([vote], options).wait()
+        return bool(vote.item())
+
+    # A generation
+
+    def regroup(self, *, admit: bool, least: int = 1) -> list[float] | None:
+        """Forms the next generation of those who are there; with ``admit``, and where all do so,
+        those too that wait to join, once there are ``least`` replicas. Returns the sums of the
+        step after the last one applied here where other replicas have applied it. Collective over
+        the ranks of this replica."""
+        while True:
+            old = self.generation
+            record = self._next_record(old, admit, least)
+            self.members = [tuple(each) for each in record["members"]]
+            self.joined = [tuple(each) for each in record["joiners"]]
+            self.generation = record["number"]
+            self.lost = False
+            self._look()
+            if self.vote(self._form()):
+                break
+            self._fail()
+        self.donor = self.members[0][0]
+        late = None
+        if self.applied.step is not None and self.applied.step == record["first"] - 2:
+            late = record["sums"]
+        if self.own in self.joined:
+            self.calls = record["calls"]
+        elif self.calls < record["calls"]:
+            self.calls, self._last = record["calls"], list(map(_tensor, record["last"]))
+        return late
+
+    def _next_record(self, old: int, admit: bool, least: int) -> dict[str, Any]:
+        """Waits for the record of the next generation with this replica in it."""
+        for group in self._groups:
+            group.inner = None
+        self._buried = [each for each in self._buried if not each[1].is_completed()]
+        number = old + 1
+        leads = self.place == 0 and old >= 0
+        if leads:
+            self._tell(old, admit)
+        while True:
+            try:
+                self.store.wait([RECORD.format(number)], timedelta(seconds=0.02))
+            except DistStoreError:
+                if self._events.ended:
+                    os._exit(0)  # the others have finished meanwhile
+                if leads:
+                    self._lead(old, least)
+                continue
+            record = json.loads(self.store.get(RECORD.format(number)))
+            if list(self.own) in record["members"]:
+                return {**record, "number": number}
+            if self.applied.step is not None:
+                os._exit(LEFT_OUT)
+            number += 1
+
+    def _tell(self, old: int, admit: bool) -> None:
+        """Says where this replica is at the end of generation ``old``."""
+        if self._events.broken < old:
+            post(self.store, "break", old, self._events.count)
+        at = {
+            "step": self.applied.step,
+            "sums": self.applied.sums,
+            "calls": self.calls,
+            "last": list(map(_text, self._last)),
+            "admit": admit,
+        }
+        self.store.set(_AT.format(old, *self.own), json.dumps(at))
+
+    def _lead(self, old: int, least: int) -> None:
+        """Writes the next generation's record, once all who are left have said where they are, if
+        this replica is the eldest of them that has the state."""
+        dead = self._events.dead
+        left = [each for each in self.members if each not in dead]
+        keys = [_AT.format(old, *each) for each in left]
+        if not self.store.check(keys):
+            return
+        at = dict(zip(left, map(json.loads, map(self.store.get, keys)), strict=True))
+        have = [each for each in left if at[each]["step"] is not None]
+        if not have:
+            os._exit(LEFT_OUT)  # nobody has the state: all start again from a checkpoint
+        joiners: list[Member] = []
+        if all(at[each]["admit"] for each in have):
+            joiners = sorted(self._events.joining - dead - set(have))
+        if have[0] != self.own or len(have) + len(joiners) < least:
+            return
+        furthest = max(map(at.__getitem__, have), key=lambda each: (each["step"], each["calls"]))
+        record = {
+            "members": [*have, *joiners],
+            "joiners": joiners,
+            "first": furthest["step"] + 1,
+            "sums": furthest["sums"],
+            "calls": furthest["calls"],
+            "last": furthest["last"],
+        }
+        self.store.compare_set(RECORD.format(old + 1), "", json.dumps(record))
+        self.store.set(LATEST, str(old + 1))
+
+    def _form(self) -> bool:
+        """Connects the groups of this generation; false where somebody is lost meanwhile."""
+        made: list[Any] = []
+        errors: list[BaseException] = []
+        done = threading.Event()
+
+        def connect() -> None:
+            try:
+                for group in self._groups:
+                    key = f"replicas/{self.generation}/{group.key}"
+                    if isinstance(group, Across):
+                        key = f"{key}/{self.place}"
+                    made.append(group.connect(PrefixStore(key, self.store), self.timeout))
+            except Exception as error:
+                errors.append(error)
+            done.set()
+
+        with self._woken_by_loss(done):
+            threading.Thread(target=connect, name="replicas connect", daemon=True).start()
+            while not (self.lost or done.wait(_TICK_S)):
+                pass
+        if self.lost or errors or len(made) < len(self._groups):
+            self._buried.append((made, NotArrived(), None))
+            return False
+        for group, inner in zip(self._groups, made, strict=True):
+            group.inner = inner
+        return True
+
+    @contextlib.contextmanager
+    def link(self, joiner: Member) -> Iterator[Any]:
+        """Between the donor's rank in this place and the joiner's: a function that sends a tensor
+        from the first to the second, and returns whether it has arrived."""
+        ranks = [self.ranks[self.donor][self.place], self.ranks[joiner[0]][self.place]]
+        key = f"replicas/{self.generation}/state/{joiner[0]}/{self.place}"
+        group = ProcessGroupGloo(
+            PrefixStore(key, self.store), ranks.index(self.rank), 2, self.timeout
+        )
+        yield lambda tensor: self.begin(
+            group, "broadcast", ([tensor], dist.BroadcastOptions())
+        ).wait()
+
+    def holds(self, lost: float) -> bool:
+        """Whether the step may be applied: its agreement came back to all ranks of this replica,
+        and nobody had lost anything before (``lost``, summed in it). Collective over them."""
+        return self.vote(self.arrived and not lost)
+
+    def leave(self, exit_code: int) -> NoReturn:
+        """Ends this rank, and lets the others go on without its replica."""
+        if self.place == 0 and self.own not in self._events.dead:
+            post(self.store, "dead", self.own, self._events.count)
+        os._exit(exit_code)
+
+    def end(self) -> None:
+        """The job has ended well: who waits to join ends too. Collective."""
+        dist.barrier()
+        self.on = False
+        if self.rank == self.first_rank:
+            post(self.store, "end", None, self._events.count)
+
+
+def _text(values: Tensor) -> str:
+    data = values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return base64.b64encode(data).decode()
+
+
+def _tensor(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,262 @@
+"""Replaces replicas that are lost while the others train: `LostReplicas`.
+
+See [Note: replicas that never stop] in `parallel2d.base.replicas`. Launchers say in the store who
+is lost, which all ranks hear, and each starts the ranks of such a replica that are its own again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore
+
+from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
+from parallel2d.base.topology import LIFE
+from parallel2d.launching.failures import RankFailure, read_error_file
+
+NODES = "replicas/nodes"  # how many launchers have started together
+_BEAT, _BEAT_S = "replicas/beat/{}", 0.5  # of a launcher, by node
+_SILENT_S = 3.0  # after which a node counts as lost
+_STOPPED_S = 1.0  # after which a rank that is stopped counts as lost
+
+
+@dataclass(frozen=True)
+class Vacancy:
+    """The place of a node that is lost, in a job that goes on without it. ``ranks``: those of it;
+    ``lives``: of all ``replicas``, as they start next."""
+
+    prefix: str  # of the ranks' keys in the store
+    node: int
+    nodes: int
+    ranks: list[int]
+    replicas: list[list[int]]
+    lives: dict[int, int]
+
+    def life_of(self, rank: int) -> int:
+        """The life in which this rank starts."""
+        return self.lives[next(n for n, ranks in enumerate(self.replicas) if rank in ranks)]
+
+
+def find_vacancy(store: Any, latest: str, size: int) -> Vacancy | None:
+    """Takes the place of a lost node of ``size`` ranks, where the job goes on without one. Waits
+    until a node that seems silent counts as lost. ``latest``: the key of the ranks' prefix."""
+    if not store.check([latest]):
+        return None
+    prefix = store.get(latest).decode()
+    ranks_store = PrefixStore(prefix, store)
+    if not ranks_store.check([ON, LATEST, NODES]):
+        return None
+    nodes = int(ranks_store.get(NODES))
+    beats: dict[int, bytes] = {}
+    for node in range(nodes):
+        if ranks_store.check([_BEAT.format(node)]):
+            beats[node] = ranks_store.get(_BEAT.format(node))
+    begin = time.monotonic()
+    while time.monotonic() < begin + _SILENT_S and beats:
+        time.sleep(2 * _BEAT_S)
+        beats = {
+            node: beat
+            for node, beat in beats.items()
+            if ranks_store.get(_BEAT.format(node)) == beat
+        }
+    for node, beat in beats.items():
+        ranks = json.loads(beat)[0]
+        # The first to come takes it.
+        if len(ranks) == size and ranks_store.add(f"{_BEAT.format(node)}/{hash_of(beat)}", 1) == 1:
+            return _take_place(ranks_store, prefix, node, nodes, ranks)
+    return None
+
+
+def _take_place(store: Any, prefix: str, node: int, nodes: int, ranks: list[int]) -> Vacancy:
+    events = Events(store)
+    while events.read(0.0):
+        pass
+    replicas = json.loads(store.get(RANKS))["ranks"]
+    lives = {}
+    for number, of_replica in enumerate(replicas):
+        dead = [life for replica, life in events.dead if replica == number]
+        lives[number] = max(dead, default=-1) + 1
+        # Whoever counts in its life is lost with the node, though nobody has noticed yet.
+        if set(of_replica) & set(ranks) and lives[number] not in _alive_in(store, number):
+            continue
+        if set(of_replica) & set(ranks):
+            post(store, "dead", (number, lives[number]), events.count)
+            lives[number] += 1
+    return Vacancy(prefix, node, nodes, ranks, replicas, lives)
+
+
+def _alive_in(store: Any, number: int) -> set[int]:
+    """The life of a replica that the latest generation has."""
+    record = json.loads(store.get(RECORD.format(store.get(LATEST).decode())))
+    return {life for replica, life in record["members"] if replica == number}
+
+
+def hash_of(beat: bytes) -> str:
+    return hashlib.sha256(beat).hexdigest()[:16]
+
+
+class LostReplicas:
+    """Of the ranks that one launcher has started together.
+
+    ``ranks``: of each process, by local rank; ``again(local_rank, variables)`` starts one again;
+    ``may_go_on(failure)``: whether a rank that failed is no reason to end or restart all.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        processes: dict[int, Any],
+        ranks: dict[int, int],
+        error_files: dict[int, str],
+        again: Callable[[int, dict[str, str]], None],
+        may_go_on: Callable[[RankFailure], bool],
+        node: int = 0,
+        nodes: int = 1,
+        vacancy: Vacancy | None = None,
+    ) -> None:
+        self._store, self._processes, self._ranks = store, processes, ranks
+        self._error_files, self._again, self._may_go_on = error_files, again, may_go_on
+        self._events = Events(store)
+        self._replicas: list[list[int]] = []
+        self._lives: dict[int, int] = {}
+        self._stopped: dict[int, float] = {}
+        self._node, self._nodes = node, nodes
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        self._beat_at = 0.0
+        if vacancy is not None:
+            self._replicas, self._lives = vacancy.replicas, dict(vacancy.lives)
+            self._read()
+
+    def replace(self) -> bool:
+        """Replaces what is lost. Returns whether the job goes on: not before replicas may be lost,
+        when all have ended well, when nobody has the state any more, or when a failure is one of
+        the whole job."""
+        if all(process.poll() == 0 for process in self._processes.values()):
+            return False  # the store may have ended with another node
+        if not self._has_begun():
+            return False
+        self._read()
+        if self._nodes > 1 and time.monotonic() > self._beat_at + _BEAT_S:
+            self._watch_nodes()
+        if not all(itertools.starmap(self._is_no_end, self._processes.items())):
+            return False
+        self._read()
+        if not self._store.check([LATEST]):
+            return False  # all have started again without these ranks
+        members = json.loads(self._store.get(RECORD.format(self._store.get(LATEST).decode())))
+        if all(self._is_dead(tuple(each)) for each in members["members"]):
+            return False
+        for number, life in list(self._lives.items()):
+            if (number, life) in self._events.dead:
+                self._start_again(number)
+        return True
+
+    def _has_begun(self) -> bool:
+        """Whether replicas may be lost: all are built."""
+        if not self._replicas and self._store.check([ON]):
+            self._replicas = json.loads(self._store.get(RANKS))["ranks"]
+            self._lives = dict.fromkeys(range(len(self._replicas)), 0)
+        return bool(self._replicas)
+
+    def _is_no_end(self, local: int, process: Any) -> bool:
+        """Looks at one process, and says that its replica is lost if so. False where its failure
+        is one of the whole job."""
+        code = process.poll()
+        if code is None:
+            self._end_if_stopped(local, process)
+        elif code and not self._is_dead(self._member(local)):
+            error = read_error_file(self._error_files[local])
+            failure = RankFailure(self._ranks[local], code, error)
+            if self._is_of_the_job(failure) or not self._may_go_on(failure):
+                return False
+            self._say_dead(self._member(local))
+        return True
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether any replica was lost since all have started."""
+        return bool(self._events.dead)
+
+    def has_left(self) -> bool:
+        """Whether the replicas of this launcher have told the others to go on without them."""
+        self._read()
+        own = [self._member(local) for local in self._ranks] if self._replicas else []
+        return any(map(self._is_dead, own))
+
+    def _read(self) -> None:
+        while self._events.read(0.0):
+            pass
+
+    def _is_of_the_job(self, failure: RankFailure) -> bool:
+        """Whether another replica has failed in the same step by an error of its own: the sample
+        or the program is at fault, and no replica would come further."""
+        error = failure.error
+        if error is None or error.step is None or failure.lost_a_peer:
+            return False
+        number = next(n for n, ranks in enumerate(self._replicas) if failure.rank in ranks)
+        key = f"replicas/raised/{error.step}"
+        self._store.append(key, f"{number} ")
+        return len(set(self._store.get(key).split())) > 1
+
+    def _watch_nodes(self) -> None:
+        """Says that this launcher is there, and which replicas are lost with a node whose launcher
+        is not."""
+        now = self._beat_at = time.monotonic()
+        own = json.dumps([sorted(self._ranks.values()), now])
+        self._store.set(NODES, str(self._nodes))
+        self._store.set(_BEAT.format(self._node), own)
+        for node in set(range(self._nodes)) - {self._node}:
+            key = _BEAT.format(node)
+            if not self._store.check([key]):
+                continue
+            beat = self._store.get(key)
+            if self._beats.get(node, (b"", now))[0] != beat:
+                self._beats[node] = beat, now
+            elif now - self._beats[node][1] > _SILENT_S:
+                ranks, _ = json.loads(beat)
+                for number, of_replica in enumerate(self._replicas):
+                    if set(ranks) & set(of_replica):
+                        self._say_dead((number, self._lives[number]))
+
+    def _member(self, local: int) -> Member:
+        rank = self._ranks[local]
+        number = next(n for n, ranks in enumerate(self._replicas) if rank in ranks)
+        return number, self._lives[number]
+
+    def _is_dead(self, member: Member) -> bool:
+        return member in self._events.dead
+
+    def _say_dead(self, member: Member) -> None:
+        if not self._is_dead(member):
+            post(self._store, "dead", member, self._events.count)
+            self._events.dead.add(member)
+
+    def _end_if_stopped(self, local: int, process: Any) -> None:
+        state = ""
+        with contextlib.suppress(OSError, IndexError):
+            state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if state != "T":
+            self._stopped.pop(local, None)
+        elif time.monotonic() - self._stopped.setdefault(local, time.monotonic()) > _STOPPED_S:
+            process.close(signal.SIGKILL)
+
+    def _start_again(self, number: int) -> None:
+        self._lives[number] += 1
+        mine = [local for local, rank in self._ranks.items() if rank in self._replicas[number]]
+        for local in mine:
+            self._processes[local].close(signal.SIGKILL)
+        for local in mine:
+            self._processes[local].wait(10.0)
+            with contextlib.suppress(OSError):
+                os.unlink(self._error_files[local])
+            self._again(local, {LIFE: str(self._lives[number])})

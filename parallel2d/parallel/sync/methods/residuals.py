@@ -1,0 +1,127 @@
+"""What a replica has not sent yet of its gradients: `Residuals`, for wires that keep the rest.
+
+[Note: error feedback] Each replica sends Q(g + 0.95·e) in the place of its gradient g, and keeps
+what rounding took, e, for the next step. A residual changes when the optimizer has made a step, and
+not before: one that is repeated, refused or not finite leaves it as it is. Parameters that nobody
+used keep theirs, since their message is dropped. Residuals are those of gradients that no loss
+scale has multiplied, so that the scale may change. They are stored in 8 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
+from parallel2d.parallel.sync.methods.method import ReplicatedModel, UpdateFollower
+from parallel2d.parallel.sync.wires import RESIDUAL_DECAY
+from parallel2d.parallel.sync.wires.blocks import BLOCK, blocks_of, to_blocks
+from parallel2d.parallel.weights.geometry import Region, as_real, local_part
+
+# A power of two: values that are read and stored again come to the same codes and scales.
+_LARGEST = 64
+
+
+class StoredBlocks(NamedTuple):
+    """Blocks in 8 bits: a value is its code times the scale of its block."""
+
+    codes: Tensor  # int8 [blocks, 256]
+    scales: Tensor  # fp32 [blocks, 1]
+
+    @classmethod
+    def of(cls, blocks: Tensor) -> StoredBlocks:
+        """Rounds to the nearest; a block that is not finite becomes zero."""
+        scales = blocks.abs().amax(1, keepdim=True).div_(_LARGEST).to(torch.float32)
+        scales.nan_to_num_(0.0, 0.0, 0.0)
+        codes = blocks.div(torch.where(scales == 0, 1, scales)).round_()
+        return cls(codes.to(torch.int8), scales)
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The blocks in ``dtype``."""
+        return self.codes.to(dtype).mul_(self.scales)
+
+
+class Residuals(UpdateFollower):
+    """Those of the hidden matrices of one model."""
+
+    follows = True
+    residual_name = "gradient_residual"
+
+    def __init__(self, model: ReplicatedModel) -> None:
+        self.replica = dist.get_group_rank(model.group, dist.get_rank())
+        self.replicas = model.group.size()
+        self._parameters: dict[str, FSDPParameter] = {}
+        for group in model.groups:
+            # Those that are frozen too: they may be trained later.
+            hidden = [each for each in group.parameters if each.name in model.hidden]
+            self._parameters |= {each.name: each for each in hidden}
+        self._kept: dict[str, StoredBlocks] = {}
+        # After a reduction, until the optimizer's step
+        self._next: dict[str, StoredBlocks] = {}
+
+    def add_to(self, rows: Tensor, counts: Mapping[str, int], *, again: bool) -> None:
+        """Adds what was not sent before to ``rows`` of gradients, ``counts`` of each parameter.
+        ``again``: they are reduced once more before the optimizer's step, which takes both."""
+        kept = self._next if again else self._kept
+        factor = RESIDUAL_DECAY * self.loss_scale
+        for name, part in zip(counts, rows.split(list(counts.values())), strict=True):
+            if name in kept:
+                codes, scales = kept[name]
+                part.addcmul_(codes.to(part.dtype), scales.to(part.dtype) * factor)
+
+    def keep(self, rows: Tensor, counts: Mapping[str, int]) -> None:
+        """Keeps ``rows``, which were not sent, for the step after this one."""
+        all_codes, all_scales = StoredBlocks.of(rows)
+        all_scales /= self.loss_scale
+        sizes = list(counts.values())
+        parts = zip(counts, all_codes.split(sizes), all_scales.split(sizes), strict=True)
+        for name, codes, scales in parts:
+            self._next[name] = StoredBlocks(codes, scales)
+
+    def after_update(self) -> None:
+        for name, stored in self._next.items():
+            if self._parameters[name].sharded.grad is not None:
+                self._kept[name] = stored
+        self._next = {}
+
+    def clear_gradients(self, set_to_none: bool) -> None:
+        self._next = {}
+
+    @torch.no_grad()
+    def residuals(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            whole = parameter.sharded
+            if not whole.requires_grad:
+                continue
+            wide = torch.promote_types(whole.dtype, torch.float32)
+            found[name] = torch.zeros_like(whole, dtype=wide, requires_grad=False)
+            if name in self._kept:
+                local = as_real(local_part(found[name]))
+                values = self._kept[name].values(local.dtype).view(-1)
+                local.copy_(values[: local.numel()].view(local.shape))
+        return found
+
+    @torch.no_grad()
+    def set_residual(self, name: str, value: Tensor) -> None:
+        self._kept[name] = StoredBlocks.of(to_blocks([as_real(local_part(value))]))
+
+
+def stored_bytes(shape: Sequence[int]) -> int:
+    """Bytes of what is stored of a tensor of this ``shape``."""
+    return blocks_of(math.prod(shape)) * (BLOCK + torch.float32.itemsize)
+
+
+def as_stored(values: Tensor, cut: Sequence[Region]) -> Tensor:
+    """The whole ``values`` as they are read after each rank has stored its part, for proofs."""
+    found = torch.zeros_like(values)
+    for region in cut:
+        part = as_real(values[region.slices])
+        stored = StoredBlocks.of(to_blocks([part])).values(part.dtype)
+        as_real(found[region.slices]).copy_(stored.view(-1)[: part.numel()].view(part.shape))
+    return found

@@ -1,0 +1,59 @@
+"""What a `Trainer` works with (`TrainerParts`), and what it asks and tells the command that runs it
+(`LoopCallbacks`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.base.config import TrainConfig
+from parallel2d.base.replicas import Replicas
+from parallel2d.training.checkpoint import Checkpointer
+from parallel2d.training.data.feed import BatchPlan
+from parallel2d.training.data.opening import OpenData
+from parallel2d.training.hooks import Hook
+from parallel2d.training.loss.model_loss import ModelLoss
+from parallel2d.training.metrics.recorder import Recorder
+from parallel2d.training.run_directory import RunClaim
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerParts:
+    """Holds what a `Trainer` works with.
+
+    ``model``: parallel over ``mesh``, with its weights; ``claim``: checked before rows and
+    checkpoints are written; ``hooks``: called after every step, see `hooks`; ``take_roles``: called
+    on the rank that writes from now on, where the one that did is lost.
+    """
+
+    config: TrainConfig
+    run_dir: str
+    model: nn.Module
+    loss: ModelLoss
+    mesh: DeviceMesh
+    device: torch.device
+    optimizer: torch.optim.Optimizer
+    data: OpenData
+    plan: BatchPlan
+    recorder: Recorder
+    checkpointer: Checkpointer
+    claim: RunClaim
+    hooks: Sequence[Hook]
+    replicas: Replicas | None = None  # where they may come and go
+    take_roles: Callable[[Any], None] = lambda trainer: None
+
+
+@dataclass(frozen=True)
+class LoopCallbacks:
+    """What the loop asks and tells the command that runs it: in every step whether this rank was
+    told to save and stop, once that the first step of this process is done, and once that this rank
+    speaks for all from now on, where the one that did is lost."""
+
+    stop_requested: Callable[[], bool] = lambda: False
+    first_step_done: Callable[[], object] = lambda: None
+    speaks: Callable[[], object] = lambda: None

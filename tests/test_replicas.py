@@ -1,0 +1,94 @@
+"""Replicas that come and go while the others train, on one machine; several nodes are in `test_faults`."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import threading
+
+import jobs
+import psutil
+from test_launch import command
+
+from parallel2d.base.replicas.events import Events, post
+from parallel2d.base.store.client import StoreClient
+from parallel2d.base.store.secret import new_secret
+from parallel2d.base.store.server import StoreServer
+
+SLOWLY = """
+import time
+from parallel2d.training.hooks import Hook
+
+class Slowly(Hook):
+    def step(self, run, step, metrics):
+        time.sleep(0.03)
+"""
+
+
+def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path):
+    """Rank 0 is killed, which writes and speaks: rank 1 goes on in the same process, and takes that over."""
+    (tmp_path / "slowly.py").write_text(SLOWLY)
+    words = ["strategy=ddp", "launch.max_restarts=3", "train.steps=100000"]
+    words += ["train.hooks=[slowly:Slowly]", "metrics.log_every=1"]
+    with open(tmp_path / "said.txt", "w") as said:
+        job = subprocess.Popen(command(tmp_path, *words), cwd=tmp_path, stderr=said)
+    rows = tmp_path / "run/metrics.jsonl"
+
+    def present():
+        lines = rows.read_text().splitlines() if rows.exists() else []
+        return json.loads(lines[-1])["replicas/present"] if lines else 0
+
+    try:
+        jobs.wait_for(lambda: present() == 2 and len(rows.read_text().splitlines()) > 5)
+        first, second = jobs.ranks_of(job.pid)
+        os.kill(first, signal.SIGKILL)
+        jobs.wait_for(lambda: present() == 1)
+        jobs.wait_for(lambda: present() == 2)
+        assert second in jobs.ranks_of(job.pid)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == 75, (tmp_path / "said.txt").read_text()
+    finally:
+        if job.poll() is None:
+            for process in psutil.Process(job.pid).children(recursive=True):
+                process.kill()
+            job.kill()
+    found = jobs.rows(tmp_path / "run")
+    assert [row["step"] for row in found] == list(range(1, len(found) + 1))
+    last = found[-1]
+    assert last["replicas/joined"] == 1
+    assert last["replicas/repeated_samples"] in (0, 8), "in a step, or between two"
+    assert len((tmp_path / "run/segments.jsonl").read_text().splitlines()) == 1
+    log = (tmp_path / "run/train.log").read_text()
+    assert "replicas   [1] of 2 are there: " in log
+    assert "replicas   [0, 1] of 2 are there: from step" in log
+    text = (tmp_path / "said.txt").read_text()
+    assert "Its replica starts again, the others go on" in text
+    assert "Traceback" not in text
+
+
+def test_events_have_one_order_for_all():
+    """Four write at once; nobody's event is lost, and all read the same."""
+    server = StoreServer.at("127.0.0.1", 0, secret := new_secret())
+    store = StoreClient(server.address, secret)
+    try:
+        posts = [
+            threading.Thread(target=post, args=(store, "dead", (replica, life)))
+            for replica, life in itertools.product(range(4), range(5))
+        ]
+        for each in posts:
+            each.start()
+        for each in posts:
+            each.join()
+        post(store, "join", (1, 5))
+        post(store, "break", 7)
+        read = [Events(store), Events(store)]
+        for events in read:
+            while events.read(0.0):
+                pass
+            assert events.dead == set(itertools.product(range(4), range(5)))
+            assert (events.joining, events.broken, events.count) == ({(1, 5)}, 7, 22)
+        assert not read[0].read(0.05)
+    finally:
+        store.close()
+        server.close()
