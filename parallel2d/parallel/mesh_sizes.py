@@ -66,9 +66,8 @@ class MeshSpec:
         replicate, shard, notes = self._resolve_data_axes(strategy, topology, inner)
         if replicate * shard != rest:
             pairs = [f"{n} x {rest // n}" for n in range(1, rest + 1) if rest % n == 0]
-            sizes = [f"mesh.{axis}={getattr(self, axis)}" for axis in AXES]
-            if context == 1:
-                sizes.remove(f"mesh.context={self.context}")
+            shown = MeshShape(replicate, shard, tensor, context=context).shown
+            sizes = [f"mesh.{axis}={getattr(self, axis)}" for axis in shown]
             raise ConfigError(
                 f"{' x '.join(sizes)} does not fill the {world} ranks: replicate x shard "
                 f"must be {rest}, one of {', '.join(pairs)}"

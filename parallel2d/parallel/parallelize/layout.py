@@ -273,9 +273,7 @@ def resolve(
 
     groups = list(collector.groups(model, buckets))
     parameters = [group.parameters for group in groups]
-    buffers = [
-        buffer.numel() * buffer_dtype(buffer, precision).itemsize for buffer in model.buffers()
-    ]
+    buffers = [each.numel() * buffer_dtype(each, precision).itemsize for each in model.buffers()]
     return Layout(
         config=config,
         shape=shape,

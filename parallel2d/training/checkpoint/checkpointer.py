@@ -24,7 +24,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import refuse_link
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.base.replicas import ReplicaLost
-from parallel2d.parallel.mesh import mesh_shape, sharding_mesh
+from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.parallelize import average_buffers
 from parallel2d.parallel.weights.named_tensors import (
@@ -101,10 +101,7 @@ class Checkpointer:
         layout: dict[str, Any] | None = None,
         copies: Copies | None = None,
     ) -> None:
-        self.config, self._optimizer = config, optimizer
-        self.mesh = None if mesh is None else sharding_mesh(mesh)
-        shape = MeshShape(1, 1) if mesh is None else mesh_shape(mesh)
-        self._sizes = shape.shown
+        self.config, self.mesh, self._optimizer = config, mesh, optimizer
         # The name of a parameter begins with that of its model.
         self.model = model if isinstance(model, nn.Module) else nn.ModuleDict(model)
         if self.model is not model and any(each.replicas_differ for each in masters_in(self.model)):
@@ -384,11 +381,12 @@ class Checkpointer:
         if optimizer is not None:
             spread_state(optimizer)
             described = describe_optimizer(self.model, optimizer)
+        shape = MeshShape(1, 1) if self.mesh is None else mesh_shape(self.mesh)
         manifest = Manifest(
             step=step,
             state={**state, "step": step},
             layout=self.layout,
-            mesh=self._sizes,
+            mesh=shape.shown,
             world_size=self.group.size,
             optimizer=described,
             tied=tied_names(self.model),
