@@ -112,6 +112,9 @@ class Across(_Lasting):
     def alltoall_base(self, output: Any, own: Any, *sizes: Any) -> Any:
         return self.run("alltoall_base", output, own, *sizes)
 
+    # Torch's functions call one or the other, by their version.
+    all_gather_single, all_to_all_single = _allgather_base, alltoall_base
+
     def barrier(self, opts: Any = None) -> Any:
         return self.run("barrier")
 
