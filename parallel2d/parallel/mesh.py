@@ -58,12 +58,15 @@ def build_mesh(
         if dist.get_rank() == 0:
             log.info("%s", line)
     sizes = {axis: size for axis, size in shape.sizes.items() if size > 1 or axis in AXES[:2]}
-    found = torch.accelerator.current_accelerator(check_available=True)
-    device_type = device_type or (found.type if found else "cpu")
-    mesh = _mesh_of(device_type, ranks, sizes)
+    mesh = _mesh_of(device_type or _available_device_type(), ranks, sizes)
     sharding_mesh(mesh)
     _release_groups_at_exit()
     return mesh
+
+
+def _available_device_type() -> str:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found else "cpu"
 
 
 def _mesh_of(device_type: str, ranks: torch.Tensor, sizes: dict[str, int]) -> DeviceMesh:
