@@ -228,8 +228,7 @@ def resolve(
     tensor_plan: Mapping[str, object] | None = None,
     ignored: Sequence[str | nn.Module | nn.Parameter] = (),
 ) -> Layout:
-    """The layout of ``model``, plain and as `preconditions.check_parameters` accepts it; it stays
-    as it is.
+    """The layout of ``model``, plain as `preconditions.check_parameters` accepts it, and left so.
 
     ``mesh``: sizes will do; without a mesh, a style in ``tensor_plan`` that is not one of torch's
     is taken to leave parameters whole. ``ignored``: as of `parallelize`. Raises `ConfigError` for
