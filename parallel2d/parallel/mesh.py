@@ -57,33 +57,18 @@ def build_mesh(
     for line in [*shape.notes, *check_placement(ranks, topology, allow_cross_node)]:
         if dist.get_rank() == 0:
             log.info("%s", line)
-<<<<<<< HEAD
     found = torch.accelerator.current_accelerator(check_available=True)
     device_type = device_type or (found.type if found else "cpu")
     mesh = _mesh_of(device_type, ranks, shape)
     if shape.context > 1:
         sharding_mesh(mesh)
         group_of(mesh, "context")
-=======
-    sizes = {axis: size for axis, size in shape.sizes.items() if size > 1 or axis in AXES[:2]}
-    mesh = _mesh_of(device_type or _available_device_type(), ranks, sizes)
-    sharding_mesh(mesh)
->>>>>>> t1
     _release_groups_at_exit()
     return mesh
 
 
-<<<<<<< HEAD
 def _mesh_of(device_type: str, ranks: torch.Tensor, shape: MeshShape) -> DeviceMesh:
     sizes = {axis: size for axis, size in shape.sizes.items() if size > 1 or axis in AXES[:2]}
-=======
-def _available_device_type() -> str:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found.type if found else "cpu"
-
-
-def _mesh_of(device_type: str, ranks: torch.Tensor, sizes: dict[str, int]) -> DeviceMesh:
->>>>>>> t1
     mesh = DeviceMesh(device_type, ranks.reshape(*sizes.values()), mesh_dim_names=tuple(sizes))
     for axis in range(mesh.ndim):
         inherit_timeout(mesh.get_group(axis), mesh.device_type)

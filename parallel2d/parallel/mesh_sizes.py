@@ -52,14 +52,8 @@ class MeshSpec:
         replicate, shard, notes = self._resolve_data_axes(strategy, topology, inner)
         if replicate * shard != rest:
             pairs = [f"{n} x {rest // n}" for n in range(1, rest + 1) if rest % n == 0]
-<<<<<<< HEAD
-            shown = MeshShape(replicate, shard, tensor, context=context).shown
+            shown = MeshShape(replicate, shard, inner.tensor, context=inner.context).shown
             sizes = [f"mesh.{axis}={getattr(self, axis)}" for axis in shown]
-=======
-            sizes = [f"mesh.{axis}={getattr(self, axis)}" for axis in AXES]
-            if inner.context == 1:
-                sizes.remove(f"mesh.context={self.context}")
->>>>>>> t1
             raise ConfigError(
                 f"{' x '.join(sizes)} does not fill the {world} ranks: replicate x shard "
                 f"must be {rest}, one of {', '.join(pairs)}"

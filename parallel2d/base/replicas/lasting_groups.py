@@ -113,7 +113,8 @@ class Across(_Lasting):
         return self.run("alltoall_base", output, own, *sizes)
 
     # Torch's functions call one or the other, by their version.
-    all_gather_single, all_to_all_single = _allgather_base, alltoall_base
+    all_gather_single: Any = _allgather_base
+    all_to_all_single: Any = alltoall_base
 
     def barrier(self, opts: Any = None) -> Any:
         return self.run("barrier")

@@ -161,7 +161,6 @@ class ContextCheck:
         if self._is_split:
             self._compare_one(block, key, tensor)
             return
-<<<<<<< HEAD
         block.follows[path] = dims = self._following(block, key, tensor.shape)
         if not self._compares or len(dims) != 1 or tensor.shape[dims[0]] % self._axis.size:
             return
@@ -182,32 +181,6 @@ class ContextCheck:
         return tuple(
             dim for dim in range(min(1, len(shape) - 1), len(shape)) if shape[dim] == whole[1]
         )
-=======
-        block.follows[path] = self._dims_that_follow(block, key, tensor)
-        if self._compares:
-            self._keep_slice(block, key, tensor)
-
-    def _dims_that_follow(self, block: SplitBlock, key: _Key, tensor: Tensor) -> tuple[int, ...]:
-        """The dims of ``tensor`` that follow the length of the sequence."""
-        if len(self._shapes) == 2:
-            shorter = self._shapes[0].get(key, tensor.shape)
-            pairs = zip(tensor.shape, shorter, strict=False)
-            return tuple(dim for dim, (one, other) in enumerate(pairs) if one != other)
-        whole = self._whole_length(block, tensor)
-        return tuple(dim for dim, size in enumerate(tensor.shape) if size == whole and dim > 0)
-
-    def _keep_slice(self, block: SplitBlock, key: _Key, tensor: Tensor) -> None:
-        """Keeps this rank's part of ``tensor``, which the split forward is compared with."""
-        _, path, _ = key
-        dims = block.follows[path]
-        if len(dims) != 1 or tensor.shape[dims[0]] % self._axis.size:
-            return
-        # What modules inside have may be in parts or whole.
-        in_parts = block.stack.in_parts and path[0] != "attention"
-        if path[0] not in ("input", "result") or not in_parts:
-            own = self._axis.cut(tensor.detach(), dims[0], in_parts)
-            self._slices[key] = own.clone()
->>>>>>> t1
 
     def _find_parts(self) -> None:
         """Notes where tensor ranks have parts of the hidden states: attention has all positions."""

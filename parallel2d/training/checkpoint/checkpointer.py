@@ -120,21 +120,8 @@ class Checkpointer:
         layout: dict[str, Any] | None = None,
         copies: Copies | None = None,
     ) -> None:
-<<<<<<< HEAD
         self.config, self.mesh, self._optimizer = config, mesh, optimizer
-        # The name of a parameter begins with that of its model.
-        self.model = model if isinstance(model, nn.Module) else nn.ModuleDict(model)
-        if self.model is not model and any(each.replicas_differ for each in masters_in(self.model)):
-            raise ConfigError(
-                "sync=diloco: a Checkpointer saves one model; make one for each, in its own folder"
-            )
-=======
-        self.config, self._optimizer = config, optimizer
-        self.mesh = None if mesh is None else sharding_mesh(mesh)
-        shape = MeshShape(1, 1) if mesh is None else mesh_shape(mesh)
-        self._sizes = shape.shown
         self.model = model if isinstance(model, nn.Module) else _joined(model)
->>>>>>> t1
         self.layout, self.copies = layout or {}, copies
         if copies is None:
             _refuse_memory(config)
