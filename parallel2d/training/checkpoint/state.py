@@ -307,10 +307,7 @@ def _residual_prefixes(kept: UpdateFollower, manifest: Manifest) -> list[str]:
 def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Fills what `shared_tensors` and `replica_tensors` list, as far as ``checkpoint`` has it; the
     model and its optimizer have been loaded. No communication."""
-<<<<<<< HEAD
-=======
     # A single process needs no process group.
->>>>>>> t1
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     _load_residuals(residuals_of(model), checkpoint, is_first)
     outer = outer_sync(model)
