@@ -125,13 +125,8 @@ def test_help_ends_quietly_with_its_reader_and_loads_no_torch():
         "assert 'torch' not in sys.modules\n"
     )
     line = f'{sys.executable} -c "{program}" | head -n 1'
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", line],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command, found = ["bash", "-o", "pipefail", "-c", line], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "usage: parallel2d COMMAND [ARGUMENT ...]\n"
 
