@@ -14,6 +14,7 @@ from parallel2d.parallel.model_structure import updated_as
 
 FP64 = PrecisionConfig("fp64", "fp64", "fp64", "fp64")
 STEPS = 2
+PLAN = {"blocks.*.experts.*.0": "colwise", "blocks.*.experts.*.2": "rowwise"}
 
 
 def batch(route):
@@ -73,11 +74,7 @@ def differences(sizes, strategy, bucketing, mode, micros, names):
         torch.manual_seed(3)
         reference = CASES[name]().double()
         settings = parallel2d.ParallelConfig(strategy, bucketing, FP64)
-        plan = (
-            {"blocks.*.experts.*.0": "colwise", "blocks.*.experts.*.2": "rowwise"}
-            if shape.tensor > 1
-            else None
-        )
+        plan = PLAN if shape.tensor > 1 else None
         model = parallel2d.parallelize(copy.deepcopy(reference), mesh, settings, tensor_plan=plan)
         # It never steps; split updates want to know it.
         parallel2d.attach_optimizer(

@@ -52,11 +52,8 @@ class StackedMuon(torch.optim.Optimizer):
         for each in group["params"]:
             state = self.state[each]
             if not state:
-                state |= {
-                    "step": 0,
-                    "first": torch.zeros_like(each),
-                    "second": torch.ones_like(each),
-                }
+                state["step"] = 0
+                state["first"], state["second"] = torch.zeros_like(each), torch.ones_like(each)
             state["step"] += 1
             state["first"].lerp_(each.grad, 0.1)
             state["second"].lerp_(each.grad.square(), 0.05)
@@ -79,11 +76,8 @@ class Preconditioned(torch.optim.Optimizer):
                 state = self.state[each]
                 if not state:
                     sides = [torch.eye(size).to(each) if size < 9 else [] for size in each.shape]
-                    state |= {
-                        "sides": sides,
-                        "decay": torch.ones((), dtype=each.dtype),
-                        "momentum": each * 0,
-                    }
+                    state |= {"sides": sides, "momentum": each * 0}
+                    state["decay"] = torch.ones((), dtype=each.dtype)
                 update = state["momentum"].lerp_(each.grad, 0.5)
                 for dim, side in enumerate(state["sides"]):
                     if len(side):

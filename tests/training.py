@@ -289,12 +289,10 @@ def reference_in(
             )
             (loss * weight).backward()
             total += loss.item() * weight
-            gradients.append(
-                {
-                    n: p.grad.to(torch.float32 if n in apart else reduce)
-                    for n, p in twin.named_parameters()
-                }
-            )
+            gradients.append({})
+            for name, parameter in twin.named_parameters():
+                kept = torch.float32 if name in apart else reduce
+                gradients[-1][name] = parameter.grad.to(kept)
         for name, parameter in model.named_parameters():
             each = [part[name] for part in gradients]
             inner = [_mean(each[first : first + shards]) for first in range(0, parts, shards)]
@@ -302,17 +300,15 @@ def reference_in(
             parameter.grad_dtype = dtype
             # Two replicas exchange what they contribute and add it unrounded; more round the mean too.
             if len(inner) == 2:
-                inner = [
-                    value.to(torch.promote_types(value.dtype, torch.float32)) for value in inner
-                ]
+                wide = torch.promote_types(inner[0].dtype, torch.float32)
+                inner = [value.to(wide) for value in inner]
             parameter.grad = _mean(inner).to(dtype)
         losses.append(total / parts)
         norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
         for parameter in model.parameters():
             wide = torch.promote_types(parameter.grad.dtype, torch.float32)
-            parameter.grad.mul_(
-                (1 / (norm.to(wide) + 1e-6)).clamp(max=1.0).to(parameter.grad.dtype)
-            )
+            factor = (1 / (norm.to(wide) + 1e-6)).clamp(max=1.0)
+            parameter.grad.mul_(factor.to(parameter.grad.dtype))
         norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()
