@@ -164,6 +164,11 @@ def test_contradictions_are_refused(config, message):
 
 FEED_FORWARD = ActivationCheckpointingConfig("full", blocks=["FeedForward"])
 BUDGET = ActivationCheckpointingConfig("budget", memory_budget=0.3)
+OFTEN = [
+    ("hybrid", 2, "block", "full", {}),
+    ("hybrid", 1, "block", "selective", {}),
+    ("hybrid", 1, "layer", "full", {}),
+]
 RUNS = [
     ("hybrid", 2, "block", selecting("mm", "all_reduce"), {}),
     ("zero3", 1, "layer", selecting("bmm", "silu"), {}),
@@ -182,8 +187,9 @@ RUNS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "tensor", "bucketing", "mode", "more"), RUNS)
+@pytest.mark.parametrize(("strategy", "tensor", "bucketing", "mode", "more"), [
+    *OFTEN, *(pytest.param(*each, marks=pytest.mark.slow) for each in RUNS),
+])  # fmt: skip
 def test_every_mode_equals_plain_pytorch(ranks, strategy, tensor, bucketing, mode, more):
     """Losses, the first gradient norm and the weights after a few steps; compiled where the mode needs it or the case says so."""
     bucketing = BucketingConfig("size", 0.01) if bucketing == "size" else bucketing

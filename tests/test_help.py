@@ -119,7 +119,7 @@ def test_help_shows_a_required_value_ones_own_choices_and_no_sweep(tmp_path):
 
 def test_help_ends_quietly_with_its_reader_and_loads_no_torch():
     program = (
-        "import sys\n"
+        "import sys, parallel2d.data\n"  # every process that prepares would pay for torch
         "from parallel2d.__main__ import main\n"
         "assert main(['--help']) == main(['train', '--help', 'model=hf']) == 0\n"
         "assert 'torch' not in sys.modules\n"

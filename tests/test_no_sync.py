@@ -70,7 +70,7 @@ GROUPS = 3  # two blocks and the root
 @pytest.mark.parametrize(("mode", "inside_shard", "inside_replicate"), [
     ("reduce_scatter_only", 2, 0), ("none", 0, 0), ("full", 2, 2),
 ])  # fmt: skip
-def test_each_axis_moves_what_the_mode_says_and_the_sum_is_that_of_accumulate(
+def test_each_axis_moves_what_the_mode_says_and_adds_up(
     ranks, mode, inside_shard, inside_replicate
 ):
     """And `zero_grad` drops what is left of a micro-batch."""

@@ -158,14 +158,6 @@ def test_fp64_equals_plain_pytorch_with_tensor_axis_of_four(ranks):
     compare(split, alone, **BOUNDS["fp64"])
 
 
-@pytest.mark.parametrize(("checkpointing", "bucketing", "tensor"), [
-    ("full", "block", 2), ("selective", "block", 1), ("full", "layer", 1),
-])  # fmt: skip
-def test_activation_checkpointing_changes_nothing(ranks, checkpointing, bucketing, tensor):
-    config = {"activation_checkpointing": checkpointing, "bucketing": bucketing}
-    check(ranks, 4, {"tensor": tensor}, config, accumulation=2)
-
-
 # The cases above accumulate with reduce_scatter_only.
 @pytest.mark.parametrize(("strategy", "mode"), [
     ("hybrid", "full"), ("hybrid", "none"), ("ddp", "none"), ("hybrid_full", "full"), ("hybrid_full", "none"),
@@ -234,9 +226,7 @@ ROUNDED = {"losses": 1.5e-4, "norm": 1e-3, "weights": 3e-2}
 
 
 @pytest.mark.parametrize(("field", "layout"), ON_LAYOUTS)
-def test_every_precision_field_computes_what_plain_pytorch_does_in_the_same_dtypes(
-    ranks, field, layout
-):
+def test_every_precision_field_equals_plain_pytorch_in_its_dtypes(ranks, field, layout):
     from parallel2d.base.config import PrecisionConfig
 
     fields, without = FIELDS[field]

@@ -310,9 +310,8 @@ def test_optuna_minimizes_the_objective(folder):  # noqa: F811
     words += ("train.validate_every=0", "hydra.sweep.dir=two", "hydra.sweeper.n_trials=1")
     unmeasured = execute(folder, *SWEEP, *words)
     assert unmeasured.returncode == 2
-    assert (
-        "train.objective=validation/loss was never measured" in unmeasured.stderr.splitlines()[-1]
-    )
+    said = unmeasured.stderr.splitlines()[-1]
+    assert "train.objective=validation/loss was never measured" in said
 
 
 @pytest.mark.extras("hydra_plugins.hydra_joblib_launcher")

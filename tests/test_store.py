@@ -407,9 +407,7 @@ def _told(**changed) -> bytes:
     return json.dumps({**json.loads(rendezvous.to_json(state)), **changed}).encode()
 
 
-def test_a_secret_is_made_and_read_and_refused_where_others_may_know_it(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_secret_is_made_read_and_refused_if_others_may_know_it(tmp_path, capsys, monkeypatch):
     path, pipe = tmp_path / "secret", tmp_path / "pipe"
     assert main(["secret", str(path)]) == 0
     assert path.stat().st_mode & 0o777 == 0o600

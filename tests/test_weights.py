@@ -257,9 +257,7 @@ def _master_values(name, options, folder):
 @pytest.mark.parametrize(("name", "options", "rounded"), [
     ("hybrid_full", {"wire": "bf16"}, True), ("hybrid", {"name": "diloco", "every": 2}, False),
 ])  # fmt: skip
-def test_master_values_are_loaded_and_saved_and_parameters_follow(
-    ranks, tmp_path, name, options, rounded
-):
+def test_master_values_are_loaded_and_saved(ranks, tmp_path, name, options, rounded):
     for found in ranks.run(4, _master_values, name, options, str(tmp_path)):
         assert found == [(True, not rounded, rounded)] * 3
 
@@ -374,9 +372,7 @@ def test_clipping_by_value_is_that_of_a_single_process(ranks):
     ([["a"], ["b"]], False, 0, {"a": (), "b": ()}, None),
     ([["a", "b"]], False, None, dict.fromkeys("ab", (4, 2)), None),
 ])  # fmt: skip
-def test_stored_tensors_that_leave_a_hole_in_a_parameter_are_refused(
-    names, stacked, dim, shapes, whole
-):
+def test_tensors_that_leave_a_hole_are_refused(names, stacked, dim, shapes, whole):
     headers = {name: (None, Entry("F32", shape, 0, 0)) for name, shape in shapes.items()}
     form = StoredForm(names, stacked, dim)
     if whole is None:

@@ -192,9 +192,7 @@ def train(kind: str, layout: str, folder: str, resumes: bool) -> tuple[Any, Any,
     pytest.param("stacked", "tensor", "tensor", marks=pytest.mark.slow),
     pytest.param("lists", "hybrid", "zero3", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_updates_are_those_of_one_process_and_resumed_on_another_layout(
-    ranks, tmp_path, kind, first, then
-):
+def test_updates_are_those_of_one_process_when_resumed(ranks, tmp_path, kind, first, then):
     model = plain(first)
     optimizer = built(kind, model, wrap=False)
     steps(model, optimizer, None, 1, 2)
@@ -280,9 +278,7 @@ def without_the_wrapper(saved: dict[str, Any]) -> dict[str, Any]:
     optimizer = parallel2d.whole_matrices(torch.optim.Rprop, matrices)
     if optimizer._inner.param_groups:  # on the owner alone, and all ranks hear of it
         optimizer._inner.state["count"] = 1
-    with pytest.raises(
-        parallel2d.ConfigError, match="count in the optimizer's state cannot be saved"
-    ):
+    with pytest.raises(parallel2d.ConfigError, match="count in the optimizer's state cannot be"):
         optimizer.state_dict()
     # Whole state that torch's own optimizers load is cut.
     mesh, model = sharded("hybrid")
