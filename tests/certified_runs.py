@@ -151,16 +151,9 @@ def run(
     torch.manual_seed(20 + dist.get_rank() if seed is None else seed)
     drawn = torch.get_rng_state()
     with fault_of(fault, module):
-        found = certify(
-            module,
-            mesh,
-            config,
-            loss_of,
-            (tokens[:, :-1], tokens[:, 1:]),
-            optimizer=dataclasses.replace(OPTIMIZERS[optimizer], lr=3e-3),
-            seed=2,
-            tensor_plan=tensor_plan,
-        )
+        batch = (tokens[:, :-1], tokens[:, 1:])
+        options = {"optimizer": dataclasses.replace(OPTIMIZERS[optimizer], lr=3e-3), "seed": 2}
+        found = certify(module, mesh, config, loss_of, batch, tensor_plan=tensor_plan, **options)
     untouched = all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     return {
         "passed": found.passed,

@@ -8,14 +8,7 @@ import torch
 from torch import nn
 from training import LLAMA, global_batch, optimizer_of, sharded
 
-from parallel2d import (
-    accumulate,
-    clip_gradient_norm,
-    cross_entropy_sum,
-    data_coordinate,
-    mesh_shape,
-    token_weight,
-)
+import parallel2d
 from parallel2d.base.config import CheckpointConfig
 from parallel2d.parallel.mesh import sum_over_data_ranks
 from parallel2d.training.checkpoint import Checkpointer
@@ -52,15 +45,15 @@ def build(
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any, step: int) -> float:
     """One step on global batch ``step``; the loss is the mean over its tokens. Ranks that do not divide the
     batch get an uneven share."""
-    rank, ranks = data_coordinate(mesh), mesh_shape(mesh).data_ranks
+    rank, ranks = parallel2d.data_coordinate(mesh), parallel2d.mesh_shape(mesh).data_ranks
     tokens, targets = (part.tensor_split(ranks)[rank] for part in global_batch(step))
-    weight = token_weight(int((targets != -100).sum()), mesh)
+    weight = parallel2d.token_weight(int((targets != -100).sum()), mesh)
     total = torch.zeros((), dtype=torch.float64)
-    for micro_tokens, micro_targets in accumulate(model, [(tokens, targets)]):
-        loss = cross_entropy_sum(model(micro_tokens), micro_targets)
+    for micro_tokens, micro_targets in parallel2d.accumulate(model, [(tokens, targets)]):
+        loss = parallel2d.cross_entropy_sum(model(micro_tokens), micro_targets)
         (loss * weight.to(loss.dtype)).backward()
         total += loss.detach().double() * weight
-    clip_gradient_norm(model.parameters(), 1.0)
+    parallel2d.clip_gradient_norm(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     return (sum_over_data_ranks(total, mesh) / ranks).item()

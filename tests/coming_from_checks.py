@@ -16,15 +16,6 @@ from torch.distributed.tensor import DTensor
 from training import is_agreement, whole
 
 import parallel2d
-from parallel2d import (
-    Checkpointer,
-    MeshSpec,
-    ParallelConfig,
-    build_mesh,
-    full_state,
-    parallelize,
-    sharded_state,
-)
 from parallel2d.base import config as config_module
 from parallel2d.base.config import CheckpointConfig
 
@@ -60,7 +51,10 @@ def namespace(code: str) -> dict[str, Any]:
     names: dict[str, Any] = {name: getattr(parallel2d, name) for name in parallel2d.__all__}
     names |= {name: kind for name, kind in vars(config_module).items() if isinstance(kind, type)}
     torch.manual_seed(dist.get_rank() if "broadcast_from" in used else 0)
-    mesh, config = build_mesh(MeshSpec(2, 2), "hybrid"), ParallelConfig("hybrid")
+    mesh, config = (
+        parallel2d.build_mesh(parallel2d.MeshSpec(2, 2), "hybrid"),
+        parallel2d.ParallelConfig("hybrid"),
+    )
     rank = dist.get_rank()
     module, bare = MyModel(), MyModel()
     # Tensor ranks share their data.
@@ -73,21 +67,21 @@ def namespace(code: str) -> dict[str, Any]:
     if not re.search(r"\b(model(?! = )|state|parts|whole)\b", code):
         return names
     torch.manual_seed(1)
-    model = parallelize(MyModel(), mesh, config)
+    model = parallel2d.parallelize(MyModel(), mesh, config)
     names |= {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
     if used & {"optimizer", "state", "parts", "whole", "summon_full_params", "apply_full"}:
         one_step(names)
         names["before"] = snapshot(model, names["optimizer"])
     if "state" in used:
-        names["state"] = full_state(model, names["optimizer"])
+        names["state"] = parallel2d.full_state(model, names["optimizer"])
     if "whole" in used:
-        names["whole"] = full_state(model, names["optimizer"], rank0_only=False)
+        names["whole"] = parallel2d.full_state(model, names["optimizer"], rank0_only=False)
     if "parts" in used:
-        names["parts"] = sharded_state(model, names["optimizer"], copy=True)
+        names["parts"] = parallel2d.sharded_state(model, names["optimizer"], copy=True)
     if "path" in used:
         # of all ranks of these workers
         names["path"] = os.path.join(tempfile.gettempdir(), f"parallel2d-test-{os.getppid()}")
-        old = full_state(model, names["optimizer"]) if "torch" in used else {}
+        old = parallel2d.full_state(model, names["optimizer"]) if "torch" in used else {}
         if old:  # what FSDP1 calls a full state: parameters and their optimizer state by name
             torch.save({"model": old["model"], "optim": old["optimizer"]}, names["path"])
     if used & {"load_full_state", "load_sharded_state"}:
@@ -254,7 +248,7 @@ def a_checkpoint_is_published(names):
     before = snapshot(names["model"], names["optimizer"])
     for parameter in names["model"].parameters():
         parameter.zero_()
-    again = Checkpointer(
+    again = parallel2d.Checkpointer(
         CheckpointConfig(), names["path"], names["mesh"], names["model"], names["optimizer"]
     )
     assert again.restore() == {"step": 1, "samples": 64}

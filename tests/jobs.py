@@ -51,13 +51,8 @@ def config_of(words):
         [word for word in words if word not in choices and not word.startswith("hydra.")]
     ):
         override = OverridesParser.create().parse_override(word)
-        OmegaConf.update(
-            composed,
-            override.key_or_group,
-            override.value(),
-            merge=True,
-            force_add=word.startswith("+"),
-        )
+        options = {"merge": True, "force_add": word.startswith("+")}
+        OmegaConf.update(composed, override.key_or_group, override.value(), **options)
     return to_config(composed)
 
 

@@ -69,13 +69,9 @@ def life(
                 draws[step] = torch.rand(()).item()
                 if average is not None and decay is not None:
                     average.update(decay)
-                last = step == until and end == "finished"
-                saver.save_if_due(
-                    step,
-                    {"samples": 8 * step},
-                    last=last,
-                    preempted=step == until and end == "preempted",
-                )
+                way = end if step == until else ""
+                options = {"last": way == "finished", "preempted": way == "preempted"}
+                saver.save_if_due(step, {"samples": 8 * step}, **options)
                 if net is not None:
                     net.wait()
             saver.collect()

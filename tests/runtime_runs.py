@@ -49,13 +49,8 @@ def one_run() -> float:
     mesh = build_mesh(strategy="hybrid")
     with build_on_meta():
         model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
-    model = parallelize(
-        model,
-        mesh,
-        ParallelConfig("zero3" if mesh.size(0) == 1 else "hybrid"),
-        seed=0,
-        topology=runtime.topology,
-    )
+    config = ParallelConfig("zero3" if mesh.size(0) == 1 else "hybrid")
+    model = parallelize(model, mesh, config, seed=0, topology=runtime.topology)
     CommunicationMeter(mesh).install()  # left for teardown to remove
     optimizer = build_optimizer(model, OPTIMIZERS["muon"])
     for _ in range(2):

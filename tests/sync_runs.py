@@ -7,21 +7,7 @@ import torch
 from torch import Tensor, nn
 from training import weights_of
 
-from parallel2d import (
-    MeshSpec,
-    ParallelConfig,
-    accumulate,
-    attach_optimizer,
-    build_mesh,
-    clip_gradient_norm,
-    compare_replicas,
-    data_coordinate,
-    mesh_shape,
-    outer_parameters,
-    parallelize,
-    set_step,
-    updated_parameters,
-)
+import parallel2d
 from parallel2d.base.config import CheckpointConfig, StrategyConfig, SyncConfig
 from parallel2d.parallel.model_structure import hidden_matrices
 from parallel2d.parallel.sync.methods import method_of
@@ -95,28 +81,28 @@ def run(
 
     ``folder``: of checkpoints after the steps ``save_after``; ``resume``: from which to go on first.
     """
-    mesh = build_mesh(MeshSpec(**sizes), strategy)
-    config = ParallelConfig(strategy, precision="fp64", sync=SyncConfig(**sync))
-    model = parallelize(small_model(scalar), mesh, config, seed=SEED)
-    optimizer = adamw(updated_parameters(model))
-    attach_optimizer(model, optimizer)
-    rank, ranks = data_coordinate(mesh), mesh_shape(mesh).data_ranks
+    mesh = parallel2d.build_mesh(parallel2d.MeshSpec(**sizes), strategy)
+    config = parallel2d.ParallelConfig(strategy, precision="fp64", sync=SyncConfig(**sync))
+    model = parallel2d.parallelize(small_model(scalar), mesh, config, seed=SEED)
+    optimizer = adamw(parallel2d.updated_parameters(model))
+    parallel2d.attach_optimizer(model, optimizer)
+    rank, ranks = parallel2d.data_coordinate(mesh), parallel2d.mesh_shape(mesh).data_ranks
     saved = CheckpointConfig(enabled=bool(folder), every=0, resume=resume, memory_every=0)
     checkpointer = Checkpointer(saved, folder, mesh, model, optimizer)
     restored = checkpointer.restore()
     for step in range(1 + (restored["step"] if restored else 0), steps + 1):
-        set_step(model, step)
+        parallel2d.set_step(model, step)
         inputs, targets = (part.chunk(ranks)[rank] for part in batch_of(step))
         micro = list(zip(inputs.chunk(accumulation), targets.chunk(accumulation), strict=True))
-        for batch in accumulate(model, micro, mode):
+        for batch in parallel2d.accumulate(model, micro, mode):
             (loss_of(model, batch) / accumulation).backward()
-        clip_gradient_norm(updated_parameters(model), CLIP)
+        parallel2d.clip_gradient_norm(parallel2d.updated_parameters(model), CLIP)
         optimizer.step()
         optimizer.zero_grad()
         checkpointer.save_if_due(step, {}, last=step in save_after)
     checkpointer.finish()
-    compare_replicas(model, mesh)
-    with outer_parameters(model):
+    parallel2d.compare_replicas(model, mesh)
+    with parallel2d.outer_parameters(model):
         return {
             "parameters": weights_of(model),
             # What this replica did not send yet

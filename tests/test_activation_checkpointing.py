@@ -164,13 +164,19 @@ def test_contradictions_are_refused(config, message):
 
 FEED_FORWARD = ActivationCheckpointingConfig("full", blocks=["FeedForward"])
 BUDGET = ActivationCheckpointingConfig("budget", memory_budget=0.3)
-
-
+OFTEN = [
+    ("hybrid", 2, "block", "full", {}),
+    ("hybrid", 1, "block", "selective", {}),
+    ("hybrid", 1, "layer", "full", {}),
+]
 RUNS = [
     ("hybrid", 2, "block", selecting("mm", "all_reduce"), {}),
     ("zero3", 1, "layer", selecting("bmm", "silu"), {}),
     ("ddp", 1, "layer", FEED_FORWARD, {}),
+    ("ddp", 2, "block", selecting("mm", "all_reduce"), {}),
+    ("ddp", 2, "block", ActivationCheckpointingConfig("full", blocks=["Attention"]), {}),
     ("hybrid", 1, "block", BUDGET, {"compile": AOT}),
+    ("hybrid", 1, "block", "none", {"compile": AOT}),
     ("hybrid", 1, "block", "full", {"compile": AOT}),
     ("hybrid", 1, "block", "selective", {"compile": AOT}),
     # Groups inside of what is recomputed gather in its forward, and may be there already when it is recomputed.
@@ -181,8 +187,9 @@ RUNS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "tensor", "bucketing", "mode", "more"), RUNS)
+@pytest.mark.parametrize(("strategy", "tensor", "bucketing", "mode", "more"), [
+    *OFTEN, *(pytest.param(*each, marks=pytest.mark.slow) for each in RUNS),
+])  # fmt: skip
 def test_every_mode_equals_plain_pytorch(ranks, strategy, tensor, bucketing, mode, more):
     """Losses, the first gradient norm and the weights after a few steps; compiled where the mode needs it or the case says so."""
     bucketing = BucketingConfig("size", 0.01) if bucketing == "size" else bucketing
@@ -190,18 +197,11 @@ def test_every_mode_equals_plain_pytorch(ranks, strategy, tensor, bucketing, mod
     check(ranks, 4, {"tensor": tensor}, {**config, **more}, accumulation=2 // tensor)
 
 
-@pytest.mark.parametrize("mode", [
-    pytest.param(selecting("mm", "all_reduce"), marks=pytest.mark.slow),
-    pytest.param(ActivationCheckpointingConfig("full", blocks=["Attention"]), marks=pytest.mark.slow),
-])  # fmt: skip
-def test_collectives_of_a_tensor_axis_are_kept_and_recomputed(ranks, mode):
-    check(ranks, 2, {"tensor": 2}, {"strategy": "ddp", "activation_checkpointing": mode})
-
-
 def _low_precision(checkpointing):
+    precision = PrecisionConfig(param="bf16", fp32_modules=["RMSNorm"])
     config = {
         "strategy": "zero3",
-        "precision": PrecisionConfig(param="bf16", fp32_modules=["RMSNorm"]),
+        "precision": precision,
         "activation_checkpointing": checkpointing,
     }
     return training.train({}, config, steps=3)["losses"]

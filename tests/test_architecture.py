@@ -77,12 +77,8 @@ def room_of(module):
     return next((name for name in known if name in rooms()), known[-1])
 
 
-FOLDERS = {
-    "base",
-    "parallel",
-    "training",
-    "instruments",
-}  # they hold rooms; `__init__` is a docstring
+# They hold rooms; `__init__` is a docstring.
+FOLDERS = {"base", "parallel", "training", "instruments"}
 
 
 def test_the_page_names_every_room_once():

@@ -128,13 +128,9 @@ def said_of_collectives(change):
     mesh = SimpleNamespace(mesh=torch.arange(2).view(2, 1), mesh_dim_names=("replicate", "shard"))
     mesh.shape = (2, 1)
     config = ParallelConfig("ddp")
-    subject = SimpleNamespace(
-        mesh=mesh,
-        config=config,
-        method=method_of(config.strategy, config.sync, replicas=2),
-        predicted={"comm/replicate/bytes": 800.0},
-        optimizer=None,
-    )
+    subject = SimpleNamespace(mesh=mesh, config=config, optimizer=None)
+    subject.method = method_of(config.strategy, config.sync, replicas=2)
+    subject.predicted = {"comm/replicate/bytes": 800.0}
     logs = [[LoggedCollective("replicate", "all_reduce", torch.float32, 400.0)] * 2 for _ in "01"]
     if change == "order":
         logs[1][0] = LoggedCollective("replicate", "all_gather", torch.float32, 400.0)

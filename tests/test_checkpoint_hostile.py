@@ -167,9 +167,8 @@ def test_a_linked_step_is_passed_over(original, tmp_path):
     assert Small(tmp_path).restore()["step"] == 1
     shutil.move(tmp_path / "checkpoints", tmp_path / "elsewhere")
     os.symlink(tmp_path / "elsewhere", tmp_path / "checkpoints")
-    with pytest.raises(
-        ConfigError, match=f"checkpoint.folder={tmp_path}/elsewhere has checkpoints"
-    ):
+    says = f"checkpoint.folder={tmp_path}/elsewhere has checkpoints"
+    with pytest.raises(ConfigError, match=says):
         Small(tmp_path)
     refused(tmp_path, tmp_path / "other", "checkpoint.folder=")
     assert main(["verify", str(tmp_path)]) == 1

@@ -35,9 +35,7 @@ CHAIN = [
 ]
 
 
-def test_loss_goes_on_as_if_nothing_had_happened_on_one_layout_after_another(
-    ranks, uninterrupted, tmp_path
-):
+def test_loss_goes_on_as_before_on_one_layout_after_another(ranks, uninterrupted, tmp_path):
     expected, source = uninterrupted
     shutil.copytree(source, tmp_path / "run")
     for step, (world, mesh, config) in enumerate(CHAIN, start=5):

@@ -258,9 +258,7 @@ def small_tmpfs(cluster):
     subprocess.run(["umount", str(cluster.node("B"))], check=True)
 
 
-def test_one_node_without_room_for_two_copies_turns_the_net_off_before_it_is_full(
-    cluster, small_tmpfs
-):
+def test_one_node_without_room_for_two_copies_turns_the_net_off(cluster, small_tmpfs):
     lives = cluster.run("AABB", until=4, llama={"dim": 128})
     assert [life["on"] for life in lives] == [False] * 4
     assert said(lives, "MiB of shared memory to give and two copies need")
@@ -371,9 +369,7 @@ def _busy(run_dir, node):
         return net.skipped, before, net.newest
 
 
-def test_folders_of_launchers_that_are_gone_are_removed_and_no_folder_says_what_to_set(
-    tmp_path, monkeypatch
-):
+def test_folders_of_gone_launchers_are_removed_and_none_says_what_to_set(tmp_path, monkeypatch):
     monkeypatch.setattr(place, "SHARED_MEMORY", str(tmp_path))
     monkeypatch.delenv(place.MEMORY_DIR, raising=False)
     mine = place.open_place()

@@ -111,9 +111,7 @@ def test_what_was_saved_comes_back_bit_by_bit_random_generators_included(tmp_pat
     ({"every": 0, "every_minutes": 1e-9}, [1, 2, 3, 4, 5, 6, 7]),
     ({"every": 1, "enabled": False}, []),
 ])  # fmt: skip
-def test_it_saves_when_it_is_due_and_at_the_end_and_keeps_what_it_should(
-    tmp_path, config, expected
-):
+def test_it_saves_when_due_and_at_the_end_and_keeps_what_it_should(tmp_path, config, expected):
     small = Small(tmp_path, **{"keep_last": 0, **config}).train(6).train(1, last=True)
     small.checkpointer.finish()
     assert steps_in(tmp_path) == [f"step-{step:08d}" for step in expected], "no debris"
@@ -121,8 +119,7 @@ def test_it_saves_when_it_is_due_and_at_the_end_and_keeps_what_it_should(
 
 def test_preemption_returns_only_when_the_checkpoint_is_published(tmp_path):
     small = Small(tmp_path, every=0).train(2).train(1, preempted=True)
-    assert complete(tmp_path) == [3]
-    assert small.checkpointer.age_steps == 0
+    assert (complete(tmp_path), small.checkpointer.age_steps) == ([3], 0)
 
 
 def test_a_running_save_is_awaited_and_has_the_values_of_its_step(tmp_path, monkeypatch):
@@ -204,7 +201,7 @@ def test_a_path_inside_the_run_goes_back_and_never_starts_afresh_and_both_lose_n
     assert steps_in(tmp_path) == [*aside, "step-00000001"]
 
 
-def test_a_path_of_another_run_is_loaded_once(tmp_path):
+def test_a_path_of_another_run_is_loaded_once_and_one_that_is_not_there_refused(tmp_path):
     Small(tmp_path / "a").train(3).checkpointer.finish()
     for resume in ("a", "a/checkpoints", "a/checkpoints/step-00000003"):
         small = Small(tmp_path / "b", seed=1, resume=str(tmp_path / resume))
@@ -212,9 +209,6 @@ def test_a_path_of_another_run_is_loaded_once(tmp_path):
     small.train(2).checkpointer.finish()
     again = Small(tmp_path / "b", resume=str(tmp_path / "a"))
     assert again.restore()["step"] == 5, "its own checkpoints come first"
-
-
-def test_a_path_that_is_not_there_is_refused(tmp_path):
     message = "^checkpoint.resume=.*there is no such folder; it may be auto, never, or a path$"
     with pytest.raises(ConfigError, match=message):
         Small(tmp_path, resume=str(tmp_path / "nowhere")).restore()
@@ -237,7 +231,7 @@ def other_model():
     )
 
 
-def test_a_changed_model_is_refused_with_every_name_and_shape_or_takes_what_fits(tmp_path):
+def test_another_model_or_optimizer_is_refused_by_name_or_takes_what_fits(tmp_path):
     first = Small(tmp_path).train(1)
     first.checkpointer.finish()
     small = Small(tmp_path, model=other_model())
@@ -257,10 +251,6 @@ def test_a_changed_model_is_refused_with_every_name_and_shape_or_takes_what_fits
     assert torch.equal(small.model[2].weight, first.model[2].weight)
     assert small.model[0].weight not in small.optimizer.state
     assert "0.weight: [5, 4] in the model" in "\n".join(heard)
-
-
-def test_another_optimizer_is_refused(tmp_path):
-    Small(tmp_path).train(1).checkpointer.finish()
     told = "(?s)optimizer Adam here, AdamW in the checkpoint.*checkpoint.load=model_only"
     with pytest.raises(ConfigError, match=told):
         Small(tmp_path, optimizer=torch.optim.Adam).restore()

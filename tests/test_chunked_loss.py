@@ -499,11 +499,7 @@ def test_a_model_of_transformers_has_the_loss_of_its_whole_logits(kind):
 
 @pytest.mark.extras("transformers")
 def test_a_job_whose_loss_reads_a_part_of_its_targets_is_refused(ranks, folder):
-    words = (
-        "model=hf",
-        "model.architecture=t5",
-        "model.arguments={d_model: 16, d_kv: 4, d_ff: 24, num_layers: 2, num_heads: 4, vocab_size: 300}",
-        "train.loss_chunk=9",
-    )
+    sizes = "{d_model: 16, d_kv: 4, d_ff: 24, num_layers: 2, num_heads: 4, vocab_size: 300}"
+    words = ("model=hf", "model.architecture=t5", f"model.arguments={sizes}", "train.loss_chunk=9")
     with pytest.raises(AssertionError, match="reads a part of the targets"):
         _rows(ranks, folder, "t5", words)

@@ -23,18 +23,12 @@ def test_the_first_start_is_told_who_took_over(tmp_path):
     first.check()
     second = claimed(tmp_path)
     second.check()
-    with pytest.raises(
-        RunTakenOver,
-        match=f"process {os.getpid()}, .* has taken over {tmp_path}: this one ends without writing",
-    ):
+    told = f"process {os.getpid()}, .* has taken over {tmp_path}: this one ends without writing"
+    with pytest.raises(RunTakenOver, match=told):
         first.check()
     assert sorted(os.listdir(tmp_path)) == ["owner.json"]
-    assert set(json.loads((tmp_path / "owner.json").read_text())) == {
-        "token",
-        "host",
-        "process",
-        "time",
-    }
+    owner = json.loads((tmp_path / "owner.json").read_text())
+    assert set(owner) == {"token", "host", "process", "time"}
 
 
 def test_a_file_system_that_hiccups_takes_nothing_over(tmp_path):
@@ -70,6 +64,5 @@ def taken_over(folder):
     return [row["step"] for row in jobs.rows("run")]
 
 
-def test_a_start_that_is_taken_over_in_a_step_writes_no_row_of_it(ranks, tmp_path):
-    (tmp_path / "corpus.txt").write_text("".join(f"{i} and {i * i}\n" for i in range(4000)))
-    assert ranks.run(1, taken_over, str(tmp_path)) == [[1]]
+def test_a_start_that_is_taken_over_in_a_step_writes_no_row_of_it(ranks, folder):
+    assert ranks.run(1, taken_over, str(folder)) == [[1]]

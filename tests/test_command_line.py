@@ -116,14 +116,10 @@ def as_nobody(act) -> str:
 
 def test_a_run_has_one_run_dir_with_everything_in_it_and_opens_no_port(folder, open_place):
     words = command(*SMALL, "launch.nproc_per_node=2", "hydra.run.dir=alone")
-    variables = {k: v for k, v in environment().items() if k != "XDG_RUNTIME_DIR"}
-    launcher = subprocess.Popen(
-        words,
-        cwd=folder,
-        env={**variables, "TMPDIR": str(open_place)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    variables = {**environment(), "TMPDIR": str(open_place)}
+    variables.pop("XDG_RUNTIME_DIR", None)
+    options = {"stderr": subprocess.PIPE, "text": True}
+    launcher = subprocess.Popen(words, cwd=folder, env=variables, **options)
     wait_until(lambda: launcher.poll() is not None or jobs.ranks_of(launcher.pid), "the first rank")
     held = jobs.ranks_of(launcher.pid)[0]
     os.kill(held, signal.SIGSTOP)

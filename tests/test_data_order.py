@@ -88,13 +88,8 @@ def test_impossible_sizes_are_refused(size: int) -> None:
 
 
 def plan(batch: int, micro: int | str, rank: int, ranks: int, padding: bool = False) -> BatchPlan:
-    return BatchPlan(
-        global_batch_size=batch,
-        micro_batch_size=micro,
-        data_rank=rank,
-        data_ranks=ranks,
-        allow_padding=padding,
-    )
+    sizes = {"global_batch_size": batch, "micro_batch_size": micro}
+    return BatchPlan(**sizes, data_rank=rank, data_ranks=ranks, allow_padding=padding)
 
 
 def _global_batch(first: int, batch: int, micro: int | str, ranks: int, padding: bool) -> list[int]:

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -264,9 +263,7 @@ def test_bad_tables_and_damaged_zstandard_files_are_reported(tmp_path, monkeypat
     ("a.txt.gz", b"a", "a.txt.gz:1: cannot be read from here on: it expands to more than 100"),
     ("a.jsonl.gz", b"{\n", "has 1001 bad rows, data.max_bad_rows=0 are allowed: a.jsonl.gz:1: not"),
 ])  # fmt: skip
-def test_a_text_that_expands_without_end_ends_with_one_message(
-    tmp_path, monkeypatch, name, line, message
-):
+def test_a_text_without_end_is_one_message(tmp_path, monkeypatch, name, line, message):
     monkeypatch.setattr(reading, "_FREE_BYTES", 1 << 20)
     (tmp_path / name).write_bytes(gzip.compress(line * (8 << 20)))
     assert message in error(tmp_path / name, tmp_path / "out")
@@ -342,9 +339,7 @@ def _killed_at(event: int, path: Path, folder: Path) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def test_a_kill_at_any_write_leaves_a_folder_that_is_resumed_to_identical_shards(
-    tmp_path, monkeypatch
-):
+def test_a_kill_at_any_write_is_resumed_to_identical_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "UNIT_BYTES", 500)
     path = write_rows(tmp_path / "in.jsonl", [f"row {n}" * (n % 9) for n in range(40)])
     run(path, tmp_path / "whole", validation_fraction=0.2)
@@ -439,10 +434,3 @@ def test_the_command_reports_one_message_and_a_code(tmp_path, capsys):
         assert text.startswith("parallel2d: ")
         assert message in text
         assert "Traceback" not in text
-
-
-def test_preparing_does_not_load_torch():
-    """Every worker process would pay for it, in seconds and in memory."""
-    code = "import sys, parallel2d.data; print('torch' in sys.modules)"
-    command = [sys.executable, "-c", code]
-    assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == "False"

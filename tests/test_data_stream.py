@@ -103,11 +103,8 @@ def test_padded_samples_hold_one_document_each_cut_at_the_length(tmp_path):
     split = write_split(tmp_path, [[[1, 2, 3], [4]], [[5, 6, 7, 8, 9, 10]]])
     rows = read_all(PaddedSamples(split, 4, END), ids=True)
     assert [row[0].tolist() for row in rows] == [[1, 2, 3, END], [4, END, END, END], [5, 6, 7, 8]]
-    assert [row[1].tolist() for row in rows] == [
-        [2, 3, END, IGNORED],
-        [END, IGNORED, IGNORED, IGNORED],
-        [6, 7, 8, 9],
-    ]
+    targets = [[2, 3, END, IGNORED], [END, IGNORED, IGNORED, IGNORED], [6, 7, 8, 9]]
+    assert [row[1].tolist() for row in rows] == targets
     assert rows[1][2].tolist() == [0, 1, 1, 1]
     assert split.documents_longer_than(6) == 1
     assert split.documents_longer_than(7) == 0

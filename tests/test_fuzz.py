@@ -325,9 +325,8 @@ def test_documents_that_do_not_end_one_after_the_other_are_refused(original, tmp
     data = bytearray(path.read_bytes())
     data[:16] = struct.pack("<2Q", *ends)
     path.write_bytes(data)
-    with pytest.raises(
-        ConfigError, match=f"{path} is damaged: its documents do not end one after the other"
-    ):
+    says = f"{path} is damaged: its documents do not end one after the other"
+    with pytest.raises(ConfigError, match=says):
         open_tokens(folder).train.read(range(8))
 
 

@@ -7,23 +7,14 @@ import pytest
 import torch
 from gradient_cases import CASES, DIM, Route
 
-from parallel2d import (
-    MeshSpec,
-    ParallelConfig,
-    accumulate,
-    attach_optimizer,
-    build_mesh,
-    data_coordinate,
-    no_sync,
-    parallelize,
-    updated_parameters,
-)
+import parallel2d
 from parallel2d.base.config import BucketingConfig, PrecisionConfig
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.model_structure import updated_as
 
 FP64 = PrecisionConfig("fp64", "fp64", "fp64", "fp64")
 STEPS = 2
+PLAN = {"blocks.*.experts.*.0": "colwise", "blocks.*.experts.*.2": "rowwise"}
 
 
 def batch(route):
@@ -60,7 +51,7 @@ def backward_passes(model, routes, mode):
     if mode.startswith("own_"):
         how = mode.removeprefix("own_")
         held = (
-            no_sync(model, how)
+            parallel2d.no_sync(model, how)
             if how in ("none", "reduce_scatter_only")
             else contextlib.nullcontext()
         )
@@ -69,28 +60,26 @@ def backward_passes(model, routes, mode):
                 forward(model, batch(route), route).backward()
         forward(model, batch(routes[-1]), routes[-1]).backward()
         return
-    for route in accumulate(model, routes, mode):
+    for route in parallel2d.accumulate(model, routes, mode):
         forward(model, batch(route), route).backward()
 
 
 def differences(sizes, strategy, bucketing, mode, micros, names):
     """By case: the largest difference of any gradient on this rank, in two steps."""
-    mesh = build_mesh(MeshSpec(**sizes), strategy)
+    mesh = parallel2d.build_mesh(parallel2d.MeshSpec(**sizes), strategy)
     shape = mesh_shape(mesh)
-    rank = data_coordinate(mesh)
+    rank = parallel2d.data_coordinate(mesh)
     found = {}
     for name in names:
         torch.manual_seed(3)
         reference = CASES[name]().double()
-        settings = ParallelConfig(strategy, bucketing, FP64)
-        plan = (
-            {"blocks.*.experts.*.0": "colwise", "blocks.*.experts.*.2": "rowwise"}
-            if shape.tensor > 1
-            else None
-        )
-        model = parallelize(copy.deepcopy(reference), mesh, settings, tensor_plan=plan)
+        settings = parallel2d.ParallelConfig(strategy, bucketing, FP64)
+        plan = PLAN if shape.tensor > 1 else None
+        model = parallel2d.parallelize(copy.deepcopy(reference), mesh, settings, tensor_plan=plan)
         # It never steps; split updates want to know it.
-        attach_optimizer(model, torch.optim.SGD(updated_parameters(model), lr=0.0))
+        parallel2d.attach_optimizer(
+            model, torch.optim.SGD(parallel2d.updated_parameters(model), lr=0.0)
+        )
         worst = 0.0
         for step in range(STEPS):
             expected = expected_gradients(reference, shape.data_ranks, shape.shard, micros, step)

@@ -119,19 +119,14 @@ def test_help_shows_a_required_value_ones_own_choices_and_no_sweep(tmp_path):
 
 def test_help_ends_quietly_with_its_reader_and_loads_no_torch():
     program = (
-        "import sys\n"
+        "import sys, parallel2d.data\n"  # every process that prepares would pay for torch
         "from parallel2d.__main__ import main\n"
         "assert main(['--help']) == main(['train', '--help', 'model=hf']) == 0\n"
         "assert 'torch' not in sys.modules\n"
     )
     line = f'{sys.executable} -c "{program}" | head -n 1'
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", line],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command, found = ["bash", "-o", "pipefail", "-c", line], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "usage: parallel2d COMMAND [ARGUMENT ...]\n"
 

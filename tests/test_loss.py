@@ -13,11 +13,8 @@ from parallel2d.parallel.mesh_sizes import MeshSpec
 
 def case(dtype, rows=37, vocab=11):
     generator = torch.Generator().manual_seed(0)
-    logits = (
-        (torch.randn(rows, vocab, generator=generator, dtype=torch.float64) * 3)
-        .to(dtype)
-        .requires_grad_()
-    )
+    logits = torch.randn(rows, vocab, generator=generator, dtype=torch.float64) * 3
+    logits = logits.to(dtype).requires_grad_()
     targets = torch.randint(0, vocab, (rows,), generator=generator)
     targets[::4] = -100
     return logits, targets
@@ -89,11 +86,8 @@ def _split_vocabulary(vocab):
     expected = F.cross_entropy(logits, targets, reduction="sum")
     expected = expected + 0.1 * logits.logsumexp(1)[targets != -100].square().sum()
     (gradient,) = torch.autograd.grad(expected, logits)
-    split = (
-        DTensor.from_local(logits.detach(), mesh, [Replicate()])
-        .redistribute(placements=[Shard(1)])
-        .requires_grad_()
-    )
+    split = DTensor.from_local(logits.detach(), mesh, [Replicate()])
+    split = split.redistribute(placements=[Shard(1)]).requires_grad_()
     value = cross_entropy_sum(split, targets, z_loss=0.1)
     value.backward()
     return value.item() - expected.item(), (split.grad.full_tensor() - gradient).abs().max().item()

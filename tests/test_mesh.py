@@ -82,14 +82,7 @@ def test_a_transposed_mesh_is_refused_with_the_numbers():
     transposed = torch.tensor([[[[0]], [[2]]], [[[1]], [[3]]]])
     with pytest.raises(ConfigError) as error:
         check_placement(transposed, topology, False)
-    for word in (
-        "mesh.shard=2",
-        "[0, 2]",
-        "1 on a",
-        "1 on b",
-        "4 times",
-        "mesh.allow_cross_node=true",
-    ):
+    for word in ("mesh.shard=2", "[0, 2]", "1 on a", "1 on b", "4 times", "allow_cross_node=true"):
         assert word in str(error.value)
     assert "ranks [0, 2] crosses hosts" in check_placement(transposed, topology, True)[0]
 

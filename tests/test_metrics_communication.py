@@ -12,18 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import training
 
-from parallel2d import (
-    MeshSpec,
-    ParallelConfig,
-    accumulate,
-    attach_optimizer,
-    build_mesh,
-    build_on_meta,
-    cross_entropy_sum,
-    mesh_shape,
-    parallelize,
-    updated_parameters,
-)
+import parallel2d
 from parallel2d.base.config import BucketingConfig, PrecisionConfig, PrefetchConfig, SyncConfig
 from parallel2d.models.llama import tensor_plan
 from parallel2d.parallel.cost.collectives import sent_bytes
@@ -53,10 +42,10 @@ def measure(
     """Measured and predicted bytes per step and rank, of the second step, which is like all that follow.
 
     ``build(tensor)`` gives model, initializer and tensor plan; the small Llama without it."""
-    parallel = ParallelConfig(**config)
-    mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.strategy.name)
-    shape = mesh_shape(mesh)
-    with build_on_meta():
+    parallel = parallel2d.ParallelConfig(**config)
+    mesh = parallel2d.build_mesh(parallel2d.MeshSpec(**mesh_sizes), parallel.strategy.name)
+    shape = parallel2d.mesh_shape(mesh)
+    with parallel2d.build_on_meta():
         model, init, plan = (build or build_small_llama)(shape.tensor)
     workload = Workload(SEQUENCES, accumulation, token_sequences(TOKENS))
     parallel.sync = dataclasses.replace(parallel.sync, during_accumulation=mode)
@@ -69,20 +58,20 @@ def measure(
         sent, predicted_passes = over_tensor.of_step(accumulation, mode)
         over_context, _ = over_tensor.of_context(accumulation)
     predicted = predicted_bytes(layout, sent, over_context)
-    model = parallelize(model, mesh, parallel, seed=0, init=init, tensor_plan=plan)
+    model = parallel2d.parallelize(model, mesh, parallel, seed=0, init=init, tensor_plan=plan)
     batches = [
         torch.randint(0, 512, (SEQUENCES, TOKENS + 1), generator=torch.Generator().manual_seed(0))
         for _ in range(accumulation)
     ]
     # It changes nothing; some sync methods send after updates.
-    optimizer = torch.optim.SGD(updated_parameters(model), lr=0.0)
-    attach_optimizer(model, optimizer)
+    optimizer = torch.optim.SGD(parallel2d.updated_parameters(model), lr=0.0)
+    parallel2d.attach_optimizer(model, optimizer)
     meter = CommunicationMeter(mesh).install()
 
     def step() -> list[float]:
         meter.start()
-        for batch in accumulate(model, batches, mode):
-            cross_entropy_sum(model(batch[:, :-1]), batch[:, 1:]).backward()
+        for batch in parallel2d.accumulate(model, batches, mode):
+            parallel2d.cross_entropy_sum(model(batch[:, :-1]), batch[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad()
         return meter.read()
@@ -207,7 +196,7 @@ def functions_of_torch() -> tuple[Any, ...]:
 
 
 def names_after_meter() -> bool:
-    mesh = build_mesh(MeshSpec(), "zero3")
+    mesh = parallel2d.build_mesh(parallel2d.MeshSpec(), "zero3")
     before = functions_of_torch()
     meter = CommunicationMeter(mesh).install()
     meter.start()
@@ -234,7 +223,7 @@ def test_only_axis_groups_count_and_a_removed_meter_leaves_torch_as_it_was(ranks
 
 def wait_for_a_late_rank() -> list[tuple[float, float, float]]:
     """Calls, seconds and exposed seconds of an all-reduce for which rank 1 comes 0.3 s late, for each way to wait for it."""
-    mesh = build_mesh(MeshSpec(), "zero3")
+    mesh = parallel2d.build_mesh(parallel2d.MeshSpec(), "zero3")
     group = mesh.get_group("shard")
     ways = (
         lambda: dist.all_reduce(torch.ones(8), group=group),

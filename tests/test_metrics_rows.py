@@ -213,13 +213,9 @@ ROW = {
 def test_event_files_hold_every_scalar_the_layout_the_texts_and_the_hyperparameters(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    writer = MetricsWriter(
-        str(tmp_path),
-        {"config": "a: 1", "mesh": "0 1"},
-        tensorboard=True,
-        hparams={"strategy": "hybrid", "lr": 0.1},
-        axes=("replicate", "shard"),
-    )
+    texts, hparams = {"config": "a: 1", "mesh": "0 1"}, {"strategy": "hybrid", "lr": 0.1}
+    options = {"tensorboard": True, "hparams": hparams, "axes": ("replicate", "shard")}
+    writer = MetricsWriter(str(tmp_path), texts, **options)
     writer.begin(0)
     for step in range(1, 11):
         writer.write({**ROW, "step": step, "loss": 3.0 / step}, [1.0, 2.0])

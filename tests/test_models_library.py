@@ -14,15 +14,7 @@ import torch.nn.functional as F
 import training
 from torch import nn
 
-from parallel2d import (
-    MeshSpec,
-    ParallelConfig,
-    build_mesh,
-    build_on_meta,
-    data_coordinate,
-    mesh_shape,
-    parallelize,
-)
+import parallel2d
 from parallel2d.base.config import HuggingFaceModel, TrainConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.models import huggingface
@@ -103,18 +95,18 @@ def run(
 ) -> dict[str, Any]:
     """Losses, norms and final weights on this process group; on a single rank without any of our code in the loop."""
     alone = torch.distributed.get_world_size() == 1
-    parallel = ParallelConfig(precision="fp64", **config)
-    mesh = build_mesh(MeshSpec(**sizes), parallel.strategy.name)
-    with build_on_meta():
+    parallel = parallel2d.ParallelConfig(precision="fp64", **config)
+    mesh = parallel2d.build_mesh(parallel2d.MeshSpec(**sizes), parallel.strategy.name)
+    with parallel2d.build_on_meta():
         model = build(kind, **(changes or {}))
     names = list(dict(model.named_parameters()))
-    plan = huggingface.tensor_words(model) if mesh_shape(mesh).tensor > 1 else None
+    plan = huggingface.tensor_words(model) if parallel2d.mesh_shape(mesh).tensor > 1 else None
     if alone:
         model = _initial(kind, changes)
     else:
-        model = parallelize(model, mesh, parallel, seed=5, tensor_plan=plan)
+        model = parallel2d.parallelize(model, mesh, parallel, seed=5, tensor_plan=plan)
     assert list(dict(model.named_parameters())) == names
-    rank, count = data_coordinate(mesh), mesh_shape(mesh).data_ranks
+    rank, count = parallel2d.data_coordinate(mesh), parallel2d.mesh_shape(mesh).data_ranks
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, norms = [], []
     for step in range(STEPS):
@@ -135,7 +127,7 @@ def run(
 
 
 def _initial(kind: str, changes: dict[str, Any] | None) -> nn.Module:
-    with build_on_meta():
+    with parallel2d.build_on_meta():
         model = build(kind, **(changes or {}))
     plan_weights(model, find_blocks(model), None).write(model, 5, "cpu")
     return model.double()
@@ -199,10 +191,12 @@ def _saved(kind: str) -> nn.Module:
 
 def _from_folder(path: str, sizes: dict[str, int], kind: str) -> list[bool]:
     parts = build_model(HuggingFaceModel(path=path))
-    mesh = build_mesh(MeshSpec(**sizes), "hybrid")
+    mesh = parallel2d.build_mesh(parallel2d.MeshSpec(**sizes), "hybrid")
     plan = parts.tensor_plan(parts.module, 2) if sizes and parts.tensor_plan is not None else None
     given = {"tensor_plan": plan, "weights": parts.weights}
-    model = parallelize(parts.module, mesh, ParallelConfig("hybrid"), seed=0, **given)
+    model = parallel2d.parallelize(
+        parts.module, mesh, parallel2d.ParallelConfig("hybrid"), seed=0, **given
+    )
     saved = _saved(kind).state_dict()
     return [torch.equal(training.whole(p), saved[name]) for name, p in model.named_parameters()]
 
@@ -223,7 +217,7 @@ def test_pretrained_weights_are_read_by_every_rank_for_itself(ranks, tmp_path, k
 
 
 def _empty(kind: str, **changes: Any) -> nn.Module:
-    with build_on_meta():
+    with parallel2d.build_on_meta():
         model = build(kind, **changes)
     return model.to_empty(device="cpu")
 

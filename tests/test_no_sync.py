@@ -53,7 +53,12 @@ def _counted(mode):
     equal = same(take_gradients(model), expected)
     with CollectiveCounter() as alone:
         backward(model, batches[0])
-    take_gradients(model)
+    expected = take_gradients(model)
+    with no_sync(model, mode):
+        backward(model, batches[1])
+    model.zero_grad()
+    backward(model, batches[0])
+    equal = equal and same(take_gradients(model), expected)
     size = sum(parameter.numel() for parameter in model.parameters())
     counters = (accumulated, inside, after, alone)
     return [reductions(counter) for counter in counters], equal, size
@@ -65,9 +70,10 @@ GROUPS = 3  # two blocks and the root
 @pytest.mark.parametrize(("mode", "inside_shard", "inside_replicate"), [
     ("reduce_scatter_only", 2, 0), ("none", 0, 0), ("full", 2, 2),
 ])  # fmt: skip
-def test_each_axis_moves_what_the_mode_says_and_the_sum_is_that_of_accumulate(
+def test_each_axis_moves_what_the_mode_says_and_adds_up(
     ranks, mode, inside_shard, inside_replicate
 ):
+    """And `zero_grad` drops what is left of a micro-batch."""
     for (accumulated, inside, after, alone), equal, size in ranks.run(4, _counted, mode):
         # of one micro-batch: reduce-scatter of everything, all-reduce of a shard in one bucket
         whole, part = (GROUPS, size), (1, size // 2)
@@ -103,11 +109,8 @@ def _after_an_exception(mode, during):
     model.zero_grad()
     with CollectiveCounter() as after:
         backward(model, batches[0])
-    return (
-        any(left),
-        same(take_gradients(model), expected),
-        [calls for calls, _ in reductions(after)],
-    )
+    calls = [calls for calls, _ in reductions(after)]
+    return any(left), same(take_gradients(model), expected), calls
 
 
 @pytest.mark.parametrize(("mode", "during"), [

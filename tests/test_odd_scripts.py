@@ -66,14 +66,10 @@ def _odd(strategy, bucketing):
     _train(model, tokens[dist.get_rank() : dist.get_rank() + 1])
     whole = full_state(model, rank0_only=False)["model"]
     expected = _train(alone, tokens).state_dict()
-    worst = [
-        (whole[name] - value).abs().max().item()
-        for name, value in expected.items()
-        if value.numel()
-    ]
-    low = parallelize(
-        nn.Linear(4, 4), mesh, ParallelConfig(strategy, precision="fp64"), broadcast_from=0
-    )
+    filled = {name: value for name, value in expected.items() if value.numel()}
+    worst = [(whole[name] - value).abs().max().item() for name, value in filled.items()]
+    config = ParallelConfig(strategy, precision="fp64")
+    low = parallelize(nn.Linear(4, 4), mesh, config, broadcast_from=0)
     low.float()(torch.ones(2, 4)).sum().backward()
     return max(worst), {parameter.grad.dtype for parameter in low.parameters()}
 
@@ -100,6 +96,9 @@ def _refused():
         model = Saving(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
         return parallelize(model, mesh, ParallelConfig("zero3"), broadcast_from=0, **options)
 
+    def penalize():
+        (model(x).sum() + sum(each.square().sum() for each in model.parameters())).backward()
+
     def differentiate():
         with forward_ad.dual_level():
             model(forward_ad.make_dual(x, x))
@@ -121,9 +120,7 @@ def _refused():
     told = []
     for call in (
         lambda: x[0] @ model[0].weight,
-        lambda: (
-            model(x).sum() + sum(each.square().sum() for each in model.parameters())
-        ).backward(),
+        penalize,
         differentiate,
         send_sparse,
         lambda: parallelize(nn.ModuleList([nn.Linear(4, 4)]), mesh),

@@ -36,9 +36,7 @@ from parallel2d.train import main
     ("precision.float8=rowwise", "precision.float8=rowwise needs an NVIDIA GPU of compute capability 8.9 or higher, and this runs on cpu"),
 ])  # fmt: skip
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_command_refuses_it_on_cpu_before_workers_start(
-    tmp_path, monkeypatch, capsys, word, reason
-):
+def test_the_command_refuses_it_on_cpu(tmp_path, monkeypatch, capsys, word, reason):
     monkeypatch.setattr(launching, "start_workers", lambda *_: pytest.fail("workers were started"))
     (tmp_path / "text.txt").write_text("some words of a text\n" * 500)
     monkeypatch.chdir(tmp_path)

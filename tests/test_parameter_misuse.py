@@ -50,7 +50,6 @@ class Training:
     """A model on this rank, and steps of it. ``mesh`` None: in one process."""
 
     def __init__(self, mesh, strategy, act=None, prepare=None):
-        self.rank = 0 if mesh is None else torch.distributed.get_rank()
         self.model = Stack(act)
         if prepare:
             prepare(self.model)
@@ -61,7 +60,7 @@ class Training:
         self.optimizer = torch.optim.SGD(trained, lr=0.5)
 
     def forward(self):
-        return self.model(_batch(self.rank)).square().sum()
+        return self.model(_batch()).square().sum()
 
     def step(self, count=1):
         for _ in range(count):
@@ -71,10 +70,10 @@ class Training:
 
     def evaluate(self):
         with torch.no_grad():
-            self.model(_batch(0))
+            self.model(_batch())
 
 
-def _batch(_rank):
+def _batch():
     return torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
 
 
@@ -99,64 +98,6 @@ def _stash_itself(block):
     block.last = block.up.bias
 
 
-def _set_data(training):
-    training.step()
-    for each in training.live:
-        each.data = 2 * each.data
-
-
-def _call_with_others(training):
-    # The third forward is not among those that are looked through.
-    training.step(2)
-    weights = {name: 0.9 * each for name, each in training.model.named_parameters()}
-    torch.func.functional_call(training.model, weights, (_batch(0),))
-
-
-def _add(training):
-    training.step(5)
-    training.model.register_parameter("temperature", nn.Parameter(torch.ones(WIDTH)))
-    training.step()
-
-
-def _replace_layer(training):
-    training.model.head = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-    training.step()
-
-
-def _drop_bias(training):
-    training.model.head.bias = None
-    training.step()
-
-
-def _number(training):
-    training.step()
-    # With `ddp` every rank has all of it.
-    value = float(training.model.head.weight.norm())
-    assert value == pytest.approx(training.model.head.weight.full_tensor().norm().item())
-
-
-def _zero_a_row(training):
-    training.model.head.weight.data[1].zero_()
-
-
-def _assign_rows(training):
-    training.forward().backward()
-    training.live[-2].grad[:2] = 0
-
-
-def _draw(training):
-    training.model.head.reset_parameters()
-
-
-def _values(training):
-    training.model.head.bias.detach().numpy()
-
-
-def _train_another(training):
-    training.optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
-    training.step()
-
-
 class Writer(nn.Module):
     """Leaves its result in what it was given."""
 
@@ -171,7 +112,7 @@ class Writer(nn.Module):
 
 def _write_into(kind, _training):
     model = parallelize(Writer(), build_mesh(MeshSpec(), "zero3"), ParallelConfig(precision="fp64"))
-    model(kind(x=_batch(0)))
+    model(kind(x=_batch()))
 
 
 def _see_same_memory(model):
@@ -180,26 +121,6 @@ def _see_same_memory(model):
 
 def _hide(model):
     model.named_parameters = lambda *_, **__: model.blocks.named_parameters("blocks")
-
-
-def _grad(training):
-    torch.autograd.grad(training.forward(), training.live, allow_unused=True)
-
-
-def _grad_of_gathered(training):
-    loss = training.forward()
-    parameters = [each for each in training.model.parameters() if each.requires_grad]
-    torch.autograd.grad(loss, parameters)
-
-
-def _backward_to_inputs(training):
-    training.forward().backward(inputs=training.optimizer.param_groups[0]["params"])
-
-
-def _update_between(training):
-    late = training.forward()
-    training.step()
-    late.backward()
 
 
 def _hold(where, model):
@@ -223,6 +144,73 @@ def _share(model):
     parallelize(other, build_mesh(MeshSpec(), "zero3"), ParallelConfig(precision="fp64"))
 
 
+class Misuse(Training):
+    """What scripts do that is refused."""
+
+    def set_data(self):
+        self.step()
+        for each in self.live:
+            each.data = 2 * each.data
+
+    def call_with_others(self):
+        # The third forward is not among those that are looked through.
+        self.step(2)
+        weights = {name: 0.9 * each for name, each in self.model.named_parameters()}
+        torch.func.functional_call(self.model, weights, (_batch(),))
+
+    def add(self):
+        self.step(5)
+        self.model.register_parameter("temperature", nn.Parameter(torch.ones(WIDTH)))
+        self.step()
+
+    def replace_layer(self):
+        self.model.head = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.step()
+
+    def drop_bias(self):
+        self.model.head.bias = None
+        self.step()
+
+    def number(self):
+        self.step()
+        # With `ddp` every rank has all of it.
+        value = float(self.model.head.weight.norm())
+        assert value == pytest.approx(self.model.head.weight.full_tensor().norm().item())
+
+    def zero_a_row(self):
+        self.model.head.weight.data[1].zero_()
+
+    def assign_rows(self):
+        self.forward().backward()
+        self.live[-2].grad[:2] = 0
+
+    def draw(self):
+        self.model.head.reset_parameters()
+
+    def values(self):
+        self.model.head.bias.detach().numpy()
+
+    def train_another(self):
+        self.optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+        self.step()
+
+    def grad(self):
+        torch.autograd.grad(self.forward(), self.live, allow_unused=True)
+
+    def grad_of_gathered(self):
+        loss = self.forward()
+        parameters = [each for each in self.model.parameters() if each.requires_grad]
+        torch.autograd.grad(loss, parameters)
+
+    def backward_to_inputs(self):
+        self.forward().backward(inputs=self.optimizer.param_groups[0]["params"])
+
+    def update_between(self):
+        late = self.forward()
+        self.step()
+        late.backward()
+
+
 WRITTEN = "was written to while it was gathered"
 MISPLACED = "is not the parameter that parallelize has sharded: torch.func.functional_call"
 HELD = "blocks.0.{} holds {}blocks.0.up.weight in a plain"
@@ -234,25 +222,25 @@ REFUSED = {
     "frozen": (Training.step, {"act": _move_frozen}, f"blocks.0.frozen {WRITTEN}"),
     "stash": (Training.step, {"act": _stash}, "blocks.[01].kept keeps blocks.[01].up.weight"),
     "stash a parameter": (Training.evaluate, {"act": _stash_itself}, "blocks.[01].last keeps blocks.[01].up.bias"),
-    "data": (_set_data, {}, r".*\.data was set to another tensor"),
-    "functional_call": (_call_with_others, {}, MISPLACED),
-    "no bias": (_drop_bias, {}, f"head.bias {MISPLACED}"),
-    "late": (_add, {}, "temperature was added or unfrozen after parallelize"),
-    "layer": (_replace_layer, {}, "head.weight was added or unfrozen after parallelize"),
-    "number": (_number, {}, "a number was asked of a DTensor"),
-    "row of data": (_zero_a_row, {}, "aten.zero_.default writes to rows or columns of a DTensor"),
-    "rows": (_assign_rows, {}, "aten.fill_.Tensor .* a DTensor: .*apply_full"),
-    "random": (_draw, {}, "aten.uniform_.default would draw all parts of a DTensor alike"),
-    "values": (_values, {}, r"numpy\(\) .* tensor.full_tensor\(\)"),
-    "another": (_train_another, {}, r"SGD has a parameter of shape \(2, 2\) that is of no parallelized model"),
+    "data": (Misuse.set_data, {}, r".*\.data was set to another tensor"),
+    "functional_call": (Misuse.call_with_others, {}, MISPLACED),
+    "no bias": (Misuse.drop_bias, {}, f"head.bias {MISPLACED}"),
+    "late": (Misuse.add, {}, "temperature was added or unfrozen after parallelize"),
+    "layer": (Misuse.replace_layer, {}, "head.weight was added or unfrozen after parallelize"),
+    "number": (Misuse.number, {}, "a number was asked of a DTensor"),
+    "row of data": (Misuse.zero_a_row, {}, "aten.zero_.default writes to rows or columns of a DTensor"),
+    "rows": (Misuse.assign_rows, {}, "aten.fill_.Tensor .* a DTensor: .*apply_full"),
+    "random": (Misuse.draw, {}, "aten.uniform_.default would draw all parts of a DTensor alike"),
+    "values": (Misuse.values, {}, r"numpy\(\) .* tensor.full_tensor\(\)"),
+    "another": (Misuse.train_another, {}, r"SGD has a parameter of shape \(2, 2\) that is of no parallelized model"),
     "dict": (functools.partial(_write_into, dict), {}, "Writer changed a dict that it was given"),
     "object": (functools.partial(_write_into, SimpleNamespace), {}, "Writer changed a SimpleNamespace that"),
     "same memory": (Training.step, {"prepare": _see_same_memory}, "head.weight and head.bias are two parameters in the same"),
     "hidden": (Training.step, {"prepare": _hide}, r"Stack.named_parameters\(\) omits head.weight"),
-    "grad": (_grad, {}, r"torch.autograd.grad\(\) with inputs=blocks.0"),
-    "grad of gathered": (_grad_of_gathered, {}, r"torch.autograd.grad\(\) with inputs=blocks.0"),
-    "backward": (_backward_to_inputs, {}, r"torch.autograd.backward\(\) with inputs=blocks.0"),
-    "update": (_update_between, {}, "parameters of .* were changed between a forward and its backward.*optimizer.step"),
+    "grad": (Misuse.grad, {}, r"torch.autograd.grad\(\) with inputs=blocks.0"),
+    "grad of gathered": (Misuse.grad_of_gathered, {}, r"torch.autograd.grad\(\) with inputs=blocks.0"),
+    "backward": (Misuse.backward_to_inputs, {}, r"torch.autograd.backward\(\) with inputs=blocks.0"),
+    "update": (Misuse.update_between, {}, "parameters of .* were changed between a forward and its backward.*optimizer.step"),
     "closure": (Training.step, {"prepare": functools.partial(_hold, "closure")}, HELD.format("project", "")),
     "partial": (Training.step, {"prepare": functools.partial(_hold, "partial")}, HELD.format("project", "")),
     "default": (Training.step, {"prepare": functools.partial(_hold, "default")}, HELD.format("project", "")),
@@ -269,128 +257,115 @@ def _refusals(strategy):
     for name, (act, settings, _) in REFUSED.items():
         told[name] = ""
         try:
-            act(Training(mesh, strategy, **settings))
+            act(Misuse(mesh, strategy, **settings))
         except (RuntimeError, ConfigError) as error:
             told[name] = str(error)
     return told
-
-
-def _build_after_evaluation(training):
-    training.evaluate()
-    training.live = list(training.model.parameters())
-    training.optimizer = torch.optim.SGD(training.live, lr=0.5, foreach=True)
-    average = [each.detach().clone() for each in training.live]
-    training.step(2)
-    for kept, each in zip(average, training.live, strict=True):
-        kept.lerp_(each.detach(), 0.5)
-    return average
-
-
-def _clamp_after_evaluation(training):
-    training.step()
-    training.evaluate()
-    for each in training.live:
-        each.data.clamp_(-0.1, 0.1)
-    training.step()
-
-
-def _evaluate_before_update(training):
-    training.optimizer = torch.optim.AdamW(training.live, lr=0.1, foreach=True)
-    for _ in range(2):
-        training.forward().backward()
-        loss = training.forward()  # nobody calls its backward
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-    return [loss.detach()]
-
-
-def _target_without_gradients(training):
-    for _ in range(2):
-        loss = training.forward()
-        training.evaluate()
-        loss.backward()
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-
-
-def _train_twice(training):
-    training.step(2)
-
-
-def _state_of_a_parameter(training):
-    first = training.live[0]
-    for make in (first.new_zeros, first.new_ones, first.new_empty):
-        training.model(_batch(0) + make(2, WIDTH).fill_(0.5)).square().sum().backward()
-    training.optimizer.step()
-
-
-def _freeze_one_more(training):
-    training.model.extra = nn.Linear(2, 2).requires_grad_(False)
-    training.step(2)
-    del training.model.extra
-
-
-def _infer_first(training):
-    with torch.inference_mode():
-        training.model(_batch(0))
-    training.step(2)
-    return []
-
-
-def _fail_in_backward(training):
-    def fail(_gradient):
-        raise RuntimeError("out of memory")
-
-    hook = training.model.blocks[1].register_forward_hook(
-        lambda *given: given[2].register_hook(fail) and None
-    )
-    with pytest.raises(RuntimeError, match="out of memory"):
-        training.forward().backward()
-    hook.remove()
-    training.optimizer.zero_grad()
-    training.step(2)
-    return []
 
 
 def _name_group(model):
     model.head.weight.decays = False
 
 
-def _skip_group(training):
-    training.live = [each for each in training.model.parameters() if getattr(each, "decays", True)]
-    training.optimizer = torch.optim.SGD(training.live, lr=0.5)
-    training.step(2)
-    return []
-
-
-def _hand_out(which, block):
-    weight = block.up.weight
-    return {
-        "w": {"itself": weight, "view": weight[:2].expand(2, WIDTH)}.get(which, weight.detach())
-    }
-
-
 def _keep_clone(block):
     block.kept = block.up.weight[:2].clone()
 
 
+class Use(Training):
+    """What scripts do that is right; returned are other values to compare than the parameters."""
+
+    def build_after_evaluation(self):
+        self.evaluate()
+        self.live = list(self.model.parameters())
+        self.optimizer = torch.optim.SGD(self.live, lr=0.5, foreach=True)
+        average = [each.detach().clone() for each in self.live]
+        self.step(2)
+        for kept, each in zip(average, self.live, strict=True):
+            kept.lerp_(each.detach(), 0.5)
+        return average
+
+    def clamp_after_evaluation(self):
+        self.step()
+        self.evaluate()
+        for each in self.live:
+            each.data.clamp_(-0.1, 0.1)
+        self.step()
+
+    def evaluate_before_update(self):
+        self.optimizer = torch.optim.AdamW(self.live, lr=0.1, foreach=True)
+        for _ in range(2):
+            self.forward().backward()
+            loss = self.forward()  # nobody calls its backward
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return [loss.detach()]
+
+    def target_without_gradients(self):
+        for _ in range(2):
+            loss = self.forward()
+            self.evaluate()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def train_twice(self):
+        self.step(2)
+
+    def state_of_a_parameter(self):
+        first = self.live[0]
+        for make in (first.new_zeros, first.new_ones, first.new_empty):
+            self.model(_batch() + make(2, WIDTH).fill_(0.5)).square().sum().backward()
+        self.optimizer.step()
+
+    def freeze_one_more(self):
+        self.model.extra = nn.Linear(2, 2).requires_grad_(False)
+        self.step(2)
+        del self.model.extra
+
+    def infer_first(self):
+        with torch.inference_mode():
+            self.model(_batch())
+        self.step(2)
+        return []
+
+    def fail_in_backward(self):
+        def fail(_gradient):
+            raise RuntimeError("out of memory")
+
+        hook = self.model.blocks[1].register_forward_hook(
+            lambda *given: given[2].register_hook(fail) and None
+        )
+        with pytest.raises(RuntimeError, match="out of memory"):
+            self.forward().backward()
+        hook.remove()
+        self.optimizer.zero_grad()
+        self.step(2)
+        return []
+
+    def skip_group(self):
+        self.live = [each for each in self.model.parameters() if getattr(each, "decays", True)]
+        self.optimizer = torch.optim.SGD(self.live, lr=0.5)
+        self.step(2)
+        return []
+
+
 RIGHT = {
-    "built after evaluation": (_build_after_evaluation, {}),
-    "clamped after evaluation": (_clamp_after_evaluation, {}),
-    "evaluated before update": (_evaluate_before_update, {}),
-    "target without gradients": (_target_without_gradients, {}),
-    "inference before training": (_infer_first, {}),
-    "exception in backward": (_fail_in_backward, {}),
-    "group by attribute": (_skip_group, {"prepare": _name_group}),
-    "frozen added": (_freeze_one_more, {}),
-    "state outside": (_state_of_a_parameter, {}),
+    "built after evaluation": (Use.build_after_evaluation, {}),
+    "clamped after evaluation": (Use.clamp_after_evaluation, {}),
+    "evaluated before update": (Use.evaluate_before_update, {}),
+    "target without gradients": (Use.target_without_gradients, {}),
+    "inference before training": (Use.infer_first, {}),
+    "exception in backward": (Use.fail_in_backward, {}),
+    "group by attribute": (Use.skip_group, {"prepare": _name_group}),
+    "frozen added": (Use.freeze_one_more, {}),
+    "state outside": (Use.state_of_a_parameter, {}),
     "state inside": (
-        _train_twice,
+        Use.train_twice,
         {"act": lambda block: {"w": next(block.parameters()).new_ones(WIDTH, WIDTH)}},
     ),
-    "clone kept": (_train_twice, {"act": _keep_clone}),
-    "weight returned": (_train_twice, {"act": functools.partial(_hand_out, "itself")}),
-    "detached returned": (_train_twice, {"act": functools.partial(_hand_out, "detached")}),
+    "clone kept": (Use.train_twice, {"act": _keep_clone}),
+    "weight returned": (Use.train_twice, {"act": lambda block: {"w": block.up.weight}}),
+    "detached returned": (Use.train_twice, {"act": lambda block: {"w": block.up.weight.detach()}}),
 }
 
 
@@ -399,7 +374,7 @@ def _results(strategy):
     mesh = build_mesh(MeshSpec(**MESHES[strategy]), strategy) if strategy else None
     found = {}
     for name, (act, settings) in RIGHT.items():
-        training = Training(mesh, strategy, **settings)
+        training = Use(mesh, strategy, **settings)
         if mesh is None:
             training.model.double()
         more = act(training) or ()

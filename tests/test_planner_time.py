@@ -97,10 +97,8 @@ def test_what_is_not_known_has_no_time():
     assert collective_seconds("all_gather", 1, placed(MeshShape(4, 8), SHARD, 4), unknown) is None
     assert collective_seconds("all_gather", 1, placed(MeshShape(4, 1), SHARD, 4), unknown) == 0
     only_inside = ClusterConfig("test", inside_node=LinkConfig(80, 80, 2))
-    assert (
-        collective_seconds("all_gather", 1, placed(MeshShape(4, 8), REPLICATE, 4), only_inside)
-        is None
-    )
+    between = placed(MeshShape(4, 8), REPLICATE, 4)
+    assert collective_seconds("all_gather", 1, between, only_inside) is None
 
 
 def group(

@@ -30,11 +30,7 @@ from parallel2d.instruments.preflight.verdict import (
     judge_speeds,
 )
 from parallel2d.launching import RankIdentity
-from parallel2d.launching.network_interface import (
-    choose_interface,
-    is_loopback,
-    list_interfaces,
-)
+from parallel2d.launching.network_interface import choose_interface, is_loopback, list_interfaces
 from parallel2d.preflight import main, understand
 from tools.cluster import Cluster, why_not
 
@@ -54,10 +50,8 @@ def test_what_the_user_set_wins():
     assert choose_interface("192.0.2.1", {"NCCL_SOCKET_IFNAME": "=lo"}).name == "lo"
     both = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "^lo"}
     assert choose_interface("192.0.2.1", both).name == "lo"
-    with pytest.raises(
-        ConfigError,
-        match=r"GLOO_SOCKET_IFNAME=eth77: .* has no such interface .* it has .*lo \(127.0.0.1\)",
-    ):
+    says = r"GLOO_SOCKET_IFNAME=eth77: .* has no such interface .* it has .*lo \(127.0.0.1\)"
+    with pytest.raises(ConfigError, match=says):
         choose_interface("127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth77"})
 
 

@@ -12,14 +12,6 @@ from parallel2d.checkpoint import main
 from parallel2d.training.checkpoint import Checkpoint
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "corpus.txt").write_text(
-        "".join(f"{i} times {i} is {i * i}\n" for i in range(12000))
-    )
-    return tmp_path
-
-
 def rows(folder: Path, name: str):
     return jobs.rows(folder / name)
 
@@ -37,12 +29,8 @@ def test_stops_and_other_layouts_change_neither_batches_nor_losses(ranks, folder
     whole, other = rows(folder, "whole"), rows(folder, "moved")
     assert [row["step"] for row in other] == list(range(1, 9))
     assert len({row["data/batch_hash"] for row in whole}) == 8
-    for key, bound in (
-        ("data/batch_hash", None),
-        ("tokens", None),
-        ("loss", 1e-10),
-        ("grad_norm", 1e-9),
-    ):
+    bounds = {"data/batch_hash": None, "tokens": None, "loss": 1e-10, "grad_norm": 1e-9}
+    for key, bound in bounds.items():
         found, expected = [row[key] for row in other], [row[key] for row in whole]
         assert found == (pytest.approx(expected, rel=bound, abs=0) if bound else expected), key
     undone = sorted((folder / "moved").glob("metrics.before-restart-*.jsonl"))

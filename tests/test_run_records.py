@@ -224,14 +224,8 @@ def test_a_run_that_diverged_has_no_finite_objective(tmp_path):
 
 def test_the_command_to_go_on_leaves_out_how_the_run_began(tmp_path):
     write_rows(tmp_path)
-    words = (
-        "--config-dir",
-        "my conf",
-        "launch.host_id=n1",
-        "checkpoint.resume=never",
-        "+train.steps=3",
-        "train.seed=2",
-    )
+    words = ("--config-dir", "my conf", "launch.host_id=n1", "checkpoint.resume=never")
+    words += ("+train.steps=3", "train.seed=2")
     job = dataclasses.replace(job_in(tmp_path), overrides=words)
     told = "\n".join(summarize(job, stopped=False, checkpoint="c"))
     assert "train --config-dir 'my conf' train.seed=2 train.steps=6 hydra.run.dir=" in told
@@ -313,18 +307,11 @@ def test_optuna_minimizes_the_objective(folder):  # noqa: F811
     assert best["best_value"] == pytest.approx(min(values), abs=1e-9)
     first = next(line for line in done.stderr.splitlines() if line.startswith("#"))
     assert first.split()[0] == f"#{values.index(min(values))}"
-    unmeasured = execute(
-        folder,
-        *SWEEP,
-        *words,
-        "train.validate_every=0",
-        "hydra.sweep.dir=two",
-        "hydra.sweeper.n_trials=1",
-    )
+    words += ("train.validate_every=0", "hydra.sweep.dir=two", "hydra.sweeper.n_trials=1")
+    unmeasured = execute(folder, *SWEEP, *words)
     assert unmeasured.returncode == 2
-    assert (
-        "train.objective=validation/loss was never measured" in unmeasured.stderr.splitlines()[-1]
-    )
+    said = unmeasured.stderr.splitlines()[-1]
+    assert "train.objective=validation/loss was never measured" in said
 
 
 @pytest.mark.extras("hydra_plugins.hydra_joblib_launcher")

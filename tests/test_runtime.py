@@ -124,13 +124,8 @@ class Slow(Bigram):
 def test_the_command_waits_for_a_slow_first_step_but_not_for_a_later_one(folder):  # noqa: F811
     (folder / "slow.py").write_text(SLOW)
     words = [word for word in SMALL if not word.startswith(("model.", "train.validate"))]
-    words += [
-        "model=custom",
-        "model.target=slow:Slow",
-        "train.validate_every=0",
-        "launch.timeout=10",
-        "metrics.console=silent",
-    ]
+    words += ["model=custom", "model.target=slow:Slow", "metrics.console=silent"]
+    words += ["train.validate_every=0", "launch.timeout=10"]
     failed = execute(folder, *words, "launch.nproc_per_node=2", "hydra.run.dir=run")
     assert failed.returncode == 1
     assert [row["step"] for row in rows(folder / "run")] == [1, 2]

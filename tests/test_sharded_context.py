@@ -7,6 +7,7 @@ import torch
 import training
 from torch import nn
 from torch.distributed.tensor import DTensor
+from workers import refusal
 
 from parallel2d import (
     MeshSpec,
@@ -17,7 +18,6 @@ from parallel2d import (
     model_sharded_context,
     parallelize,
 )
-from parallel2d.base.errors import ConfigError
 from parallel2d.models.llama import tensor_plan
 
 
@@ -75,18 +75,10 @@ def misused():
                 del held
         said.append(str(error.value)[:63])
     restored = (nn.Module.__init__, nn.Module.register_parameter) == original
-    return said, half_done, restored, nn.Linear(2, 2).weight.is_meta
+    return said, half_done, restored, nn.Linear(2, 2).weight.is_meta, several(mesh)
 
 
-def test_an_exception_inside_leaves_nothing_half_done_and_an_empty_context_is_refused(ranks):
-    nothing = "model_sharded_context: no module with parameters was built insi"
-    for said, half_done, restored, still_on_meta in ranks.run(2, misused):
-        assert said == [nothing] * 3
-        assert (half_done, restored, still_on_meta) == (False, True, False)
-
-
-def several():
-    mesh = build_mesh(MeshSpec(), "zero3")
+def several(mesh):
     with model_sharded_context(mesh, ParallelConfig("zero3"), seed=0):
         inner = nn.Linear(8, 8)
         first = nn.Sequential(inner, nn.Tanh())
@@ -97,8 +89,12 @@ def several():
     return both, type(inner).__name__, tuple(out.shape)
 
 
-def test_each_outermost_module_is_parallelized(ranks):
-    assert ranks.run(2, several) == [(True, "FSDPLinear", (2, 4))] * 2
+def test_each_outermost_module_is_parallelized_and_after_an_exception_none(ranks):
+    nothing = "model_sharded_context: no module with parameters was built insi"
+    for said, half_done, restored, still_on_meta, outermost in ranks.run(2, misused):
+        assert said == [nothing] * 3
+        assert (half_done, restored, still_on_meta) == (False, True, False)
+        assert outermost == (True, "FSDPLinear", (2, 4))
 
 
 class Adapted(nn.Module):
@@ -173,22 +169,19 @@ REFUSED = {
 def refused():
     """What is said of each; and of one that the tensor plan has."""
     said = []
-    mesh = build_mesh(MeshSpec(), "zero3")
+    mesh, config = build_mesh(MeshSpec(), "zero3"), ParallelConfig("zero3")
     for ignored in REFUSED:
         torch.manual_seed(0)
         model = Adapted()
         ignored = model.adapter if ignored == "module" else ignored
-        with pytest.raises(ConfigError) as error:
-            parallelize(model, mesh, ParallelConfig("zero3"), ignored=[ignored])
-        said.append(str(error.value))
+        said.append(refusal(parallelize, model, mesh, config, ignored=[ignored]))
     with build_on_meta():
         llama = training.build_llama()
     llama.requires_grad_(False)
     llama.output.requires_grad_(True)
     split = build_mesh(MeshSpec(replicate=1, shard=1, tensor=2), "hybrid")
-    with pytest.raises(ConfigError) as error:
-        parallelize(llama, split, seed=0, tensor_plan=plan(llama), ignored=["layers.*"])
-    return said, str(error.value)
+    options = {"seed": 0, "tensor_plan": plan(llama), "ignored": ["layers.*"]}
+    return said, refusal(parallelize, llama, split, **options)
 
 
 def test_what_cannot_be_left_out_is_refused(ranks):

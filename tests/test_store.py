@@ -407,9 +407,7 @@ def _told(**changed) -> bytes:
     return json.dumps({**json.loads(rendezvous.to_json(state)), **changed}).encode()
 
 
-def test_a_secret_is_made_and_read_and_refused_where_others_may_know_it(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_secret_is_made_read_and_refused_if_others_may_know_it(tmp_path, capsys, monkeypatch):
     path, pipe = tmp_path / "secret", tmp_path / "pipe"
     assert main(["secret", str(path)]) == 0
     assert path.stat().st_mode & 0o777 == 0o600
@@ -428,11 +426,8 @@ def test_a_secret_is_made_and_read_and_refused_where_others_may_know_it(
     refused(path, f"launch.secret_file={path} can be read by others: chmod 600")
     path.chmod(0o600)
     known = os.stat(path)
-    for owner, mode, says in (
-        (7, 0o600, "belongs to user 7"),
-        (0, 0o640, None),
-        (0, 0o644, "by others"),
-    ):
+    cases = ((7, 0o600, "belongs to user 7"), (0, 0o640, None), (0, 0o644, "by others"))
+    for owner, mode, says in cases:
         status = os.stat_result((stat.S_IFREG | mode, *known[1:4], owner, *known[5:]))
         with monkeypatch.context() as patched:
             patched.setattr(os, "getuid", lambda: 12345)

@@ -9,21 +9,7 @@ import torch
 import torch.distributed as dist
 from training import largest_difference, weights_of
 
-from parallel2d import (
-    MeshSpec,
-    ParallelConfig,
-    attach_optimizer,
-    build_mesh,
-    clip_gradient_norm,
-    compare_replicas,
-    full_state,
-    no_sync,
-    outer_parameters,
-    parallelize,
-    set_step,
-    summon_full_params,
-    updated_parameters,
-)
+import parallel2d
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.sync.methods.outer_parameter import OuterParameter
@@ -163,16 +149,16 @@ def _flip_one_bit(cases, rank):
     """Trains with the trainer's comparison; one bit of one parameter of one replica changes on the way."""
     said = []
     for strategy, sync in cases:
-        mesh = build_mesh(MeshSpec(**TWO_BY_TWO), strategy)
-        config = ParallelConfig(strategy, sync=SyncConfig(**sync))
-        model = parallelize(sync_runs.small_model().float(), mesh, config)
-        attach_optimizer(model, sync_runs.adamw(updated_parameters(model)))
-        compare_replicas(model, mesh)
+        mesh = parallel2d.build_mesh(parallel2d.MeshSpec(**TWO_BY_TWO), strategy)
+        config = parallel2d.ParallelConfig(strategy, sync=SyncConfig(**sync))
+        model = parallel2d.parallelize(sync_runs.small_model().float(), mesh, config)
+        parallel2d.attach_optimizer(model, sync_runs.adamw(parallel2d.updated_parameters(model)))
+        parallel2d.compare_replicas(model, mesh)
         if dist.get_rank() == rank:
             tensor = replicated_tensors(model)["1"]["1.up.weight"]
             tensor.detach().to_local().view(-1).view(torch.int32)[7] ^= 1 << 3
         with pytest.raises(ConfigError) as error:
-            compare_replicas(model, mesh)
+            parallel2d.compare_replicas(model, mesh)
         said.append(str(error.value))
     return said
 
@@ -214,18 +200,18 @@ def test_random_rounding_is_unbiased_and_bounded_by_the_scale():
 
 
 def _sharded_model(strategy, sync, frozen=()):
-    mesh = build_mesh(MeshSpec(replicate=2, shard=1), strategy)
-    config = ParallelConfig(strategy, precision="fp64", sync=SyncConfig(**sync))
+    mesh = parallel2d.build_mesh(parallel2d.MeshSpec(replicate=2, shard=1), strategy)
+    config = parallel2d.ParallelConfig(strategy, precision="fp64", sync=SyncConfig(**sync))
     model = sync_runs.small_model()
     for number in frozen:
         model[number].requires_grad_(False)
-    return parallelize(model, mesh, config)
+    return parallel2d.parallelize(model, mesh, config)
 
 
 def _trained_model(strategy, sync, steps=0, frozen=()):
     model = _sharded_model(strategy, sync, frozen)
-    optimizer = sync_runs.adamw(updated_parameters(model))
-    attach_optimizer(model, optimizer)
+    optimizer = sync_runs.adamw(parallel2d.updated_parameters(model))
+    parallel2d.attach_optimizer(model, optimizer)
     for step in range(1, steps + 1):
         _step(model, optimizer, step)
     return model, optimizer
@@ -244,7 +230,7 @@ def _residuals_after(*events):
     found = [sync_runs.local_residuals(model)]
     for event in events:
         scale = 8.0 if event == "scaled step" else 1.0
-        set_step(model, 4, scale)
+        parallel2d.set_step(model, 4, scale)
         inputs, targets = (part.chunk(2)[dist.get_rank()] for part in sync_runs.batch_of(4))
         (scale * sync_runs.loss_of(model, (inputs, targets))).backward()
         if event.endswith("step"):
@@ -276,16 +262,16 @@ def _exports():
     """What is saved inside and outside of the context, and the replica's own values before and after."""
     model, _ = _trained_model("ddp", {"name": "diloco", "every": 4}, steps=6)
     before = model[0].weight.full_tensor().clone()
-    outside = full_state(model, rank0_only=False)["model"]["0.weight"].clone()
+    outside = parallel2d.full_state(model, rank0_only=False)["model"]["0.weight"].clone()
     with torch.no_grad():
         model(sync_runs.batch_of(1)[0])
-    with outer_parameters(model), outer_parameters(model):
-        inside = full_state(model, rank0_only=False)["model"]["0.weight"].clone()
+    with parallel2d.outer_parameters(model), parallel2d.outer_parameters(model):
+        inside = parallel2d.full_state(model, rank0_only=False)["model"]["0.weight"].clone()
         shown = model[0].weight.full_tensor().clone()
         with torch.no_grad():
             computed = model(sync_runs.batch_of(1)[0])
     plain = sync_runs.small_model()
-    plain.load_state_dict(full_state(model, rank0_only=False)["model"])
+    plain.load_state_dict(parallel2d.full_state(model, rank0_only=False)["model"])
     expected = plain(sync_runs.batch_of(1)[0])
     after = model[0].weight.full_tensor()
     return (
@@ -312,7 +298,7 @@ def _loaded(strategy, sync):
     model.load_state_dict(state)
     for step in range(3):
         _step(model, optimizer, 4 + step)
-    with outer_parameters(model):
+    with parallel2d.outer_parameters(model):
         return model[0].weight.full_tensor().mean().item()
 
 
@@ -327,11 +313,11 @@ def test_what_load_state_dict_has_written_stays(ranks, strategy, sync):
 def _dropped(strategy):
     """The norm of a batch after another one was dropped before it was reduced over the replicas."""
     model, optimizer = _trained_model(strategy, {})
-    with no_sync(model):
+    with parallel2d.no_sync(model):
         (1000 * sync_runs.loss_of(model, sync_runs.batch_of(1))).backward()
     optimizer.zero_grad()
     sync_runs.loss_of(model, sync_runs.batch_of(2)).backward()
-    return clip_gradient_norm(model.parameters(), 1.0).item()
+    return parallel2d.clip_gradient_norm(model.parameters(), 1.0).item()
 
 
 def test_zero_grad_drops_what_is_not_reduced_yet_with_split_updates_too(ranks):
@@ -346,7 +332,7 @@ def _without_attaching(strategy, sync):
 
 def _on_whole_parameters(strategy, sync):
     model = _sharded_model(strategy, sync)
-    attach_optimizer(model, sync_runs.adamw(model.parameters()))
+    parallel2d.attach_optimizer(model, sync_runs.adamw(model.parameters()))
 
 
 def _unfrozen(strategy, sync):
@@ -357,7 +343,7 @@ def _unfrozen(strategy, sync):
 
 def _looked_at_from_rank_0(strategy, sync):
     model, _ = _trained_model(strategy, sync, steps=2)
-    with summon_full_params(model, rank0_only=True):
+    with parallel2d.summon_full_params(model, rank0_only=True):
         pass
 
 
@@ -381,7 +367,7 @@ def test_a_mistake_in_a_loop_is_an_error(ranks, mistake, strategy, sync, message
 
 def _attached_twice():
     model, optimizer = _trained_model("ddp", {"name": "diloco"})
-    attach_optimizer(model, optimizer)
+    parallel2d.attach_optimizer(model, optimizer)
     for step in range(3):
         _step(model, optimizer, step)
     return outer_sync(model).steps

@@ -77,9 +77,8 @@ def flip_a_bit(trainer):
 
 def test_a_replica_with_another_bit_ends_the_run_with_the_name_of_the_parameter(ranks, folder):
     words = ("strategy=ddp", "sync.compare_every=6", "checkpoint.enabled=false")
-    with pytest.raises(
-        WorkerError, match=r"embedding\.weight differs between ranks \[0\] and \[1\]"
-    ):
+    says = r"embedding\.weight differs between ranks \[0\] and \[1\]"
+    with pytest.raises(WorkerError, match=says):
         ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 12, flip_a_bit)
     # The comparison at step 6 sees the parameters that step 5 has left.
     assert rows(folder)[-1]["step"] == 5

@@ -12,22 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from parallel2d import (
-    ChunkedHead,
-    MeshSpec,
-    ParallelConfig,
-    accumulate,
-    build_mesh,
-    build_on_meta,
-    clip_gradient_norm,
-    cross_entropy_sum,
-    data_coordinate,
-    mesh_shape,
-    parallelize,
-    sharded_copy,
-    token_weight,
-    updated_parameters,
-)
+import parallel2d
 from parallel2d.base.config import PrecisionConfig
 from parallel2d.models.llama import Block, Llama, tensor_plan
 from parallel2d.parallel.mesh import sum_over_data_ranks
@@ -43,7 +28,7 @@ SEQ, GLOBAL_BATCH = 16, 8
 
 def loss_of_logits(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """As the arithmetic of costs takes a loss."""
-    return cross_entropy_sum(model(inputs), targets)
+    return parallel2d.cross_entropy_sum(model(inputs), targets)
 
 
 def global_batch(step: int) -> tuple[Tensor, Tensor]:
@@ -110,7 +95,7 @@ class Descent:
 
 def optimizer_of(model: nn.Module, lr: float = 3e-3) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(
-        updated_parameters(model), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        parallel2d.updated_parameters(model), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
     # A plain model has none.
     for engine in engines_in(model):
@@ -139,14 +124,14 @@ def sharded(
     mesh_sizes: dict[str, Any], config: dict[str, Any], seed: int = 0, **llama: Any
 ) -> tuple[DeviceMesh, nn.Module]:
     """The mesh, and the small Llama on it with the weights of ``seed``; `train` says what ``llama`` may be."""
-    parallel = ParallelConfig(**config)
-    mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.strategy.name)
-    with build_on_meta():
+    parallel = parallel2d.ParallelConfig(**config)
+    mesh = parallel2d.build_mesh(parallel2d.MeshSpec(**mesh_sizes), parallel.strategy.name)
+    with parallel2d.build_on_meta():
         model = build_llama(**llama)
-    tensor, plan = mesh_shape(mesh).tensor, None
+    tensor, plan = parallel2d.mesh_shape(mesh).tensor, None
     if tensor > 1:
         plan = model.plan if hasattr(model, "plan") else tensor_plan(model, tensor)
-    return mesh, parallelize(
+    return mesh, parallel2d.parallelize(
         model, mesh, parallel, seed=seed, init=model.init_weights, tensor_plan=plan
     )
 
@@ -170,27 +155,27 @@ def train(
     `ChunkedHead` of so many rows; ``decay``: of averages of the weights, by `sharded_copy` and by torch's ``AveragedModel``."""
     mesh, model = sharded(mesh_sizes, config, seed, **(llama or {}))
     optimizer = Descent(model.parameters(), 0.3) if descent else optimizer_of(model)
-    rank, data_ranks = data_coordinate(mesh), mesh_shape(mesh).data_ranks
-    head = ChunkedHead(model, loss_chunk) if loss_chunk else None
+    rank, data_ranks = parallel2d.data_coordinate(mesh), parallel2d.mesh_shape(mesh).data_ranks
+    head = parallel2d.ChunkedHead(model, loss_chunk) if loss_chunk else None
     losses, norms = [], []
-    averages = Averages(model, sharded_copy(model), decay) if decay else None
+    averages = Averages(model, parallel2d.sharded_copy(model), decay) if decay else None
     for step in range(steps):
         tokens, targets = (
             part.chunk(data_ranks)[rank].chunk(accumulation) for part in global_batch(step)
         )
-        weight = token_weight(sum(int((t != -100).sum()) for t in targets), mesh)
+        weight = parallel2d.token_weight(sum(int((t != -100).sum()) for t in targets), mesh)
         total = torch.zeros((), dtype=torch.float64)
-        for micro_tokens, micro_targets in accumulate(
+        for micro_tokens, micro_targets in parallel2d.accumulate(
             model, list(zip(tokens, targets, strict=True)), during_accumulation
         ):
             if head is not None:
                 loss = head.loss(micro_targets, micro_tokens)
             else:
-                loss = cross_entropy_sum(model(micro_tokens), micro_targets)
+                loss = parallel2d.cross_entropy_sum(model(micro_tokens), micro_targets)
             (loss * weight.to(loss.dtype)).backward()
             total += loss.detach().double() * weight
         losses.append((sum_over_data_ranks(total, mesh) / data_ranks).item())
-        norms.append(clip_gradient_norm(model.parameters(), 1.0).item())
+        norms.append(parallel2d.clip_gradient_norm(model.parameters(), 1.0).item())
         optimizer.step()
         optimizer.zero_grad()
         if averages:
@@ -304,12 +289,10 @@ def reference_in(
             )
             (loss * weight).backward()
             total += loss.item() * weight
-            gradients.append(
-                {
-                    n: p.grad.to(torch.float32 if n in apart else reduce)
-                    for n, p in twin.named_parameters()
-                }
-            )
+            gradients.append({})
+            for name, parameter in twin.named_parameters():
+                kept = torch.float32 if name in apart else reduce
+                gradients[-1][name] = parameter.grad.to(kept)
         for name, parameter in model.named_parameters():
             each = [part[name] for part in gradients]
             inner = [_mean(each[first : first + shards]) for first in range(0, parts, shards)]
@@ -317,17 +300,15 @@ def reference_in(
             parameter.grad_dtype = dtype
             # Two replicas exchange what they contribute and add it unrounded; more round the mean too.
             if len(inner) == 2:
-                inner = [
-                    value.to(torch.promote_types(value.dtype, torch.float32)) for value in inner
-                ]
+                wide = torch.promote_types(inner[0].dtype, torch.float32)
+                inner = [value.to(wide) for value in inner]
             parameter.grad = _mean(inner).to(dtype)
         losses.append(total / parts)
         norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
         for parameter in model.parameters():
             wide = torch.promote_types(parameter.grad.dtype, torch.float32)
-            parameter.grad.mul_(
-                (1 / (norm.to(wide) + 1e-6)).clamp(max=1.0).to(parameter.grad.dtype)
-            )
+            factor = (1 / (norm.to(wide) + 1e-6)).clamp(max=1.0)
+            parameter.grad.mul_(factor.to(parameter.grad.dtype))
         norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()

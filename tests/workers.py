@@ -105,6 +105,17 @@ class MeshGroups:
             gc.collect()
 
 
+def refusal(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """What the `ConfigError` says that a call raises."""
+    from parallel2d import ConfigError
+
+    try:
+        call(*arguments, **options)
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
+
 class WorkerError(AssertionError):
     """A test function failed on a rank. ``kind`` and ``message`` are those of the exception there; ``everywhere``: all ranks raised
     the same, so none is left in a collective."""
