@@ -197,7 +197,7 @@ class Membership:
             return False
         self._dealt = replicas.generation
         shards = mesh_shape(trainer.mesh).shard
-        index = replicas.members.index(replicas.own)
+        index = sorted(replicas.members).index(replicas.own)
         trainer.data_ranks = len(replicas.members) * shards
         trainer.plan = BatchPlan(
             global_batch_size=trainer.config.train.global_batch_size,

@@ -165,7 +165,6 @@ class Trainer:
 
         begin, busy = time.perf_counter(), time.process_time()
         self.recorder.start_step(step)
-        set_step(self.model, step, self.scaler.scale)
         self.clock.start()
         with self._in_step():
             while (outcome := self._compute(feed, batch, tokens)) is None:
@@ -360,9 +359,11 @@ class Trainer:
     def _compute(self, feed: BatchFeed, batch: StepBatch, tokens: int) -> StepOutcome | None:
         """Gradients and what all ranks agree on; None where all who are left do it again, with
         what is `upcoming` then."""
+        step = self.progress.step + 1
+        set_step(self.model, step, self.scaler.scale)
         summed = self.forward_backward(batch, tokens)
         self.clock.mark("forward_backward_s")
-        is_last = self.progress.step + 1 >= self.config.train.steps
+        is_last = step >= self.config.train.steps
         self.upcoming = None if is_last else self.take(feed)
         self.clock.mark("data_s")
         outcome = self._agree(summed, batch, feed)

@@ -81,7 +81,7 @@ class Replicas:
     @property
     def present(self) -> list[int]:
         found: list[int] = []
-        for number, _ in self.members:
+        for number, _ in sorted(self.members):  # as when none is lost
             found += self.ranks[number]
         return found
 

@@ -92,7 +92,7 @@ class Across(_Lasting):
 
     def members(self) -> list[int]:
         replicas = self.replicas
-        return [replicas.ranks[number][replicas.place] for number, _ in replicas.members]
+        return [replicas.ranks[number][replicas.place] for number, _ in sorted(replicas.members)]
 
     def size(self) -> int:
         return len(self.members())
