@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.config import Job, TrainConfig
 from parallel2d.base.config.job import SchedulerConfig
 from parallel2d.base.exchange import check_same_data
-from parallel2d.base.replicas import Replicas
+from parallel2d.base.replicas import Replicas, init_plain_world
 from parallel2d.base.runtime import Runtime, barrier, seed_everything
 from parallel2d.base.topology import Topology
 from parallel2d.models.adapters import settings_of
@@ -229,9 +229,13 @@ def _facts_of_checkpoint(config: TrainConfig, facts: RunFacts, model: nn.Module)
 def _divide(runtime: Runtime, shape: MeshShape) -> Replicas | None:
     """Lets the replicas of a mesh of this ``shape`` be lost one by one, where they may."""
     replicas = runtime.replicas
-    if replicas is not None:
-        rows = shape.place(runtime.topology).reshape(shape.replicate, -1)
-        replicas.divide(rows.tolist(), runtime.topology.hosts)
+    if replicas is None:
+        return None
+    if shape.replicate == 1:  # torch takes the world for groups of all ranks
+        init_plain_world(replicas)
+        return None
+    rows = shape.place(runtime.topology).reshape(shape.replicate, -1)
+    replicas.divide(rows.tolist(), runtime.topology.hosts)
     return replicas
 
 

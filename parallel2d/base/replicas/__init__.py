@@ -26,6 +26,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore
 
 from parallel2d.base.replicas.generations import Applied, Replicas
 from parallel2d.base.replicas.lasting_groups import ReplicaLost
@@ -37,6 +38,7 @@ __all__ = [
     "current",
     "first_rank",
     "forget",
+    "init_plain_world",
     "init_world",
     "is_present",
     "present_ranks",
@@ -79,6 +81,17 @@ def init_world(store: Any, rank: int, size: int, life: int, timeout: timedelta) 
         "replicas", store=replicas.own_store, rank=rank, world_size=size, timeout=timeout
     )
     return replicas
+
+
+def init_plain_world(replicas: Replicas) -> None:
+    """Makes gloo's own the default process group in the place of `World`. Collective."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    forget()
+    store = PrefixStore("plain", replicas.own_store)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=replicas.timeout
+    )
 
 
 def forget() -> None:
