@@ -37,7 +37,7 @@ from parallel2d.parallel.weights.named_tensors import (
 )
 from parallel2d.parallel.weights.states import Models, Optimizers
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
-from parallel2d.training.checkpoint.resume import Copies, Resume
+from parallel2d.training.checkpoint.resume import Copies, Resume, check_copies
 from parallel2d.training.checkpoint.save import (
     Group,
     SavedState,
@@ -77,15 +77,6 @@ def _joined(models: Mapping[str, nn.Module]) -> nn.Module:
     return joined
 
 
-def _refuse_memory(config: CheckpointConfig) -> None:
-    """Raises `ConfigError` where ``config`` asks for copies in memory, which there are not."""
-    if config.enabled and config.memory_every not in ("auto", 0):
-        raise ConfigError(
-            f"checkpoint.memory_every={config.memory_every}: give the copies to Checkpointer, "
-            "copies=parallel2d.training.recovery.memory_copies(config, run_dir, mesh)"
-        )
-
-
 class Checkpointer:
     """Saves and restores one run. Collective: every rank builds it and calls its methods at the
     same points.
@@ -123,8 +114,7 @@ class Checkpointer:
         self.config, self.mesh, self._optimizer = config, mesh, optimizer
         self.model = model if isinstance(model, nn.Module) else _joined(model)
         self.layout, self.copies = layout or {}, copies
-        if copies is None:
-            _refuse_memory(config)
+        check_copies(config, copies)
         self.group = Group.new()
         # The agreement of a step must not mix with the messages of a save that runs beside it.
         self._votes = Group.new() if config.enabled and config.every_minutes else None
