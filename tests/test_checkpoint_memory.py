@@ -119,14 +119,20 @@ def test_averages_of_weights_come_back_from_the_other_replica(cluster, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_replica_of_diloco_that_is_lost_with_its_node_starts_from_the_shared_parameters(cluster):
-    diloco = {"strategy": "hybrid", "precision": "fp64", "sync": SyncConfig("diloco", every=3)}
-    cluster.run("AABB", until=5, parallel=diloco)
-    assert start(cluster.run("AABB", until=6, parallel=diloco)) == 4
+@pytest.mark.parametrize(("sync", "lost"), [
+    (SyncConfig("diloco", every=3), "the replicas [1] of the checkpoint are not continued"),
+    (SyncConfig(wire="int4", warmup=0), "what the replicas [1] had not sent yet is lost with them"),
+], ids=["diloco", "int4"])  # fmt: skip
+def test_what_one_replica_alone_has_is_lost_with_its_node_and_that_is_said(cluster, sync, lost):
+    parallel = {"strategy": "hybrid", "precision": "fp64", "sync": sync}
+    cluster.run("AABB", until=5, parallel=parallel)
+    again = cluster.run("AABB", until=6, parallel=parallel)
+    assert start(again) == 4
+    assert not said(again, lost)
     cluster.lose("B")
-    lives = cluster.run("AACC", until=7, parallel=diloco)
+    lives = cluster.run("AACC", until=7, parallel=parallel)
     assert start(lives) == 6
-    assert said(lives, "the replicas [1] of the checkpoint are not continued")
+    assert said(lives, lost)
 
 
 @pytest.mark.slow

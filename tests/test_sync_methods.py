@@ -352,6 +352,8 @@ UNFROZEN = r"3\.(weight|bias).*unfrozen after parallelize"
 
 @pytest.mark.parametrize(("mistake", "strategy", "sync", "message"), [
     (_without_attaching, "hybrid_full", {}, NOT_ATTACHED), (_without_attaching, "ddp", {"name": "diloco"}, NOT_ATTACHED),
+    (_without_attaching, "ddp", {"wire": "int4", "warmup": 0}, NOT_ATTACHED),
+    (_without_attaching, "ddp", {"wire": "int4"}, "a share of train.steps, which a loop of your own does not have"),
     (_on_whole_parameters, "hybrid_full", {}, r"parallel2d\.updated_parameters\(model\)"),
     (_unfrozen, "ddp", {"name": "diloco"}, UNFROZEN), (_unfrozen, "hybrid_full", {"wire": "bf16"}, UNFROZEN),
     # it would write over replicas that differ

@@ -9,17 +9,16 @@ for it. Then the mean is the gradient that one process computes, for every param
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch.distributed.device_mesh import DeviceMesh
+from parallel2d.parallel.mesh import group_of, mesh_shape
 
 
 class _Exchange(torch.autograd.Function):
@@ -75,9 +74,9 @@ class ContextAxis:
     """``size`` ranks of one ``group``, of which this one is number ``rank``."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.group = mesh.get_group("context")
+        self.group = group_of(mesh, "context")
         # The ranks that may hold parts of a slice (sequence parallelism)
-        self.tensor = mesh.get_group("tensor") if "tensor" in (mesh.mesh_dim_names or ()) else None
+        self.tensor = group_of(mesh, "tensor") if mesh_shape(mesh).tensor > 1 else None
         self.size = self.group.size()
         self.rank = mesh.get_local_rank("context")
         # Whether the last block's output is joined. A head that computes its loss from slices

@@ -20,7 +20,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas import current
 from parallel2d.base.runtime import release_groups
 from parallel2d.base.topology import Topology
-from parallel2d.parallel.mesh_sizes import MeshShape, MeshSpec, check_placement
+from parallel2d.parallel.mesh_sizes import MeshShape, MeshSpec, check_placement, groups_along
 
 log = logging.getLogger(__name__)
 
@@ -57,16 +57,18 @@ def build_mesh(
     for line in [*shape.notes, *check_placement(ranks, topology, allow_cross_node)]:
         if dist.get_rank() == 0:
             log.info("%s", line)
-    sizes = {axis: size for axis, size in shape.sizes.items() if size > 1 or axis in AXES[:2]}
     found = torch.accelerator.current_accelerator(check_available=True)
     device_type = device_type or (found.type if found else "cpu")
-    mesh = _mesh_of(device_type, ranks, sizes)
-    sharding_mesh(mesh)
+    mesh = _mesh_of(device_type, ranks, shape)
+    if shape.context > 1:
+        sharding_mesh(mesh)
+        group_of(mesh, "context")
     _release_groups_at_exit()
     return mesh
 
 
-def _mesh_of(device_type: str, ranks: torch.Tensor, sizes: dict[str, int]) -> DeviceMesh:
+def _mesh_of(device_type: str, ranks: torch.Tensor, shape: MeshShape) -> DeviceMesh:
+    sizes = {axis: size for axis, size in shape.sizes.items() if size > 1 or axis in AXES[:2]}
     mesh = DeviceMesh(device_type, ranks.reshape(*sizes.values()), mesh_dim_names=tuple(sizes))
     for axis in range(mesh.ndim):
         inherit_timeout(mesh.get_group(axis), mesh.device_type)
@@ -84,11 +86,7 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if shape.context == 1:
         return mesh
     if _SHARDING not in vars(mesh):
-        sizes = shape.sharding.sizes
-        del sizes["context"]
-        if shape.tensor == 1:
-            del sizes["tensor"]
-        vars(mesh)[_SHARDING] = _mesh_of(mesh.device_type, mesh.mesh, sizes)
+        vars(mesh)[_SHARDING] = _mesh_of(mesh.device_type, mesh.mesh, shape.sharding)
     found: DeviceMesh = vars(mesh)[_SHARDING]
     return found
 
@@ -100,9 +98,25 @@ def _release_groups_at_exit() -> None:
     atexit.register(release_groups)
 
 
+# Another one
+_CONTEXT = "_parallel2d_context_group"
+
+
 def group_of(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
-    """The process group of ``axis``; of ``shard`` the ranks over which parameters lie."""
-    return (sharding_mesh(mesh) if axis == "shard" else mesh).get_group(axis)
+    """The process group of ``axis``; of ``shard`` the ranks over which parameters lie. That of
+    ``context`` is never one of the mesh, whose groups of equal ranks may be one and the same: the
+    first call is collective over the world."""
+    if axis != "context":
+        return sharding_mesh(mesh).get_group(axis)
+    if mesh.size() != dist.get_world_size():
+        return mesh.get_group(axis)
+    if _CONTEXT not in vars(mesh):
+        rows = groups_along(ranks_of(mesh), axis).tolist()
+        own, _ = dist.new_subgroups_by_enumeration(rows, group_desc="context")
+        inherit_timeout(own, mesh.device_type)
+        vars(mesh)[_CONTEXT] = own
+    found: dist.ProcessGroup = vars(mesh)[_CONTEXT]
+    return found
 
 
 def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:

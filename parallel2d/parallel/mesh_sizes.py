@@ -44,36 +44,21 @@ class MeshSpec:
     def resolve(self, strategy: StrategyConfig | str, topology: Topology) -> MeshShape:
         """All sizes, and notes on what was decided. Raises `ConfigError` for impossible ones."""
         strategy = named_strategy(strategy)
-        for axis in AXES:
-            size = getattr(self, axis)
-            if size != "auto" and (not is_count(size) or size == 0):
-                raise ConfigError(
-                    f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
-                )
+        self._check_values()
         world = topology.world_size
-        tensor, context = _size_or(self.tensor, 1), _size_or(self.context, 1)
-        rest = world
-        for axis, size in (("tensor", tensor), ("context", context)):
-            if rest % size:
-                left = "" if rest == world else f" that mesh.tensor={tensor} leaves"
-                raise ConfigError(
-                    f"mesh.{axis}={size} does not divide {counted(rest, 'rank')}{left}; use "
-                    f"{_divisors(rest)}"
-                )
-            rest //= size
+        inner = self._resolve_inner_axes(world)
+        rest = world // inner.ranks
         self.refuse_contradiction(strategy)
-        inner = _InnerAxes(context, tensor)
         replicate, shard, notes = self._resolve_data_axes(strategy, topology, inner)
         if replicate * shard != rest:
             pairs = [f"{n} x {rest // n}" for n in range(1, rest + 1) if rest % n == 0]
-            sizes = [f"mesh.{axis}={getattr(self, axis)}" for axis in AXES]
-            if context == 1:
-                sizes.remove(f"mesh.context={self.context}")
+            shown = MeshShape(replicate, shard, inner.tensor, context=inner.context).shown
+            sizes = [f"mesh.{axis}={getattr(self, axis)}" for axis in shown]
             raise ConfigError(
                 f"{' x '.join(sizes)} does not fill the {world} ranks: replicate x shard "
                 f"must be {rest}, one of {', '.join(pairs)}"
             )
-        return MeshShape(replicate, shard, tensor, tuple(notes), context)
+        return MeshShape(replicate, shard, inner.tensor, tuple(notes), inner.context)
 
     def resolve_elastic(
         self, strategy: StrategyConfig | str, topology: Topology, nodes: int
@@ -111,6 +96,28 @@ class MeshSpec:
                 f"{self.context} shards parameters over the ranks that share a sequence; choose "
                 "strategy=zero3 or strategy=hybrid, or mesh.context=1"
             )
+
+    def _check_values(self) -> None:
+        for axis in AXES:
+            size = getattr(self, axis)
+            if size != "auto" and (not is_count(size) or size == 0):
+                raise ConfigError(
+                    f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
+                )
+
+    def _resolve_inner_axes(self, world: int) -> _InnerAxes:
+        inner = _InnerAxes(_size_or(self.context, 1), _size_or(self.tensor, 1))
+        rest = world
+        for axis in ("tensor", "context"):
+            size = getattr(inner, axis)
+            if rest % size:
+                left = "" if rest == world else f" that mesh.tensor={inner.tensor} leaves"
+                raise ConfigError(
+                    f"mesh.{axis}={size} does not divide {counted(rest, 'rank')}{left}; use "
+                    f"{_divisors(rest)}"
+                )
+            rest //= size
+        return inner
 
     def _resolve_data_axes(
         self, strategy: StrategyConfig, topology: Topology, inner: _InnerAxes

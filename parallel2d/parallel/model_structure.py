@@ -3,12 +3,14 @@ repeated blocks (`find_blocks`), and which parameters are tied."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CellType, FunctionType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -172,6 +174,19 @@ def places_in(modules: Iterable[nn.Module]) -> Places:
 def tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """Groups of (module, attribute) that are one and the same parameter."""
     return [group for group in places_in(model.modules()).values() if len(group) > 1]
+
+
+def without_storage(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` on meta. Tied parameters stay tied, which ``to("meta")`` would undo, and
+    no values are copied."""
+    made: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    for buffer in model.buffers():
+        made[id(buffer)] = torch.empty_like(buffer, device="meta")
+    # What is in this mapping is taken instead of copied.
+    return copy.deepcopy(model, made)
 
 
 def find_blocks(

@@ -147,36 +147,18 @@ def build_trainer(
     writes = runtime.is_first and not quiet and not comes_back
     facts = describe_run(job, runtime, mesh, data, parts, layout, writes)
     loss = ModelLoss(config, parts)  # asks the plain module
-    source = WeightSource(
-        parts.module,
-        seed=config.train.seed,
-        init=parts.init,
-        broadcast_from=None,
-        given=parts.weights,
-        construct=parts.construct,
-    )
-    model = apply_layout(layout, parts.module, mesh, source, topology, config.train.seed)
-    optimizer = build_optimizer(model, config.optimizer)
-    if (decay := config.train.ema) is not None:
-        average = WeightAverage(model)
-        # After the exchange between replicas, which `build_optimizer` has registered.
-        optimizer.register_step_post_hook(lambda *_: average.update(decay))
+    model, optimizer = _shard(config, parts, layout, mesh, topology)
     loss.chunked_head = _chunked_head(config, model, facts.head)
     loss.learn(model, data.train, device)
     for stream in data.streams:
         stream.prepare_by(loss.prepare)
-    # An export to another format needs to know the model's configuration, and its tokenizer.
-    tokenizer = {"path": config.data.tokenizer, "end_token": config.data.end_token}
-    record = {**facts.record(), "model": dataclasses.asdict(config.model), "tokenizer": tokenizer}
-    if adapted := settings_of(model):
-        record["adapters"] = adapted
     checkpointer = Checkpointer(
         config.checkpoint,
         job.run_dir,
         mesh,
         model,
         optimizer,
-        layout=record,
+        layout=_facts_of_checkpoint(config, facts, model),
         copies=None if replicas else memory_copies(config.checkpoint, job.run_dir, mesh),
     )
     trainer = Trainer(
@@ -212,6 +194,36 @@ def build_trainer(
         trainer.recorder.writer = None  # the rows may be those of a start that still trains
         trainer.recorder.begin(trainer.progress.step)
     return trainer
+
+
+def _shard(
+    config: TrainConfig, parts: ModelParts, layout: Layout, mesh: DeviceMesh, topology: Topology
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model on its layout, with values, and what updates it. Collective."""
+    source = WeightSource(
+        parts.module,
+        seed=config.train.seed,
+        init=parts.init,
+        broadcast_from=None,
+        given=parts.weights,
+        construct=parts.construct,
+    )
+    model = apply_layout(layout, parts.module, mesh, source, topology, config.train.seed)
+    optimizer = build_optimizer(model, config.optimizer)
+    if (decay := config.train.ema) is not None:
+        average = WeightAverage(model)
+        # After the exchange between replicas, which `build_optimizer` has registered.
+        optimizer.register_step_post_hook(lambda *_: average.update(decay))
+    return model, optimizer
+
+
+def _facts_of_checkpoint(config: TrainConfig, facts: RunFacts, model: nn.Module) -> dict[str, Any]:
+    """What an export to another format needs to know: the model's configuration, its tokenizer."""
+    tokenizer = {"path": config.data.tokenizer, "end_token": config.data.end_token}
+    record = {**facts.record(), "model": dataclasses.asdict(config.model), "tokenizer": tokenizer}
+    if adapted := settings_of(model):
+        record["adapters"] = adapted
+    return record
 
 
 def _divide(runtime: Runtime, shape: MeshShape) -> Replicas | None:

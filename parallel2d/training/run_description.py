@@ -268,6 +268,7 @@ def build_recorder(facts: RunFacts, mesh: DeviceMesh, *, first: bool) -> Recorde
         hosts=facts.topology.hosts,
         meter=CommunicationMeter(mesh) if config.metrics.communication else None,
         predicted=predicted,
+        warmup=layout.method.warmup,
         slow_axes=slow,
         exact_bytes=exact_bytes(layout),
         profiler=StepProfiler(run_dir, dist.get_rank(), facts.device, profile.steps, profile.ranks),

@@ -148,7 +148,7 @@ class Trainer:
             self.recorder.say(f"not trained on: {self.stopped}; other settings would go on")
         self.upcoming = self.take(feed) if self.has_steps() else None
         if self.upcoming is not None:
-            self.loss.compare_head(self.upcoming.micro_batches[0])
+            self.loss.compare_head(self.model, self.upcoming.micro_batches[0])
         tokens = _valid_tokens(self.upcoming)
         count = torch.tensor([tokens], dtype=torch.float64, device=self.device)
         self.upcoming_tokens = int(sum_over_data_ranks(count, self.mesh).item())

@@ -19,6 +19,7 @@ from torch.distributed import DistStoreError, PrefixStore, ProcessGroup, Process
 from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
 from parallel2d.base.replicas.lasting_groups import (
     Across,
+    Attempt,
     Everyone,
     NotArrived,
     PolledWork,
@@ -241,23 +242,26 @@ class Replicas:
             self.give_up()
             post(self.store, "break", self.generation, self._events.count)
 
-    def settle(self, world: World, results: Sequence[Tensor], start: Callable[[Any], Any]) -> None:
-        """Runs a collective over those who are there, again and again until all of them have its
-        ``results``, the same on all."""
+    def settle(self, world: World, attempt: Callable[[], Attempt]) -> None:
+        """Runs a collective of ``world`` among those who are there, again and again until all of
+        them have its result, the same on all."""
         if not self.on:
-            start(world.inner).wait()
+            tried = attempt()
+            tried.start(world.inner).wait()
+            tried.succeed()
             return
         number = self.calls + 1
         while True:
-            arrived = self.begin(world.inner, start, (results,)).wait()
-            if self.vote(arrived):
+            tried = attempt()
+            if self.vote(self.begin(world.inner, tried.start, tried).wait()):
                 break
             self.regroup(admit=False)
             if self.calls == number:  # others have it, and have told
-                for result, values in zip(results, self._last, strict=True):
-                    result.copy_(values.view(result.dtype).view_as(result))
-                return
-        self.calls, self._last = number, [each.clone() for each in results]
+                for buffer, values in zip(tried.buffers, self._last, strict=True):
+                    buffer.copy_(values.view(buffer.dtype).view_as(buffer))
+                break
+        tried.succeed()
+        self.calls, self._last = number, list(tried.buffers)
 
     def vote(self, is_well: bool) -> bool:
         """Whether it is so on all ranks of this replica. Collective over them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -112,8 +112,25 @@ class Across(_Lasting):
     def alltoall_base(self, output: Any, own: Any, *sizes: Any) -> Any:
         return self.run("alltoall_base", output, own, *sizes)
 
+    # Torch's functions call one or the other, by their version.
+    all_gather_single: Any = _allgather_base
+    all_to_all_single: Any = alltoall_base
+
     def barrier(self, opts: Any = None) -> Any:
         return self.run("barrier")
+
+
+class Attempt(NamedTuple):
+    """One try of a collective whose replicas may be lost: on ``buffers`` of its own, which late
+    messages may still write to, copied to ``targets`` when all have it."""
+
+    buffers: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    start: Callable[[Any], Any]
+
+    def succeed(self) -> None:
+        for target, buffer in zip(self.targets, self.buffers, strict=True):
+            target.copy_(buffer)
 
 
 class World(_Lasting):
@@ -123,18 +140,28 @@ class World(_Lasting):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
         if self.replicas.in_step:
-            work = self.run("allreduce", tensors, opts)
-            self.replicas.arrived = work.wait()
+            self.replicas.arrived = self.run("allreduce", tensors, opts).wait()
             return _Ended()
-        return self._settle(tensors, lambda group: group.allreduce(tensors, opts))
+        return self.reduce_outside(tensors, opts)
+
+    def reduce_outside(self, tensors: Any, opts: Any) -> Any:
+        """The same outside of a step."""
+
+        def attempt() -> Attempt:
+            buffers = [each.clone() for each in tensors]
+            return Attempt(buffers, tensors, lambda group: group.allreduce(buffers, opts))
+
+        return self.settle(attempt)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts, (own,) = opts or c10d.AllgatherOptions(), inputs
 
-        def gather(group: Any) -> Any:
-            return group.allgather([[outputs[0][rank] for rank in self.members()]], [own], opts)
+        def attempt() -> Attempt:
+            targets = [outputs[0][rank] for rank in self.members()]
+            buffers = [torch.empty_like(each) for each in targets]
+            return Attempt(buffers, targets, lambda group: group.allgather([buffers], [own], opts))
 
-        return self._settle(outputs[0], gather)
+        return self.settle(attempt)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:  # type: ignore[override]
         (own,) = inputs
@@ -143,20 +170,23 @@ class World(_Lasting):
         return self.allgather([held], [own])
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:  # type: ignore[override]
-        root = opts.rootRank
         inside = dist.BroadcastOptions()
 
-        def send(group: Any) -> Any:
-            inside.rootRank = self.members().index(root)
-            return group.broadcast(tensors, inside)
+        def attempt() -> Attempt:
+            if opts.rootRank not in self.members():
+                raise ReplicaLost(f"rank {opts.rootRank}, which was to send to all, is lost")
+            inside.rootRank = self.members().index(opts.rootRank)
+            buffers = [each.clone() for each in tensors]
+            return Attempt(buffers, tensors, lambda group: group.broadcast(buffers, inside))
 
-        return self._settle(tensors, send)
+        return self.settle(attempt)
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._settle([], lambda group: group.barrier())
+        return self.settle(lambda: Attempt([], [], lambda group: group.barrier()))
 
-    def _settle(self, results: Sequence[Tensor], start: Callable[[Any], Any]) -> Any:
-        self.replicas.settle(self, results, start)
+    def settle(self, attempt: Callable[[], Attempt]) -> Any:
+        """Runs a collective until all who are there have its result."""
+        self.replicas.settle(self, attempt)
         return _Ended()
 
     def new_group(
@@ -180,17 +210,17 @@ class World(_Lasting):
 class Everyone(World):
     """As `World`, for a thread beside the loop: what loses a replica raises `ReplicaLost`."""
 
-    def _settle(self, results: Sequence[Tensor], start: Callable[[Any], Any]) -> Any:
-        replicas, group = self.replicas, self.inner
+    def settle(self, attempt: Callable[[], Attempt]) -> Any:
+        tried, replicas = attempt(), self.replicas
         if not replicas.on:
-            start(group).wait()
-        elif not replicas.begin(group, start, (results,)).wait():
+            tried.start(self.inner).wait()
+        elif not replicas.begin(self.inner, tried.start, tried).wait():
             raise ReplicaLost("a replica was lost")
+        tried.succeed()
         return _Ended()
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        opts = opts or dist.AllreduceOptions()
-        return self._settle(tensors, lambda group: group.allreduce(tensors, opts))
+        return self.reduce_outside(tensors, opts or dist.AllreduceOptions())
 
 
 class NotArrived(_Ended):

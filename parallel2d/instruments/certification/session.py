@@ -29,7 +29,12 @@ from parallel2d.parallel.sync.comparison import hashes_of
 from parallel2d.parallel.sync.methods import method_of
 from parallel2d.parallel.sync.updates import outer_sync
 from parallel2d.parallel.weights.geometry import local_region
-from parallel2d.parallel.weights.named_tensors import parameters_by_name, reshard, updated_by_name
+from parallel2d.parallel.weights.named_tensors import (
+    parameters_by_name,
+    reshard,
+    undisturbed,
+    updated_by_name,
+)
 from parallel2d.training.metrics.communication import CommunicationMeter
 
 _FEWEST_STEPS = 5
@@ -98,6 +103,10 @@ class _Session:
         _hold(record, "weights", self._parameters, self._replica)
         weights = self._gather(self._parameters)
         records = exchange.gather(record)
+        if subject.shape.context > 1:
+            # The first forward compares whole and cut sequences, by others that belong to no step.
+            with undisturbed(subject.model, next(subject.model.parameters()).device):
+                subject.loss_of(subject.model, subject.read(1, record.data_rank)[0])
         self.examiner = Examiner(subject) if records else None
         if self.examiner is not None:
             self.examiner.begin(records, weights)

@@ -56,7 +56,8 @@ def certify_job(job: Job, runtime: Runtime) -> Certificate:
     try:
         subject = _subject(trainer, notes)
         # Here, and not in the first step: its forwards belong to none.
-        trainer.loss.compare_head(subject.read(1, data_coordinate(trainer.mesh))[0])
+        first = subject.read(1, data_coordinate(trainer.mesh))[0]
+        trainer.loss.compare_head(trainer.model, first)
         return certify_steps(subject, meter, steps)
     finally:
         trainer.recorder.close()

@@ -20,13 +20,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from parallel2d.parallel.loss import loss_chunks
+from parallel2d.parallel.model_structure import without_storage
 from parallel2d.parallel.parallelize.activation_checkpointing import checkpoint_activations
 from parallel2d.parallel.parallelize.context_parallel import (
     intercept_attention,
     learn_at_first,
     slice_blocks,
 )
-from parallel2d.parallel.parallelize.layout import Layout, without_storage
+from parallel2d.parallel.parallelize.layout import Layout
 from parallel2d.parallel.parallelize.precision import cast_storage
 from parallel2d.parallel.parallelize.tensor_parallel import split_layers
 

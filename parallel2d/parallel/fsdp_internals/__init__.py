@@ -41,7 +41,8 @@ REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch.ops.aten, ("_local_scalar_dense",)),
     (Tensor, ("_base", "_post_accumulate_grad_hooks", "_version")),
     (torch, ("_C", "_dynamo")),
-    (torch._C, ("_current_graph_task_id", "_functorch")),
+    (torch._C, ("_autograd", "_current_graph_task_id", "_functorch")),
+    (torch._C._autograd, ("_top_saved_tensors_default_hooks",)),
     (forward_ad, ("_current_level",)),
 )  # fmt: skip
 

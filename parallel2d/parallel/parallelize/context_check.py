@@ -12,6 +12,7 @@ At the end the outputs of the model are compared: losses that blocks leave aside
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -44,14 +46,20 @@ _BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4}
 
 
 class ContextCheck:
-    """Of the ``stacks`` of ``model``. ``multiple``: of the sequence's length, other axes' too.
-    ``compares``: whether tensors have values."""
+    """Of the ``stacks`` of ``model``. ``groups``: over which the ranks of a replica agree;
+    ``multiple``: of the sequence's length, other axes' too; ``compares``: whether tensors have
+    values."""
 
     def __init__(
-        self, model: nn.Module, stacks: Sequence[Stack], multiple: int, compares: bool
+        self,
+        model: nn.Module,
+        stacks: Sequence[Stack],
+        groups: Sequence[dist.ProcessGroup],
+        multiple: int,
+        compares: bool,
     ) -> None:
         self._model, self._stacks, self._compares = model, stacks, compares
-        self._multiple = multiple
+        self._multiple, self._groups = multiple, groups
         self._axis: ContextAxis = stacks[0].axis
         self._names: dict[nn.Module, tuple[SplitBlock, str]] = {}
         for stack in stacks:
@@ -85,8 +93,9 @@ class ContextCheck:
                 stack.watcher = None
         # What one rank finds first another one may find later, by what follows from it.
         found = (self._position if problem else _MOST, problem)
-        ranks = all_gather(found) if self._compares else [found]
-        _, problem = min(ranks, key=operator.itemgetter(0))
+        for group in self._groups if self._compares else ():
+            found = min(all_gather(found, group), key=operator.itemgetter(0))
+        _, problem = found
         if problem:
             for stack in self._stacks:
                 stack.is_split = False
@@ -152,21 +161,26 @@ class ContextCheck:
         if self._is_split:
             self._compare_one(block, key, tensor)
             return
-        shape = tensor.shape
+        block.follows[path] = dims = self._following(block, key, tensor.shape)
+        if not self._compares or len(dims) != 1 or tensor.shape[dims[0]] % self._axis.size:
+            return
+        in_parts = block.stack.in_parts and path[0] != "attention"
+        # What modules inside have may be in parts or whole.
+        if path[0] not in ("input", "result") or not in_parts:
+            self._slices[key] = self._axis.cut(tensor.detach(), dims[0], in_parts).clone()
+
+    def _following(self, block: SplitBlock, key: _Key, shape: torch.Size) -> tuple[int, ...]:
+        """The dims that follow the length of the sequence."""
         if len(self._shapes) == 2:
-            shorter = self._shapes[0].get(key, shape)
-            pairs = zip(shape, shorter, strict=False)
-            dims = tuple(dim for dim, (one, other) in enumerate(pairs) if one != other)
-        else:
-            whole = self._whole_length(block, tensor)
-            dims = tuple(dim for dim, size in enumerate(shape) if size == whole and dim > 0)
-        block.follows[path] = dims
-        if self._compares and len(dims) == 1 and shape[dims[0]] % self._axis.size == 0:
-            # What modules inside have may be in parts or whole.
-            in_parts = block.stack.in_parts and path[0] != "attention"
-            if path[0] not in ("input", "result") or not in_parts:
-                own = self._axis.cut(tensor.detach(), dims[0], in_parts)
-                self._slices[key] = own.clone()
+            pairs = zip(shape, self._shapes[0].get(key, shape), strict=False)
+            return tuple(dim for dim, (one, other) in enumerate(pairs) if one != other)
+        # Of the input of the block the second dim is taken to be the length. The first dim of more
+        # than one is that of samples.
+        shapes = self._shapes[-1]
+        whole = next((each for (name, _, _), each in shapes.items() if name == block.name), shape)
+        return tuple(
+            dim for dim in range(min(1, len(shape) - 1), len(shape)) if shape[dim] == whole[1]
+        )
 
     def _find_parts(self) -> None:
         """Notes where tensor ranks have parts of the hidden states: attention has all positions."""
@@ -178,12 +192,6 @@ class ContextCheck:
                 if path[0] == "attention" and path[-1] == "query":
                     hidden = shapes.get((name, ("output",), 0), shape)
                     stack.in_parts |= shape[-2] == hidden[-2] * tensor.size()
-
-    def _whole_length(self, block: SplitBlock, tensor: Tensor) -> int:
-        """Of the input of the block, whose second dim it is taken to be."""
-        shapes = self._shapes[-1]
-        first = next((shape for (name, _, _), shape in shapes.items() if name == block.name), None)
-        return (first or tensor.shape)[1]
 
     def _compare_one(self, block: SplitBlock, key: _Key, tensor: Tensor) -> None:
         _, path, _ = key
@@ -269,7 +277,9 @@ class ContextCheck:
         return ""
 
     def _verdict(self, expected: Any, found: Any) -> str:
-        differing = [key for key, each in self._differences.items() if each > self._bound(key)]
+        # The widest, since what was computed in 16 bits may be kept in 32.
+        bound = max((_BOUNDS.get(each.dtype, 3e-2) for each in self._slices.values()), default=0.0)
+        differing = [key for key, each in self._differences.items() if each > bound]
         # What modules inside a block have may be anything, such as the tokens of an expert.
         if any(path[0] not in ("input", "result") for _, path, _ in differing):
             first = differing[0]
@@ -282,16 +292,14 @@ class ContextCheck:
                 f"counts them (whole and cut differ by {difference:.1e}); {_ADVICE}"
             )
         for one, other in zip(_numbers(expected), _numbers(found), strict=False):
-            if one.shape != other.shape or _difference(other, one) > _bound(one.dtype):
+            # What the blocks return was compared more strictly.
+            if one.shape != other.shape or _difference(other, one) > 4 * bound:
                 return (
                     f"an output of {type(self._model).__name__} of shape {tuple(one.shape)} is not "
                     "that of whole sequences: losses and states that blocks leave aside "
                     "(output_router_logits, output_hidden_states, use_cache) need mesh.context=1"
                 )
         return ""
-
-    def _bound(self, key: _Key) -> float:
-        return _bound(self._slices[key].dtype)
 
 
 def _attends(block: SplitBlock) -> bool:
@@ -303,10 +311,6 @@ def _attends(block: SplitBlock) -> bool:
 
 
 _ADVICE = "use mesh.context=1 for this model"
-
-
-def _bound(dtype: torch.dtype) -> float:
-    return _BOUNDS.get(dtype, 3e-2)
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
@@ -360,7 +364,7 @@ def _zeros_filled(model: nn.Module, fills: bool) -> Iterator[None]:
                 before.append((part, zeros))
                 # The same on ranks that hold the same part.
                 generator = torch.Generator().manual_seed(number)
-                fan = max(1, parameter[:1].numel())
+                fan = max(1, math.prod(part.shape[1:]))
                 values = torch.randn(part.shape, generator=generator) / (2 * fan**0.5)
                 part.copy_(torch.where(zeros, values.to(part), part))
     try:

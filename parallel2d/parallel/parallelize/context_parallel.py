@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.context_axis import ContextAxis, register_axis
 from parallel2d.parallel.fsdp_internals.sharded_model import in_backward
-from parallel2d.parallel.mesh import mesh_shape
+from parallel2d.parallel.mesh import axis_names, group_of, mesh_shape
 from parallel2d.parallel.model_structure import find_blocks
 from parallel2d.parallel.parallelize.context_blocks import SplitBlock, Stack
 from parallel2d.parallel.parallelize.context_check import ContextCheck
@@ -68,12 +68,15 @@ def learn_at_first(
     if not stacks:
         return
     multiple = mesh_shape(mesh).tensor
+    groups = [group_of(mesh, axis) for axis in ("shard", "tensor") if axis in axis_names(mesh)]
     device = torch.device(mesh.device_type)
 
     def learn(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        hook.remove()
+        if stacks[0].axis.is_learning:
+            return
         with undisturbed(model, device):
-            ContextCheck(model, stacks, multiple, compares).run(args, kwargs)
+            ContextCheck(model, stacks, groups, multiple, compares).run(args, kwargs)
+        hook.remove()
         if not compares:
             return
         split = [stack for stack in stacks if stack.is_split]

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from parallel2d.base.errors import ConfigError, first_five
-from parallel2d.parallel.model_structure import fqn_of
-from parallel2d.parallel.parallelize.layout import without_storage
+from parallel2d.parallel.model_structure import fqn_of, without_storage
 from parallel2d.parallel.parallelize.running_statistics import take_over_statistics
 from parallel2d.parallel.sync.average import move_averages, trained_values
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of

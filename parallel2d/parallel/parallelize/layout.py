@@ -10,12 +10,10 @@ each parameter as any other one, and what it holds is what the fullest rank hold
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,17 +21,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.utils._pytree import tree_map_only
 
 from parallel2d.base.config import OptimizerConfig, ParallelConfig
@@ -46,12 +33,9 @@ from parallel2d.parallel.parallelize.compilation import check_compilation
 from parallel2d.parallel.parallelize.ignored import ignored_names
 from parallel2d.parallel.parallelize.precision import Precision, buffer_dtype, storage_dtypes
 from parallel2d.parallel.parallelize.preconditions import check_offload
-from parallel2d.parallel.parallelize.tensor_parallel import resolve_plan
+from parallel2d.parallel.parallelize.tensor_parallel import split_dims
 from parallel2d.parallel.sync.methods import method_of
 from parallel2d.parallel.sync.methods.method import SyncMethod
-
-# Styles that leave parameters whole
-_WHOLE = (PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, SequenceParallel)
 
 
 @dataclass(frozen=True)
@@ -244,8 +228,7 @@ def resolve(
     tensor_plan: Mapping[str, object] | None = None,
     ignored: Sequence[str | nn.Module | nn.Parameter] = (),
 ) -> Layout:
-    """The layout of ``model``, plain and as `preconditions.check_parameters` accepts it; it stays
-    as it is.
+    """The layout of ``model``, plain as `preconditions.check_parameters` accepts it, and left so.
 
     ``mesh``: sizes will do; without a mesh, a style in ``tensor_plan`` that is not one of torch's
     is taken to leave parameters whole. ``ignored``: as of `parallelize`. Raises `ConfigError` for
@@ -262,7 +245,7 @@ def resolve(
     collector = _Collector(config, precision, stored, shape.tensor)
     collector.hidden = frozenset(hidden_matrices(model))
     collector.mark(model, left_out, workload.muon)
-    collector.tensor_dims = dict(_split_dims(model, mesh, tensor_plan or {}, shape.tensor))
+    collector.tensor_dims = dict(split_dims(model, mesh, tensor_plan or {}, shape.tensor))
     blocks = find_blocks(model, config.bucketing.blocks, config.bucketing.policy)
     if config.compile.name != "none" and not blocks:
         raise ConfigError(
@@ -273,9 +256,7 @@ def resolve(
 
     groups = list(collector.groups(model, buckets))
     parameters = [group.parameters for group in groups]
-    buffers = [
-        buffer.numel() * buffer_dtype(buffer, precision).itemsize for buffer in model.buffers()
-    ]
+    buffers = [each.numel() * buffer_dtype(each, precision).itemsize for each in model.buffers()]
     return Layout(
         config=config,
         shape=shape,
@@ -394,58 +375,3 @@ class _Collector:
         if kept != precision.sums:
             return kept
         return torch.promote_types(precision.sums, stored)
-
-
-def _split_dims(
-    model: nn.Module, mesh: DeviceMesh | MeshShape, plan: Mapping[str, object], tensor: int
-) -> Iterator[tuple[nn.Parameter, int]]:
-    """(parameter, dim) of what the tensor axis splits."""
-    if tensor == 1:
-        return
-    for pattern, style in resolve_plan(model, plan, tensor).items():
-        for module in _modules_named(model, pattern):
-            yield from _split_by(style, module, mesh)
-
-
-def _modules_named(model: nn.Module, pattern: str) -> list[nn.Module]:
-    """As `parallelize_module` finds them: each part of a name is matched on its own."""
-    found = [model]
-    for part in filter(None, pattern.split(".")):
-        around, found = found, []
-        for module in around:
-            children = module.named_children()
-            found += [child for name, child in children if fnmatchcase(name, part)]
-    return found
-
-
-def _split_by(
-    style: ParallelStyle, module: nn.Module, mesh: DeviceMesh | MeshShape
-) -> Iterator[tuple[nn.Parameter, int]]:
-    rows, columns = (0, 1) if isinstance(module, nn.Linear) else (1, 0)
-    if type(style) is ColwiseParallel:
-        for parameter in module.parameters():
-            yield parameter, rows
-    elif type(style) is RowwiseParallel:
-        # A bias is added once, by all ranks.
-        assert isinstance(module.weight, nn.Parameter)
-        yield module.weight, columns
-    elif isinstance(mesh, DeviceMesh) and not isinstance(style, _WHOLE):
-        # A style of somebody's own is tried.
-        twin = parallelize_module(without_storage(module), mesh["tensor"], style)
-        for parameter, split in zip(module.parameters(), twin.parameters(), strict=True):
-            for placement in getattr(split, "placements", ()):
-                if isinstance(placement, Shard):
-                    yield parameter, placement.dim % parameter.ndim
-
-
-def without_storage(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` on meta. Tied parameters stay tied, which ``to("meta")`` would undo, and
-    no values are copied."""
-    made: dict[int, Any] = {}
-    for parameter in model.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-    for buffer in model.buffers():
-        made[id(buffer)] = torch.empty_like(buffer, device="meta")
-    # What is in this mapping is taken instead of copied.
-    return copy.deepcopy(model, made)

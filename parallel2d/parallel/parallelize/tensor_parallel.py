@@ -30,7 +30,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,16 +45,24 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
 from parallel2d.base.config import TENSOR_WORDS
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.parallel.mesh import axis_names
-from parallel2d.parallel.model_structure import ATOMIC, tied_parameters
+from parallel2d.parallel.mesh_sizes import MeshShape
+from parallel2d.parallel.model_structure import ATOMIC, tied_parameters, without_storage
 
 log = logging.getLogger(__name__)
+
+# Styles that leave parameters whole
+_WHOLE = (PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, SequenceParallel)
 
 
 class _OnSlices(ParallelStyle):
@@ -162,6 +170,49 @@ def resolve_plan(
     if problems:
         raise ConfigError(f"tensor-parallel plan: {first_five(problems)}")
     return styles
+
+
+def split_dims(
+    model: nn.Module, mesh: DeviceMesh | MeshShape, plan: Mapping[str, object], tensor: int
+) -> Iterator[tuple[nn.Parameter, int]]:
+    """Yields (parameter, dim) of what ``plan`` splits over a tensor axis of ``tensor`` ranks, which
+    need not be there: ``mesh`` may be its sizes."""
+    if tensor == 1:
+        return
+    for pattern, style in resolve_plan(model, plan, tensor).items():
+        for module in _modules_named(model, pattern):
+            yield from _split_by(style, module, mesh)
+
+
+def _modules_named(model: nn.Module, pattern: str) -> list[nn.Module]:
+    """As `parallelize_module` finds them: each part of a name is matched on its own."""
+    found = [model]
+    for part in filter(None, pattern.split(".")):
+        around, found = found, []
+        for module in around:
+            children = module.named_children()
+            found += [child for name, child in children if fnmatch.fnmatchcase(name, part)]
+    return found
+
+
+def _split_by(
+    style: ParallelStyle, module: nn.Module, mesh: DeviceMesh | MeshShape
+) -> Iterator[tuple[nn.Parameter, int]]:
+    rows, columns = (0, 1) if isinstance(module, nn.Linear) else (1, 0)
+    if type(style) is ColwiseParallel:
+        for parameter in module.parameters():
+            yield parameter, rows
+    elif type(style) is RowwiseParallel:
+        # A bias is added once, by all ranks.
+        assert isinstance(module.weight, nn.Parameter)
+        yield module.weight, columns
+    elif isinstance(mesh, DeviceMesh) and not isinstance(style, _WHOLE):
+        # A style of somebody's own is tried.
+        twin = parallelize_module(without_storage(module), mesh["tensor"], style)
+        for parameter, split in zip(module.parameters(), twin.parameters(), strict=True):
+            for placement in getattr(split, "placements", ()):
+                if isinstance(placement, Shard):
+                    yield parameter, placement.dim % parameter.ndim
 
 
 def whole_parameters(model: nn.Module) -> list[str]:

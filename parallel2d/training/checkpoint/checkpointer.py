@@ -24,7 +24,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import refuse_link
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.base.replicas import ReplicaLost
-from parallel2d.parallel.mesh import mesh_shape, sharding_mesh
+from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.parallelize import average_buffers
 from parallel2d.parallel.weights.named_tensors import (
@@ -67,6 +67,25 @@ def _folder_in(run_dir: str | os.PathLike[str]) -> str:
     return folder
 
 
+def _joined(models: Mapping[str, nn.Module]) -> nn.Module:
+    """Several models as one: the name of a parameter begins with that of its model."""
+    joined = nn.ModuleDict(models)
+    if any(each.replicas_differ for each in masters_in(joined)):
+        raise ConfigError(
+            "sync=diloco: a Checkpointer saves one model; make one for each, in its own folder"
+        )
+    return joined
+
+
+def _refuse_memory(config: CheckpointConfig) -> None:
+    """Raises `ConfigError` where ``config`` asks for copies in memory, which there are not."""
+    if config.enabled and config.memory_every not in ("auto", 0):
+        raise ConfigError(
+            f"checkpoint.memory_every={config.memory_every}: give the copies to Checkpointer, "
+            "copies=parallel2d.training.recovery.memory_copies(config, run_dir, mesh)"
+        )
+
+
 class Checkpointer:
     """Saves and restores one run. Collective: every rank builds it and calls its methods at the
     same points.
@@ -101,22 +120,11 @@ class Checkpointer:
         layout: dict[str, Any] | None = None,
         copies: Copies | None = None,
     ) -> None:
-        self.config, self._optimizer = config, optimizer
-        self.mesh = None if mesh is None else sharding_mesh(mesh)
-        shape = MeshShape(1, 1) if mesh is None else mesh_shape(mesh)
-        self._sizes = shape.shown
-        # The name of a parameter begins with that of its model.
-        self.model = model if isinstance(model, nn.Module) else nn.ModuleDict(model)
-        if self.model is not model and any(each.replicas_differ for each in masters_in(self.model)):
-            raise ConfigError(
-                "sync=diloco: a Checkpointer saves one model; make one for each, in its own folder"
-            )
+        self.config, self.mesh, self._optimizer = config, mesh, optimizer
+        self.model = model if isinstance(model, nn.Module) else _joined(model)
         self.layout, self.copies = layout or {}, copies
-        if copies is None and config.enabled and config.memory_every not in ("auto", 0):
-            raise ConfigError(
-                f"checkpoint.memory_every={config.memory_every}: give the copies to Checkpointer, "
-                "copies=parallel2d.training.recovery.memory_copies(config, run_dir, mesh)"
-            )
+        if copies is None:
+            _refuse_memory(config)
         self.group = Group.new()
         # The agreement of a step must not mix with the messages of a save that runs beside it.
         self._votes = Group.new() if config.enabled and config.every_minutes else None
@@ -384,11 +392,12 @@ class Checkpointer:
         if optimizer is not None:
             spread_state(optimizer)
             described = describe_optimizer(self.model, optimizer)
+        shape = MeshShape(1, 1) if self.mesh is None else mesh_shape(self.mesh)
         manifest = Manifest(
             step=step,
             state={**state, "step": step},
             layout=self.layout,
-            mesh=self._sizes,
+            mesh=shape.shown,
             world_size=self.group.size,
             optimizer=described,
             tied=tied_names(self.model),

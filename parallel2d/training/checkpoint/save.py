@@ -27,7 +27,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DTYPE_NAMES, DamagedCheckpointError, encode
 from parallel2d.base.replicas import first_rank, is_present
-from parallel2d.parallel.mesh import axis_positions, without_replicas
+from parallel2d.parallel.mesh import axis_positions, sharding_mesh, without_replicas
 from parallel2d.parallel.weights.geometry import (
     Region,
     local_part,
@@ -175,6 +175,7 @@ def plan_all(
     state: SavedState, mesh: DeviceMesh | None, nodes: Sequence[int] | None = None
 ) -> Iterator[tuple[str, Region, Tensor]]:
     """`plan_writes` of what this rank has in common with others."""
+    mesh = None if mesh is None else sharding_mesh(mesh)
     yield from plan_writes(state.shared.items(), mesh, nodes)
     if state.of_replica and mesh is not None:
         yield from plan_writes(state.of_replica.items(), without_replicas(mesh), nodes)

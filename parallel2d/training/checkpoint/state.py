@@ -307,7 +307,8 @@ def _residual_prefixes(kept: UpdateFollower, manifest: Manifest) -> list[str]:
 def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Fills what `shared_tensors` and `replica_tensors` list, as far as ``checkpoint`` has it; the
     model and its optimizer have been loaded. No communication."""
-    is_first = torch.distributed.get_rank() == 0
+    # A single process needs no process group.
+    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     _load_residuals(residuals_of(model), checkpoint, is_first)
     outer = outer_sync(model)
     if outer is None or STEPS not in checkpoint.tensors:

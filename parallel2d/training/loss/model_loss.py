@@ -18,6 +18,7 @@ from parallel2d.base.config.options import load_reference
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import broadcast
 from parallel2d.parallel.chunked_head import ChunkedHead
+from parallel2d.parallel.context_axis import context_axis_of
 from parallel2d.parallel.loss import cross_entropy_sum, loss_bound
 from parallel2d.parallel.parallelize.layout import SampleShape
 from parallel2d.parallel.parallelize.precision import DTYPES, input_dtype
@@ -184,12 +185,17 @@ class ModelLoss:
             return wide
         return wide * batch.valid_tokens
 
-    def compare_head(self, batch: Batch) -> None:
-        """Compares the loss in chunks, where there is one, with the plain one. Collective."""
+    def compare_head(self, model: nn.Module, batch: Batch) -> None:
+        """Has done what comes with a first forward, and belongs to no step: the loss in chunks is
+        compared with the plain one, and ``model`` on slices of sequences with itself. Collective.
+        """
         if self.chunked_head is not None:
             assert batch.targets is not None, "logits have targets"
             args, named = self.arguments(batch.inputs, batch.targets, batch.document_ids)
             self.chunked_head.compare(batch.targets, *args, **named)
+        elif context_axis_of(model) is not None:
+            with undisturbed(model, next(model.parameters()).device):
+                self._value(model, batch.inputs, batch.targets, batch.document_ids)
 
     def prepare(self, batch: Batch) -> Batch:
         """``batch`` with targets as the loss ignores them, and with what it is divided by as its

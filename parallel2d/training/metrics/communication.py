@@ -38,7 +38,7 @@ from parallel2d.base.config import AXES
 from parallel2d.base.replicas.lasting_groups import PolledWork
 from parallel2d.base.runtime import on_teardown
 from parallel2d.parallel.cost.collectives import sent_bytes
-from parallel2d.parallel.mesh import axis_names, sharding_mesh
+from parallel2d.parallel.mesh import axis_names, group_of
 from parallel2d.training.metrics.phases import named, seconds_between
 
 # One of torch's functions with the arguments it was called with
@@ -180,16 +180,15 @@ class CommunicationMeter:
         self._axes: dict[str, _Tally] = {}
         self._by_group: dict[str, _Tally | None] = {}
         self._by_ranks: dict[tuple[int, ...], _Tally] = {}
-        # With a context axis parameters are gathered by groups of their own, which have the ranks
-        # of the context groups if the shard axis has one.
-        for over in (sharding_mesh(mesh), mesh):
-            for index, axis in enumerate(axis_names(over)):
-                tally = self._axes.setdefault(axis, _Tally(axis, over.size(index)))
-                # Over an axis of one rank nothing is sent.
-                if over.size(index) > 1:
-                    group = over.get_group(index)
-                    self._by_group[group.group_name] = tally
-                    self._by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), tally)
+        for axis in axis_names(mesh):
+            group = group_of(mesh, axis)
+            tally = _Tally(axis, group.size())
+            self._axes[axis] = tally
+            # Over an axis of one rank nothing is sent.
+            if tally.size > 1:
+                self._by_group[group.group_name] = tally
+                # Of equal ranks those that share parameters come first.
+                self._by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), tally)
         # Functional collectives in flight, by the address of their output
         self._awaited: dict[int, _Tally] = {}
         # Other asynchronous ones, by the id of their handle: handle, axis, device type

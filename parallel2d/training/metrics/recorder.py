@@ -53,6 +53,7 @@ class Recorder:
     hosts: Sequence[str] = ()  # by rank
     meter: CommunicationMeter | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)  # bytes per axis to compare with
+    warmup: float = 0.0  # the first steps, in which other bytes move
     slow_axes: Sequence[str] = ()  # whose groups cross hosts
     # that exact fp32 gradients would send over the replicate axis per step; 0: nothing crosses it
     exact_bytes: float = 0.0
@@ -218,13 +219,16 @@ class Recorder:
         row = {key: total / self._counted for key, total in self._sums.items()}
         self._crossed_bytes += self._sums[keys.communication_key("replicate", "bytes")]
         self._crossed_steps += self._counted
+        # What is counted was moved in the step before.
+        as_predicted = max(self._step - self._counted, 1) > self.warmup
         self._sums.clear()
         self._counted = 0
         if self.meter:
             row[keys.BYTES_BETWEEN_HOSTS] = sum(
                 row[keys.communication_key(axis, "bytes")] for axis in self.slow_axes
             )
-            if present_ranks() == self.ranks:  # else the bytes are those of another layout
+            # Else the bytes are those of the first steps, or of another layout.
+            if as_predicted and present_ranks() == self.ranks:
                 self._warn(self._deviation.check(row))
         if self.exact_bytes and self._crossed_bytes:
             exact = self.exact_bytes * self._crossed_steps

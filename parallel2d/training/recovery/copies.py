@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base import exchange
 from parallel2d.base.files.tensor_file import DTYPE_NAMES
-from parallel2d.parallel.mesh import axis_positions, mesh_shape, sharding_mesh
+from parallel2d.parallel.mesh import axis_positions, mesh_shape
 from parallel2d.parallel.weights.geometry import local_region
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
 from parallel2d.training.checkpoint.save import Group, SavedState, plan_all, plan_of_replica
@@ -69,8 +69,7 @@ class MemoryCopies:
     """
 
     def __init__(self, every: int, run_dir: str, mesh: DeviceMesh | None, answers: Group) -> None:
-        self.every, self.run_dir, self.answers = every, run_dir, answers
-        self.mesh = None if mesh is None else sharding_mesh(mesh)
+        self.every, self.run_dir, self.mesh, self.answers = every, run_dir, mesh, answers
         self._replicas = 1 if mesh is None else mesh_shape(mesh).replicate
         # The thread that finishes a copy communicates while the loop and a save to disk do.
         self._group = Group(dist.new_group(backend="gloo") if answers.group is not None else None)

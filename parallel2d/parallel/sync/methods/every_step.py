@@ -100,9 +100,10 @@ class EveryStep(SyncMethod):
         # One without dimensions is averaged with what ranks agree on, unrounded.
         if wire is None or not values[0].ndim:
             wire = WIRES["fp64"]
-        wire = wire.of_gradient(hidden=name in state.hidden)
-        if state.keys.step <= self.warmup:
+        elif state.keys.step <= self.warmup:
             wire = _WARM
+        else:
+            wire = wire.of_gradient(hidden=name in state.hidden)
         if not wire.keeps_rest:
             return expected_mean(values, wire, cut, state.keys, name, sent_back=self._sent_back)
         for replica, value in enumerate(values):
