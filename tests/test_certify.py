@@ -182,10 +182,9 @@ SMALL = (
 
 
 @pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "corpus.txt").write_text("".join(f"{i} and {i * i}\n" for i in range(4000)))
-    (tmp_path / "louder.py").write_text(MODEL)
-    return tmp_path
+def folder(folder):
+    (folder / "louder.py").write_text(MODEL)
+    return folder
 
 
 def execute(folder, module, *words):
