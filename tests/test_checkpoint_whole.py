@@ -400,9 +400,8 @@ def test_settings_of_groups_are_matched_by_their_parameters():
     load_full_state(model, two, state, settings=False)
     assert shown(two, "lr", "weight_decay") == [(0.5, 0.01), (0.5, 0.5)]
     load_full_state(model, two, state)
-    assert (
-        shown(two, "lr", "betas", "weight_decay", "fused") == [(0.25, (0.5, 0.75), 0.01, None)] * 2
-    )
+    of_one = (0.25, (0.5, 0.75), 0.01, None)
+    assert shown(two, "lr", "betas", "weight_decay", "fused") == [of_one] * 2
     load_full_state(model, one, state_of_two, settings=False)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     other_class = "is of another class: it has amsgrad, betas, eps, and SGD here has dampening"

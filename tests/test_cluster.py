@@ -194,9 +194,8 @@ def test_workers_are_killed_stopped_and_continued():
         assert job.poll() == {0: None, 1: 137}
         for key in ((0, 0), (0, 1), (1, 0)):
             comes_to(workers[key], psutil.STATUS_SLEEPING)
-        with pytest.raises(
-            ClusterError, match=r"node1 has no worker with local rank 1, only \['0'\]"
-        ):
+        says = r"node1 has no worker with local rank 1, only \['0'\]"
+        with pytest.raises(ClusterError, match=says):
             cluster.kill_worker(1, 1)
         with pytest.raises(ClusterError, match="node=2: there are nodes 0 to 1"):
             cluster.kill_worker(2, 0)
@@ -334,9 +333,8 @@ def test_two_nodes_train_like_one_and_send_what_the_theory_says(ranks, folder):
     assert layout["parameters"] > 3e6
     expected = theory("hybrid", 2, 2) * 4 * layout["parameters"] * 8
     for node in ("node0", "node1"):
-        assert (
-            expected < counted[node]["eth0"]["tx_bytes"] < 1.02 * expected
-        )  # headers, heartbeats and what was sent twice
+        # Headers, heartbeats and what was sent twice come on top.
+        assert expected < counted[node]["eth0"]["tx_bytes"] < 1.02 * expected
 
 
 @needs_nodes

@@ -122,11 +122,8 @@ def differing(model, expected):
     """Names of what is not to the bit as in one process."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert named.keys() == expected.keys()
-    return [
-        name
-        for name, each in named.items()
-        if not torch.equal(training.whole(each), expected[name])
-    ]
+    whole = {name: training.whole(each) for name, each in named.items()}
+    return [name for name, each in whole.items() if not torch.equal(each, expected[name])]
 
 
 def _on_every_layout():

@@ -62,13 +62,10 @@ def _exchanged(groups):
     rank = dist.get_rank()
     pair = [dist.new_group(ranks) for ranks in groups][rank // 2]
     own = {"rank": rank, "long": "x" * 1000 * rank}
-    return (
-        exchange.all_gather(own),
-        exchange.all_gather(rank, pair),
-        exchange.broadcast(own, 2),
-        exchange.broadcast(rank, groups[rank // 2][1], pair),
-        exchange.gather((rank,), pair, to=groups[rank // 2][1]),
-    )
+    last = groups[rank // 2][1]
+    everybody, both = exchange.all_gather(own), exchange.all_gather(rank, pair)
+    sent = exchange.broadcast(own, 2), exchange.broadcast(rank, last, pair)
+    return everybody, both, *sent, exchange.gather((rank,), pair, to=last)
 
 
 def test_ranks_exchange_values(ranks):

@@ -82,11 +82,8 @@ def mutated_value(value: object, random: random.Random) -> object:
             holder.append(copy.deepcopy(holder[key]))
         elif kind == 3:
             other, place = random.choice(places)
-            holder[key] = (
-                json.loads(json.dumps(other[place]))
-                if place in (other if isinstance(other, dict) else range(len(other)))
-                else 0
-            )
+            is_there = place in (other if isinstance(other, dict) else range(len(other)))
+            holder[key] = json.loads(json.dumps(other[place])) if is_there else 0
         elif kind == 4 and isinstance(holder[key], int | float):
             holder[key] += random.choice((1, -1, 0.5))
         elif kind == 5:

@@ -50,12 +50,8 @@ def backward_passes(model, routes, mode):
     forward = type(model).loss
     if mode.startswith("own_"):
         how = mode.removeprefix("own_")
-        held = (
-            parallel2d.no_sync(model, how)
-            if how in ("none", "reduce_scatter_only")
-            else contextlib.nullcontext()
-        )
-        with held:
+        is_held = how in ("none", "reduce_scatter_only")
+        with parallel2d.no_sync(model, how) if is_held else contextlib.nullcontext():
             for route in routes[:-1]:
                 forward(model, batch(route), route).backward()
         forward(model, batch(routes[-1]), routes[-1]).backward()

@@ -397,18 +397,6 @@ def test_complex_and_integer_parameters_are_compared_and_set_as_a_whole(ranks):
         assert dtype == torch.complex128
 
 
-def test_a_norm_of_type_zero_and_an_unknown_strategy_are_refused(ranks):
-    with pytest.raises(ValueError, match="norm_type=0 must be above 0"):
-        clip_gradient_norm([], 1.0, norm_type=0)
-    with pytest.raises(WorkerError, match=r"strategy='ddpp' is not one of .*did you mean ddp\?"):
-        ranks.run(2, build_mesh, None, "ddpp")
-
-
-def test_offloading_with_replicas_is_refused_as_long_as_torch_corrupts_it():
-    with pytest.raises(ConfigError, match="cpu_offload=true with 2 replicas .*pull request 180665"):
-        check_offload(True, "cuda", replicate=2)
-
-
 def _raw_errors():
     mesh = build_mesh(MeshSpec(), "zero3")
     told = [refusal(build_mesh, 2, 2), refusal(token_weight, -3, mesh)]
@@ -428,6 +416,13 @@ def test_raw_errors_are_messages(ranks):
     assert tokens == "token_weight(-3): a number of tokens is at least 0"
     assert "0.weight is sharded" in whole
     assert "load_state" in whole
+    with pytest.raises(ValueError, match="norm_type=0 must be above 0"):
+        clip_gradient_norm([], 1.0, norm_type=0)
+    with pytest.raises(WorkerError, match=r"strategy='ddpp' is not one of .*did you mean ddp\?"):
+        ranks.run(2, build_mesh, None, "ddpp")
+    # As long as torch corrupts it
+    with pytest.raises(ConfigError, match="cpu_offload=true with 2 replicas .*pull request 180665"):
+        check_offload(True, "cuda", replicate=2)
     with pytest.raises(ConfigError, match="adamW is not one of .*did you mean adamw"):
         parallel2d.build_optimizer(nn.Linear(2, 2), OptimizerConfig("adamW"))
     with pytest.raises(ConfigError, match="did you mean hybrid"):

@@ -32,11 +32,8 @@ class Sliced(nn.Linear):
 class Several(nn.Linear):
     def forward(self, x: Tensor) -> dict[str, object]:
         whole = super().forward(torch.tanh(x))
-        return {
-            "parts": (whole[:, :4], [whole[:, 4:]]),
-            "name": "several",
-            "constant": torch.ones(1).view(1),
-        }
+        parts = (whole[:, :4], [whole[:, 4:]])
+        return {"parts": parts, "name": "several", "constant": torch.ones(1).view(1)}
 
 
 class Net(nn.Module):

@@ -14,11 +14,8 @@ WORDS = ["--steps=4", "--precision=fp64"]
 
 
 def rows_of(words: list[str], folder: Path) -> list[dict]:
-    env = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    }
+    of_ranks = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {key: value for key, value in os.environ.items() if key not in of_ranks}
     environment = {**env, "OMP_NUM_THREADS": "1"}
     done = jobs.run_python(*words, cwd=folder, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,10 +12,6 @@ from parallel2d.checkpoint import main
 from parallel2d.training.checkpoint import Checkpoint
 
 
-def rows(folder: Path, name: str):
-    return jobs.rows(folder / name)
-
-
 @pytest.mark.slow
 def test_stops_and_other_layouts_change_neither_batches_nor_losses(ranks, folder):
     assert ranks.run(4, jobs.run, str(folder), str(folder / "whole"), (), 8)[0] == 0
@@ -26,7 +22,7 @@ def test_stops_and_other_layouts_change_neither_batches_nor_losses(ranks, folder
     assert ranks.run(2, jobs.run, str(folder), moved, ("strategy=zero3",), 3)[0] == 2
     words = ("mesh.tensor=2", "strategy=hybrid_zero2")
     assert ranks.run(4, jobs.run, str(folder), moved, words, 4)[0] == 4
-    whole, other = rows(folder, "whole"), rows(folder, "moved")
+    whole, other = jobs.rows(folder / "whole"), jobs.rows(folder / "moved")
     assert [row["step"] for row in other] == list(range(1, 9))
     assert len({row["data/batch_hash"] for row in whole}) == 8
     bounds = {"data/batch_hash": None, "tokens": None, "loss": 1e-10, "grad_norm": 1e-9}
@@ -97,5 +93,6 @@ def test_fp16_scale_and_skipped_steps_survive_a_stop_and_all_is_bitwise_the_same
     for steps in (4, 4):
         ranks.run(2, jobs.run, str(folder), str(folder / "again"), words, steps)
     for key in ("loss", "grad_norm", "skipped_steps"):
-        found, expected = ([row[key] for row in rows(folder, name)] for name in ("again", "whole"))
+        again, whole = (jobs.rows(folder / name) for name in ("again", "whole"))
+        found, expected = [row[key] for row in again], [row[key] for row in whole]
         assert found == expected

@@ -60,11 +60,8 @@ class Batch:
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
-        env = {
-            key: value
-            for key, value in os.environ.items()
-            if not key.startswith(("SLURM_", "TORCHELASTIC_"))
-        }
+        given = ("SLURM_", "TORCHELASTIC_")
+        env = {key: value for key, value in os.environ.items() if not key.startswith(given)}
         env |= {
             "PATH": f"{programs}:{os.environ['PATH']}", "NOTES": str(folder / "notes"), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
             "SLURM_JOB_ID": str(4000 + os.getpid() % 9000), "SLURM_JOB_NAME": "test", "SLURM_SUBMIT_DIR": str(folder),

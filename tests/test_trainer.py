@@ -40,10 +40,6 @@ def breaking(calls):
     )  # fmt: skip
 
 
-def rows(folder):
-    return jobs.rows(folder / "run")
-
-
 METHODS = {
     "exact": (),
     "int4": ("sync.wire=int4", "sync.warmup=0", "strategy=ddp"),
@@ -56,7 +52,7 @@ METHODS = {
 def test_all_ranks_skip_a_step_that_one_rank_broke(ranks, folder, method):
     words = (*breaking([3]), *METHODS[method])
     ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 6)
-    found = rows(folder)
+    found = jobs.rows(folder / "run")
     assert [row["loss"] is None for row in found] == [False, False, True, False, False, False]
     assert [row["skipped_steps"] for row in found] == [0, 0, 1, 1, 1, 1]
     assert found[5]["loss"] < found[0]["loss"]
@@ -81,7 +77,7 @@ def test_a_replica_with_another_bit_ends_the_run_with_the_name_of_the_parameter(
     with pytest.raises(WorkerError, match=says):
         ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 12, flip_a_bit)
     # The comparison at step 6 sees the parameters that step 5 has left.
-    assert rows(folder)[-1]["step"] == 5
+    assert jobs.rows(folder / "run")[-1]["step"] == 5
 
 
 def test_learning_rate_is_a_function_of_the_step():

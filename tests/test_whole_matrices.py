@@ -57,9 +57,8 @@ class StackedMuon(torch.optim.Optimizer):
             state["step"] += 1
             state["first"].lerp_(each.grad, 0.1)
             state["second"].lerp_(each.grad.square(), 0.05)
-            each.addcdiv_(
-                state["first"], state["second"].sqrt(), value=-group["lr"] / state["step"]
-            )
+            rate = group["lr"] / state["step"]
+            each.addcdiv_(state["first"], state["second"].sqrt(), value=-rate)
 
 
 class Preconditioned(torch.optim.Optimizer):

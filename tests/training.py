@@ -104,9 +104,9 @@ def optimizer_of(model: nn.Module, lr: float = 3e-3) -> torch.optim.Optimizer:
 
 
 def whole(parameter: Tensor) -> Tensor:
-    return (
-        parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach().clone()
-    )
+    if hasattr(parameter, "full_tensor"):
+        return parameter.full_tensor()
+    return parameter.detach().clone()
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
