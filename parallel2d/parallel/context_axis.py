@@ -100,6 +100,11 @@ class ContextAxis:
         parts: Tensor = _Gather.apply(own, self.group)
         return parts.movedim(0, dim).flatten(dim, dim + 1)
 
+    def join_mask(self, own: Tensor, dim: int) -> Tensor:
+        """As `join`, of a mask; not every backend sends bool."""
+        sent = own.to(torch.uint8) if own.dtype == torch.bool else own
+        return self.join(sent, dim % own.ndim).to(own.dtype)
+
     def _all_parts(self, own: Tensor, dim: int) -> Tensor:
         parts: Tensor = _Gather.apply(own, self.tensor)
         return parts.movedim(0, dim).flatten(dim, dim + 1)

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.context_axis import ContextAxis
@@ -110,8 +112,7 @@ class SplitBlock:
 
     def intercept(self) -> None:
         """Has the block's calls of attention come here. Inside of what is recomputed."""
-        # The class's forward, looked up late: sharding gives the module another class, and
-        # transformers asks its class whether to recompute.
+        # Looked up late: sharding changes the class, and transformers' classes may recompute.
         given = vars(self.module).get("forward")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -325,7 +326,7 @@ class SplitBlock:
             return self._with_all_keys(query, key, value, self._own_rows(mask, own), options)
         if mask is not None:
             if mask.shape[-2] == own:
-                mask = _join_mask(axis, mask, -2)
+                mask = axis.join_mask(mask, -2)
             of_heads = mask.ndim - 3
             if mask.ndim > 2 and mask.shape[of_heads] > 1:
                 mask = axis.cut(mask, of_heads)
@@ -347,7 +348,7 @@ class SplitBlock:
         if mask.shape[-1] in (1, keys * axis.size):
             return mask
         if mask.shape[-1] == keys and mask.shape[-2] == 1:
-            return _join_mask(axis, mask, -1)
+            return axis.join_mask(mask, -1)
         raise ConfigError(
             f"mesh.context={axis.size}: {self.name} makes a mask of shape {tuple(mask.shape)} from "
             f"its slice of {own} positions; make it before the blocks, from the whole sequence"
@@ -367,6 +368,12 @@ class SplitBlock:
         options: dict[str, Any],
     ) -> Tensor:
         axis = self.stack.axis
+        modes = _get_current_dispatch_mode_stack()
+        if any(isinstance(mode, _CachingTorchDispatchMode) for mode in modes):
+            raise ConfigError(
+                f"mesh.context={axis.size}: {self.name} gathers keys and values, which "
+                "activation_checkpointing=selective does not recompute; use full or none"
+            )
         every_key, every_value = axis.join(key, 2), axis.join(value, 2)
         gathered = [(every_key, key), (every_value, value)]
         if options["is_causal"]:
@@ -404,13 +411,6 @@ def _gathered_again(axis: ContextAxis, gathered: Sequence[tuple[Tensor, Tensor]]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
-
-
-def _join_mask(axis: ContextAxis, mask: Tensor, dim: int) -> Tensor:
-    # Not every backend sends bool.
-    if mask.dtype == torch.bool:
-        return axis.join(mask.to(torch.uint8), dim % mask.ndim).bool()
-    return axis.join(mask, dim % mask.ndim)
 
 
 def is_mask(tensor: Tensor, dims: Sequence[int]) -> bool:
