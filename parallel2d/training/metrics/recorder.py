@@ -66,6 +66,7 @@ class Recorder:
         # Over the replicate axis, and the steps that took them
         self._crossed_bytes, self._crossed_steps = 0.0, 0
         self._outer_norm: float | None = None
+        self._was_short = False  # replicas were lost
         self._segment, self._step, self._first = 1, 0, True
         self._saved_at: float | None = None  # when the last checkpoint was written
         self._given: dict[str, float] = {}  # metrics of hooks since the last row
@@ -153,6 +154,7 @@ class Recorder:
         """
         first, self._first = self._first, False
         self._goodput.add(seconds, first=first)
+        self._was_short |= present_ranks() < self.ranks
         self._given |= given
         if outcome.outer_norm is not None:
             self._outer_norm = outcome.outer_norm
@@ -228,7 +230,7 @@ class Recorder:
                 row[keys.communication_key(axis, "bytes")] for axis in self.slow_axes
             )
             # Else the bytes are those of the first steps, or of another layout.
-            if as_predicted and present_ranks() == self.ranks:
+            if as_predicted and not self._was_short:
                 self._warn(self._deviation.check(row))
         if self.exact_bytes and self._crossed_bytes:
             exact = self.exact_bytes * self._crossed_steps
