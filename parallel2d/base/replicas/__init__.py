@@ -35,6 +35,7 @@ __all__ = [
     "Applied",
     "ReplicaLost",
     "Replicas",
+    "absent_ranks",
     "current",
     "first_rank",
     "forget",
@@ -60,6 +61,11 @@ def first_rank() -> int:
 def is_present(rank: int) -> bool:
     """Whether this rank is there."""
     return not _current or rank in _current[0].present
+
+
+def absent_ranks() -> int:
+    """How many ranks of the world are not there."""
+    return sum(map(len, _current[0].ranks)) - len(_current[0].present) if _current else 0
 
 
 def present_ranks() -> int:

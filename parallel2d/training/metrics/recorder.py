@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from parallel2d.base.files import for_terminal
-from parallel2d.base.replicas import present_ranks
+from parallel2d.base.replicas import absent_ranks
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.communication import CommunicationMeter
 from parallel2d.training.metrics.console import ConsoleDisplay
@@ -154,7 +154,7 @@ class Recorder:
         """
         first, self._first = self._first, False
         self._goodput.add(seconds, first=first)
-        self._was_short |= present_ranks() < self.ranks
+        self._was_short |= absent_ranks() > 0
         self._given |= given
         if outcome.outer_norm is not None:
             self._outer_norm = outcome.outer_norm
@@ -211,7 +211,7 @@ class Recorder:
             self._sums[keys.time_key(name)] += value
         for key in reports[0].communication:  # the same on all ranks
             total = sum(report.communication[key] for report in reports)
-            self._sums[key] += total / present_ranks()
+            self._sums[key] += total / (len(reports) - absent_ranks())
         self._counted += 1
         self._steady_s += seconds["step_s"]
         self._steady_steps += 1
