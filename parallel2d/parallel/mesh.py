@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import AXES, MeshConfig, StrategyConfig, named_strategy
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.replicas import current
+from parallel2d.base.replicas import absent_ranks, current
 from parallel2d.base.runtime import release_groups
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.mesh_sizes import MeshShape, MeshSpec, check_placement, groups_along
@@ -175,6 +175,12 @@ def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         if getattr(shape, axis) > 1:
             dist.all_reduce(value, group=mesh.get_group(axis))
     return value
+
+
+def present_data_ranks(mesh: DeviceMesh) -> int:
+    """The data ranks that are there: all, less those of lost replicas."""
+    shape = mesh_shape(mesh)
+    return shape.data_ranks - absent_ranks() * shape.data_ranks // shape.world_size
 
 
 def without_replicas(mesh: DeviceMesh) -> DeviceMesh:

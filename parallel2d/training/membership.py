@@ -221,10 +221,11 @@ class Membership:
         trainer = self.trainer
         assert trainer.upcoming is not None
         self.replicas.give_up()  # nothing crosses replicas
+        self.replicas.in_step = True
         trainer.forward_backward(trainer.upcoming, 1)
         discard_accumulated(trainer.model)
         trainer.optimizer.zero_grad()
-        self.replicas.lost = False
+        self.replicas.in_step = self.replicas.lost = False
 
     def _give(self) -> None:
         """Sends the state to each replica that has joined, where this one is its donor."""

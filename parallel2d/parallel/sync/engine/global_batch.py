@@ -31,6 +31,7 @@ from parallel2d.parallel.mesh import (
     axis_positions,
     has_cpu_backend,
     mesh_shape,
+    present_data_ranks,
     sum_over_data_ranks,
 )
 from parallel2d.parallel.sync.comparison import hashes_of
@@ -202,7 +203,7 @@ class UsedParameterAgreement:
         self.agree_on(summed[: len(vector)])
         totals = summed[len(vector) :].view(-1, 2)
         for scalar, (total, users) in zip(scalars, totals, strict=True):
-            scalar.set_mean(total / self._shape.data_ranks if users > 0 else None)
+            scalar.set_mean(total / present_data_ranks(self._mesh) if users > 0 else None)
             scalar.rest()
 
     def abandon(self, error: ConfigError) -> BaseException:
