@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import signal
 import time
@@ -27,6 +28,7 @@ from parallel2d.launching.failures import RankFailure, read_error_file
 NODES = "replicas/nodes"  # how many launchers have started together
 _BEAT, _BEAT_S = "replicas/beat/{}", 0.5  # of a launcher, by node
 _SILENT_S = 3.0  # after which a node counts as lost
+_LONGEST_PAUSE_S = 60.0  # before a replica starts again
 _STOPPED_S = 1.0  # after which a rank that is stopped counts as lost
 
 
@@ -132,6 +134,7 @@ class LostReplicas:
         self._replicas: list[list[int]] = []
         self._lives: dict[int, int] = {}
         self._stopped: dict[int, float] = {}
+        self._starts: dict[int, list[float]] = {}  # of each replica, in the last minute
         self._node, self._nodes, self._told_to_stop = node, nodes, told_to_stop
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._beat_at = 0.0
@@ -158,9 +161,9 @@ class LostReplicas:
         members = json.loads(self._store.get(RECORD.format(self._store.get(LATEST).decode())))
         if all(self._is_dead(tuple(each)) for each in members["members"]):
             return False
-        for number, life in list(self._lives.items()):
-            if (number, life) in self._events.dead:
-                self._start_again(number)
+        for member in list(self._lives.items()):
+            if self._is_dead(member):
+                self._start_again(member[0])
         return True
 
     def _has_begun(self) -> bool:
@@ -227,6 +230,7 @@ class LostReplicas:
             if self._beats.get(node, (b"", now))[0] != beat:
                 self._beats[node] = beat, now
             elif now - self._beats[node][1] > _SILENT_S:
+                self._beats[node] = beat, math.inf  # said once
                 ranks, _ = json.loads(beat)
                 for number, of_replica in enumerate(self._replicas):
                     if set(ranks) & set(of_replica):
@@ -255,10 +259,17 @@ class LostReplicas:
             process.close(signal.SIGKILL)
 
     def _start_again(self, number: int) -> None:
-        self._lives[number] += 1
+        """Ends what is left of the replica here, and starts it again once its pause is over: none
+        at first, longer and longer where it is lost again within a minute."""
         mine = [local for local, rank in self._ranks.items() if rank in self._replicas[number]]
         for local in mine:
             self._processes[local].close(signal.SIGKILL)
+        now = time.monotonic()
+        started = [at for at in self._starts.get(number, ()) if at > now - _LONGEST_PAUSE_S]
+        if mine and len(started) > 2 and now < started[-1] + 2.0 ** (len(started) - 2):
+            return
+        self._starts[number] = [*started, now]
+        self._lives[number] += 1
         for local in mine:
             self._processes[local].wait(10.0)
             with contextlib.suppress(OSError):
