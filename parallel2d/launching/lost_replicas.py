@@ -195,10 +195,10 @@ class LostReplicas:
         return bool(self._events.dead)
 
     def has_left(self) -> bool:
-        """Whether the replicas of this launcher have told the others to go on without them."""
+        """Whether all replicas of this launcher have told the others to go on without them."""
         self._read()
         own = [self._member(local) for local in self._ranks] if self._replicas else []
-        return any(map(self._is_dead, own))
+        return bool(own) and all(map(self._is_dead, own))
 
     def _read(self) -> None:
         while self._events.read(0.0):
