@@ -263,10 +263,9 @@ class _Agent(ElasticAgent):
 
     def monitor_workers(self, group: Any) -> RunResult:
         if self.workers.restarts.limit and self._lost_replicas(group).replace():
-            result = RunResult(state=WorkerState.HEALTHY)
             self.waits_for_others = not self._lost_replicas(group).has_lost
-        else:
-            result = super().monitor_workers(group)
+            return RunResult(state=WorkerState.HEALTHY)
+        result = super().monitor_workers(group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self.remaining_restarts = 1 if self._may_start_again(result.failures) else 0
         # torch's agent does not check this; see also [Note: two halves of a job].
