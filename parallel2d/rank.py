@@ -115,22 +115,9 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
 
 
 def _survives(config: TrainConfig, identity: RankIdentity) -> bool:
-    """Whether a lost replica leaves the others training: where our launcher starts it again, and
-    nothing but gradients, without a residual, crosses replicas."""
+    """Whether a lost replica leaves the others training: our launcher starts it again."""
     starts_again = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    strategy, sync = config.strategy, config.sync
-    return (
-        starts_again
-        and identity.launcher in ("self", "nodes")
-        and strategy.replicates
-        and not strategy.splits_updates
-        and sync.name == "every_step"
-        and sync.engine != "torch"
-        and sync.wire != "int4"
-        and config.optimizer.name != "muon"
-        and config.checkpoint.memory_every in ("auto", 0)
-        and not config.train.certify
-    )
+    return starts_again and identity.launcher in ("self", "nodes") and config.replicas_survive
 
 
 def _certify(job: Job, runtime: Runtime) -> Certificate | None:

@@ -332,6 +332,7 @@ def test_split_updates_go_on_without_a_node_and_with_it_again(tmp_path):
 # Methods whose history depends on the number of replicas: nodes that are lost are waited for.
 ON_TWO_NODES = {
     "int4": ["sync.wire=int4", "sync.warmup=3"],
+    "int8": ["sync.wire=int8", "launch.min_replicas=2"],
     "diloco": ["sync=diloco", "sync.every=7"],
     "streaming": [
         "sync=diloco",

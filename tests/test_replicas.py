@@ -9,9 +9,11 @@ import threading
 
 import jobs
 import psutil
+import pytest
 from test_launch import command
 
 from parallel2d.base.replicas.events import Events, post
+from parallel2d.base.replicas.lasting_groups import Across, World
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import new_secret
 from parallel2d.base.store.server import StoreServer
@@ -65,6 +67,12 @@ def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path):
     text = (tmp_path / "said.txt").read_text()
     assert "Its replica starts again, the others go on" in text
     assert "Traceback" not in text
+
+
+def test_what_replicas_that_come_and_go_cannot_do_is_said():
+    for group in (World(None, "world", 0, 2), Across(None, "axis", 0, 2)):
+        with pytest.raises(RuntimeError, match="scatter is not for groups across replicas"):
+            group.scatter([], [])
 
 
 def test_events_have_one_order_for_all():

@@ -46,7 +46,7 @@ def agree_on_job(
     nodes. None when rank 0 had nothing to run (``--help``). See [Note: one run directory]."""
     comes_back = os.environ.get(LIFE, "0") != "0"  # to a job that goes on
     if not comes_back:
-        _tell_job(identity, store, arguments, composition, choose_layout)
+        _publish_job(identity, store, arguments, composition, choose_layout)
     received = json.loads(store.get("parallel2d/job"))
     if received is None:
         return None
@@ -68,21 +68,6 @@ def agree_on_job(
     )
 
 
-def _tell_job(
-    identity: RankIdentity,
-    store: Any,
-    arguments: Sequence[str],
-    composition: Composition | None,
-    choose_layout: ChooseLayout,
-) -> None:
-    """The first rank of each node tells what it has on record, and rank 0 what all do."""
-    if identity.local_rank == 0:
-        record = _recorded_job(launcher_folder()) if _is_started_again() else None
-        store.set(f"parallel2d/recorded/{identity.node}", json.dumps(record))
-    if identity.rank == 0:
-        _publish_job(identity, store, arguments, composition, choose_layout)
-
-
 def job_record(job: Job) -> dict[str, Any]:
     """Describes a job to ranks, and to those that replace them."""
     return {
@@ -101,8 +86,14 @@ def _publish_job(
     composition: Composition | None,
     choose_layout: ChooseLayout,
 ) -> None:
-    """Puts the job of the workers that these replace, or a new one, with the layout for these ranks
-    into ``store``; what went wrong there too, and raises it."""
+    """The first rank of each node tells what it has on record. Rank 0 puts the job of the workers
+    that these replace, or a new one, with the layout for these ranks into ``store``; what went
+    wrong there too, and raises it."""
+    if identity.local_rank == 0:
+        record = _recorded_job(launcher_folder()) if _is_started_again() else None
+        store.set(f"parallel2d/recorded/{identity.node}", json.dumps(record))
+    if identity.rank != 0:
+        return
     keys = [f"parallel2d/recorded/{node}" for node in range(identity.nodes)]
     records = list(map(json.loads, map(store.get, keys)))
     earlier = next(filter(None, records), None)

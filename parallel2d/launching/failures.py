@@ -175,9 +175,11 @@ def failures_reported_once(
 
 def others_go_on() -> bool:
     """Whether replicas may be lost while others train."""
-    replicas = sys.modules.get("parallel2d.base.replicas")  # not loaded where nothing was connected
-    there = replicas.current() if replicas else None
-    return bool(there and there.on)
+    # Imported here because torch comes with it, which a launcher does not need.
+    from parallel2d.base.replicas import current
+
+    replicas = current()
+    return replicas is not None and replicas.on
 
 
 def _first_to_claim(store: Any) -> bool:

@@ -74,7 +74,8 @@ def find_vacancy(store: Any, latest: str, size: int) -> Vacancy | None:
     for node, beat in beats.items():
         ranks = json.loads(beat)[0]
         # The first to come takes it.
-        if len(ranks) == size and ranks_store.add(f"{_BEAT.format(node)}/{hash_of(beat)}", 1) == 1:
+        silence = f"{_BEAT.format(node)}/{hashlib.sha256(beat).hexdigest()}"
+        if len(ranks) == size and ranks_store.add(silence, 1) == 1:
             return _take_place(ranks_store, prefix, node, nodes, ranks)
     return None
 
@@ -101,10 +102,6 @@ def _alive_in(store: Any, number: int) -> set[int]:
     """The life of a replica that the latest generation has."""
     record = json.loads(store.get(RECORD.format(store.get(LATEST).decode())))
     return {life for replica, life in record["members"] if replica == number}
-
-
-def hash_of(beat: bytes) -> str:
-    return hashlib.sha256(beat).hexdigest()[:16]
 
 
 class LostReplicas:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import Job, TrainConfig
 from parallel2d.base.config.job import SchedulerConfig
+from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.exchange import check_same_data
 from parallel2d.base.replicas import Replicas, init_plain_world
 from parallel2d.base.runtime import Runtime, barrier, seed_everything
@@ -70,6 +71,11 @@ def check(config: TrainConfig, topology: Topology) -> None:
     """Raises `ConfigError` for a mesh, batch, model or data set that cannot work on
     ``topology``."""
     shape = resolve_mesh(config, topology)
+    least = config.launch.min_replicas
+    if least > shape.replicate:
+        raise ConfigError(
+            f"launch.min_replicas={least}: the mesh has {counted(shape.replicate, 'replica')}"
+        )
     batches = plan_batches(config, shape, data_rank=0, pad=False)
     kept_operators(config.activation_checkpointing.keep)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"

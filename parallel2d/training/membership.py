@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -285,17 +285,12 @@ class Membership:
         return True
 
 
-@dataclass
-class _Label:
-    label: str = "the state of another replica"
-
-
 class PeerState(Checkpoint):
     """The state of the same rank of another replica, read as a checkpoint is."""
 
     def __init__(self, manifest: Manifest, values: dict[str, Tensor]) -> None:
         self.manifest, self.tensors, self._values = manifest, manifest.tensors, values
-        self.folder: Any = _Label()
+        self.folder: Any = SimpleNamespace(label="the state of another replica")
 
     def fill(self, tensor: Tensor, name: str) -> None:
         part = local_part(tensor.detach())

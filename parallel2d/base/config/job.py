@@ -234,8 +234,8 @@ class CheckpointConfig:
     memory_every: int | str = option(
         "auto",
         "Steps between copies of the state in each node's shared memory; 0: none. They cost 2x "
-        "its share there. auto: 10 where workers are restarted. Two replicas cover lost nodes, "
-        "one lost workers",
+        "its share there. auto: 10 where all workers restart together. Two replicas cover lost "
+        "nodes, one lost workers",
         min=0,
     )
     folder: str | None = option(
@@ -355,6 +355,17 @@ class TrainConfig:
     def is_automatic(self) -> bool:
         """Whether the planner has to choose the layout first."""
         return self.strategy.name == AUTOMATIC
+
+    @property
+    def replicas_survive(self) -> bool:
+        """Whether replicas may be lost one by one: nothing but gradients, without a residual,
+        crosses between them, which an optimizer of one's own does not promise."""
+        sync, strategy = self.sync, self.strategy
+        alone = strategy.replicates and not strategy.splits_updates
+        is_plain = (sync.name, sync.engine) == ("every_step", "parallel2d") and sync.wire != "int4"
+        is_elementwise = self.optimizer.name not in ("muon", "custom")
+        has_no_copies = self.checkpoint.memory_every in ("auto", 0)
+        return all((alone, is_plain, is_elementwise, has_no_copies, not self.train.certify))
 
     def parallel(self) -> ParallelConfig:
         """The part that `parallel2d.parallelize` reads."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -81,10 +82,29 @@ class _Lasting(ProcessGroup):
         return ProcessGroupGloo(store, ranks.index(self.replicas.rank), len(ranks), timeout)
 
     def run(self, name: str, *arguments: Any) -> Any:
-        """Starts the collective ``name`` of the group inside."""
+        """Starts the collective ``name`` of the group inside. Raises `ReplicaLost` outside of a
+        step, where nothing would show that it has no result."""
         if not self.replicas.on:
             return getattr(self.inner, name)(*arguments)
-        return self.replicas.begin(self.inner, name, arguments)
+        work = self.replicas.begin(self.inner, name, arguments)
+        if not self.replicas.in_step and not work.wait():
+            raise ReplicaLost(f"a replica was lost during {name} over the replicate axis")
+        return work
+
+
+def _refuse(name: str) -> None:
+    def refuse(self: _Lasting, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{name.strip('_')} is not for groups across replicas, which come and go: use "
+            "all_reduce, all_gather, gather, broadcast or barrier, or a group inside the replica"
+        )
+
+    setattr(_Lasting, name, refuse)
+
+
+_COLLECTIVE = re.compile(r"(?!__)\w*(reduce|gather|scatter|all_?to_?all|send|recv)")
+for _name in filter(_COLLECTIVE.match, dir(ProcessGroup)):
+    _refuse(_name)
 
 
 class Across(_Lasting):
