@@ -71,7 +71,7 @@ class Membership:
         self, trainer: Trained, replicas: Replicas, take_roles: Callable[[Any], None]
     ) -> None:
         self.trainer, self.replicas, self._take_roles = trainer, replicas, take_roles
-        self.is_joining = bool(replicas.life)
+        self._least = min(trainer.config.launch.min_replicas, len(replicas.ranks))
         self._planned = self._dealt = replicas.generation
         self._speaks = not replicas.life and replicas.rank == 0
         self._buffers = list(trainer.model.buffers())
@@ -87,7 +87,7 @@ class Membership:
         trainer, replicas = self.trainer, self.replicas
         replicas.start(trainer.progress.step)
         self._planned = self._dealt = replicas.generation
-        if not self.is_joining:
+        if not replicas.life:
             return
         self._warm_up()
         if replicas.place == 0:
@@ -102,10 +102,10 @@ class Membership:
 
     def leaving(self, told_to_stop: Sequence[int]) -> set[int]:
         """The replicas that leave after a step, because a rank of each was told to stop; none where
-        that would be all of them."""
+        too few would be left: then all save and stop."""
         ranks, members = self.replicas.ranks, self.replicas.members
         found = {number for number, _ in members if set(ranks[number]) & set(told_to_stop)}
-        return found if len(found) < len(members) else set()
+        return found if len(members) - len(found) >= self._least else set()
 
     def before_step(self, feed: BatchFeed, joins: bool, leaving: set[int]) -> None:
         """Where all are between two steps. ``joins``: a replica waits to be let in; ``leaving``:
@@ -172,10 +172,9 @@ class Membership:
         self._give()
 
     def _wait_for_enough(self) -> None:
-        least = min(self.trainer.config.launch.min_replicas, len(self.replicas.ranks))
-        while len(self.replicas.members) < least:
-            self._say(f"waiting for launch.min_replicas={least}")
-            self._admit(least)
+        while len(self.replicas.members) < self._least:
+            self._say(f"waiting for launch.min_replicas={self._least}")
+            self._admit(self._least)
 
     def _say(self, what: str) -> None:
         there = [number for number, _ in self.replicas.members]
