@@ -24,14 +24,22 @@ from parallel2d.base.replicas import Applied, Replicas
 from parallel2d.base.replicas.events import post
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
-from parallel2d.parallel.weights.geometry import local_part
-from parallel2d.parallel.weights.named_tensors import describe_optimizer, reshard, tied_names
+from parallel2d.parallel.sync.updates import outer_sync, residuals_of
+from parallel2d.parallel.weights.geometry import Region, local_part
+from parallel2d.parallel.weights.named_tensors import (
+    describe_optimizer,
+    masters_were_loaded,
+    reshard,
+    tied_names,
+)
 from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest, StoredTensor
 from parallel2d.training.checkpoint.state import (
     load_averages,
     load_model,
     load_optimizer,
+    load_replica_state,
+    replica_tensors,
     saved_tensors,
 )
 from parallel2d.training.data.feed import BatchFeed, BatchPlan, StepBatch
@@ -80,7 +88,8 @@ class Membership:
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._has_joined = False  # at the begin of the last step
         self._totals = {keys.REPLICAS_JOINED: 0.0, keys.REPEATED_SAMPLES: 0.0}
-        self._totals[keys.REPLICAS_LOST_S] = 0.0
+        self._totals |= {keys.REPLICAS_LOST_S: 0.0, keys.LEFT_OUT_STEPS: 0.0}
+        self._members = set(replicas.members)  # when batches were dealt out last
 
     def start(self, feed: BatchFeed) -> None:
         """Before the first step, once all is built. A replica that comes back joins the others."""
@@ -167,6 +176,8 @@ class Membership:
 
     def _admit(self, least: int = 1) -> None:
         """Lets in who waits to join, until at least ``least`` replicas are there."""
+        if (outer := outer_sync(self.trainer.model)) is not None:
+            outer.receive()
         self.replicas.regroup(admit=True, least=least)
         self._totals[keys.REPLICAS_JOINED] += len(self.replicas.joined)
         self._give()
@@ -195,9 +206,14 @@ class Membership:
         if self._dealt == replicas.generation:
             return False
         self._dealt = replicas.generation
+        lost = len(self._members.difference(replicas.members))
+        kept = residuals_of(trainer.model)
+        self._totals[keys.LEFT_OUT_STEPS] += lost * kept.unshared_steps
+        self._members = set(replicas.members)
         shards = mesh_shape(trainer.mesh).shard
         index = sorted(replicas.members).index(replicas.own)
-        trainer.data_ranks = len(replicas.members) * shards
+        before, trainer.data_ranks = trainer.data_ranks, len(replicas.members) * shards
+        kept.scale(trainer.data_ranks / before)
         trainer.plan = BatchPlan(
             global_batch_size=trainer.config.train.global_batch_size,
             micro_batch_size=trainer.plan.micro_batch_size,
@@ -253,8 +269,12 @@ class Membership:
             "state": {**trainer.state_dict(), "step": trainer.progress.step},
             "optimizer": describe_optimizer(trainer.model, trainer.optimizer),
             "tied": tied_names(trainer.model),
+            "mesh": {"replicate": len(self.replicas.ranks)},
         }
-        return manifest, saved_tensors(trainer.model, trainer.optimizer)
+        tensors = saved_tensors(trainer.model, trainer.optimizer)
+        # Of what this replica alone has, a new one takes the state of its optimizer.
+        own = replica_tensors(trainer.model, trainer.optimizer)
+        return manifest, tensors | {name: own[name] for name in own if "/optimizer/" in name}
 
     def _take(self, send: Callable[[Tensor], bool]) -> bool:
         """Receives what `_give` sends; false where the donor was lost meanwhile."""
@@ -276,7 +296,9 @@ class Membership:
         peer: Any = PeerState(Manifest(**manifest, tensors=stored), values)
         load_model(trainer.model, peer, strict=True)
         load_optimizer(trainer.model, trainer.optimizer, peer, strict=True)
+        masters_were_loaded(trainer.model)
         load_averages(trainer.model, peer, restart=False)
+        load_replica_state(trainer.model, peer)
         trainer.load_state_dict(manifest["state"])
         trainer.upcoming_tokens = tokens
         trainer.checkpointer.follow(manifest["step"])
@@ -294,3 +316,6 @@ class PeerState(Checkpoint):
     def fill(self, tensor: Tensor, name: str) -> None:
         part = local_part(tensor.detach())
         part.copy_(self._values[name].view_as(part))
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        return self._values[name]

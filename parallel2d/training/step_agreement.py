@@ -70,6 +70,7 @@ class StepAgreement:
         self._outer = outer_sync(model)
         self._norms = 1
         self._norm_index = 0
+        self._ranks_of_replica = dist.get_world_size() // shape.replicate
         if self._outer is not None and shape.replicate > 1:
             self._norms = shape.replicate
             self._norm_index = mesh.get_local_rank("replicate")
@@ -97,14 +98,14 @@ class StepAgreement:
 
     def _own_vector(self, step: int, own: OwnPart) -> Tensor:
         """What this rank adds to the sum."""
-        # This rank's share of the squared norms of the gradient: one, or where replicas train on
-        # their own one for each. The share counts the replicas as copies of each other.
+        # This rank's share of the squared norms of the gradient: one of which replicas have copies,
+        # or where they train on their own one for each.
         squares = torch.zeros(self._norms, dtype=torch.float64, device=self._device)
-        share = squared_norm_share(self._parameters, present_ranks())
-        squares[self._norm_index] = share * self._norms
+        ranks = present_ranks() if self._norms == 1 else self._ranks_of_replica
+        squares[self._norm_index] = squared_norm_share(self._parameters, ranks)
         on_device = torch.cat([self._own_sums(own), squares])
         broken = (~on_device.isfinite().all()).reshape(1).double()
-        wishes = torch.tensor([own.save_is_due], dtype=torch.float64)
+        wishes = torch.tensor([own.save_is_due, 1.0], dtype=torch.float64)  # and that it is there
         # Each rank's report is in a row of its own: the sum over the ranks holds them all.
         report = torch.tensor([own.stop_requested, *own.report.floats()], dtype=torch.float64)
         reports = torch.zeros(dist.get_world_size(), len(report), dtype=torch.float64)
@@ -118,7 +119,7 @@ class StepAgreement:
         # The part that is made on CPU goes to the device in one copy. Numbers that are not finite
         # would spoil the sums of all ranks: zeros take their place, and `broken` tells of them.
         from_cpu = torch.cat([wishes, reports.flatten(), used, hashes]).to(self._device)
-        self._sizes = [2, 1, 5, self._norms, 1, reports.numel(), len(used), len(hashes)]
+        self._sizes = [2, 1, 5, self._norms, 2, reports.numel(), len(used), len(hashes)]
         return torch.cat([broken, on_device.nan_to_num(0.0, 0.0, 0.0), from_cpu])
 
     def conclude(
@@ -136,18 +137,21 @@ class StepAgreement:
             self._comparison.check(hashes.cpu())
         finite = not_finite.item() == 0
         norms = (squares.sqrt() / loss_scale).tolist()
+        saves, ranks_there = wishes.tolist()
+        # Those of replicas that are lost are zeros.
+        replicas_there = ranks_there / self._ranks_of_replica if len(norms) > 1 else 1.0
         by_rank = rows.view(dist.get_world_size(), -1).tolist()
         told = [rank for rank, row in enumerate(by_rank) if row[0]]
         outcome = StepOutcome(
             loss=loss_sum / max(tokens, 1.0) if finite else math.nan,
-            grad_norm=sum(norms) / len(norms) if finite else math.nan,
+            grad_norm=sum(norms) / replicas_there if finite else math.nan,
             own_norm=norms[self._norm_index],
             outer_norm=math.sqrt(squared_change) if squared_change else None,
             tokens=int(tokens),
             batch_hash=int(batch_hash),
             finite=finite,
             preempted=bool(told),
-            save_is_due=wishes.item() > 0,
+            save_is_due=saves > 0,
             joins=lost[1].item() > 0,
             told_to_stop=told,
             ranks=[own.report.with_floats(row[1:]) for row in by_rank],
@@ -165,5 +169,6 @@ class StepAgreement:
         of_data = torch.cat([own.loss.reshape(1), counts]) * self.counts
         change = torch.zeros(1, dtype=torch.float64, device=self._device)
         if self._outer is not None and self._outer.squared_change is not None:
-            change += self._outer.squared_change
+            # All replicas have made the same one.
+            change += self._outer.squared_change * self._ranks_of_replica / present_ranks()
         return torch.cat([of_data, change])

@@ -17,14 +17,17 @@ applies its own. Otherwise nobody has applied it, and those who are there comput
 again, whole.
 
 Outside of a step a collective over the world is repeated by those who are there until all of them
-have its result, the same on all.
+have its result, the same on all. What else crosses replicas there, such as the outer steps of
+``sync=diloco``, is begun again until all who are there have it whole (`arrive`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
@@ -36,6 +39,7 @@ __all__ = [
     "ReplicaLost",
     "Replicas",
     "absent_ranks",
+    "arrive",
     "current",
     "first_rank",
     "forget",
@@ -71,6 +75,21 @@ def absent_ranks() -> int:
 def present_ranks() -> int:
     """How many ranks are there: the size of the world, less those of lost replicas."""
     return len(_current[0].present) if _current else dist.get_world_size()
+
+
+def arrive(finish: Callable[[], object]) -> bool:
+    """Whether ``finish``, which waits for collectives over the replicate axis outside of a step,
+    has ended well on all ranks that are there: else they begin these again. Collective."""
+    if not _current or not _current[0].on:
+        finish()
+        return True
+    failures = torch.zeros(1)
+    try:
+        finish()
+    except ReplicaLost:
+        failures += 1
+    dist.all_reduce(failures)
+    return not failures.item()
 
 
 def init_world(store: Any, rank: int, size: int, life: int, timeout: timedelta) -> Replicas:
