@@ -30,6 +30,7 @@ from parallel2d.parallel.weights.named_tensors import (
     describe_optimizer,
     masters_were_loaded,
     reshard,
+    spread_state,
     tied_names,
 )
 from parallel2d.training.checkpoint import Checkpointer
@@ -264,6 +265,7 @@ class Membership:
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         trainer = self.trainer
         reshard(trainer.model)
+        spread_state(trainer.optimizer)
         manifest = {
             "step": trainer.progress.step,
             "state": {**trainer.state_dict(), "step": trainer.progress.step},
