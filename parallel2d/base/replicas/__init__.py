@@ -41,6 +41,7 @@ __all__ = [
     "forget",
     "init_plain_world",
     "init_world",
+    "is_joining",
     "is_present",
     "present_ranks",
 ]
@@ -71,6 +72,11 @@ def absent_ranks() -> int:
 def present_ranks() -> int:
     """How many ranks are there: the size of the world, less those of lost replicas."""
     return len(_current[0].present) if _current else dist.get_world_size()
+
+
+def is_joining() -> bool:
+    """Whether this rank's replica is a member and has no state yet."""
+    return bool(_current) and _current[0].own in _current[0].joined
 
 
 def init_world(store: Any, rank: int, size: int, life: int, timeout: timedelta) -> Replicas:
