@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.replicas import Applied, current, present_ranks
+from parallel2d.base.replicas import Applied, current, is_joining, present_ranks
 from parallel2d.parallel.gradients import squared_norm_share
 from parallel2d.parallel.mesh import axis_positions, mesh_shape, sharding_mesh
 from parallel2d.parallel.sync.comparison import ReplicaComparison
@@ -87,10 +87,11 @@ class StepAgreement:
         complete; they are ``loss_scale`` times as large. See [Note: one agreement per step]."""
         replicas = current()
         vector = self._own_vector(step, own)
-        lost = torch.zeros(2, dtype=torch.float64)
+        # Whether a replica is lost, and one waits to be let in; ranks that have the state
+        about = [0.0, 0.0, 1.0]
         if replicas is not None:
-            lost = torch.tensor([replicas.lost, replicas.joins], dtype=torch.float64)
-        vector = torch.cat([lost.to(self._device), vector])
+            about = [replicas.lost, replicas.joins, not is_joining()]
+        vector = torch.cat([torch.tensor(about, dtype=torch.float64).to(self._device), vector])
         dist.all_reduce(vector)
         if replicas is not None and replicas.on and not replicas.holds(vector[0].item()):
             return None
@@ -105,7 +106,7 @@ class StepAgreement:
         squares[self._norm_index] = squared_norm_share(self._parameters, ranks)
         on_device = torch.cat([self._own_sums(own), squares])
         broken = (~on_device.isfinite().all()).reshape(1).double()
-        wishes = torch.tensor([own.save_is_due, 1.0], dtype=torch.float64)  # and that it is there
+        wishes = torch.tensor([own.save_is_due], dtype=torch.float64)
         # Each rank's report is in a row of its own: the sum over the ranks holds them all.
         report = torch.tensor([own.stop_requested, *own.report.floats()], dtype=torch.float64)
         reports = torch.zeros(dist.get_world_size(), len(report), dtype=torch.float64)
@@ -119,7 +120,7 @@ class StepAgreement:
         # The part that is made on CPU goes to the device in one copy. Numbers that are not finite
         # would spoil the sums of all ranks: zeros take their place, and `broken` tells of them.
         from_cpu = torch.cat([wishes, reports.flatten(), used, hashes]).to(self._device)
-        self._sizes = [2, 1, 5, self._norms, 2, reports.numel(), len(used), len(hashes)]
+        self._sizes = [3, 1, 5, self._norms, 1, reports.numel(), len(used), len(hashes)]
         return torch.cat([broken, on_device.nan_to_num(0.0, 0.0, 0.0), from_cpu])
 
     def conclude(
@@ -128,17 +129,17 @@ class StepAgreement:
         """As `reach`, from the sum of all ranks' vectors. Without communication."""
         if (replicas := current()) is not None:
             replicas.applied = Applied(step, vector.tolist())
-        lost, not_finite, sums, squares, wishes, rows, used, hashes = vector.split(self._sizes)
+        about, not_finite, sums, squares, wishes, rows, used, hashes = vector.split(self._sizes)
         loss_sum, tokens, batch_hash, upcoming_tokens, squared_change = sums.tolist()
         if self._used:
             self._used.agree_on(used.cpu())
         if len(hashes):
             assert self._comparison is not None
-            self._comparison.check(hashes.cpu())
+            self._comparison.check(hashes.cpu(), int(about[2].item()))
         finite = not_finite.item() == 0
         norms = (squares.sqrt() / loss_scale).tolist()
-        saves, ranks_there = wishes.tolist()
         # Those of replicas that are lost are zeros.
+        ranks_there = about[2].item()
         replicas_there = ranks_there / self._ranks_of_replica if len(norms) > 1 else 1.0
         by_rank = rows.view(dist.get_world_size(), -1).tolist()
         told = [rank for rank, row in enumerate(by_rank) if row[0]]
@@ -151,8 +152,8 @@ class StepAgreement:
             batch_hash=int(batch_hash),
             finite=finite,
             preempted=bool(told),
-            save_is_due=saves > 0,
-            joins=lost[1].item() > 0,
+            save_is_due=wishes.item() > 0,
+            joins=about[1].item() > 0,
             told_to_stop=told,
             ranks=[own.report.with_floats(row[1:]) for row in by_rank],
         )

@@ -45,6 +45,7 @@ __all__ = [
     "forget",
     "init_plain_world",
     "init_world",
+    "is_joining",
     "is_present",
     "present_ranks",
 ]
@@ -90,6 +91,11 @@ def arrive(finish: Callable[[], object]) -> bool:
         failures += 1
     dist.all_reduce(failures)
     return not failures.item()
+
+
+def is_joining() -> bool:
+    """Whether this rank's replica is a member and has no state yet."""
+    return bool(_current) and _current[0].own in _current[0].joined
 
 
 def init_world(store: Any, rank: int, size: int, life: int, timeout: timedelta) -> Replicas:

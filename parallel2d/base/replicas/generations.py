@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import os
 import threading
@@ -49,6 +50,8 @@ class Replicas:
         in_step: what crosses replicas belongs to a step, which may be repeated.
         arrived: whether the last agreement of a step came back.
         lost: whether a replica of this generation is lost.
+        joined: members of this generation that have no state yet.
+        begun: collectives across replicas that were started.
     """
 
     def __init__(self, store: Any, rank: int, size: int, life: int, timeout: timedelta) -> None:
@@ -66,6 +69,7 @@ class Replicas:
         self.joined: list[Member] = []
         self.donor = 0
         self.applied = Applied(0, [])
+        self.begun = 0
         self.calls = 0  # collectives of the world outside of steps
         self._last: list[Tensor] = []  # results of the last one
         self.own_store = PrefixStore(f"replicas/life/{self.ranks[0][0]}.{life}", store)
@@ -200,6 +204,7 @@ class Replicas:
 
     def begin(self, group: Any, how: Any, arguments: Any) -> Any:
         """Starts a collective of ``group``: its method ``how``, or ``how(group)``."""
+        self.begun += 1
         if self.lost or group is None:
             return NotArrived()
         try:
@@ -370,42 +375,54 @@ class Replicas:
 
     def _form(self) -> bool:
         """Connects the groups of this generation; false where somebody is lost meanwhile."""
+
+        def connect(group: Any) -> Any:
+            key = f"replicas/{self.generation}/{group.key}"
+            if isinstance(group, Across):
+                key = f"{key}/{self.place}"
+            return group.connect(PrefixStore(key, self.store), self.timeout)
+
+        made = self._connect([functools.partial(connect, each) for each in self._groups])
+        if made is None:
+            return False
+        for group, inner in zip(self._groups, made, strict=True):
+            group.inner = inner
+        return True
+
+    def _connect(self, makers: Sequence[Callable[[], Any]]) -> list[Any] | None:
+        """Makes groups, one after the other; None where somebody is lost meanwhile."""
         made: list[Any] = []
-        errors: list[BaseException] = []
         done = threading.Event()
 
         def connect() -> None:
-            try:
-                for group in self._groups:
-                    key = f"replicas/{self.generation}/{group.key}"
-                    if isinstance(group, Across):
-                        key = f"{key}/{self.place}"
-                    made.append(group.connect(PrefixStore(key, self.store), self.timeout))
-            except Exception as error:
-                errors.append(error)
+            with contextlib.suppress(Exception):  # then not all are made
+                for make in makers:
+                    made.append(make())
             done.set()
 
         with self._woken_by_loss(done):
             threading.Thread(target=connect, name="replicas connect", daemon=True).start()
             while not (self.lost or done.wait(_TICK_S)):
                 pass
-        if self.lost or errors or len(made) < len(self._groups):
+        if self.lost or len(made) < len(makers):
             self._buried.append((made, NotArrived(), None))
-            return False
-        for group, inner in zip(self._groups, made, strict=True):
-            group.inner = inner
-        return True
+            return None
+        return made
 
-    @contextlib.contextmanager
-    def link(self, joiner: Member) -> Iterator[Any]:
+    def link(self, joiner: Member) -> Callable[[Tensor], bool] | None:
         """Between the donor's rank in this place and the joiner's: a function that sends a tensor
-        from the first to the second, and returns whether it has arrived."""
+        from the first to the second, and returns whether it has arrived. None where one is lost
+        meanwhile."""
         ranks = [self.ranks[self.donor][self.place], self.ranks[joiner[0]][self.place]]
         key = f"replicas/{self.generation}/state/{joiner[0]}/{self.place}"
-        group = ProcessGroupGloo(
-            PrefixStore(key, self.store), ranks.index(self.rank), 2, self.timeout
+        store = PrefixStore(key, self.store)
+        made = self._connect(
+            [lambda: ProcessGroupGloo(store, ranks.index(self.rank), 2, self.timeout)]
         )
-        yield lambda tensor: self.begin(
+        if made is None:
+            return None
+        (group,) = made
+        return lambda tensor: self.begin(
             group, "broadcast", ([tensor], dist.BroadcastOptions())
         ).wait()
 

@@ -177,6 +177,18 @@ class ReplicaReducer:
         if not self.agreement.deferred:
             self.agreement.agree()
 
+    def finish_without_backward(self) -> None:
+        """As `finish`, of a global batch of which this replica has computed nothing: it gets the
+        mean as the others do. Its gradients are zeros, or the mean of an earlier call."""
+        self.batch.agreed = False
+        for state in self.batch.states:
+            state.note_used()
+            # They are called after the agreement, as after a backward pass.
+            for parameter in state.group.trained:
+                parameter.take_hooks()
+                parameter.give_hooks_back()
+        self.finish()
+
     def _hook_never_called(self) -> str:
         """The message for a hook of `register_hook`, which would never be called; or nothing."""
         for group in self.groups:
