@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.exchange import decode, encode
 from parallel2d.base.files.tensor_file import DTYPE_NAMES, DTYPES
-from parallel2d.base.replicas import Applied, Replicas
+from parallel2d.base.replicas import Applied, Replicas, absent_ranks
 from parallel2d.base.replicas.events import post
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
@@ -72,7 +72,10 @@ class Membership:
     ) -> None:
         self.trainer, self.replicas, self._take_roles = trainer, replicas, take_roles
         self._least = min(trainer.config.launch.min_replicas, len(replicas.ranks))
-        self._planned = self._dealt = replicas.generation
+        self._planned = replicas.generation
+        self._dealt: int | None = None
+        if not replicas.life and absent_ranks():
+            self.deal()
         self._speaks = not replicas.life and replicas.rank == 0
         self._buffers = list(trainer.model.buffers())
         self._versions: list[int] | None = None
@@ -88,6 +91,8 @@ class Membership:
         replicas.start(trainer.progress.step)
         self._planned = self._dealt = replicas.generation
         if not replicas.life:
+            if absent_ranks():
+                self._say("the others may come later")
             return
         self._warm_up()
         if replicas.place == 0:
