@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel2d.base.replicas import Applied, Replicas
+from parallel2d.base.replicas import Applied, Replicas, absent_ranks
 from parallel2d.base.replicas.events import Member, post
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
@@ -36,7 +36,8 @@ class Membership:
     ) -> None:
         self.trainer, self.replicas, self._take_roles = trainer, replicas, take_roles
         self._least = min(trainer.config.launch.min_replicas, len(replicas.ranks))
-        self._planned = self._dealt = replicas.generation
+        self._planned = replicas.generation
+        self._dealt: int | None = None
         self._readers: list[Member] = []  # among whom batches from the feed are dealt
         self._senders: list[Sender] = []
         self._receiver: Receiver | None = None
@@ -53,6 +54,8 @@ class Membership:
         self._totals = {keys.REPLICAS_JOINED: 0.0, keys.REPEATED_SAMPLES: 0.0}
         self._totals |= {keys.REPLICAS_LOST_S: 0.0, keys.LEFT_OUT_STEPS: 0.0}
         self._members = set(replicas.members)  # when batches were dealt out last
+        if not replicas.life and absent_ranks():
+            self.deal()
 
     @property
     def has_state(self) -> bool:
@@ -71,6 +74,8 @@ class Membership:
         self._planned = self._dealt = replicas.generation
         self._readers = sorted(replicas.members)
         if not replicas.life:
+            if absent_ranks():
+                self._say("the others may come later")
             return
         self._warm_up()
         if replicas.place == 0:

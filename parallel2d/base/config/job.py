@@ -396,3 +396,4 @@ class Job:
     records: str = ""  # folder in the run directory in which Hydra's records wait
     certified: bool = False
     is_judged: bool = False  # a sweeper chooses the next job by this one's objective
+    ranks: int | None = None  # of all nodes, where those that are not there count as lost

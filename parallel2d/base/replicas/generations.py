@@ -54,10 +54,10 @@ class Replicas:
         begun: collectives across replicas that were started.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, life: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, together: int, life: int, timeout: timedelta) -> None:
         self.store, self.rank, self.life, self.timeout = store, rank, life, timeout
         self.on = self.in_step = self.arrived = self.lost = False
-        self.ranks: list[list[int]] = [list(range(size))]
+        self.ranks: list[list[int]] = [list(range(together))]
         self.hosts: list[str] = []
         if life:
             found = json.loads(store.get(RANKS))
@@ -106,17 +106,18 @@ class Replicas:
         return made
 
     def divide(self, ranks: Sequence[Sequence[int]], hosts: Sequence[str]) -> None:
-        """From now on groups across these replicas may lose some. No communication."""
+        """From now on groups across these replicas may lose some; those whose ranks have not
+        started with this one are not there. No communication."""
         found = [list(map(int, each)) for each in ranks]
+        together = set(self.present)
         self.hosts = list(hosts)
         own = next(number for number, each in enumerate(found) if self.rank in each)
         if self.rank == 0 and not self.life:
             self.store.set(RANKS, json.dumps({"ranks": found, "hosts": self.hosts}))
         self.ranks, self.replica = found, own
         self.place = found[own].index(self.rank)
-        self.members = (
-            [(own, self.life)] if self.life else [(each, 0) for each in range(len(found))]
-        )
+        there = [number for number, each in enumerate(found) if together.issuperset(each)]
+        self.members = [(number, self.life) for number in there]
         store = PrefixStore(f"inside/{own}", self.own_store)
         self._inside = ProcessGroupGloo(store, self.place, len(found[own]), self.timeout)
 
@@ -164,6 +165,9 @@ class Replicas:
             record = {"members": self.members, "joiners": [], "first": step + 1}
             self.store.compare_set(RECORD.format(0), "", json.dumps(record))
             self.generation = 0
+            if self.rank == self.first_rank:
+                for number in set(range(len(self.ranks))) - dict(self.members).keys():
+                    post(self.store, "dead", (number, 0))
             dist.barrier()
         self.on = True
         threading.Thread(target=self._follow, name="replicas", daemon=True).start()
