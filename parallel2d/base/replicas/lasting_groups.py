@@ -28,16 +28,16 @@ class _Ended(dist.Work):
 class PolledWork(dist.Work):
     """A collective across replicas. `wait` returns without a result once one of them is lost."""
 
-    def __init__(self, replicas: Any, group: Any, work: Any, kept: Any) -> None:
+    def __init__(self, replicas: Any, generation: int, group: Any, work: Any, kept: Any) -> None:
         super().__init__()
-        self._parts = replicas, group, work, kept
+        self._parts = replicas, generation, group, work, kept
 
     def wait(self, *_: Any) -> bool:
         replicas, *parts = self._parts
         return replicas.finish(*parts)
 
     def is_completed(self) -> bool:
-        return bool(self._parts[2].is_completed())
+        return bool(self._parts[3].is_completed())
 
 
 class _Lasting(ProcessGroup):
@@ -160,6 +160,7 @@ class World(_Lasting):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
         if self.replicas.in_step:
+            self.replicas.met = self.replicas.generation
             self.replicas.arrived = self.run("allreduce", tensors, opts).wait()
             return _Ended()
         return self.reduce_outside(tensors, opts)
@@ -228,13 +229,16 @@ class World(_Lasting):
 
 
 class Everyone(World):
-    """As `World`, for a thread beside the loop: what loses a replica raises `ReplicaLost`."""
+    """As `World`, for a thread beside the loop: what loses a replica raises `ReplicaLost`, and so
+    does all that follows in this thread's work, which belongs to one ``generation``; None: any."""
+
+    generation: int | None = None
 
     def settle(self, attempt: Callable[[], Attempt]) -> Any:
-        tried, replicas = attempt(), self.replicas
+        inner, tried, replicas = self.inner, attempt(), self.replicas
         if not replicas.on:
-            tried.start(self.inner).wait()
-        elif not replicas.begin(self.inner, tried.start, tried).wait():
+            tried.start(inner).wait()
+        elif not replicas.begin(inner, tried.start, tried, self.generation).wait():
             raise ReplicaLost("a replica was lost")
         tried.succeed()
         return _Ended()
