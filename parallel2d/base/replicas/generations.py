@@ -49,6 +49,7 @@ class Replicas:
         members: those that are there, the eldest first; ``present``: their ranks.
         in_step: what crosses replicas belongs to a step, which may be repeated.
         arrived: whether the last agreement of a step came back.
+        met: the generation in which the last collective of the world was begun that all have done.
         lost: whether a replica of this generation is lost.
         joined: members of this generation that have no state yet.
         begun: collectives across replicas that were started.
@@ -65,7 +66,7 @@ class Replicas:
             self.ranks = [next(each for each in found["ranks"] if rank in each)]
         self.replica, self.place = 0, self.ranks[0].index(rank)
         self.members: list[Member] = [(0, life)]
-        self.generation = -1
+        self.generation = self.met = -1
         self.joined: list[Member] = []
         self.donor = 0
         self.applied = Applied(0, [])
@@ -206,31 +207,37 @@ class Replicas:
 
     # Collectives that may be given up
 
-    def begin(self, group: Any, how: Any, arguments: Any) -> Any:
-        """Starts a collective of ``group``: its method ``how``, or ``how(group)``."""
+    def begin(self, group: Any, how: Any, arguments: Any, generation: int | None = None) -> Any:
+        """Starts a collective of ``group``: its method ``how``, or ``how(group)``.
+        ``generation``: that ``group`` belongs to; None: this one."""
         self.begun += 1
-        if self.lost or group is None:
+        generation = self.generation if generation is None else generation
+        if self._is_over(generation) or group is None:
             return NotArrived()
         try:
             work = how(group) if callable(how) else getattr(group, how)(*arguments)
         except RuntimeError:
-            self._fail()
+            self._fail(generation)
             return NotArrived()
-        return PolledWork(self, group, work, arguments)
+        return PolledWork(self, generation, group, work, arguments)
 
-    def finish(self, group: Any, work: Any, kept: Any) -> bool:
+    def _is_over(self, generation: int) -> bool:
+        """Whether it has lost a replica. A thread beside the loop may see the next one already."""
+        return self.lost or self.generation != generation
+
+    def finish(self, generation: int, group: Any, work: Any, kept: Any) -> bool:
         """Waits for ``work``; false once a replica is lost. What it writes to stays alive."""
         done = threading.Event()
         work.get_future().add_done_callback(lambda _: done.set())
         with self._woken_by_loss(done):
             while not (done.wait(_TICK_S) and work.is_completed()):
-                if self.lost:
+                if self._is_over(generation):
                     self._buried.append((group, work, kept))
                     return False
         try:
             work.wait()
         except RuntimeError:
-            self._fail()
+            self._fail(generation)
             return False
         return True
 
@@ -245,11 +252,11 @@ class Replicas:
             with self._lock:
                 self._woken.discard(event)
 
-    def _fail(self) -> None:
+    def _fail(self, generation: int) -> None:
         """A connection to another replica has broken: all hear of it."""
-        if not self.lost:
+        if not self._is_over(generation):
             self.give_up()
-            post(self.store, "break", self.generation, self._events.count)
+            post(self.store, "break", generation, self._events.count)
 
     def settle(self, world: World, attempt: Callable[[], Attempt]) -> None:
         """Runs a collective of ``world`` among those who are there, again and again until all of
@@ -262,6 +269,7 @@ class Replicas:
         number = self.calls + 1
         while True:
             tried = attempt()
+            self.met = self.generation
             if self.vote(self.begin(world.inner, tried.start, tried).wait()):
                 break
             self.regroup(admit=False)
@@ -299,7 +307,7 @@ class Replicas:
             self._look()
             if self.vote(self._form()):
                 break
-            self._fail()
+            self._fail(self.generation)
         self.donor = self.members[0][0]
         late = None
         if self.applied.step is not None and self.applied.step == record["first"] - 2:

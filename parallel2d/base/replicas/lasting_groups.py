@@ -31,10 +31,9 @@ class PolledWork(dist.Work):
 
     required = ""
 
-    def __init__(self, replicas: Any, group: Any, work: Any, kept: Any) -> None:
+    def __init__(self, replicas: Any, generation: int, group: Any, work: Any, kept: Any) -> None:
         super().__init__()
-        self._parts = replicas, group, work, kept
-        self._generation = replicas.generation
+        self._parts = replicas, generation, group, work, kept
 
     def wait(self, *_: Any) -> bool:
         has_arrived = self._arrives()
@@ -44,12 +43,10 @@ class PolledWork(dist.Work):
 
     def _arrives(self) -> bool:
         replicas, *parts = self._parts
-        # What did not arrive in its generation never will.
-        is_over = replicas.generation != self._generation and not self.is_completed()
-        return not is_over and replicas.finish(*parts)
+        return replicas.finish(*parts)
 
     def is_completed(self) -> bool:
-        return bool(self._parts[2].is_completed())
+        return bool(self._parts[3].is_completed())
 
 
 class _Lasting(ProcessGroup):
@@ -172,6 +169,7 @@ class World(_Lasting):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
         if self.replicas.in_step:
+            self.replicas.met = self.replicas.generation
             self.replicas.arrived = self.run("allreduce", tensors, opts).wait()
             return _Ended()
         return self.reduce_outside(tensors, opts)
@@ -240,13 +238,16 @@ class World(_Lasting):
 
 
 class Everyone(World):
-    """As `World`, for a thread beside the loop: what loses a replica raises `ReplicaLost`."""
+    """As `World`, for a thread beside the loop: what loses a replica raises `ReplicaLost`, and so
+    does all that follows in this thread's work, which belongs to one ``generation``; None: any."""
+
+    generation: int | None = None
 
     def settle(self, attempt: Callable[[], Attempt]) -> Any:
-        tried, replicas = attempt(), self.replicas
+        inner, tried, replicas = self.inner, attempt(), self.replicas
         if not replicas.on:
-            tried.start(self.inner).wait()
-        elif not replicas.begin(self.inner, tried.start, tried).wait():
+            tried.start(inner).wait()
+        elif not replicas.begin(inner, tried.start, tried, self.generation).wait():
             raise ReplicaLost("a replica was lost")
         tried.succeed()
         return _Ended()
