@@ -397,7 +397,7 @@ class Trainer:
         """Around what is done again where a replica is lost."""
         replicas = self.parts.replicas
         if self.membership is not None:
-            self.membership.keep_buffers()
+            self.membership.buffers.keep()
         if replicas is not None:
             replicas.in_step = True
         yield
