@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroup, ProcessGroupGloo
 
+from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
 from parallel2d.base.replicas.lasting_groups import (
     Across,
@@ -108,7 +109,13 @@ class Replicas:
 
     def divide(self, ranks: Sequence[Sequence[int]], hosts: Sequence[str]) -> None:
         """From now on groups across these replicas may lose some; those whose ranks have not
-        started with this one are not there. No communication."""
+        started with this one are not there. Once; others must be the same. No communication."""
+        if self._inside is not None:
+            if self.ranks != ranks:
+                raise ConfigError(
+                    "meshes with other replicas: while these may be lost, all are one"
+                )
+            return
         found = [list(map(int, each)) for each in ranks]
         together = set(self.present)
         self.hosts = list(hosts)
