@@ -123,7 +123,9 @@ class Disturbed:
     def kill_worker(self) -> float:
         begin = time.monotonic()
         self.cluster.kill_worker(*self.any_rank())
-        return self._recovered(begin)
+        took = self._recovered(begin)
+        self._wait_for_both()  # a second loss would leave nobody with the state
+        return took
 
     def kill_node(self) -> float:
         """The other node goes on alone; then this one comes back and both go on."""
