@@ -102,15 +102,16 @@ def _gathered(value: Any, group: dist.ProcessGroup | None, to: int | None) -> li
     own[: data.numel()] = data
     received: list[Tensor] = []
     if to in (None, dist.get_rank()):
-        received = [torch.empty_like(own) for _ in sizes]
+        received = [torch.zeros_like(own) for _ in sizes]
     if to is None:
         c10d.all_gather(received, own, group=group)
     else:
         c10d.gather(own, received or None, dst=to, group=group)
     # Where nothing was received there are sizes alone.
     parts = [each[:size] for each, size in zip(received, sizes, strict=False)]
-    # A rank that is not there has sent nothing.
-    return [decode(part.cpu().numpy().tobytes()) for part in parts if len(part)]
+    data_of_all = [part.cpu().numpy().tobytes() for part in parts]
+    # A rank that is not there has sent nothing, or its length alone: no JSON begins with a zero.
+    return [decode(data) for data in data_of_all if data[:1].strip(b"\0")]
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

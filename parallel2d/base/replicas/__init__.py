@@ -20,14 +20,17 @@ A node that is not there when a job starts counts as lost: the world has its ran
 the first generation are the replicas that are there, and it joins as one that comes back does.
 
 Outside of a step a collective over the world is repeated by those who are there until all of them
-have its result, the same on all.
+have its result, the same on all. What else crosses replicas there, such as the outer steps of
+``sync=diloco``, is begun again until all who are there have it whole (`arrive`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
@@ -40,11 +43,13 @@ __all__ = [
     "Replicas",
     "absent_ranks",
     "agreed",
+    "arrive",
     "current",
     "first_rank",
     "forget",
     "init_plain_world",
     "init_world",
+    "is_joining",
     "is_present",
     "present_ranks",
 ]
@@ -82,6 +87,26 @@ def agreed(name: str, value: str) -> str:
     if not _current:
         return value
     return _current[0].store.compare_set(f"replicas/agreed/{name}", "", value).decode()
+
+
+def arrive(finish: Callable[[], object]) -> bool:
+    """Whether ``finish``, which waits for collectives over the replicate axis outside of a step,
+    has ended well on all ranks that are there: else they begin these again. Collective."""
+    if not _current or not _current[0].on:
+        finish()
+        return True
+    failures = torch.zeros(1)
+    try:
+        finish()
+    except ReplicaLost:
+        failures += 1
+    dist.all_reduce(failures)
+    return not failures.item()
+
+
+def is_joining() -> bool:
+    """Whether this rank's replica is a member and has no state yet."""
+    return bool(_current) and _current[0].own in _current[0].joined
 
 
 def init_world(
