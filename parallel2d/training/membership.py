@@ -34,6 +34,7 @@ class Trained(Protocol):
     """What a `Membership` needs of the `Trainer`, which says what it is."""
 
     config: TrainConfig
+    callbacks: Any
     model: nn.Module
     optimizer: torch.optim.Optimizer
     mesh: DeviceMesh
@@ -94,6 +95,7 @@ class Membership:
     def start(self) -> None:
         """Before the first step, once all is built. A replica that comes back asks to be let in."""
         trainer, replicas = self.trainer, self.replicas
+        replicas.stop_requested = trainer.callbacks.stop_requested
         replicas.start(trainer.progress.step)
         self._planned = self._dealt = replicas.generation
         self._readers = sorted(replicas.members)
@@ -178,7 +180,8 @@ class Membership:
         return self.replicas.regroup(admit=admit, least=least)
 
     def _wait_for_enough(self) -> None:
-        while len(self.replicas.members) < self._least:
+        """Where a rank is asked to stop meanwhile, one more step is done, and saved."""
+        if len(self.replicas.members) < self._least:
             self._say(f"waiting for launch.min_replicas={self._least}")
             self._admit(self._least)
 

@@ -73,6 +73,7 @@ class Replicas:
         self.applied = Applied(0, [])
         self.begun = 0
         self.calls = 0  # collectives of the world outside of steps
+        self.stop_requested: Callable[[], bool] = lambda: False  # of this rank
         self._last: list[Tensor] = []  # results of the last one
         self.own_store = PrefixStore(f"replicas/life/{self.ranks[0][0]}.{life}", store)
         self._groups: list[Any] = []
@@ -301,9 +302,9 @@ class Replicas:
 
     def regroup(self, *, admit: bool, least: int = 1) -> list[float] | None:
         """Forms the next generation of those who are there; with ``admit``, and where all do so,
-        those too that wait to join, once there are ``least`` replicas. Returns the sums of the
-        step after the last one applied here where other replicas have applied it. Collective over
-        the ranks of this replica."""
+        those too that wait to join, once there are ``least`` replicas or a rank was asked to stop.
+        Returns the sums of the step after the last one applied here where other replicas have
+        applied it. Collective over the ranks of this replica."""
         while True:
             old = self.generation
             record = self._next_record(old, admit, least)
@@ -340,6 +341,8 @@ class Replicas:
             except DistStoreError:
                 if self._events.ended:
                     os._exit(0)  # the others have finished meanwhile
+                if least > 1 and self._events.stopped < old and self.stop_requested():
+                    post(self.store, "stop", old, self._events.count)
                 if leads:
                     self._lead(old, least)
                 continue
@@ -378,7 +381,8 @@ class Replicas:
         joiners: list[Member] = []
         if all(at[each]["admit"] for each in have):
             joiners = sorted(self._events.joining - dead - set(have))
-        if have[0] != self.own or len(have) + len(joiners) < least:
+        is_enough = len(have) + len(joiners) >= least or self._events.stopped >= old
+        if have[0] != self.own or not is_enough:
             return
         furthest = max(map(at.__getitem__, have), key=lambda each: (each["step"], each["calls"]))
         record = {
