@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError, did_you_mean
-from parallel2d.base.replicas import first_rank, present_ranks
+from parallel2d.base.replicas import agreed, first_rank, present_ranks
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -237,7 +237,7 @@ def check_shared_run_dir(run_dir: str) -> None:
 def check_same_data(fingerprint: str) -> None:
     """Raises `ConfigError` with the nodes whose data differ from rank 0's. Collective."""
     _refuse_where(
-        fingerprint != broadcast(fingerprint),
+        fingerprint != agreed("data", broadcast(fingerprint)),
         "data differ from those of rank 0 (other files, or another Python's library)",
     )
 

@@ -26,13 +26,22 @@ class _Ended(dist.Work):
 
 
 class PolledWork(dist.Work):
-    """A collective across replicas. `wait` returns without a result once one of them is lost."""
+    """A collective across replicas. `wait` returns without a result once one of them is lost, or
+    raises `ReplicaLost` where the collective's name is ``required``."""
+
+    required = ""
 
     def __init__(self, replicas: Any, generation: int, group: Any, work: Any, kept: Any) -> None:
         super().__init__()
         self._parts = replicas, generation, group, work, kept
 
     def wait(self, *_: Any) -> bool:
+        has_arrived = self._arrives()
+        if self.required and not has_arrived:
+            raise ReplicaLost(f"a replica was lost during {self.required} over the replicate axis")
+        return has_arrived
+
+    def _arrives(self) -> bool:
         replicas, *parts = self._parts
         return replicas.finish(*parts)
 
@@ -82,13 +91,13 @@ class _Lasting(ProcessGroup):
         return ProcessGroupGloo(store, ranks.index(self.replicas.rank), len(ranks), timeout)
 
     def run(self, name: str, *arguments: Any) -> Any:
-        """Starts the collective ``name`` of the group inside. Raises `ReplicaLost` outside of a
-        step, where nothing would show that it has no result."""
+        """Starts the collective ``name`` of the group inside. Its ``wait`` raises `ReplicaLost`
+        outside of a step, where nothing would show that it has no result."""
         if not self.replicas.on:
             return getattr(self.inner, name)(*arguments)
         work = self.replicas.begin(self.inner, name, arguments)
-        if not self.replicas.in_step and not work.wait():
-            raise ReplicaLost(f"a replica was lost during {name} over the replicate axis")
+        if not self.replicas.in_step:
+            work.required = name
         return work
 
 
@@ -247,6 +256,14 @@ class Everyone(World):
         return self.reduce_outside(tensors, opts or dist.AllreduceOptions())
 
 
-class NotArrived(_Ended):
-    def wait(self, *_: Any) -> bool:
+class NotArrived(PolledWork):
+    """A collective that was not begun: a replica was lost before."""
+
+    def __init__(self) -> None:
+        dist.Work.__init__(self)
+
+    def is_completed(self) -> bool:
+        return True
+
+    def _arrives(self) -> bool:
         return False
