@@ -230,6 +230,8 @@ class Membership:
         self.replicas.give_up()  # nothing crosses replicas
         self.replicas.in_step = True
         trainer.forward_backward(trainer.upcoming, 1)
+        trainer.optimizer.step()
+        trainer.optimizer.state.clear()  # the donor may have none of some parameters
         self._discard_gradients()
         self.replicas.in_step = self.replicas.lost = False
 

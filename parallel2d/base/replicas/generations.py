@@ -51,7 +51,7 @@ class Replicas:
         arrived: whether the last agreement of a step came back.
         lost: whether a replica of this generation is lost.
         joined: members of this generation that have no state yet.
-        begun: collectives across replicas that were started.
+        begun: collectives of steps across replicas that were started.
     """
 
     def __init__(self, store: Any, rank: int, size: int, life: int, timeout: timedelta) -> None:
@@ -204,7 +204,6 @@ class Replicas:
 
     def begin(self, group: Any, how: Any, arguments: Any) -> Any:
         """Starts a collective of ``group``: its method ``how``, or ``how(group)``."""
-        self.begun += 1
         if self.lost or group is None:
             return NotArrived()
         try:
@@ -316,13 +315,13 @@ class Replicas:
         if leads:
             self._tell(old, admit)
         while True:
+            if leads:
+                self._lead(old, least)
             try:
                 self.store.wait([RECORD.format(number)], timedelta(seconds=0.02))
             except DistStoreError:
                 if self._events.ended:
                     os._exit(0)  # the others have finished meanwhile
-                if leads:
-                    self._lead(old, least)
                 continue
             record = json.loads(self.store.get(RECORD.format(number)))
             if list(self.own) in record["members"]:

@@ -86,6 +86,7 @@ class _Lasting(ProcessGroup):
         step, where nothing would show that it has no result."""
         if not self.replicas.on:
             return getattr(self.inner, name)(*arguments)
+        self.replicas.begun += 1
         work = self.replicas.begin(self.inner, name, arguments)
         if not self.replicas.in_step and not work.wait():
             raise ReplicaLost(f"a replica was lost during {name} over the replicate axis")
