@@ -39,8 +39,6 @@ class Membership:
         self._readers: list[Member] = []  # among whom batches from the feed are dealt
         self._senders: list[Sender] = []
         self._receiver: Receiver | None = None
-        # Whether the model's forward passes talk to other replicas
-        self.forward_crosses = False
         self._speaks = not replicas.life and replicas.rank == 0
         self._buffers = list(trainer.model.buffers())
         self._versions: list[int] | None = None
@@ -103,9 +101,10 @@ class Membership:
             self._plan(feed)
         self.take_roles()
 
-    def keep_buffers(self) -> None:
-        """Before a step, whose forward passes may write to buffers and may be done again: copies
-        all before the first one, later those that were written to."""
+    def begin_step(self) -> None:
+        """Before what may be done again. Forward passes may write to buffers: copies all before the
+        first step, later those that were written to."""
+        self.replicas.in_step = True
         versions = [each._version for each in self._buffers]
         if self._versions is None:
             written = set(range(len(versions)))
@@ -115,6 +114,10 @@ class Membership:
             written = self._written = self._written | changed
         self._versions = versions
         self._kept = [(self._buffers[index], self._buffers[index].clone()) for index in written]
+
+    def end_step(self) -> None:
+        """After it, before the update."""
+        self.replicas.in_step = False
 
     def repeat(self, feed: BatchFeed) -> list[float] | None:
         """After a step that not all have agreed on: the sums of its agreement where others have
@@ -201,7 +204,7 @@ class Membership:
         """Makes this rank's part of the next global batch `upcoming`, which those have computed who
         have the state; later ones are dealt out among all. ``again``: it was taken before."""
         trainer, replicas = self.trainer, self.replicas
-        joined = [] if self.forward_crosses else replicas.joined
+        joined = [] if trainer.forward_crosses else replicas.joined
         computing = sorted(set(replicas.members) - set(joined))
         if replicas.own in joined:
             trainer.upcoming = self._nothing()
@@ -215,7 +218,7 @@ class Membership:
             feed.restart(trainer.plan, trainer.upcoming.position)
         self._planned = replicas.generation
         self._give()
-        if self.forward_crosses and self.finish_joining() and not self.has_state:
+        if trainer.forward_crosses and self.finish_joining() and not self.has_state:
             replicas.applied = Applied(trainer.progress.step, [])
 
     def _nothing(self) -> StepBatch:
@@ -257,7 +260,7 @@ class Membership:
         trainer.load_state_dict(header.manifest["state"])
         trainer.checkpointer.follow(trainer.progress.step)
         trainer.upcoming_tokens = header.tokens
-        self._totals, self.forward_crosses = header.totals, header.forward_crosses
+        self._totals, trainer.forward_crosses = header.totals, header.forward_crosses
         self._plan(feed, again=True)
 
     def _give(self) -> None:
@@ -265,8 +268,7 @@ class Membership:
         replicas, trainer = self.replicas, self.trainer
         if replicas.replica == replicas.donor:
             self._senders = [
-                Sender(trainer, replicas, each, self._totals, self.forward_crosses)
-                for each in replicas.joined
+                Sender(trainer, replicas, each, self._totals) for each in replicas.joined
             ]
 
     def reduce_nothing(self) -> Tensor:
@@ -296,6 +298,7 @@ class Membership:
         self.replicas.give_up()
         self._receiver.finish()
         self._receiver = None
+        self.replicas.in_step = False
         self.replicas.applied = Applied(None, [])
         self.trainer.upcoming = self._nothing()  # there is a next step
         self._discard_gradients()

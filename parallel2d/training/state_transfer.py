@@ -64,6 +64,7 @@ class Trained(Protocol):
     checkpointer: Checkpointer
     upcoming: StepBatch | None
     upcoming_tokens: int
+    forward_crosses: bool
 
     def take(self, feed: BatchFeed) -> StepBatch | None: ...
     def forward_backward(self, batch: StepBatch, tokens: int) -> Tensor: ...
@@ -89,9 +90,8 @@ class Sender:
     """Sends the state of this rank to its peer of ``joiner``, from now until `finish`."""
 
     def __init__(
-        self, trainer: Trained, replicas: Replicas, joiner: Member, totals: dict[str, float],
-        forward_crosses: bool,
-    ) -> None:  # fmt: skip
+        self, trainer: Trained, replicas: Replicas, joiner: Member, totals: dict[str, float]
+    ) -> None:
         self._replicas, self._joiner = replicas, joiner
         reshard(trainer.model)
         tensors = saved_tensors(trainer.model, trainer.optimizer)
@@ -118,7 +118,7 @@ class Sender:
             tokens=trainer.upcoming_tokens,
             reductions=len(trainer.upcoming.micro_batches) if is_full else 1,
             totals=totals,
-            forward_crosses=forward_crosses,
+            forward_crosses=trainer.forward_crosses,
         )
         self._send: Send | None = None
         self._sent = _in_thread(self._send_first)

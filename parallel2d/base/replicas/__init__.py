@@ -36,6 +36,7 @@ __all__ = [
     "ReplicaLost",
     "Replicas",
     "absent_ranks",
+    "crossings",
     "current",
     "first_rank",
     "forget",
@@ -77,6 +78,11 @@ def present_ranks() -> int:
 def is_joining() -> bool:
     """Whether this rank's replica is a member and has no state yet."""
     return bool(_current) and _current[0].own in _current[0].joined
+
+
+def crossings() -> int:
+    """How many collectives of steps this process has started across replicas that may be lost."""
+    return _current[0].begun if _current else 0
 
 
 def init_world(store: Any, rank: int, size: int, life: int, timeout: timedelta) -> Replicas:
