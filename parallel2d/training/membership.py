@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel2d.base.replicas import Applied, Replicas
+from parallel2d.base.replicas import Applied, Replicas, absent_ranks
 from parallel2d.base.replicas.events import Member, post
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
+from parallel2d.parallel.sync.methods.method import UpdateFollower
+from parallel2d.parallel.sync.updates import outer_sync, residuals_of
 from parallel2d.training.data.feed import BatchFeed, BatchPlan, StepBatch
 from parallel2d.training.metrics import keys
 from parallel2d.training.state_transfer import Receiver, Sender, Trained
@@ -35,10 +37,12 @@ class Membership:
     ) -> None:
         self.trainer, self.replicas, self._take_roles = trainer, replicas, take_roles
         self._least = min(trainer.config.launch.min_replicas, len(replicas.ranks))
-        self._planned = self._dealt = replicas.generation
+        self._planned = replicas.generation
+        self._dealt: int | None = None
         self._readers: list[Member] = []  # among whom batches from the feed are dealt
         self._senders: list[Sender] = []
         self._receiver: Receiver | None = None
+        self._outer = outer_sync(trainer.model)
         self._speaks = not replicas.life and replicas.rank == 0
         self._buffers = list(trainer.model.buffers())
         self._versions: list[int] | None = None
@@ -46,7 +50,10 @@ class Membership:
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._has_joined = False  # at the begin of the last step
         self._totals = {keys.REPLICAS_JOINED: 0.0, keys.REPEATED_SAMPLES: 0.0}
-        self._totals[keys.REPLICAS_LOST_S] = 0.0
+        self._totals |= {keys.REPLICAS_LOST_S: 0.0, keys.LEFT_OUT_STEPS: 0.0}
+        self._members = set(replicas.members)  # when batches were dealt out last
+        if not replicas.life and absent_ranks():
+            self.deal()
 
     @property
     def has_state(self) -> bool:
@@ -65,6 +72,8 @@ class Membership:
         self._planned = self._dealt = replicas.generation
         self._readers = sorted(replicas.members)
         if not replicas.life:
+            if absent_ranks():
+                self._say("the others may come later")
             return
         self._warm_up()
         if replicas.place == 0:
@@ -148,6 +157,8 @@ class Membership:
 
     def _admit(self, least: int = 1) -> None:
         """Lets in who waits to join, until at least ``least`` replicas are there."""
+        if self._outer is not None:
+            self._outer.receive()
         self._regroup(admit=True, least=least)
         self._totals[keys.REPLICAS_JOINED] += len(self.replicas.joined)
 
@@ -183,7 +194,13 @@ class Membership:
         if self._dealt == self.replicas.generation:
             return False
         self._dealt = self.replicas.generation
-        trainer.data_ranks = len(members) * mesh_shape(trainer.mesh).shard
+        lost = len(self._members.difference(members))
+        self._members = set(members)
+        kept = residuals_of(trainer.model)
+        self._totals[keys.LEFT_OUT_STEPS] += lost * kept.unshared_steps
+        data_ranks = len(members) * mesh_shape(trainer.mesh).shard
+        kept.scale(data_ranks / trainer.data_ranks)
+        trainer.data_ranks = data_ranks
         trainer.plan = self._plan_among(sorted(members))
         return True
 
@@ -233,8 +250,10 @@ class Membership:
         self.replicas.give_up()  # nothing crosses replicas
         self.replicas.in_step = True
         trainer.forward_backward(trainer.upcoming, 1)
-        trainer.optimizer.step()
-        trainer.optimizer.state.clear()  # the donor may have none of some parameters
+        followers = [type(each.updates) for each in reducers_in(trainer.model)]
+        if set(followers) <= {UpdateFollower}:  # others talk to other replicas
+            trainer.optimizer.step()
+            trainer.optimizer.state.clear()  # the donor may have none of some parameters
         self._discard_gradients()
         self.replicas.in_step = self.replicas.lost = False
 

@@ -28,11 +28,13 @@ from parallel2d.base.exchange import decode, encode
 from parallel2d.base.files.tensor_file import DTYPE_NAMES, DTYPES
 from parallel2d.base.replicas import Replicas
 from parallel2d.base.replicas.events import Member
-from parallel2d.parallel.weights.geometry import local_part
+from parallel2d.parallel.weights.geometry import Region, local_part
 from parallel2d.parallel.weights.named_tensors import (
     describe_optimizer,
+    masters_were_loaded,
     model_tensors,
     reshard,
+    spread_state,
     tied_names,
 )
 from parallel2d.training.checkpoint import Checkpointer
@@ -41,6 +43,8 @@ from parallel2d.training.checkpoint.state import (
     load_averages,
     load_model,
     load_optimizer,
+    load_replica_state,
+    replica_tensors,
     saved_tensors,
 )
 from parallel2d.training.data.feed import BatchFeed, BatchPlan, StepBatch
@@ -94,7 +98,11 @@ class Sender:
     ) -> None:
         self._replicas, self._joiner = replicas, joiner
         reshard(trainer.model)
+        spread_state(trainer.optimizer)
         tensors = saved_tensors(trainer.model, trainer.optimizer)
+        # Of what this replica alone has, another one takes the state of the optimizer.
+        own = replica_tensors(trainer.model, trainer.optimizer)
+        tensors |= {name: own[name] for name in own if "/optimizer/" in name}
         buffers = set(map(id, trainer.model.buffers()))
         # Sorting keeps the order of the others.
         names = sorted(tensors, key=lambda name: id(tensors[name]) in buffers)
@@ -109,6 +117,7 @@ class Sender:
                 "state": {**trainer.state_dict(), "step": trainer.progress.step},
                 "optimizer": describe_optimizer(trainer.model, trainer.optimizer),
                 "tied": tied_names(trainer.model),
+                "mesh": {"replicate": len(replicas.ranks)},
             },
             listed=[
                 (name, DTYPE_NAMES[part.dtype], list(tensors[name].shape), list(part.shape))
@@ -181,7 +190,9 @@ class Receiver:
             return False
         load_model(trainer.model, self._peer, strict=True)
         load_optimizer(trainer.model, trainer.optimizer, self._peer, strict=True)
+        masters_were_loaded(trainer.model)
         load_averages(trainer.model, self._peer, restart=False)
+        load_replica_state(trainer.model, self._peer)
         return True
 
     def finish(self) -> bool:
@@ -208,6 +219,9 @@ class PeerState(Checkpoint):
     def fill(self, tensor: Tensor, name: str) -> None:
         part = local_part(tensor.detach())
         part.copy_(self.values[name].view_as(part))
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        return self.values[name]
 
 
 def _all_through(send: Send, tensors: Iterable[Tensor]) -> bool:

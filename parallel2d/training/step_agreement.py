@@ -70,6 +70,7 @@ class StepAgreement:
         self._outer = outer_sync(model)
         self._norms = 1
         self._norm_index = 0
+        self._ranks_of_replica = dist.get_world_size() // shape.replicate
         if self._outer is not None and shape.replicate > 1:
             self._norms = shape.replicate
             self._norm_index = mesh.get_local_rank("replicate")
@@ -98,11 +99,11 @@ class StepAgreement:
 
     def _own_vector(self, step: int, own: OwnPart) -> Tensor:
         """What this rank adds to the sum."""
-        # This rank's share of the squared norms of the gradient: one, or where replicas train on
-        # their own one for each. The share counts the replicas as copies of each other.
+        # This rank's share of the squared norms of the gradient: one of which replicas have copies,
+        # or where they train on their own one for each.
         squares = torch.zeros(self._norms, dtype=torch.float64, device=self._device)
-        share = squared_norm_share(self._parameters, present_ranks())
-        squares[self._norm_index] = share * self._norms
+        ranks = present_ranks() if self._norms == 1 else self._ranks_of_replica
+        squares[self._norm_index] = squared_norm_share(self._parameters, ranks)
         on_device = torch.cat([self._own_sums(own), squares])
         broken = (~on_device.isfinite().all()).reshape(1).double()
         wishes = torch.tensor([own.save_is_due], dtype=torch.float64)
@@ -137,11 +138,14 @@ class StepAgreement:
             self._comparison.check(hashes.cpu(), int(about[2].item()))
         finite = not_finite.item() == 0
         norms = (squares.sqrt() / loss_scale).tolist()
+        # Those of replicas that are lost are zeros.
+        ranks_there = about[2].item()
+        replicas_there = ranks_there / self._ranks_of_replica if len(norms) > 1 else 1.0
         by_rank = rows.view(dist.get_world_size(), -1).tolist()
         told = [rank for rank, row in enumerate(by_rank) if row[0]]
         outcome = StepOutcome(
             loss=loss_sum / max(tokens, 1.0) if finite else math.nan,
-            grad_norm=sum(norms) / len(norms) if finite else math.nan,
+            grad_norm=sum(norms) / replicas_there if finite else math.nan,
             own_norm=norms[self._norm_index],
             outer_norm=math.sqrt(squared_change) if squared_change else None,
             tokens=int(tokens),
@@ -166,5 +170,6 @@ class StepAgreement:
         of_data = torch.cat([own.loss.reshape(1), counts]) * self.counts
         change = torch.zeros(1, dtype=torch.float64, device=self._device)
         if self._outer is not None and self._outer.squared_change is not None:
-            change += self._outer.squared_change
+            # All replicas have made the same one.
+            change += self._outer.squared_change * self._ranks_of_replica / present_ranks()
         return torch.cat([of_data, change])

@@ -27,7 +27,7 @@ from parallel2d.parallel.sync import (
     outer_parameters,
     updated_parameters,
 )
-from parallel2d.parallel.sync.updates import set_step
+from parallel2d.parallel.sync.updates import outer_sync, set_step
 from parallel2d.parallel.weights.named_tensors import undisturbed
 from parallel2d.training.data.feed import BatchFeed, EndOfData, StepBatch
 from parallel2d.training.data.stream import SampleStream
@@ -81,7 +81,9 @@ class Trainer:
         self.stopped: str | None = None  # why the run ends before its last step
         self._told_saves = 0  # checkpoints of this process that hooks know of
         self.callbacks = LoopCallbacks()
-        self.forward_crosses = False  # whether forward passes talk to other replicas
+        # Whether a replica that joins must compute, because forward passes talk to other replicas,
+        # or each trains on its own
+        self.forward_crosses = outer_sync(model) is not None
         self._joins = False  # a replica waits to be let in
         self._leaving: set[int] = set()  # replicas that end after this step
         self.membership: Membership | None = None

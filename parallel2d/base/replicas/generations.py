@@ -49,15 +49,16 @@ class Replicas:
         members: those that are there, the eldest first; ``present``: their ranks.
         in_step: what crosses replicas belongs to a step, which may be repeated.
         arrived: whether the last agreement of a step came back.
+        met: the generation in which the last collective of the world was begun that all have done.
         lost: whether a replica of this generation is lost.
         joined: members of this generation that have no state yet.
         begun: collectives of steps across replicas that were started.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, life: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, together: int, life: int, timeout: timedelta) -> None:
         self.store, self.rank, self.life, self.timeout = store, rank, life, timeout
         self.on = self.in_step = self.arrived = self.lost = False
-        self.ranks: list[list[int]] = [list(range(size))]
+        self.ranks: list[list[int]] = [list(range(together))]
         self.hosts: list[str] = []
         if life:
             found = json.loads(store.get(RANKS))
@@ -65,7 +66,7 @@ class Replicas:
             self.ranks = [next(each for each in found["ranks"] if rank in each)]
         self.replica, self.place = 0, self.ranks[0].index(rank)
         self.members: list[Member] = [(0, life)]
-        self.generation = -1
+        self.generation = self.met = -1
         self.joined: list[Member] = []
         self.donor = 0
         self.applied = Applied(0, [])
@@ -106,17 +107,18 @@ class Replicas:
         return made
 
     def divide(self, ranks: Sequence[Sequence[int]], hosts: Sequence[str]) -> None:
-        """From now on groups across these replicas may lose some. No communication."""
+        """From now on groups across these replicas may lose some; those whose ranks have not
+        started with this one are not there. No communication."""
         found = [list(map(int, each)) for each in ranks]
+        together = set(self.present)
         self.hosts = list(hosts)
         own = next(number for number, each in enumerate(found) if self.rank in each)
         if self.rank == 0 and not self.life:
             self.store.set(RANKS, json.dumps({"ranks": found, "hosts": self.hosts}))
         self.ranks, self.replica = found, own
         self.place = found[own].index(self.rank)
-        self.members = (
-            [(own, self.life)] if self.life else [(each, 0) for each in range(len(found))]
-        )
+        there = [number for number, each in enumerate(found) if together.issuperset(each)]
+        self.members = [(number, self.life) for number in there]
         store = PrefixStore(f"inside/{own}", self.own_store)
         self._inside = ProcessGroupGloo(store, self.place, len(found[own]), self.timeout)
 
@@ -164,6 +166,9 @@ class Replicas:
             record = {"members": self.members, "joiners": [], "first": step + 1}
             self.store.compare_set(RECORD.format(0), "", json.dumps(record))
             self.generation = 0
+            if self.rank == self.first_rank:
+                for number in set(range(len(self.ranks))) - dict(self.members).keys():
+                    post(self.store, "dead", (number, 0))
             dist.barrier()
         self.on = True
         threading.Thread(target=self._follow, name="replicas", daemon=True).start()
@@ -202,30 +207,36 @@ class Replicas:
 
     # Collectives that may be given up
 
-    def begin(self, group: Any, how: Any, arguments: Any) -> Any:
-        """Starts a collective of ``group``: its method ``how``, or ``how(group)``."""
-        if self.lost or group is None:
+    def begin(self, group: Any, how: Any, arguments: Any, generation: int | None = None) -> Any:
+        """Starts a collective of ``group``: its method ``how``, or ``how(group)``.
+        ``generation``: that ``group`` belongs to; None: this one."""
+        generation = self.generation if generation is None else generation
+        if self._is_over(generation) or group is None:
             return NotArrived()
         try:
             work = how(group) if callable(how) else getattr(group, how)(*arguments)
         except RuntimeError:
-            self._fail()
+            self._fail(generation)
             return NotArrived()
-        return PolledWork(self, group, work, arguments)
+        return PolledWork(self, generation, group, work, arguments)
 
-    def finish(self, group: Any, work: Any, kept: Any) -> bool:
+    def _is_over(self, generation: int) -> bool:
+        """Whether it has lost a replica. A thread beside the loop may see the next one already."""
+        return self.lost or self.generation != generation
+
+    def finish(self, generation: int, group: Any, work: Any, kept: Any) -> bool:
         """Waits for ``work``; false once a replica is lost. What it writes to stays alive."""
         done = threading.Event()
         work.get_future().add_done_callback(lambda _: done.set())
         with self._woken_by_loss(done):
             while not (done.wait(_TICK_S) and work.is_completed()):
-                if self.lost:
+                if self._is_over(generation):
                     self._buried.append((group, work, kept))
                     return False
         try:
             work.wait()
         except RuntimeError:
-            self._fail()
+            self._fail(generation)
             return False
         return True
 
@@ -240,11 +251,11 @@ class Replicas:
             with self._lock:
                 self._woken.discard(event)
 
-    def _fail(self) -> None:
+    def _fail(self, generation: int) -> None:
         """A connection to another replica has broken: all hear of it."""
-        if not self.lost:
+        if not self._is_over(generation):
             self.give_up()
-            post(self.store, "break", self.generation, self._events.count)
+            post(self.store, "break", generation, self._events.count)
 
     def settle(self, world: World, attempt: Callable[[], Attempt]) -> None:
         """Runs a collective of ``world`` among those who are there, again and again until all of
@@ -257,6 +268,7 @@ class Replicas:
         number = self.calls + 1
         while True:
             tried = attempt()
+            self.met = self.generation
             if self.vote(self.begin(world.inner, tried.start, tried).wait()):
                 break
             self.regroup(admit=False)
@@ -294,7 +306,7 @@ class Replicas:
             self._look()
             if self.vote(self._form()):
                 break
-            self._fail()
+            self._fail(self.generation)
         self.donor = self.members[0][0]
         late = None
         if self.applied.step is not None and self.applied.step == record["first"] - 2:

@@ -83,9 +83,11 @@ class ReplicaReducer:
                 )
         clear_updated = self.updates.clear_gradients
         self.batch = GlobalBatch(mesh.device_type, states, scalars, buckets, clear_updated)
-        # The ranks whose gradients are averaged
-        self.update_mesh = mesh if method.replicas_equal else without_replicas(mesh)
-        self.agreement = UsedParameterAgreement(self.update_mesh, self.batch, order)
+        # The ranks that share the work of an update: equal replicas do it each, since what one
+        # would send another crosses the slow network.
+        self.update_mesh = mesh if method.splits_updates else without_replicas(mesh)
+        averaged = mesh if method.replicas_equal else without_replicas(mesh)
+        self.agreement = UsedParameterAgreement(averaged, self.batch, order)
         # Why this rank cannot go on after this global batch; empty when it can.
         self.fault = ""
         for state in states:
