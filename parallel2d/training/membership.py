@@ -21,6 +21,7 @@ from parallel2d.base.replicas.events import Member, post
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
+from parallel2d.parallel.sync.methods.method import UpdateFollower
 from parallel2d.parallel.sync.updates import outer_sync, residuals_of
 from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.data.feed import BatchFeed, BatchPlan, StepBatch
@@ -45,6 +46,7 @@ class Trained(Protocol):
     checkpointer: Checkpointer
     upcoming: StepBatch | None
     upcoming_tokens: int
+    forward_crosses: bool
 
     def take(self, feed: BatchFeed) -> StepBatch | None: ...
     def forward_backward(self, batch: StepBatch, tokens: int) -> Tensor: ...
@@ -69,9 +71,6 @@ class Membership:
         self._senders: list[Sender] = []
         self._receiver: Receiver | None = None
         self._outer = outer_sync(trainer.model)
-        # Whether one that joins must compute, because the model's forward passes talk to other
-        # replicas, or each trains on its own
-        self.forward_crosses = self._outer is not None
         self._speaks = not replicas.life and replicas.rank == 0
         self.buffers = KeptBuffers(trainer.model)
         self._reductions = 1  # of a step in which this replica joins
@@ -137,6 +136,15 @@ class Membership:
         if self.replicas.generation != self._planned:
             self._plan(feed)
         self.take_roles()
+
+    def begin_step(self) -> None:
+        """Before what may be done again."""
+        self.replicas.in_step = True
+        self.buffers.keep()
+
+    def end_step(self) -> None:
+        """After it, before the update."""
+        self.replicas.in_step = False
 
     def repeat(self, feed: BatchFeed) -> list[float] | None:
         """After a step that not all have agreed on: the sums of its agreement where others have
@@ -231,7 +239,7 @@ class Membership:
         """Makes this rank's part of the next global batch `upcoming`, which those have computed who
         have the state; later ones are dealt out among all. ``again``: it was taken before."""
         trainer, replicas = self.trainer, self.replicas
-        joined = [] if self.forward_crosses else replicas.joined
+        joined = [] if trainer.forward_crosses else replicas.joined
         computing = sorted(set(replicas.members) - set(joined))
         if replicas.own in joined:
             trainer.upcoming = self._nothing()
@@ -245,7 +253,7 @@ class Membership:
             feed.restart(trainer.plan, trainer.upcoming.position)
         self._planned = replicas.generation
         self._give()
-        if self.forward_crosses and self.finish_joining() and not self.has_state:
+        if trainer.forward_crosses and self.finish_joining() and not self.has_state:
             replicas.applied = Applied(trainer.progress.step, [])
 
     def _nothing(self) -> StepBatch:
@@ -260,6 +268,10 @@ class Membership:
         self.replicas.give_up()  # nothing crosses replicas
         self.replicas.in_step = True
         trainer.forward_backward(trainer.upcoming, 1)
+        followers = [type(each.updates) for each in reducers_in(trainer.model)]
+        if set(followers) <= {UpdateFollower}:  # others talk to other replicas
+            trainer.optimizer.step()
+            trainer.optimizer.state.clear()  # the donor may have none of some parameters
         self._discard_gradients()
         self.replicas.in_step = self.replicas.lost = False
 
@@ -286,7 +298,7 @@ class Membership:
         trainer.checkpointer.follow(trainer.progress.step)
         told = header.told
         trainer.upcoming_tokens, self._reductions = told["tokens"], told["reductions"]
-        self._totals, self.forward_crosses = told["totals"], told["forward_crosses"]
+        self._totals, trainer.forward_crosses = told["totals"], told["forward_crosses"]
         self._plan(feed, again=True)
 
     def _give(self) -> None:
@@ -301,7 +313,7 @@ class Membership:
             "tokens": trainer.upcoming_tokens,  # of the next global batch
             "reductions": len(trainer.upcoming.micro_batches) if is_full else 1,
             "totals": self._totals,
-            "forward_crosses": self.forward_crosses,
+            "forward_crosses": trainer.forward_crosses,
         }
         for joiner in replicas.joined:
             sender = Sender(trainer.model, trainer.optimizer, replicas, joiner, state, told)
@@ -333,6 +345,7 @@ class Membership:
         self.replicas.give_up()
         self._receiver.finish()
         self._receiver = None
+        self.replicas.in_step = False
         self.replicas.applied = Applied(None, [])
         self.trainer.upcoming = self._nothing()  # there is a next step
         self._discard_gradients()

@@ -44,6 +44,7 @@ __all__ = [
     "absent_ranks",
     "agreed",
     "arrive",
+    "crossings",
     "current",
     "first_rank",
     "forget",
@@ -107,6 +108,11 @@ def arrive(finish: Callable[[], object]) -> bool:
 def is_joining() -> bool:
     """Whether this rank's replica is a member and has no state yet."""
     return bool(_current) and _current[0].own in _current[0].joined
+
+
+def crossings() -> int:
+    """How many collectives of steps this process has started across replicas that may be lost."""
+    return _current[0].begun if _current else 0
 
 
 def init_world(

@@ -53,7 +53,7 @@ class Replicas:
         met: the generation in which the last collective of the world was begun that all have done.
         lost: whether a replica of this generation is lost.
         joined: members of this generation that have no state yet.
-        begun: collectives across replicas that were started.
+        begun: collectives of steps across replicas that were started.
     """
 
     def __init__(self, store: Any, rank: int, together: int, life: int, timeout: timedelta) -> None:
@@ -218,7 +218,6 @@ class Replicas:
     def begin(self, group: Any, how: Any, arguments: Any, generation: int | None = None) -> Any:
         """Starts a collective of ``group``: its method ``how``, or ``how(group)``.
         ``generation``: that ``group`` belongs to; None: this one."""
-        self.begun += 1
         generation = self.generation if generation is None else generation
         if self._is_over(generation) or group is None:
             return NotArrived()
@@ -336,6 +335,8 @@ class Replicas:
         if leads:
             self._tell(old, admit)
         while True:
+            if leads:
+                self._lead(old, least)
             try:
                 self.store.wait([RECORD.format(number)], timedelta(seconds=0.02))
             except DistStoreError:
@@ -343,8 +344,6 @@ class Replicas:
                     os._exit(0)  # the others have finished meanwhile
                 if least > 1 and self._events.stopped < old and self.stop_requested():
                     post(self.store, "stop", old, self._events.count)
-                if leads:
-                    self._lead(old, least)
                 continue
             record = json.loads(self.store.get(RECORD.format(number)))
             if list(self.own) in record["members"]:
