@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -19,15 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.exchange import decode, encode
-from parallel2d.base.files.tensor_file import DTYPE_NAMES, DTYPES
 from parallel2d.base.replicas import Applied, Replicas
 from parallel2d.base.replicas.events import post
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
-from parallel2d.parallel.weights.geometry import local_part
 from parallel2d.parallel.weights.named_tensors import describe_optimizer, reshard, tied_names
 from parallel2d.training.checkpoint import Checkpointer
-from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest, StoredTensor
+from parallel2d.training.checkpoint.local_state import STATE, LocalState, as_bytes, pack
+from parallel2d.training.checkpoint.manifest import Manifest, StoredFile
 from parallel2d.training.checkpoint.state import (
     load_averages,
     load_model,
@@ -233,64 +231,48 @@ class Membership:
             return
         for joiner in replicas.joined:
             with replicas.link(joiner) as send:
-                manifest, tensors = self._state()
-                listed = []
-                for name, tensor in tensors.items():
-                    part = local_part(tensor.detach())
-                    listed.append([name, DTYPE_NAMES[part.dtype], tensor.shape, part.shape])
-                header = encode([manifest, listed, self.trainer.upcoming_tokens, self._totals])
-                data = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
-                send(torch.tensor([len(data)]))
-                send(data)
-                for tensor in tensors.values():
-                    send(local_part(tensor.detach()).contiguous())
+                manifest, blocks = self._state()
+                sizes = [block.numel() for block in blocks]
+                data = encode([manifest, sizes, self.trainer.upcoming_tokens, self._totals])
+                header = as_bytes(data.encode())
+                for tensor in (torch.tensor([len(header)]), header, *blocks):
+                    send(tensor)
 
-    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def _state(self) -> tuple[Manifest, list[Tensor]]:
         trainer = self.trainer
         reshard(trainer.model)
-        manifest = {
-            "step": trainer.progress.step,
-            "state": {**trainer.state_dict(), "step": trainer.progress.step},
-            "optimizer": describe_optimizer(trainer.model, trainer.optimizer),
-            "tied": tied_names(trainer.model),
-        }
-        return manifest, saved_tensors(trainer.model, trainer.optimizer)
+        step = trainer.progress.step
+        tensors, blocks = pack(saved_tensors(trainer.model, trainer.optimizer))
+        manifest = Manifest(
+            step=step,
+            state={**trainer.state_dict(), "step": step},
+            optimizer=describe_optimizer(trainer.model, trainer.optimizer),
+            tied=tied_names(trainer.model),
+            tensors=tensors,
+            files={STATE: StoredFile(sum(block.numel() for block in blocks), "")},
+        )
+        return manifest, blocks
 
     def _take(self, send: Callable[[Tensor], bool]) -> bool:
         """Receives what `_give` sends; false where the donor was lost meanwhile."""
         length = torch.zeros(1, dtype=torch.int64)
         if not send(length):
             return False
-        data = torch.empty(int(length), dtype=torch.uint8)
-        if not send(data):
+        header = torch.empty(int(length), dtype=torch.uint8)
+        if not send(header):
             return False
-        manifest, listed, tokens, self._totals = decode(data.numpy().tobytes())
-        values: dict[str, Tensor] = {}
-        stored: dict[str, StoredTensor] = {}
-        for name, dtype, shape, local in listed:
-            values[name] = torch.empty(local, dtype=DTYPES[dtype])
-            stored[name] = StoredTensor(dtype, tuple(shape), ())
-            if not send(values[name]):
+        manifest, sizes, tokens, self._totals = decode(header.numpy().tobytes())
+        data = torch.empty(sum(sizes), dtype=torch.uint8)
+        for block in data.split(sizes):
+            if not send(block):
                 return False
         trainer = self.trainer
-        peer: Any = PeerState(Manifest(**manifest, tensors=stored), values)
+        peer = LocalState(manifest, data, "the state of another replica")
         load_model(trainer.model, peer, strict=True)
         load_optimizer(trainer.model, trainer.optimizer, peer, strict=True)
         load_averages(trainer.model, peer, restart=False)
-        trainer.load_state_dict(manifest["state"])
+        trainer.load_state_dict(manifest.state)
         trainer.upcoming_tokens = tokens
-        trainer.checkpointer.follow(manifest["step"])
-        self.replicas.applied = Applied(manifest["step"], [])
+        trainer.checkpointer.follow(manifest.step)
+        self.replicas.applied = Applied(manifest.step, [])
         return True
-
-
-class PeerState(Checkpoint):
-    """The state of the same rank of another replica, read as a checkpoint is."""
-
-    def __init__(self, manifest: Manifest, values: dict[str, Tensor]) -> None:
-        self.manifest, self.tensors, self._values = manifest, manifest.tensors, values
-        self.folder: Any = SimpleNamespace(label="the state of another replica")
-
-    def fill(self, tensor: Tensor, name: str) -> None:
-        part = local_part(tensor.detach())
-        part.copy_(self._values[name].view_as(part))

@@ -36,8 +36,9 @@ from parallel2d.parallel.weights.named_tensors import (
     tied_names,
 )
 from parallel2d.parallel.weights.states import Models, Optimizers
+from parallel2d.training.checkpoint.in_memory import MemoryCopies
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
-from parallel2d.training.checkpoint.resume import Copies, Resume, check_copies
+from parallel2d.training.checkpoint.resume import Resume, check_copies
 from parallel2d.training.checkpoint.save import (
     Group,
     SavedState,
@@ -87,7 +88,7 @@ class Checkpointer:
         model, optimizer: sharded or plain, or several, ``{"generator": ..., "critic": ...}``.
             ``optimizer=None`` saves models alone.
         layout: facts for the manifest: numbers, strings, lists and dicts.
-        copies: kept between the saves; `recovery.memory_copies` makes those that
+        copies: kept in memory between the saves; `memory_copies` makes those that
             ``config.memory_every`` asks for. None: the store alone.
 
     Attributes:
@@ -109,7 +110,7 @@ class Checkpointer:
         optimizer: Optimizers | None,
         *,
         layout: dict[str, Any] | None = None,
-        copies: Copies | None = None,
+        copies: MemoryCopies | None = None,
     ) -> None:
         self.config, self.mesh, self._optimizer = config, mesh, optimizer
         self.model = model if isinstance(model, nn.Module) else _joined(model)
