@@ -252,7 +252,7 @@ def small_tmpfs(cluster):
 def test_one_node_without_room_for_two_copies_turns_the_net_off(cluster, small_tmpfs):
     lives = cluster.run("AABB", until=4, llama={"dim": 128})
     assert [life["on"] for life in lives] == [False] * 4
-    assert said(lives, "MiB of shared memory to give and two copies need")
+    assert said(lives, "MiB of shared memory to give, and two copies need")
     assert cluster.copies("A") == []
     assert not list(small_tmpfs.iterdir())
 
@@ -369,8 +369,8 @@ def test_folders_of_gone_launchers_are_removed_and_none_says_what_to_set(tmp_pat
 
 
 def test_a_damaged_record_of_starts_is_an_error_that_says_so(tmp_path):
-    assert in_memory._read_record(str(tmp_path)) == ("", {}, None)
-    for text in ('{"start": "a", "mesh": {}, "loaded": ["a", "b"]}', '{"starts": [["a", 1]]}'):
+    assert in_memory._read_record(str(tmp_path)) == ("", {}, ())
+    for text in ('{"start": "a", "mesh": {}, "loaded": 1}', '{"starts": [["a", 1]]}'):
         (tmp_path / in_memory.RECORD).write_text(text)
         with pytest.raises(ValueError, match="names no start"):
             in_memory._read_record(str(tmp_path))

@@ -28,7 +28,6 @@ import re
 import shutil
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,14 +40,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base import exchange, files
 from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.files import private_folders
-from parallel2d.base.memory import free_memory
 from parallel2d.base.topology import MEMORY_DIR
 from parallel2d.parallel.mesh import axis_positions, mesh_shape
 from parallel2d.parallel.weights.geometry import split_dims
 from parallel2d.training.checkpoint.local_state import LocalState, as_bytes, pack
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
 from parallel2d.training.checkpoint.save import Group, SavedState
-from parallel2d.training.checkpoint.shared_memory import Slot, open_place, read_copy, used
+from parallel2d.training.checkpoint.shared_memory import (
+    Slot,
+    free_bytes,
+    open_place,
+    read_copy,
+    used,
+)
 from parallel2d.training.checkpoint.storage import CheckpointError, describe_error, step_name
 
 log = logging.getLogger(__name__)
@@ -110,14 +114,15 @@ class MemoryCopies:
             self._to, self._from = _partners(mesh)
         # Step -> for each rank, which rank has its copy in reach, and where.
         self._sources: dict[int, list[tuple[int, str]]] = {}
-        self._opened: tuple[str, int] | None = None  # start and step of what was loaded
+        self._opened: tuple[Any, ...] = ()  # start and step of what was loaded
         self._start = ""  # the name of this start, once it has begun
         self._slots: list[Slot] = []  # two, used in turn
         self._kept: list[Slot] = []  # beside them, for the copies of another rank
         self._next = 0
         self._due_now = self._is_measured = False
         self._thread: threading.Thread | None = None
-        self._outcome: tuple[int, str | None, bool] | None = None
+        self._fault: Exception | None = None  # of the thread
+        self._copied = 0  # the step that it copies
         self._root = self._folder = ""
         name = group.broadcast(hashlib.sha256(os.path.realpath(run_dir).encode()).hexdigest())
 
@@ -207,7 +212,7 @@ class MemoryCopies:
         if not self.on:
             return
         self._start = self._group.broadcast(os.urandom(8).hex())
-        loaded = self._opened if self._opened and self._opened[1] == base else None
+        loaded = self._opened if base in self._opened else ()
         folder = os.path.join(self._folder, self._start, f"rank-{self._group.rank:05d}")
 
         def clear() -> None:
@@ -226,7 +231,7 @@ class MemoryCopies:
         if self._try(clear):
             self._slots = [Slot(folder, f"own-{number}") for number in (0, 1)]
             self._kept = [Slot(folder, f"kept-{number}") for number in (0, 1)]
-            self._due_now = loaded is not None  # nodes that are new hold nothing yet
+            self._due_now = bool(loaded)  # nodes that are new hold nothing yet
             self._group.say(f"memory copies on: one every {self.every} steps in {self._root}")
 
     # In the loop
@@ -268,7 +273,7 @@ class MemoryCopies:
             self._slots[self._next].fill(blocks)
         except Exception as error:  # the others hear of it, whatever it is, and training goes on
             fault = error
-        manifest = dataclasses.replace(state.manifest, tensors=tensors)
+        manifest, self._copied = dataclasses.replace(state.manifest, tensors=tensors), step
         self._thread = threading.Thread(
             target=self._complete,
             args=(manifest, "-".join(map(str, ranks)), splits, fault),
@@ -278,37 +283,36 @@ class MemoryCopies:
         self._thread.start()
         self._due_now = False
 
-    def _complete(
+    def _complete(self, *of_copy: Any) -> None:
+        try:
+            self._finish_copy(*of_copy)
+        except Exception as fault:
+            self._fault = fault
+
+    def _finish_copy(
         self, manifest: Manifest, ranks: str, splits: bool, fault: Exception | None
     ) -> None:
-        """Beside the loop: finishes a copy of the state of ``ranks``, and notes what came of it on
-        all. ``splits``: replicas have different parts; ``fault``: of this rank so far."""
+        """Beside the loop: makes a copy of the state of ``ranks`` of what is in its slot, and waits
+        for all. ``splits``: replicas have different parts; ``fault``: of this rank so far."""
         own, kept = self._slots[self._next], self._kept[self._next]
         name = f"{step_name(manifest.step)}.{{}}.{self._next}"
-        error, heard = None, True
 
-        def seal() -> None:
+        def publish() -> None:
             if fault is not None:
                 raise fault
             own.publish(name.format(ranks), manifest)
 
-        try:
-            _agree(self._beside, seal)
-            if splits:
-                text = as_bytes(exchange.encode([manifest, own.data.numel()]).encode())
-                received = self._pass_on(self._beside, text)
-                other, size = exchange.decode(received.numpy().tobytes())
-                _agree(self._beside, lambda: kept.reserve(size))
-                self._swap(self._beside, own.data, kept.data)
-                _agree(self._beside, lambda: kept.publish(name.format(self._from), other))
-            for start in os.listdir(self._folder):
-                if start != self._start:
-                    shutil.rmtree(os.path.join(self._folder, start), ignore_errors=True)
-        except CheckpointError as failed:
-            error = str(failed)
-        except Exception:  # a rank has ended: the loop will get an error, the copies must stay
-            heard = False
-        self._outcome = manifest.step, error, heard
+        _agree(self._beside, publish)
+        if splits:
+            text = as_bytes(exchange.encode([manifest, own.data.numel()]).encode())
+            received = self._pass_on(self._beside, text)
+            other, size = exchange.decode(received.numpy().tobytes())
+            _agree(self._beside, lambda: kept.reserve(size))
+            self._swap(self._beside, own.data, kept.data)
+            _agree(self._beside, lambda: kept.publish(name.format(self._from), other))
+        for start in os.listdir(self._folder):
+            if start != self._start:
+                shutil.rmtree(os.path.join(self._folder, start), ignore_errors=True)
 
     def _pass_on(self, group: Group, data: Tensor) -> Tensor:
         """Sends bytes to the partner, and returns those of another's. Collective."""
@@ -326,47 +330,37 @@ class MemoryCopies:
 
     def _has_room(self, blocks: Sequence[Tensor], splits: bool) -> bool:
         """Whether two copies fit on every node, before the first is made. Collective."""
-        if self._is_measured:
-            return True
-        need = sum(block.numel() for block in blocks) * (4 if splits else 2)
-        system = os.statvfs(self._root)
-        # A tenth of the memory that this machine or container has left stays free.
-        free = min(system.f_bavail * system.f_frsize, int(0.9 * free_memory()))
-        free += used(self._folder)
-        # Ranks of one node see each other's folders.
-        node = min(os.listdir(os.path.join(self._folder, self._start)))
-        answers = self._group.all_gather((node, need, free, socket.gethostname()))
-        needs: Counter[str] = Counter()
-        for where, size, _, _ in answers:
-            needs[where] += size
-        for where, _, free, host in answers:
-            if needs[where] > free:
-                self._turn_off(
-                    f"{host} has {free / 2**20:.1f} MiB of shared memory to give and two copies "
-                    f"need {needs[where] / 2**20:.1f} MiB; make it larger (in a container: "
-                    "--shm-size), or set checkpoint.memory_every=0"
+        # Ranks of one node see each other's folders, and their parts are alike.
+        ranks = len(os.listdir(os.path.join(self._folder, self._start)))
+        mib = ranks * sum(block.numel() for block in blocks) * (4 if splits else 2) / 2**20
+
+        def check() -> None:
+            free = (free_bytes(self._root) + used(self._folder)) / 2**20
+            if mib > free:
+                raise CheckpointError(
+                    f"{free:.1f} MiB of shared memory to give, and two copies need {mib:.1f} MiB; "
+                    "make it larger (in a container: --shm-size), or set checkpoint.memory_every=0"
                 )
-                return False
-        self._is_measured = True
-        self._group.say(f"memory copies: {needs[node] / 2**20:.1f} MiB of memory on this node")
-        return True
+
+        if not self._is_measured and self._try(check):
+            self._is_measured = True
+            self._group.say(f"memory copies: {mib:.1f} MiB of memory on this node")
+        return self.on
 
     def wait(self) -> None:
         """Returns when the last copy is complete on all nodes, or has failed, and applies its
         outcome, on all ranks alike. Collective."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        outcome, self._outcome = self._outcome, None
-        if outcome is None:
+        if self._thread is None:
             return
-        step, error, heard = outcome
-        if not heard:
+        self._thread.join()
+        self._thread = None
+        fault, self._fault = self._fault, None
+        if isinstance(fault, CheckpointError):
+            self._turn_off(str(fault))
+        elif fault is not None:  # a rank has ended: the loop will get an error too
             self.on = False
-        elif error is not None:
-            self._turn_off(error)
         else:
-            self.newest = step
+            self.newest = self._copied
             # This copy stays until the one in the other slot is complete.
             self._next = 1 - self._next
 
@@ -434,16 +428,14 @@ def _nearest(rank: int, sources: Sequence[tuple[int, str]]) -> tuple[int, str]:
     return own[0] if own else sources[rank % len(sources)]
 
 
-def _read_record(run_dir: str) -> tuple[str, Any, tuple[str, int] | None]:
+def _read_record(run_dir: str) -> tuple[str, Any, tuple[Any, ...]]:
     """The last start, its mesh, and the start and step of the copy that it went on from. Raises
     OSError or ValueError."""
     try:
         content = files.read_json(os.path.join(run_dir, RECORD))
     except FileNotFoundError:
-        return "", {}, None
+        return "", {}, ()
     match content:
-        case {"start": str(start), "mesh": mesh, "loaded": None}:
-            return start, mesh, None
-        case {"start": str(start), "mesh": mesh, "loaded": [str(writer), int(step)]}:
-            return start, mesh, (writer, step)
+        case {"start": str(start), "mesh": mesh, "loaded": [*loaded]}:
+            return start, mesh, tuple(loaded)
     raise ValueError(f"{RECORD} names no start")

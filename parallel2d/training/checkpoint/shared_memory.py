@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parallel2d.base.files import private_folders
 from parallel2d.base.files.folder import LocalFolder
+from parallel2d.base.memory import free_memory
 from parallel2d.base.topology import MEMORY_DIR, SHARED_MEMORY
 from parallel2d.training.checkpoint.local_state import STATE, as_bytes, digest
 from parallel2d.training.checkpoint.manifest import MANIFEST, Manifest, StoredFile
@@ -40,6 +41,13 @@ def open_place() -> str:
             errno.ENOENT, f"no shared memory folder; set {MEMORY_DIR} to one", SHARED_MEMORY
         )
     return private_folders.open_folder(os.getppid(), SHARED_MEMORY)
+
+
+def free_bytes(place: str) -> int:
+    """Bytes that may be put into ``place`` now: a tenth of the memory that this machine or
+    container has left stays free."""
+    system = os.statvfs(place)
+    return min(system.f_bavail * system.f_frsize, int(0.9 * free_memory()))
 
 
 def used(path: str) -> int:
