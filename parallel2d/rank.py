@@ -45,7 +45,7 @@ def rank_main(words: Sequence[str]) -> int:
             composition = compose(words)
         store = connect(identity, composition.config.launch if composition else None)
     with failures_reported_once(identity, store):
-        job = agree_on_job(identity, store, words, composition, choose_layout)
+        job = agree_on_job(identity, store, words, composition, _choose_size)
         if job is None:
             return 0
         if job.config.plan.dry_run:
@@ -82,6 +82,33 @@ def choose_layout(
     return config
 
 
+def _choose_size(
+    config: TrainConfig, words: Sequence[str], identity: RankIdentity, sizes: Sequence[int]
+) -> tuple[TrainConfig, int | None]:
+    """``config`` with the layout for the ranks of all nodes, and their number, where the replicas
+    of nodes that are not there count as lost; else with that for the ranks that are there, and
+    None. ``sizes``: the ranks of each node that is there."""
+    nodes = config.launch.node_range[1]
+    if identity.launcher == "nodes" and len(set(sizes)) == 1:
+        whole = choose_layout(config, words, nodes, nodes * sizes[0])
+        if _may_lack_nodes(whole, identity, nodes, sizes[0]):
+            return whole, nodes * sizes[0]
+        config = whole if nodes == len(sizes) else config
+    return choose_layout(config, words, identity.nodes, identity.world_size), None
+
+
+def _may_lack_nodes(config: TrainConfig, identity: RankIdentity, nodes: int, local: int) -> bool:
+    """Whether replicas may be lost, and none lies on two of the nodes."""
+    import torch
+
+    from parallel2d.parallel.mesh_sizes import resolve_mesh
+
+    if torch.cuda.is_available() or not _survives(config, identity) or config.train.certify_only:
+        return False
+    replicas = resolve_mesh(config, Topology.equal_hosts(nodes, local)).replicate
+    return replicas > 1 and replicas % nodes == 0
+
+
 def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
     from parallel2d.base.exchange import check_shared_run_dir
     from parallel2d.base.runtime import process_group
@@ -90,13 +117,16 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
     signals.listen()
     _log_to(job.run_dir, identity)
     settings = job.config.launch
+    together = identity.world_size if _survives(job.config, identity) else None
+    if job.ranks is not None:
+        identity = dataclasses.replace(identity, world_size=job.ranks)
     with process_group(
         identity,
         store,
         timeout_s=settings.timeout,
         host_id=settings.host_id,
         first_timeout_s=settings.longest_wait,
-        survives=_survives(job.config, identity),
+        together=together,
     ) as runtime:
         # inside, so that nothing waits for peers on the way out
         with failures_reported_once(identity, store, job.run_dir):

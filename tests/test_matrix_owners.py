@@ -1,5 +1,6 @@
 """Muon's matrices: each is worked on by one rank, the work is divided evenly, and updates are those of one process on any layout."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -99,7 +100,6 @@ def train(layout: str, sync: SyncConfig | None = None) -> tuple[dict[str, Any], 
         if limit is not None:
             patch.setattr(matrix_owners, "ROUND_BYTES", limit)
             patch.setattr(matrix_owners, "BATCH_BYTES", limit)
-            patch.setattr(matrix_owners, "COPIES_BYTES", 40)
         for step in range(STEPS):
             part = samples(step).tensor_split(mesh_shape(mesh).data_ranks)[data_coordinate(mesh)]
             model(part).square().mean().backward()
@@ -119,18 +119,20 @@ def trained_matrices(layout: str = "") -> list[tuple]:
 @pytest.mark.parametrize("layout", [
     pytest.param(each, marks=pytest.mark.slow) if each in ("ddp", "zero3", "tensor") else each for each in LAYOUTS
 ])  # fmt: skip
-def test_each_matrix_is_iterated_once_and_updates_are_those_of_one_process(ranks, layout):
-    found = ranks.run(LAYOUTS[layout][0], train, layout)
+def test_each_replica_iterates_once_and_updates_are_those_of_one_process(ranks, layout):
+    count, sizes, strategy, _ = LAYOUTS[layout]
+    found = ranks.run(count, train, layout)
     expected = expected_weights(layout)
     for weights, _ in found:
         assert largest_difference(weights, expected) <= 1e-10
-    iterated = []
-    for _, of_rank in found:
-        iterated.extend(of_rank)
-    assert sorted(iterated) == sorted(trained_matrices(layout) * STEPS)
-    # Nobody is without work while there are matrices.
-    working = [of_rank for _, of_rank in found if of_rank]
-    assert len(working) == min(len(found), len(trained_matrices(layout)))
+    # Those of hybrid_full divide the work.
+    together = count if strategy == "hybrid_full" else count // sizes.get("replicate", 1)
+    for first in range(0, count, together):
+        of_replica = [iterated for _, iterated in found[first : first + together]]
+        iterated = list(itertools.chain.from_iterable(of_replica))
+        assert sorted(iterated) == sorted(trained_matrices(layout) * STEPS)
+        # Nobody is without work while there are matrices.
+        assert sum(map(bool, of_replica)) == min(together, len(trained_matrices(layout)))
 
 
 def test_replicas_that_differ_own_their_matrices_alone(ranks):

@@ -208,9 +208,9 @@ def test_what_an_update_sends_is_counted_and_known_before(ranks, name, layout):
     assert any(mean.values()) == owned
     if layout == "hybrid":
         hidden = sum(p.numel() for p in build_llama().layers.parameters() if p.ndim == 2)
-        # In two bytes per element: half of each matrix goes to its owner, half of the update comes
-        # back to the other rank of the replica, and each half goes to the other replica.
-        assert mean == {"replicate": hidden / 2, "shard": hidden / 2, "tensor": 0.0}
+        # In two bytes per element: in each replica half of each matrix goes to its owner, and half
+        # of the update comes back.
+        assert mean == {"replicate": 0.0, "shard": float(hidden), "tensor": 0.0}
 
 
 MUON_JOB = (

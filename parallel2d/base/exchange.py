@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError, did_you_mean
-from parallel2d.base.replicas import first_rank, present_ranks
+from parallel2d.base.replicas import agreed, first_rank, present_ranks
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -102,15 +102,16 @@ def _gathered(value: Any, group: dist.ProcessGroup | None, to: int | None) -> li
     own[: data.numel()] = data
     received: list[Tensor] = []
     if to in (None, dist.get_rank()):
-        received = [torch.empty_like(own) for _ in sizes]
+        received = [torch.zeros_like(own) for _ in sizes]
     if to is None:
         c10d.all_gather(received, own, group=group)
     else:
         c10d.gather(own, received or None, dst=to, group=group)
     # Where nothing was received there are sizes alone.
     parts = [each[:size] for each, size in zip(received, sizes, strict=False)]
-    # A rank that is not there has sent nothing.
-    return [decode(part.cpu().numpy().tobytes()) for part in parts if len(part)]
+    data_of_all = [part.cpu().numpy().tobytes() for part in parts]
+    # A rank that is not there has sent nothing, or its length alone: no JSON begins with a zero.
+    return [decode(data) for data in data_of_all if data[:1].strip(b"\0")]
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
@@ -236,7 +237,7 @@ def check_shared_run_dir(run_dir: str) -> None:
 def check_same_data(fingerprint: str) -> None:
     """Raises `ConfigError` with the nodes whose data differ from rank 0's. Collective."""
     _refuse_where(
-        fingerprint != broadcast(fingerprint),
+        fingerprint != agreed("data", broadcast(fingerprint)),
         "data differ from those of rank 0 (other files, or another Python's library)",
     )
 

@@ -28,7 +28,15 @@ import torch.distributed as dist
 
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.replicas import Replicas, current, first_rank, forget, init_world
+from parallel2d.base.replicas import (
+    Replicas,
+    current,
+    first_rank,
+    forget,
+    init_world,
+    is_present,
+    present_ranks,
+)
 from parallel2d.base.store.address import join_endpoint
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import VARIABLE, find_secret
@@ -179,11 +187,11 @@ def process_group(
     timeout_s: float,
     host_id: str | None,
     first_timeout_s: float | None,
-    survives: bool = False,
+    together: int | None = None,
 ) -> Iterator[Runtime]:
     """As `setup`, on a store; at the end, but not after an exception, ranks wait for each other.
-    ``survives``: replicas may come and go, see `replicas`."""
-    runtime = _join(identity, store, timeout_s, first_timeout_s, host_id, survives)
+    ``together``: replicas may come and go, see `replicas`, and so many ranks start together."""
+    runtime = _join(identity, store, timeout_s, first_timeout_s, host_id, together)
     # After an exception the other ranks may never get to the end.
     wait_s = 0.0
     try:
@@ -199,7 +207,7 @@ def _join(
     timeout_s: float,
     first_timeout_s: float | None,
     host_id: str | None,
-    survives: bool = False,
+    together: int | None = None,
 ) -> Runtime:
     """Makes the default process group and gathers the hosts of its ranks. Collective."""
     global _hosts
@@ -208,15 +216,16 @@ def _join(
     rank, size = identity.rank, identity.world_size
     timeout = timedelta(seconds=waits.longest_wait)
     replicas = None
-    if survives and device.type == "cpu":
-        replicas = init_world(store, rank, size, int(os.environ.get(LIFE, "0")), timeout)
+    if together is not None and device.type == "cpu":
+        life = int(os.environ.get(LIFE, "0"))
+        replicas = init_world(store, rank, size, together, life, timeout)
     else:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         if replicas is not None and replicas.life:  # the others are not asked
             topology = Topology(tuple(replicas.hosts))
         else:
-            topology = Topology.gather(host_id)
+            topology = Topology.gather(host_id).completed(size, identity.nodes)
         _hosts = tuple(host.split("/")[0] for host in topology.hosts)
         return Runtime(identity, device, topology, replicas)
     except BaseException:
@@ -248,7 +257,7 @@ def _leave(wait_s: float) -> None:
         if replicas is not None and replicas.on:
             if wait_s > 0:
                 replicas.end()
-        elif wait_s > 0 and dist.get_world_size() > 1:
+        elif wait_s > 0 and present_ranks() > 1:
             _await_leaving(timedelta(seconds=wait_s))
         dist.destroy_process_group()
     forget()
@@ -276,7 +285,7 @@ def _await_leaving(timeout: timedelta) -> None:
 
 def _count_in(store: Any, key: str) -> None:
     """Adds this rank to those at ``key``; the last one sets the key for which others wait."""
-    if store.add(f"{key}/arrived", 1) == dist.get_world_size():
+    if store.add(f"{key}/arrived", 1) == present_ranks():
         store.set(f"{key}/all", "1")
 
 
@@ -351,7 +360,7 @@ def barrier(name: str, timeout_s: float | None = None) -> None:
 def _absent(store: Any, key: str, ranks: int) -> list[str]:
     """``rank 3 on node1`` of each that has not set its key; without hosts outside of `setup`."""
     late = []
-    for rank in range(ranks):
+    for rank in filter(is_present, range(ranks)):
         if not store.check([f"{key}/{rank}"]):
             late.append(f"rank {rank} on {_hosts[rank]}" if _hosts else f"rank {rank}")
     return late

@@ -146,6 +146,13 @@ class Topology:
             host_id = f"{socket.gethostname()}/{namespace}"
         return cls(tuple(all_gather(host_id)))
 
+    def completed(self, world_size: int, nodes: int) -> Topology:
+        """With the ranks that are not there yet, on hosts of their own. ``nodes``: how many equal
+        ones are there."""
+        here = len(self.hosts)
+        absent = [f"node {rank * nodes // here} (absent)" for rank in range(here, world_size)]
+        return Topology((*self.hosts, *absent))
+
     @classmethod
     def single_host(cls, world_size: int, host: str = "this host") -> Topology:
         """All ranks on one machine, for a launcher that has not started them yet."""

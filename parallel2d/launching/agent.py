@@ -135,13 +135,16 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
 
 
 def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
-    """Runs this node's ranks until the job ends, in the place of a lost node if there is one. As
-    `_run_round`."""
-    if workers.restarts.limit and workers.settings.node_range != (1, 1):
-        vacancy = find_vacancy(rendezvous.store, rendezvous.latest_prefix, workers.size)
+    """Runs this node's ranks until the job ends, in the place of a node that is not there if others
+    go on without it. As `_run_round`, and raises `ConfigError` for a node that does not fit."""
+    nodes = workers.settings.node_range[1]
+    if workers.restarts.limit and nodes > 1:
+        vacancy = find_vacancy(
+            rendezvous.store, rendezvous.latest_prefix, workers.size, nodes, workers.say
+        )
         if vacancy is not None:
             workers.say(
-                f"taking the place of a lost node, with ranks {vacancy.ranks}: the others go on"
+                f"taking a place that is free, with ranks {vacancy.ranks}: the others go on"
             )
             try:
                 _run_round(workers, rendezvous, vacancy)
@@ -188,6 +191,7 @@ def _run_round(workers: NodeWorkers, rendezvous: Rendezvous, vacancy: Vacancy | 
     try:
         result = agent.run()
         if result is not None and result.is_failed():
+            over = vacancy is None  # else the others may go on
             raise _explain_failure(workers, rendezvous, first_failure(result.failures))
     except _Restart:
         over = False
@@ -296,6 +300,7 @@ class _Agent(ElasticAgent):
                 again,
                 self._may_go_on,
                 group.group_rank,
+                self.workers.settings.node_range[1],
                 group.group_world_size,
                 self._vacancy,
                 self.workers.settings.requeue_exit_code,

@@ -28,8 +28,12 @@ from parallel2d.base.topology import AGENT, JOB, LIFE, RankIdentity
 if TYPE_CHECKING:
     from parallel2d.training.metrics.watch import Position
 
-# Chooses what is left to the planner, from the words, the number of nodes and of ranks.
-ChooseLayout = Callable[[TrainConfig, Sequence[str], int, int], TrainConfig]
+# Chooses what is left to the planner, from the words and the ranks of each node that is there.
+# Returns `Job.ranks` too.
+ChooseLayout = Callable[
+    [TrainConfig, Sequence[str], RankIdentity, Sequence[int]], tuple[TrainConfig, int | None]
+]
+PUBLISHED = "parallel2d/job"  # the job, in the store
 _RECORDED = {"run_dir", "config", "words", "records", "label"}
 
 
@@ -47,7 +51,7 @@ def agree_on_job(
     comes_back = os.environ.get(LIFE, "0") != "0"  # to a job that goes on
     if not comes_back:
         _publish_job(identity, store, arguments, composition, choose_layout)
-    received = json.loads(store.get("parallel2d/job"))
+    received = json.loads(store.get(PUBLISHED))
     if received is None:
         return None
     if "error" in received:
@@ -65,6 +69,7 @@ def agree_on_job(
         restarted=received["restarted"] or comes_back,
         records=received["records"],
         label=received["label"],
+        ranks=received["ranks"],
     )
 
 
@@ -86,29 +91,31 @@ def _publish_job(
     composition: Composition | None,
     choose_layout: ChooseLayout,
 ) -> None:
-    """The first rank of each node tells what it has on record. Rank 0 puts the job of the workers
-    that these replace, or a new one, with the layout for these ranks into ``store``; what went
-    wrong there too, and raises it."""
+    """The first rank of each node tells what it has on record, and its ranks. Rank 0 puts the job
+    of the workers that these replace, or a new one, with the layout for these ranks into ``store``;
+    what went wrong there too, and raises it."""
     if identity.local_rank == 0:
         record = _recorded_job(launcher_folder()) if _is_started_again() else None
-        store.set(f"parallel2d/recorded/{identity.node}", json.dumps(record))
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        store.set(f"parallel2d/recorded/{identity.node}", json.dumps([record, local]))
     if identity.rank != 0:
         return
     keys = [f"parallel2d/recorded/{node}" for node in range(identity.nodes)]
-    records = list(map(json.loads, map(store.get, keys)))
+    records, sizes = zip(*map(json.loads, map(store.get, keys)), strict=True)
     earlier = next(filter(None, records), None)
     message: dict[str, Any] | None = None
     try:
         job = earlier or _first_job(identity, arguments, composition)
         if job is not None:
             config = from_yaml(job["config"])
-            chosen = choose_layout(config, job["words"], identity.nodes, identity.world_size)
+            chosen, ranks = choose_layout(config, job["words"], identity, sizes)
             message = {**job, "chosen": to_yaml(chosen), "restarted": earlier is not None}
+            message["ranks"] = ranks
     except ConfigError as error:
         message = {"error": str(error)}
         raise
     finally:  # whatever went wrong: the other ranks wait for it
-        store.set("parallel2d/job", json.dumps(message))
+        store.set(PUBLISHED, json.dumps(message))
 
 
 def _first_job(

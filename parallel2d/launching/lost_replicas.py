@@ -21,12 +21,15 @@ from typing import Any
 
 from torch.distributed import PrefixStore
 
+from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
 from parallel2d.base.topology import LIFE
+from parallel2d.launching.agreement import PUBLISHED
 from parallel2d.launching.failures import RankFailure, read_error_file
+from parallel2d.training.run_directory import has_owner
 
-NODES = "replicas/nodes"  # how many launchers have started together
-_BEAT, _BEAT_S = "replicas/beat/{}", 0.5  # of a launcher, by node
+# Of a launcher, by node: its ranks, the time, and how many have started together
+_BEAT, _BEAT_S = "replicas/beat/{}", 0.5
 _SILENT_S = 3.0  # after which a node counts as lost
 _LONGEST_PAUSE_S = 60.0  # before a replica starts again
 _STOPPED_S = 1.0  # after which a rank that is stopped counts as lost
@@ -34,8 +37,8 @@ _STOPPED_S = 1.0  # after which a rank that is stopped counts as lost
 
 @dataclass(frozen=True)
 class Vacancy:
-    """The place of a node that is lost, in a job that goes on without it. ``ranks``: those of it;
-    ``lives``: of all ``replicas``, as they start next."""
+    """The place of a node that is not there, in a job that goes on without it. ``ranks``: those of
+    it; ``lives``: of all ``replicas``, as they start next."""
 
     prefix: str  # of the ranks' keys in the store
     node: int
@@ -49,38 +52,114 @@ class Vacancy:
         return self.lives[next(n for n, ranks in enumerate(self.replicas) if rank in ranks)]
 
 
-def find_vacancy(store: Any, latest: str, size: int) -> Vacancy | None:
-    """Takes the place of a lost node of ``size`` ranks, where the job goes on without one. Waits
-    until a node that seems silent counts as lost. ``latest``: the key of the ranks' prefix."""
-    if not store.check([latest]):
-        return None
-    prefix = store.get(latest).decode()
-    ranks_store = PrefixStore(prefix, store)
-    if not ranks_store.check([ON, LATEST, NODES]):
-        return None
-    nodes = int(ranks_store.get(NODES))
-    beats: dict[int, bytes] = {}
-    for node in range(nodes):
-        if ranks_store.check([_BEAT.format(node)]):
-            beats[node] = ranks_store.get(_BEAT.format(node))
-    begin = time.monotonic()
-    while time.monotonic() < begin + _SILENT_S and beats:
-        time.sleep(2 * _BEAT_S)
-        beats = {
-            node: beat
-            for node, beat in beats.items()
-            if ranks_store.get(_BEAT.format(node)) == beat
-        }
-    for node, beat in beats.items():
-        ranks = json.loads(beat)[0]
-        # The first to come takes it.
-        silence = f"{_BEAT.format(node)}/{hashlib.sha256(beat).hexdigest()}"
-        if len(ranks) == size and ranks_store.add(silence, 1) == 1:
-            return _take_place(ranks_store, prefix, node, nodes, ranks)
+def find_vacancy(
+    store: Any, latest: str, size: int, nodes: int, say: Callable[[str], None]
+) -> Vacancy | None:
+    """Takes the place of a node of ``size`` ranks that is lost or was never there, in a job of
+    ``nodes`` that goes on without it; None where this node is to start with others. Waits until a
+    node that seems silent counts as lost, and where nodes may come later until the job has started
+    and a place is free. ``latest``: the key of the ranks' prefix. Raises `ConfigError` for a node
+    that does not fit."""
+    launchers, has_said = _Launchers(nodes), False
+    while store.check([latest]):
+        prefix = store.get(latest).decode()
+        ranks_store = PrefixStore(prefix, store)
+        launchers.listen(ranks_store)
+        job = json.loads(_value(ranks_store, PUBLISHED) or "null") or {}
+        may_lack_nodes = bool(job.get("ranks"))
+        has_begun = ranks_store.check([ON, LATEST])
+        if job and not (may_lack_nodes or has_begun):
+            return None
+        if may_lack_nodes and has_begun:
+            _check_fit(job, size, nodes)
+        place = launchers.free_place(ranks_store, size, may_lack_nodes) if has_begun else None
+        if place is not None:
+            return _take_place(ranks_store, prefix, place, nodes, size, launchers.beats[place])
+        if launchers.have_had_time:
+            if not launchers.go_on(has_begun) or (has_begun and not may_lack_nodes):
+                return None
+            if not has_said:
+                say("waiting until the job has started, or has a place for this node")
+            has_said = True
+        time.sleep(_BEAT_S / 2)
     return None
 
 
-def _take_place(store: Any, prefix: str, node: int, nodes: int, ranks: list[int]) -> Vacancy:
+class _Launchers:
+    """The other launchers, as one that comes hears them. ``beats``: the last one of each node."""
+
+    def __init__(self, nodes: int) -> None:
+        self.beats: dict[int, str] = dict.fromkeys(range(nodes), "")
+        self._begin = self._now = 0.0
+        self._heard: dict[int, float] = {}  # when each has sent its last beat
+
+    def listen(self, store: Any) -> None:
+        self._now = time.monotonic()
+        self._begin = self._begin or self._now  # a beat that is there then may be an old one
+        for node, known in self.beats.items():
+            beat = _value(store, _BEAT.format(node))
+            if beat != known:
+                self.beats[node], self._heard[node] = beat, self._now
+            if not beat:
+                self._heard.pop(node, None)
+
+    @property
+    def have_had_time(self) -> bool:
+        """Whether those that were silent so far are lost."""
+        return self._now > self._begin + _SILENT_S
+
+    def _alive(self) -> list[int]:
+        return [node for node, at in self._heard.items() if self._now - at <= _SILENT_S]
+
+    def go_on(self, has_begun: bool) -> bool:
+        """Whether the job does: before it has begun, it needs all that start together."""
+        together = [json.loads(self.beats[node])[2] for node in self._alive()]
+        return bool(together) and (has_begun or len(together) == together[0])
+
+    def free_place(self, store: Any, size: int, may_lack_nodes: bool) -> int | None:
+        """The node whose place this one has taken: the first to ask gets it."""
+        alive = self._alive()
+        free = [node for node in self._heard if node not in alive]
+        if may_lack_nodes and any(at > self._begin for at in self._heard.values()):
+            begun = _ranks_at_begin(store)
+            free += [n for n, beat in self.beats.items() if not beat and n * size not in begun]
+        for node in free if self.go_on(True) else ():
+            beat = self.beats[node]
+            has_size = not beat or len(json.loads(beat)[0]) == size
+            claim = f"{_BEAT.format(node)}/{hashlib.sha256(beat.encode()).hexdigest()}"
+            if has_size and store.add(claim, 1) == 1:
+                return node
+        return None
+
+
+def _value(store: Any, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _check_fit(job: dict[str, Any], size: int, nodes: int) -> None:
+    if job["ranks"] != size * nodes:
+        raise ConfigError(
+            f"the job that runs has {job['ranks']} ranks on {nodes} nodes, and this node would "
+            f"start {size}; give it launch.nproc_per_node={job['ranks'] // nodes}"
+        )
+    if not has_owner(job["run_dir"]):
+        raise ConfigError(
+            f"run directory {job['run_dir']} is not the one that the other nodes see: it must be "
+            "shared"
+        )
+
+
+def _ranks_at_begin(store: Any) -> set[int]:
+    """The ranks that were there when the job began."""
+    replicas = json.loads(store.get(RANKS))["ranks"]
+    members = json.loads(store.get(RECORD.format(0)))["members"]
+    return set(itertools.chain.from_iterable(replicas[number] for number, _ in members))
+
+
+def _take_place(store: Any, prefix: str, node: int, nodes: int, size: int, beat: str) -> Vacancy:
+    """``beat``: the last one of the node that is lost; empty where there was none."""
+    ranks = json.loads(beat)[0] if beat else list(range(node * size, (node + 1) * size))
+    store.set(_BEAT.format(node), json.dumps([ranks, time.monotonic(), nodes]))
     events = Events(store)
     while events.read(0.0):
         pass
@@ -89,19 +168,11 @@ def _take_place(store: Any, prefix: str, node: int, nodes: int, ranks: list[int]
     for number, of_replica in enumerate(replicas):
         dead = [life for replica, life in events.dead if replica == number]
         lives[number] = max(dead, default=-1) + 1
-        # Whoever counts in its life is lost with the node, though nobody has noticed yet.
-        if set(of_replica) & set(ranks) and lives[number] not in _alive_in(store, number):
-            continue
-        if set(of_replica) & set(ranks):
+        # Whoever counts in its life is lost with the node, though nobody may have noticed yet.
+        if beat and set(of_replica) & set(ranks):
             post(store, "dead", (number, lives[number]), events.count)
             lives[number] += 1
     return Vacancy(prefix, node, nodes, ranks, replicas, lives)
-
-
-def _alive_in(store: Any, number: int) -> set[int]:
-    """The life of a replica that the latest generation has."""
-    record = json.loads(store.get(RECORD.format(store.get(LATEST).decode())))
-    return {life for replica, life in record["members"] if replica == number}
 
 
 class LostReplicas:
@@ -109,7 +180,8 @@ class LostReplicas:
 
     ``ranks``: of each process, by local rank; ``again(local_rank, variables)`` starts one again;
     ``may_go_on(failure)``: whether a rank that failed is no reason to end or restart all;
-    ``told_to_stop``: the exit code of ranks that were.
+    ``told_to_stop``: the exit code of ranks that were; ``node``: of this launcher, among ``nodes``
+    of which ``together`` have started at once.
     """
 
     def __init__(
@@ -122,6 +194,7 @@ class LostReplicas:
         may_go_on: Callable[[RankFailure], bool],
         node: int = 0,
         nodes: int = 1,
+        together: int = 1,
         vacancy: Vacancy | None = None,
         told_to_stop: int | None = None,
     ) -> None:
@@ -132,7 +205,8 @@ class LostReplicas:
         self._lives: dict[int, int] = {}
         self._stopped: dict[int, float] = {}
         self._starts: dict[int, list[float]] = {}  # of each replica, in the last minute
-        self._node, self._nodes, self._told_to_stop = node, nodes, told_to_stop
+        self._node, self._nodes, self._together = node, nodes, together
+        self._told_to_stop = told_to_stop
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._beat_at = 0.0
         if vacancy is not None:
@@ -145,10 +219,13 @@ class LostReplicas:
         the whole job."""
         if all(process.poll() == 0 for process in self._processes.values()):
             return False  # the store may have ended with another node
+        is_due = self._nodes > 1 and time.monotonic() > self._beat_at + _BEAT_S
+        if is_due:
+            self._send_beat()
         if not self._has_begun():
             return False
         self._read()
-        if self._nodes > 1 and time.monotonic() > self._beat_at + _BEAT_S:
+        if is_due:
             self._watch_nodes()
         if not all(itertools.starmap(self._is_no_end, self._processes.items())):
             return False
@@ -212,13 +289,15 @@ class LostReplicas:
         self._store.append(key, f"{number} ")
         return len(set(self._store.get(key).split())) > 1
 
+    def _send_beat(self) -> None:
+        """Says that this launcher is there."""
+        self._beat_at = time.monotonic()
+        own = [sorted(self._ranks.values()), self._beat_at, self._together]
+        self._store.set(_BEAT.format(self._node), json.dumps(own))
+
     def _watch_nodes(self) -> None:
-        """Says that this launcher is there, and which replicas are lost with a node whose launcher
-        is not."""
-        now = self._beat_at = time.monotonic()
-        own = json.dumps([sorted(self._ranks.values()), now])
-        self._store.set(NODES, str(self._nodes))
-        self._store.set(_BEAT.format(self._node), own)
+        """Says which replicas are lost with a node whose launcher is silent."""
+        now = time.monotonic()
         for node in set(range(self._nodes)) - {self._node}:
             key = _BEAT.format(node)
             if not self._store.check([key]):
@@ -228,7 +307,7 @@ class LostReplicas:
                 self._beats[node] = beat, now
             elif now - self._beats[node][1] > _SILENT_S:
                 self._beats[node] = beat, math.inf  # said once
-                ranks, _ = json.loads(beat)
+                ranks = json.loads(beat)[0]
                 for number, of_replica in enumerate(self._replicas):
                     if set(ranks) & set(of_replica):
                         self._say_dead((number, self._lives[number]))

@@ -89,12 +89,15 @@ class Rendezvous:
         return create_handler(self.store, JsonBackend(self.store, self.name), parameters)
 
     def wait_for_all(self, config: LaunchConfig) -> None:
-        """Waits, at the start of a job, until all its launchers are here or a while has passed:
-        the first would start with the smallest number of nodes, and again for each that comes."""
+        """Waits, at the start of a job, until all its launchers are here, a while has passed, or
+        some have started: the first would start with the smallest number of nodes, and again for
+        each that comes, or let it in while they train."""
         largest, key = config.node_range[1], f"parallel2d/arrived/{self.name}"
         deadline = time.monotonic() + _FIRST_CALL_S
         arrived = self.store.add(key, 1)
         while arrived < largest and time.monotonic() < deadline:
+            if self.store.check([self.latest_prefix]):
+                return
             time.sleep(0.2)
             arrived = self.store.add(key, 0)
 

@@ -1,62 +1,28 @@
 """How a `Trainer` goes on when replicas come and go: `Membership`. See [Note: replicas that never
 stop] in `parallel2d.base.replicas`.
 
-A replica that comes back builds everything by itself, takes the state from one that is there, rank
-by rank, while the others begin their next step, and is a member from then on. What it takes is what
-a checkpoint holds.
+A replica that comes back builds everything by itself and is a member from then on, but for a step
+in which it gets the state; see [Note: nobody waits for a replica that joins] in `state_transfer`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
-from parallel2d.base.config import TrainConfig
-from parallel2d.base.exchange import decode, encode
-from parallel2d.base.replicas import Applied, Replicas
-from parallel2d.base.replicas.events import post
+from parallel2d.base.replicas import Applied, Replicas, absent_ranks
+from parallel2d.base.replicas.events import Member, post
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
-from parallel2d.parallel.weights.named_tensors import describe_optimizer, reshard, tied_names
-from parallel2d.training.checkpoint import Checkpointer
-from parallel2d.training.checkpoint.local_state import STATE, LocalState, as_bytes, pack
-from parallel2d.training.checkpoint.manifest import Manifest, StoredFile
-from parallel2d.training.checkpoint.state import (
-    load_averages,
-    load_model,
-    load_optimizer,
-    saved_tensors,
-)
+from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
+from parallel2d.parallel.sync.updates import outer_sync, residuals_of
 from parallel2d.training.data.feed import BatchFeed, BatchPlan, StepBatch
 from parallel2d.training.metrics import keys
-from parallel2d.training.metrics.recorder import Recorder
-from parallel2d.training.progress import Progress
-
-
-class Trained(Protocol):
-    """What a `Membership` needs of the `Trainer`, which says what it is."""
-
-    config: TrainConfig
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    mesh: DeviceMesh
-    plan: BatchPlan
-    data_ranks: int
-    progress: Progress
-    recorder: Recorder
-    checkpointer: Checkpointer
-    upcoming: StepBatch | None
-    upcoming_tokens: int
-
-    def take(self, feed: BatchFeed) -> StepBatch | None: ...
-    def forward_backward(self, batch: StepBatch, tokens: int) -> Tensor: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+from parallel2d.training.state_transfer import Receiver, Sender, Trained
 
 
 class Membership:
@@ -70,7 +36,15 @@ class Membership:
     ) -> None:
         self.trainer, self.replicas, self._take_roles = trainer, replicas, take_roles
         self._least = min(trainer.config.launch.min_replicas, len(replicas.ranks))
-        self._planned = self._dealt = replicas.generation
+        self._planned = replicas.generation
+        self._dealt: int | None = None
+        self._readers: list[Member] = []  # among whom batches from the feed are dealt
+        self._senders: list[Sender] = []
+        self._receiver: Receiver | None = None
+        self._outer = outer_sync(trainer.model)
+        # Whether one that joins must compute, because the model's forward passes talk to other
+        # replicas, or each trains on its own
+        self.forward_crosses = self._outer is not None
         self._speaks = not replicas.life and replicas.rank == 0
         self._buffers = list(trainer.model.buffers())
         self._versions: list[int] | None = None
@@ -78,25 +52,34 @@ class Membership:
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._has_joined = False  # at the begin of the last step
         self._totals = {keys.REPLICAS_JOINED: 0.0, keys.REPEATED_SAMPLES: 0.0}
-        self._totals[keys.REPLICAS_LOST_S] = 0.0
+        self._totals |= {keys.REPLICAS_LOST_S: 0.0, keys.LEFT_OUT_STEPS: 0.0}
+        self._members = set(replicas.members)  # when batches were dealt out last
+        if not replicas.life and absent_ranks():
+            self.deal()
 
-    def start(self, feed: BatchFeed) -> None:
-        """Before the first step, once all is built. A replica that comes back joins the others."""
+    @property
+    def has_state(self) -> bool:
+        """False before this replica has joined."""
+        return self.replicas.applied.step is not None
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether this replica gets the state in this step, of which it computes nothing."""
+        return self._receiver is not None
+
+    def start(self) -> None:
+        """Before the first step, once all is built. A replica that comes back asks to be let in."""
         trainer, replicas = self.trainer, self.replicas
         replicas.start(trainer.progress.step)
         self._planned = self._dealt = replicas.generation
+        self._readers = sorted(replicas.members)
         if not replicas.life:
+            if absent_ranks():
+                self._say("the others may come later")
             return
         self._warm_up()
         if replicas.place == 0:
             post(replicas.store, "join", replicas.own)
-        while replicas.applied.step is None:
-            replicas.regroup(admit=True)
-            with replicas.link(replicas.own) as send:
-                if not replicas.vote(self._take(send)):
-                    replicas.applied = Applied(None, [])
-                    replicas.give_up()
-        self._plan(feed)
 
     def leaving(self, told_to_stop: Sequence[int]) -> set[int]:
         """The replicas that leave after a step, because a rank of each was told to stop; none where
@@ -108,6 +91,10 @@ class Membership:
     def before_step(self, feed: BatchFeed, joins: bool, leaving: set[int]) -> None:
         """Where all are between two steps. ``joins``: a replica waits to be let in; ``leaving``:
         those that end now."""
+        while not (self.has_state or self.is_joining):
+            self._join(feed)
+        if self.is_joining:
+            return
         if self.replicas.replica in leaving:
             self.replicas.leave(self.trainer.config.launch.requeue_exit_code)
         if self._has_joined:
@@ -116,7 +103,7 @@ class Membership:
         if joins and not leaving:
             self._admit()
         elif leaving:
-            self.replicas.regroup(admit=False)
+            self._regroup(admit=False)
             self._say(f"{sorted(leaving)} were told to stop")
         elif self.replicas.generation != self._planned:  # a replica was lost between two steps
             self._say(f"from step {self.trainer.progress.step + 1} on")
@@ -142,16 +129,18 @@ class Membership:
         """After a step that not all have agreed on: the sums of its agreement where others have
         applied it; None where all compute it again, after this."""
         begin = time.perf_counter()
-        sums = self.replicas.regroup(admit=False)
+        if self.is_joining:
+            self._ask_again()
+            return None
+        sums = self._regroup(admit=False)
         self.take_roles()
         trainer = self.trainer
         if sums is None:
-            discard_accumulated(trainer.model)
-            trainer.optimizer.zero_grad()
+            self._discard_gradients()
             for buffer, values in self._kept:
                 buffer.copy_(values)
             self._wait_for_enough()
-            self._plan(feed)
+            self._plan(feed, again=True)
             self._totals[keys.REPEATED_SAMPLES] += trainer.config.train.global_batch_size
         seconds = time.perf_counter() - begin
         self._totals[keys.REPLICAS_LOST_S] += seconds
@@ -165,9 +154,18 @@ class Membership:
 
     def _admit(self, least: int = 1) -> None:
         """Lets in who waits to join, until at least ``least`` replicas are there."""
-        self.replicas.regroup(admit=True, least=least)
+        if self._outer is not None:
+            self._outer.receive()
+        self._regroup(admit=True, least=least)
         self._totals[keys.REPLICAS_JOINED] += len(self.replicas.joined)
-        self._give()
+
+    def _regroup(self, *, admit: bool, least: int = 1) -> list[float] | None:
+        # What is being sent to a replica that joins ends first: it belongs to this generation.
+        self.replicas.give_up()
+        for sender in self._senders:
+            sender.finish()
+        self._senders = []
+        return self.replicas.regroup(admit=admit, least=least)
 
     def _wait_for_enough(self) -> None:
         while len(self.replicas.members) < self._least:
@@ -189,29 +187,58 @@ class Membership:
 
     def deal(self) -> bool:
         """Deals global batches out among those who are there; false where that was done already."""
-        trainer, replicas = self.trainer, self.replicas
-        if self._dealt == replicas.generation:
+        trainer, members = self.trainer, self.replicas.members
+        if self._dealt == self.replicas.generation:
             return False
-        self._dealt = replicas.generation
+        self._dealt = self.replicas.generation
+        lost = len(self._members.difference(members))
+        self._members = set(members)
+        kept = residuals_of(trainer.model)
+        self._totals[keys.LEFT_OUT_STEPS] += lost * kept.unshared_steps
+        data_ranks = len(members) * mesh_shape(trainer.mesh).shard
+        kept.scale(data_ranks / trainer.data_ranks)
+        trainer.data_ranks = data_ranks
+        trainer.plan = self._plan_among(sorted(members))
+        return True
+
+    def _plan_among(self, members: list[Member]) -> BatchPlan:
+        """This rank's share where global batches are dealt out among ``members``."""
+        trainer = self.trainer
         shards = mesh_shape(trainer.mesh).shard
-        index = sorted(replicas.members).index(replicas.own)
-        trainer.data_ranks = len(replicas.members) * shards
-        trainer.plan = BatchPlan(
+        index = members.index(self.replicas.own)
+        return BatchPlan(
             global_batch_size=trainer.config.train.global_batch_size,
             micro_batch_size=trainer.plan.micro_batch_size,
             data_rank=index * shards + trainer.mesh.get_local_rank("shard"),
-            data_ranks=trainer.data_ranks,
+            data_ranks=len(members) * shards,
             allow_padding=True,
         )
-        return True
 
-    def _plan(self, feed: BatchFeed) -> None:
-        """Reads this rank's part of the next global batch."""
-        trainer = self.trainer
+    def _plan(self, feed: BatchFeed, *, again: bool = False) -> None:
+        """Makes this rank's part of the next global batch `upcoming`, which those have computed who
+        have the state; later ones are dealt out among all. ``again``: it was taken before."""
+        trainer, replicas = self.trainer, self.replicas
+        joined = [] if self.forward_crosses else replicas.joined
+        computing = sorted(set(replicas.members) - set(joined))
+        if replicas.own in joined:
+            trainer.upcoming = self._nothing()
+        elif again or computing != self._readers:
+            feed.restart(self._plan_among(computing), trainer.progress.samples)
+            trainer.upcoming = trainer.take(feed)
+        assert trainer.upcoming is not None, "there was one, and data do not change"
         self.deal()
-        feed.restart(trainer.plan, trainer.progress.samples)
-        trainer.upcoming = trainer.take(feed)
-        self._planned = self.replicas.generation
+        self._readers = sorted(replicas.members)
+        if joined:
+            feed.restart(trainer.plan, trainer.upcoming.position)
+        self._planned = replicas.generation
+        self._give()
+        if self.forward_crosses and self.finish_joining() and not self.has_state:
+            replicas.applied = Applied(trainer.progress.step, [])
+
+    def _nothing(self) -> StepBatch:
+        """The part in the next global batch of a rank that computes nothing of it."""
+        size = self.trainer.config.train.global_batch_size
+        return StepBatch([], 0, 0, 0.0, self.trainer.progress.samples + size)
 
     def _warm_up(self) -> None:
         """The first step of a process takes long, and as a member all others would wait for it."""
@@ -220,59 +247,70 @@ class Membership:
         self.replicas.give_up()  # nothing crosses replicas
         self.replicas.in_step = True
         trainer.forward_backward(trainer.upcoming, 1)
-        discard_accumulated(trainer.model)
-        trainer.optimizer.zero_grad()
+        self._discard_gradients()
         self.replicas.in_step = self.replicas.lost = False
 
+    def _discard_gradients(self) -> None:
+        discard_accumulated(self.trainer.model)
+        self.trainer.optimizer.zero_grad()
+
+    # A replica that joins, and its donor
+
+    def _join(self, feed: BatchFeed) -> None:
+        """Becomes a member, which gets the state in the next step."""
+        trainer, replicas = self.trainer, self.replicas
+        while True:
+            replicas.regroup(admit=True)
+            self._receiver = Receiver(trainer, replicas)
+            header = self._receiver.header()
+            if replicas.vote(header is not None):
+                break
+            replicas.give_up()
+            if header is not None:
+                self._receiver.finish()
+        assert header is not None
+        trainer.load_state_dict(header.manifest.state)
+        trainer.checkpointer.follow(trainer.progress.step)
+        trainer.upcoming_tokens = header.tokens
+        self._totals, self.forward_crosses = header.totals, header.forward_crosses
+        self._plan(feed, again=True)
+
     def _give(self) -> None:
-        """Sends the state to each replica that has joined, where this one is its donor."""
-        replicas = self.replicas
-        if replicas.replica != replicas.donor:
-            return
-        for joiner in replicas.joined:
-            with replicas.link(joiner) as send:
-                manifest, blocks = self._state()
-                sizes = [block.numel() for block in blocks]
-                data = encode([manifest, sizes, self.trainer.upcoming_tokens, self._totals])
-                header = as_bytes(data.encode())
-                for tensor in (torch.tensor([len(header)]), header, *blocks):
-                    send(tensor)
+        """Begins to send the state to each replica that has joined, where this one is its donor."""
+        replicas, trainer = self.replicas, self.trainer
+        if replicas.replica == replicas.donor:
+            self._senders = [
+                Sender(trainer, replicas, each, self._totals, self.forward_crosses)
+                for each in replicas.joined
+            ]
 
-    def _state(self) -> tuple[Manifest, list[Tensor]]:
-        trainer = self.trainer
-        reshard(trainer.model)
-        step = trainer.progress.step
-        tensors, blocks = pack(saved_tensors(trainer.model, trainer.optimizer))
-        manifest = Manifest(
-            step=step,
-            state={**trainer.state_dict(), "step": step},
-            optimizer=describe_optimizer(trainer.model, trainer.optimizer),
-            tied=tied_names(trainer.model),
-            tensors=tensors,
-            files={STATE: StoredFile(sum(block.numel() for block in blocks), "")},
-        )
-        return manifest, blocks
+    def reduce_nothing(self) -> Tensor:
+        """What `Trainer.forward_backward` is to a replica that joins: gradients are zeros."""
+        assert self._receiver is not None
+        for _ in range(self._receiver.reductions):
+            for engine in reducers_in(self.trainer.model):
+                engine.finish_without_backward()
+        return torch.zeros((), dtype=torch.float64)
 
-    def _take(self, send: Callable[[Tensor], bool]) -> bool:
-        """Receives what `_give` sends; false where the donor was lost meanwhile."""
-        length = torch.zeros(1, dtype=torch.int64)
-        if not send(length):
+    def finish_joining(self) -> bool:
+        """Before an update: waits until those who join have the state. False where this replica has
+        not got it, which asks to be let in again. Collective over the ranks of this replica."""
+        for sender in self._senders:
+            sender.finish()
+        self._senders = []
+        if self._receiver is not None and not self.replicas.vote(self._receiver.finish()):
+            self._ask_again()
             return False
-        header = torch.empty(int(length), dtype=torch.uint8)
-        if not send(header):
-            return False
-        manifest, sizes, tokens, self._totals = decode(header.numpy().tobytes())
-        data = torch.empty(sum(sizes), dtype=torch.uint8)
-        for block in data.split(sizes):
-            if not send(block):
-                return False
-        trainer = self.trainer
-        peer = LocalState(manifest, data, "the state of another replica")
-        load_model(trainer.model, peer, strict=True)
-        load_optimizer(trainer.model, trainer.optimizer, peer, strict=True)
-        load_averages(trainer.model, peer, restart=False)
-        trainer.load_state_dict(manifest.state)
-        trainer.upcoming_tokens = tokens
-        trainer.checkpointer.follow(manifest.step)
-        self.replicas.applied = Applied(manifest.step, [])
+        self._receiver = None
+        self.replicas.joined = []
         return True
+
+    def _ask_again(self) -> None:
+        """Gives up a step in which this replica was to get the state."""
+        assert self._receiver is not None
+        self.replicas.give_up()
+        self._receiver.finish()
+        self._receiver = None
+        self.replicas.applied = Applied(None, [])
+        self.trainer.upcoming = self._nothing()  # there is a next step
+        self._discard_gradients()

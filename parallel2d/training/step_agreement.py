@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.replicas import Applied, current, present_ranks
+from parallel2d.base.replicas import Applied, current, is_joining, present_ranks
 from parallel2d.parallel.gradients import squared_norm_share
 from parallel2d.parallel.mesh import axis_positions, mesh_shape, sharding_mesh
 from parallel2d.parallel.sync.comparison import ReplicaComparison
@@ -70,6 +70,7 @@ class StepAgreement:
         self._outer = outer_sync(model)
         self._norms = 1
         self._norm_index = 0
+        self._ranks_of_replica = dist.get_world_size() // shape.replicate
         if self._outer is not None and shape.replicate > 1:
             self._norms = shape.replicate
             self._norm_index = mesh.get_local_rank("replicate")
@@ -86,10 +87,11 @@ class StepAgreement:
         complete; they are ``loss_scale`` times as large. See [Note: one agreement per step]."""
         replicas = current()
         vector = self._own_vector(step, own)
-        lost = torch.zeros(2, dtype=torch.float64)
+        # Whether a replica is lost, and one waits to be let in; ranks that have the state
+        about = [0.0, 0.0, 1.0]
         if replicas is not None:
-            lost = torch.tensor([replicas.lost, replicas.joins], dtype=torch.float64)
-        vector = torch.cat([lost.to(self._device), vector])
+            about = [replicas.lost, replicas.joins, not is_joining()]
+        vector = torch.cat([torch.tensor(about, dtype=torch.float64).to(self._device), vector])
         dist.all_reduce(vector)
         if replicas is not None and replicas.on and not replicas.holds(vector[0].item()):
             return None
@@ -97,11 +99,11 @@ class StepAgreement:
 
     def _own_vector(self, step: int, own: OwnPart) -> Tensor:
         """What this rank adds to the sum."""
-        # This rank's share of the squared norms of the gradient: one, or where replicas train on
-        # their own one for each. The share counts the replicas as copies of each other.
+        # This rank's share of the squared norms of the gradient: one of which replicas have copies,
+        # or where they train on their own one for each.
         squares = torch.zeros(self._norms, dtype=torch.float64, device=self._device)
-        share = squared_norm_share(self._parameters, present_ranks())
-        squares[self._norm_index] = share * self._norms
+        ranks = present_ranks() if self._norms == 1 else self._ranks_of_replica
+        squares[self._norm_index] = squared_norm_share(self._parameters, ranks)
         on_device = torch.cat([self._own_sums(own), squares])
         broken = (~on_device.isfinite().all()).reshape(1).double()
         wishes = torch.tensor([own.save_is_due], dtype=torch.float64)
@@ -118,7 +120,7 @@ class StepAgreement:
         # The part that is made on CPU goes to the device in one copy. Numbers that are not finite
         # would spoil the sums of all ranks: zeros take their place, and `broken` tells of them.
         from_cpu = torch.cat([wishes, reports.flatten(), used, hashes]).to(self._device)
-        self._sizes = [2, 1, 5, self._norms, 1, reports.numel(), len(used), len(hashes)]
+        self._sizes = [3, 1, 5, self._norms, 1, reports.numel(), len(used), len(hashes)]
         return torch.cat([broken, on_device.nan_to_num(0.0, 0.0, 0.0), from_cpu])
 
     def conclude(
@@ -127,20 +129,23 @@ class StepAgreement:
         """As `reach`, from the sum of all ranks' vectors. Without communication."""
         if (replicas := current()) is not None:
             replicas.applied = Applied(step, vector.tolist())
-        lost, not_finite, sums, squares, wishes, rows, used, hashes = vector.split(self._sizes)
+        about, not_finite, sums, squares, wishes, rows, used, hashes = vector.split(self._sizes)
         loss_sum, tokens, batch_hash, upcoming_tokens, squared_change = sums.tolist()
         if self._used:
             self._used.agree_on(used.cpu())
         if len(hashes):
             assert self._comparison is not None
-            self._comparison.check(hashes.cpu())
+            self._comparison.check(hashes.cpu(), int(about[2].item()))
         finite = not_finite.item() == 0
         norms = (squares.sqrt() / loss_scale).tolist()
+        # Those of replicas that are lost are zeros.
+        ranks_there = about[2].item()
+        replicas_there = ranks_there / self._ranks_of_replica if len(norms) > 1 else 1.0
         by_rank = rows.view(dist.get_world_size(), -1).tolist()
         told = [rank for rank, row in enumerate(by_rank) if row[0]]
         outcome = StepOutcome(
             loss=loss_sum / max(tokens, 1.0) if finite else math.nan,
-            grad_norm=sum(norms) / len(norms) if finite else math.nan,
+            grad_norm=sum(norms) / replicas_there if finite else math.nan,
             own_norm=norms[self._norm_index],
             outer_norm=math.sqrt(squared_change) if squared_change else None,
             tokens=int(tokens),
@@ -148,7 +153,7 @@ class StepAgreement:
             finite=finite,
             preempted=bool(told),
             save_is_due=wishes.item() > 0,
-            joins=lost[1].item() > 0,
+            joins=about[1].item() > 0,
             told_to_stop=told,
             ranks=[own.report.with_floats(row[1:]) for row in by_rank],
         )
@@ -165,5 +170,6 @@ class StepAgreement:
         of_data = torch.cat([own.loss.reshape(1), counts]) * self.counts
         change = torch.zeros(1, dtype=torch.float64, device=self._device)
         if self._outer is not None and self._outer.squared_change is not None:
-            change += self._outer.squared_change
+            # All replicas have made the same one.
+            change += self._outer.squared_change * self._ranks_of_replica / present_ranks()
         return torch.cat([of_data, change])

@@ -115,18 +115,20 @@ class Trainer:
         try:
             self.begin(feed)
             if self.membership is not None:
-                self.membership.start(feed)
-            first = self.progress.step + 1
+                self.membership.start()
+            is_first = True
             while self.upcoming is not None and not self.preempted:
                 if self.membership is not None:
                     self.membership.before_step(feed, self._joins, self._leaving)
+                before = self.progress.step
                 try:
                     self.step(feed)
                 except Exception as error:
                     error.step_of_run = self.progress.step + 1  # type: ignore[attr-defined]
                     raise
-                if self.progress.step == first:
+                if is_first and self.progress.step > before:
                     self.callbacks.first_step_done()
+                    is_first = False
                 if self.progress.step % self.config.train.gc_every == 0:
                     gc.collect()
             self.checkpointer.finish()
@@ -155,8 +157,8 @@ class Trainer:
         self.hooks.start(self.progress.step)
 
     def step(self, feed: BatchFeed) -> None:
-        """One optimizer step, saved if that is due, and recorded. Collective. Raises `RunTakenOver`
-        on rank 0."""
+        """One optimizer step, saved if that is due, and recorded; none where this replica was to
+        join and has not got the state. Collective. Raises `RunTakenOver` on rank 0."""
         batch, tokens = self.upcoming, self.upcoming_tokens
         assert batch is not None, "begin() comes first, and no step after the last"
         step, train = self.progress.step + 1, self.config.train
@@ -169,6 +171,8 @@ class Trainer:
         with self._in_step():
             while (outcome := self._compute(feed, batch, tokens)) is None:
                 # Replicas were lost: this is another part of the same global batch.
+                if self.membership is not None and not self.membership.has_state:
+                    return
                 batch = self.upcoming
                 assert batch is not None, "it was read again"
         self._note_replicas(outcome)
@@ -347,11 +351,15 @@ class Trainer:
         scale. Returns this rank's summed loss, fp64."""
         # Gradients are averaged over the data ranks, so each loss is weighted by their number.
         weight = self.data_ranks / max(tokens, 1) * self.scaler.scale
+        replicas = self.parts.replicas
         summed = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in accumulate(
             self.model, batch.micro_batches, self.config.sync.during_accumulation
         ):
+            begun = 0 if replicas is None else replicas.begun
             loss = self.loss(self.model, micro)
+            if self.membership is not None and replicas is not None:
+                self.membership.forward_crosses |= replicas.begun != begun
             (loss * weight).backward()
             summed += loss.detach()
         return summed
@@ -361,12 +369,17 @@ class Trainer:
         what is `upcoming` then."""
         step = self.progress.step + 1
         set_step(self.model, step, self.scaler.scale)
-        summed = self.forward_backward(batch, tokens)
+        if self.membership is not None and self.membership.is_joining:
+            summed = self.membership.reduce_nothing()
+        else:
+            summed = self.forward_backward(batch, tokens)
         self.clock.mark("forward_backward_s")
         is_last = step >= self.config.train.steps
         self.upcoming = None if is_last else self.take(feed)
         self.clock.mark("data_s")
         outcome = self._agree(summed, batch, feed)
+        if outcome is not None and self.membership is not None:
+            outcome = outcome if self.membership.finish_joining() else None
         self.clock.mark("sync_s")
         return outcome
 

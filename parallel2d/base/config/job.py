@@ -358,14 +358,12 @@ class TrainConfig:
 
     @property
     def replicas_survive(self) -> bool:
-        """Whether replicas may be lost one by one: nothing but gradients, without a residual,
-        crosses between them, which an optimizer of one's own does not promise."""
+        """Whether replicas may be lost one by one: each has the whole state, but for what it did
+        not send of its last gradients."""
         sync, strategy = self.sync, self.strategy
         alone = strategy.replicates and not strategy.splits_updates
-        is_plain = (sync.name, sync.engine) == ("every_step", "parallel2d") and sync.wire != "int4"
-        is_elementwise = self.optimizer.name not in ("muon", "custom")
         has_no_copies = self.checkpoint.memory_every in ("auto", 0)
-        return all((alone, is_plain, is_elementwise, has_no_copies, not self.train.certify))
+        return alone and sync.engine == "parallel2d" and has_no_copies and not self.train.certify
 
     def parallel(self) -> ParallelConfig:
         """The part that `parallel2d.parallelize` reads."""
@@ -398,3 +396,4 @@ class Job:
     records: str = ""  # folder in the run directory in which Hydra's records wait
     certified: bool = False
     is_judged: bool = False  # a sweeper chooses the next job by this one's objective
+    ranks: int | None = None  # of all nodes, where those that are not there count as lost

@@ -16,15 +16,21 @@ reduced gradients, and one that has not heard of it learns the outcome in the ne
 applies its own. Otherwise nobody has applied it, and those who are there compute that global batch
 again, whole.
 
+A node that is not there when a job starts counts as lost: the world has its ranks, the members of
+the first generation are the replicas that are there, and it joins as one that comes back does.
+
 Outside of a step a collective over the world is repeated by those who are there until all of them
-have its result, the same on all.
+have its result, the same on all. What else crosses replicas there, such as the outer steps of
+``sync=diloco``, is begun again until all who are there have it whole (`arrive`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
@@ -36,11 +42,14 @@ __all__ = [
     "ReplicaLost",
     "Replicas",
     "absent_ranks",
+    "agreed",
+    "arrive",
     "current",
     "first_rank",
     "forget",
     "init_plain_world",
     "init_world",
+    "is_joining",
     "is_present",
     "present_ranks",
 ]
@@ -73,9 +82,39 @@ def present_ranks() -> int:
     return len(_current[0].present) if _current else dist.get_world_size()
 
 
-def init_world(store: Any, rank: int, size: int, life: int, timeout: timedelta) -> Replicas:
-    """Makes `World` the default process group. Collective over the ranks that start together."""
-    replicas = Replicas(store, rank, size, life, timeout)
+def agreed(name: str, value: str) -> str:
+    """``value``; in a replica that joins others, what they gave under this ``name``."""
+    if not _current:
+        return value
+    return _current[0].store.compare_set(f"replicas/agreed/{name}", "", value).decode()
+
+
+def arrive(finish: Callable[[], object]) -> bool:
+    """Whether ``finish``, which waits for collectives over the replicate axis outside of a step,
+    has ended well on all ranks that are there: else they begin these again. Collective."""
+    if not _current or not _current[0].on:
+        finish()
+        return True
+    failures = torch.zeros(1)
+    try:
+        finish()
+    except ReplicaLost:
+        failures += 1
+    dist.all_reduce(failures)
+    return not failures.item()
+
+
+def is_joining() -> bool:
+    """Whether this rank's replica is a member and has no state yet."""
+    return bool(_current) and _current[0].own in _current[0].joined
+
+
+def init_world(
+    store: Any, rank: int, size: int, together: int, life: int, timeout: timedelta
+) -> Replicas:
+    """Makes `World`, of ``size`` ranks, the default process group. Collective over the ranks that
+    start together: in the first life of all replicas the first ``together``."""
+    replicas = Replicas(store, rank, together, life, timeout)
     if "replicas" not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             "replicas",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import os
 import threading
@@ -48,13 +49,16 @@ class Replicas:
         members: those that are there, the eldest first; ``present``: their ranks.
         in_step: what crosses replicas belongs to a step, which may be repeated.
         arrived: whether the last agreement of a step came back.
+        met: the generation in which the last collective of the world was begun that all have done.
         lost: whether a replica of this generation is lost.
+        joined: members of this generation that have no state yet.
+        begun: collectives across replicas that were started.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, life: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, together: int, life: int, timeout: timedelta) -> None:
         self.store, self.rank, self.life, self.timeout = store, rank, life, timeout
         self.on = self.in_step = self.arrived = self.lost = False
-        self.ranks: list[list[int]] = [list(range(size))]
+        self.ranks: list[list[int]] = [list(range(together))]
         self.hosts: list[str] = []
         if life:
             found = json.loads(store.get(RANKS))
@@ -62,10 +66,11 @@ class Replicas:
             self.ranks = [next(each for each in found["ranks"] if rank in each)]
         self.replica, self.place = 0, self.ranks[0].index(rank)
         self.members: list[Member] = [(0, life)]
-        self.generation = -1
+        self.generation = self.met = -1
         self.joined: list[Member] = []
         self.donor = 0
         self.applied = Applied(0, [])
+        self.begun = 0
         self.calls = 0  # collectives of the world outside of steps
         self._last: list[Tensor] = []  # results of the last one
         self.own_store = PrefixStore(f"replicas/life/{self.ranks[0][0]}.{life}", store)
@@ -102,17 +107,18 @@ class Replicas:
         return made
 
     def divide(self, ranks: Sequence[Sequence[int]], hosts: Sequence[str]) -> None:
-        """From now on groups across these replicas may lose some. No communication."""
+        """From now on groups across these replicas may lose some; those whose ranks have not
+        started with this one are not there. No communication."""
         found = [list(map(int, each)) for each in ranks]
+        together = set(self.present)
         self.hosts = list(hosts)
         own = next(number for number, each in enumerate(found) if self.rank in each)
         if self.rank == 0 and not self.life:
             self.store.set(RANKS, json.dumps({"ranks": found, "hosts": self.hosts}))
         self.ranks, self.replica = found, own
         self.place = found[own].index(self.rank)
-        self.members = (
-            [(own, self.life)] if self.life else [(each, 0) for each in range(len(found))]
-        )
+        there = [number for number, each in enumerate(found) if together.issuperset(each)]
+        self.members = [(number, self.life) for number in there]
         store = PrefixStore(f"inside/{own}", self.own_store)
         self._inside = ProcessGroupGloo(store, self.place, len(found[own]), self.timeout)
 
@@ -160,6 +166,9 @@ class Replicas:
             record = {"members": self.members, "joiners": [], "first": step + 1}
             self.store.compare_set(RECORD.format(0), "", json.dumps(record))
             self.generation = 0
+            if self.rank == self.first_rank:
+                for number in set(range(len(self.ranks))) - dict(self.members).keys():
+                    post(self.store, "dead", (number, 0))
             dist.barrier()
         self.on = True
         threading.Thread(target=self._follow, name="replicas", daemon=True).start()
@@ -198,30 +207,37 @@ class Replicas:
 
     # Collectives that may be given up
 
-    def begin(self, group: Any, how: Any, arguments: Any) -> Any:
-        """Starts a collective of ``group``: its method ``how``, or ``how(group)``."""
-        if self.lost or group is None:
+    def begin(self, group: Any, how: Any, arguments: Any, generation: int | None = None) -> Any:
+        """Starts a collective of ``group``: its method ``how``, or ``how(group)``.
+        ``generation``: that ``group`` belongs to; None: this one."""
+        self.begun += 1
+        generation = self.generation if generation is None else generation
+        if self._is_over(generation) or group is None:
             return NotArrived()
         try:
             work = how(group) if callable(how) else getattr(group, how)(*arguments)
         except RuntimeError:
-            self._fail()
+            self._fail(generation)
             return NotArrived()
-        return PolledWork(self, group, work, arguments)
+        return PolledWork(self, generation, group, work, arguments)
 
-    def finish(self, group: Any, work: Any, kept: Any) -> bool:
+    def _is_over(self, generation: int) -> bool:
+        """Whether it has lost a replica. A thread beside the loop may see the next one already."""
+        return self.lost or self.generation != generation
+
+    def finish(self, generation: int, group: Any, work: Any, kept: Any) -> bool:
         """Waits for ``work``; false once a replica is lost. What it writes to stays alive."""
         done = threading.Event()
         work.get_future().add_done_callback(lambda _: done.set())
         with self._woken_by_loss(done):
             while not (done.wait(_TICK_S) and work.is_completed()):
-                if self.lost:
+                if self._is_over(generation):
                     self._buried.append((group, work, kept))
                     return False
         try:
             work.wait()
         except RuntimeError:
-            self._fail()
+            self._fail(generation)
             return False
         return True
 
@@ -236,11 +252,11 @@ class Replicas:
             with self._lock:
                 self._woken.discard(event)
 
-    def _fail(self) -> None:
+    def _fail(self, generation: int) -> None:
         """A connection to another replica has broken: all hear of it."""
-        if not self.lost:
+        if not self._is_over(generation):
             self.give_up()
-            post(self.store, "break", self.generation, self._events.count)
+            post(self.store, "break", generation, self._events.count)
 
     def settle(self, world: World, attempt: Callable[[], Attempt]) -> None:
         """Runs a collective of ``world`` among those who are there, again and again until all of
@@ -253,6 +269,7 @@ class Replicas:
         number = self.calls + 1
         while True:
             tried = attempt()
+            self.met = self.generation
             if self.vote(self.begin(world.inner, tried.start, tried).wait()):
                 break
             self.regroup(admit=False)
@@ -290,7 +307,7 @@ class Replicas:
             self._look()
             if self.vote(self._form()):
                 break
-            self._fail()
+            self._fail(self.generation)
         self.donor = self.members[0][0]
         late = None
         if self.applied.step is not None and self.applied.step == record["first"] - 2:
@@ -370,42 +387,54 @@ class Replicas:
 
     def _form(self) -> bool:
         """Connects the groups of this generation; false where somebody is lost meanwhile."""
+
+        def connect(group: Any) -> Any:
+            key = f"replicas/{self.generation}/{group.key}"
+            if isinstance(group, Across):
+                key = f"{key}/{self.place}"
+            return group.connect(PrefixStore(key, self.store), self.timeout)
+
+        made = self._connect([functools.partial(connect, each) for each in self._groups])
+        if made is None:
+            return False
+        for group, inner in zip(self._groups, made, strict=True):
+            group.inner = inner
+        return True
+
+    def _connect(self, makers: Sequence[Callable[[], Any]]) -> list[Any] | None:
+        """Makes groups, one after the other; None where somebody is lost meanwhile."""
         made: list[Any] = []
-        errors: list[BaseException] = []
         done = threading.Event()
 
         def connect() -> None:
-            try:
-                for group in self._groups:
-                    key = f"replicas/{self.generation}/{group.key}"
-                    if isinstance(group, Across):
-                        key = f"{key}/{self.place}"
-                    made.append(group.connect(PrefixStore(key, self.store), self.timeout))
-            except Exception as error:
-                errors.append(error)
+            with contextlib.suppress(Exception):  # then not all are made
+                for make in makers:
+                    made.append(make())
             done.set()
 
         with self._woken_by_loss(done):
             threading.Thread(target=connect, name="replicas connect", daemon=True).start()
             while not (self.lost or done.wait(_TICK_S)):
                 pass
-        if self.lost or errors or len(made) < len(self._groups):
+        if self.lost or len(made) < len(makers):
             self._buried.append((made, NotArrived(), None))
-            return False
-        for group, inner in zip(self._groups, made, strict=True):
-            group.inner = inner
-        return True
+            return None
+        return made
 
-    @contextlib.contextmanager
-    def link(self, joiner: Member) -> Iterator[Any]:
+    def link(self, joiner: Member) -> Callable[[Tensor], bool] | None:
         """Between the donor's rank in this place and the joiner's: a function that sends a tensor
-        from the first to the second, and returns whether it has arrived."""
+        from the first to the second, and returns whether it has arrived. None where one is lost
+        meanwhile."""
         ranks = [self.ranks[self.donor][self.place], self.ranks[joiner[0]][self.place]]
         key = f"replicas/{self.generation}/state/{joiner[0]}/{self.place}"
-        group = ProcessGroupGloo(
-            PrefixStore(key, self.store), ranks.index(self.rank), 2, self.timeout
+        store = PrefixStore(key, self.store)
+        made = self._connect(
+            [lambda: ProcessGroupGloo(store, ranks.index(self.rank), 2, self.timeout)]
         )
-        yield lambda tensor: self.begin(
+        if made is None:
+            return None
+        (group,) = made
+        return lambda tensor: self.begin(
             group, "broadcast", ([tensor], dist.BroadcastOptions())
         ).wait()
 

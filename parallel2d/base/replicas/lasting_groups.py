@@ -26,18 +26,27 @@ class _Ended(dist.Work):
 
 
 class PolledWork(dist.Work):
-    """A collective across replicas. `wait` returns without a result once one of them is lost."""
+    """A collective across replicas. `wait` returns without a result once one of them is lost, or
+    raises `ReplicaLost` where the collective's name is ``required``."""
 
-    def __init__(self, replicas: Any, group: Any, work: Any, kept: Any) -> None:
+    required = ""
+
+    def __init__(self, replicas: Any, generation: int, group: Any, work: Any, kept: Any) -> None:
         super().__init__()
-        self._parts = replicas, group, work, kept
+        self._parts = replicas, generation, group, work, kept
 
     def wait(self, *_: Any) -> bool:
+        has_arrived = self._arrives()
+        if self.required and not has_arrived:
+            raise ReplicaLost(f"a replica was lost during {self.required} over the replicate axis")
+        return has_arrived
+
+    def _arrives(self) -> bool:
         replicas, *parts = self._parts
         return replicas.finish(*parts)
 
     def is_completed(self) -> bool:
-        return bool(self._parts[2].is_completed())
+        return bool(self._parts[3].is_completed())
 
 
 class _Lasting(ProcessGroup):
@@ -82,13 +91,13 @@ class _Lasting(ProcessGroup):
         return ProcessGroupGloo(store, ranks.index(self.replicas.rank), len(ranks), timeout)
 
     def run(self, name: str, *arguments: Any) -> Any:
-        """Starts the collective ``name`` of the group inside. Raises `ReplicaLost` outside of a
-        step, where nothing would show that it has no result."""
+        """Starts the collective ``name`` of the group inside. Its ``wait`` raises `ReplicaLost`
+        outside of a step, where nothing would show that it has no result."""
         if not self.replicas.on:
             return getattr(self.inner, name)(*arguments)
         work = self.replicas.begin(self.inner, name, arguments)
-        if not self.replicas.in_step and not work.wait():
-            raise ReplicaLost(f"a replica was lost during {name} over the replicate axis")
+        if not self.replicas.in_step:
+            work.required = name
         return work
 
 
@@ -160,6 +169,7 @@ class World(_Lasting):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
         if self.replicas.in_step:
+            self.replicas.met = self.replicas.generation
             self.replicas.arrived = self.run("allreduce", tensors, opts).wait()
             return _Ended()
         return self.reduce_outside(tensors, opts)
@@ -228,13 +238,16 @@ class World(_Lasting):
 
 
 class Everyone(World):
-    """As `World`, for a thread beside the loop: what loses a replica raises `ReplicaLost`."""
+    """As `World`, for a thread beside the loop: what loses a replica raises `ReplicaLost`, and so
+    does all that follows in this thread's work, which belongs to one ``generation``; None: any."""
+
+    generation: int | None = None
 
     def settle(self, attempt: Callable[[], Attempt]) -> Any:
-        tried, replicas = attempt(), self.replicas
+        inner, tried, replicas = self.inner, attempt(), self.replicas
         if not replicas.on:
-            tried.start(self.inner).wait()
-        elif not replicas.begin(self.inner, tried.start, tried).wait():
+            tried.start(inner).wait()
+        elif not replicas.begin(inner, tried.start, tried, self.generation).wait():
             raise ReplicaLost("a replica was lost")
         tried.succeed()
         return _Ended()
@@ -243,6 +256,14 @@ class Everyone(World):
         return self.reduce_outside(tensors, opts or dist.AllreduceOptions())
 
 
-class NotArrived(_Ended):
-    def wait(self, *_: Any) -> bool:
+class NotArrived(PolledWork):
+    """A collective that was not begun: a replica was lost before."""
+
+    def __init__(self) -> None:
+        dist.Work.__init__(self)
+
+    def is_completed(self) -> bool:
+        return True
+
+    def _arrives(self) -> bool:
         return False

@@ -37,9 +37,8 @@ def _axes_of(parameter: ParameterShape, layout: Layout) -> list[tuple[str, int, 
         ("tensor", shape.tensor, parameter.tensor_dim),
         ("shard", shape.shard, 0),
     ]
-    # Replicas that differ update on their own.
-    if layout.method.replicas_equal:
-        axes.append(("replicate", shape.replicate, 0 if layout.splits_updates else None))
+    if layout.splits_updates:
+        axes.append(("replicate", shape.replicate, 0))
     return axes
 
 

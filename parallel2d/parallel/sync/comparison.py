@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.base.exchange import all_gather
-from parallel2d.base.replicas import present_ranks
+from parallel2d.base.replicas import is_joining
 from parallel2d.parallel.mesh import axis_positions, mesh_shape
 from parallel2d.parallel.sync.wires.blocks import key_of
 from parallel2d.parallel.weights.geometry import local_part
@@ -40,19 +40,22 @@ class ReplicaComparison:
 
     def vector(self) -> Tensor:
         """fp64 [2 * groups * places], on CPU, to be summed over all ranks: by group and place the
-        hash of this rank's tensors, and its square."""
+        hash of this rank's tensors, and its square; of one that has no state yet zeros."""
         vector = torch.zeros(len(self._groups), self._places, 2, dtype=torch.float64)
+        if is_joining():
+            return vector.flatten()
         for number, tensors in enumerate(self._groups.values()):
             value = key_of(*hashes_of(list(tensors.values()))) % 2**_HASH_BITS
             vector[number, self._place] = torch.tensor([value, value**2], dtype=torch.float64)
         return vector.flatten()
 
-    def check(self, summed: Tensor) -> None:
+    def check(self, summed: Tensor, ranks: int) -> None:
         """Raises `ConfigError` on every rank when replicas differ. Collective over the world when
-        they do. ``summed``: the sum of `vector` over all ranks."""
+        they do. ``summed``: the sum of `vector` over all ranks; ``ranks``: how many had the state.
+        """
         total, squares = summed.view(len(self._groups), self._places, 2).unbind(2)
         # Equal numbers are those whose squares add up to the square of their sum over their count.
-        replicas = present_ranks() // self._places
+        replicas = ranks // self._places
         differs = (squares * replicas != total**2).any(1)
         if differs.any():
             names = [name for name, each in zip(self._groups, differs, strict=True) if each]

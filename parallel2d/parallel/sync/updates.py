@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.replicas import present_ranks
 from parallel2d.parallel.mesh import has_cpu_backend, sharding_mesh
 from parallel2d.parallel.model_structure import stays_whole, updated_as
 from parallel2d.parallel.sync.average import average_of
@@ -66,6 +67,7 @@ def set_step(model: nn.Module, step: int, loss_scale: float = 1.0) -> None:
     of this process are counted."""
     for engine in reducers_in(model):
         engine.keys.step = step
+        engine.agreement.agreements = step - 1
         engine.updates.loss_scale = loss_scale
 
 
@@ -116,7 +118,7 @@ def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     if not has_cpu_backend():
         vector = vector.to(mesh.device_type)
     dist.all_reduce(vector)
-    comparison.check(vector.cpu())
+    comparison.check(vector.cpu(), present_ranks())
 
 
 def finish_updates(model: nn.Module) -> None:

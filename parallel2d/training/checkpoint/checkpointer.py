@@ -19,11 +19,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel2d.base import exchange
 from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import refuse_link
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
-from parallel2d.base.replicas import ReplicaLost
+from parallel2d.base.replicas import ReplicaLost, current
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.parallelize import average_buffers
@@ -57,7 +58,6 @@ from parallel2d.training.checkpoint.storage import (
 
 log = logging.getLogger(__name__)
 
-_LOST = -1  # bytes, of a save in which a replica was lost
 BEST = "best.json"  # in the folder of the checkpoints: which of them is the best
 
 
@@ -131,6 +131,8 @@ class Checkpointer:
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._outcome: tuple[int, str | None, int] | None = None
+        self._given: tuple[int, dict[str, Any]] = 0, {}  # to the last save
+        self._has_lost = False  # a replica in that save, which is to be repeated
         self._last_step = self._base = 0
         self._first_call = True
         self._last_save = time.monotonic()
@@ -296,10 +298,9 @@ class Checkpointer:
     def time_is_up(self) -> bool:
         """Whether ``every_minutes`` have passed on this rank's clock, or a save has lost a replica
         and is to be repeated."""
-        if self._outcome is not None and self._outcome[2] == _LOST:
-            return True
         minutes = self.config.every_minutes
-        return minutes > 0 and time.monotonic() - self._last_save >= minutes * 60
+        is_up = minutes > 0 and time.monotonic() - self._last_save >= minutes * 60
+        return self._has_lost or is_up
 
     @property
     def save_is_done(self) -> bool:
@@ -319,8 +320,6 @@ class Checkpointer:
         if outcome is None:
             return
         step, error, size = outcome
-        if size == _LOST:  # no fault of the storage; those who are left save again
-            return
         if error is None:
             self.failures = 0
             self.bytes_written += size
@@ -338,22 +337,31 @@ class Checkpointer:
     def finish(self) -> None:
         """Waits for a save that is still running, then removes the copies. For a run that ended
         well. Collective. Raises `CheckpointError` if its last save failed."""
-        self.collect()
+        self._complete()
         if self.failures:
             failed = f"({self.failures} failed in a row); see the log"
             raise CheckpointError(f"the last checkpoint could not be written {failed}")
         if self.copies is not None:
             self.copies.finish()
 
+    def _complete(self) -> None:
+        """Waits for the save in progress; all who are left save again where a replica was lost."""
+        self.collect()
+        if current() is None or not any(exchange.all_gather(self._has_lost)):
+            return
+        self._start(*self._given, wait=True)
+
     def _start(self, step: int, state: dict[str, Any], wait: bool) -> None:
         self._last_save = time.monotonic()
+        self._given, self._has_lost = (step, state), False
+        self.group.stay()
         taken = self._staging.take(self._state(step, state), self.mesh)
 
         def write() -> None:
             try:
                 error, size = write_checkpoint(taken, self.store, self.group, self._clear_the_way)
-            except ReplicaLost:
-                self._outcome = step, None, _LOST
+            except ReplicaLost:  # no fault of the storage
+                self._has_lost = True
                 return
             except Exception:  # a rank has ended: the loop will get an error too
                 error = "another rank ended meanwhile; the next start checks whether it is complete"
@@ -368,7 +376,7 @@ class Checkpointer:
 
         if wait:
             write()
-            self.collect()
+            self._complete()
         else:
             # A daemon: a save must not keep the process alive when the run fails elsewhere.
             self._thread = threading.Thread(target=write, name=f"checkpoint {step}", daemon=True)

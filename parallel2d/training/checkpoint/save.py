@@ -26,6 +26,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DTYPE_NAMES, DamagedCheckpointError, encode
 from parallel2d.base.replicas import first_rank, is_present
+from parallel2d.base.replicas.lasting_groups import Everyone
 from parallel2d.parallel.mesh import axis_positions, sharding_mesh, without_replicas
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region, split_dims
 from parallel2d.training.checkpoint.manifest import (
@@ -68,6 +69,11 @@ class Group:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(None)
         return cls(dist.new_group(backend="gloo", timeout=_TIMEOUT))
+
+    def stay(self) -> None:
+        """From now on all calls raise `ReplicaLost` once a replica is lost that is there now."""
+        if isinstance(self.group, Everyone):
+            self.group.generation = self.group.replicas.met
 
     def say(self, text: str, level: int = logging.INFO) -> None:
         """Logs ``text`` once for all ranks."""
@@ -274,7 +280,8 @@ def write_checkpoint(
     """
     step = snapshot.manifest.step
     place = error = None
-    if group.is_first:
+    is_first = group.is_first  # throughout, though it may become another rank meanwhile
+    if is_first:
         try:
             reason = exists(step)
             if reason is None:
@@ -288,7 +295,7 @@ def write_checkpoint(
         return error, 0
     answers = group.gather(_write_part(snapshot, store, place, group.rank))
     outcome: tuple[str | None, int] = (None, 0)
-    if group.is_first:
+    if is_first:
         outcome = _publish(snapshot.manifest, store, place, answers)
     return group.broadcast(outcome)
 

@@ -340,13 +340,12 @@ def _report_lost(outer: OuterSync, checkpoint: Checkpoint) -> None:
     saved = checkpoint.manifest.mesh.get("replicate", 1)
     continued = _replicas_in(checkpoint.tensors, "model")[: outer.replicas]
     lost = sorted(set(range(saved)) - set(continued))
-    if lost:
-        since = max(outer.steps - fragment.sent_after for fragment in outer.fragments)
+    if continued and lost:
         log.warning(
             "the replicas %s of the checkpoint are not continued: up to %d steps of each since "
             "they last shared their parameters are dropped",
             lost,
-            since,
+            outer.unshared_steps,
         )
 
 

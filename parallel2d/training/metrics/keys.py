@@ -76,6 +76,7 @@ REPLICAS = "replicas/present"
 REPLICAS_JOINED = "replicas/joined"
 REPEATED_SAMPLES = "replicas/repeated_samples"
 REPLICAS_LOST_S = "replicas/lost_s"
+LEFT_OUT_STEPS = "replicas/left_out_steps"
 
 # Totals since the run first began
 GOODPUT = "goodput/fraction"

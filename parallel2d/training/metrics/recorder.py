@@ -70,6 +70,7 @@ class Recorder:
         self._segment, self._step, self._first = 1, 0, True
         self._saved_at: float | None = None  # when the last checkpoint was written
         self._given: dict[str, float] = {}  # metrics of hooks since the last row
+        self._emitted: tuple[dict[str, Any], Sequence[float]] | None = None  # the last row
         # Over the steps since the last row
         self._sums: dict[str, float] = defaultdict(float)
         self._counted = 0
@@ -96,7 +97,13 @@ class Recorder:
     ) -> None:
         """Goes on after ``step`` with what another rank has shown and written."""
         self.display, self.writer, self._segment = display, writer, segment
-        self._goodput.resume(step, *writer.begin(step), restarted=False)
+        last, standing = writer.begin(step)
+        self._goodput.resume(step, last, standing, restarted=False)
+        if self._emitted:
+            row, busy_s = self._emitted
+            # The other rank may have been lost after a step and before its row.
+            if standing is None or standing[keys.STEP] < row[keys.STEP]:
+                writer.write(row, busy_s)
         log.info("rank %d writes from step %d on", dist.get_rank(), step + 1)
 
     def start_step(self, step: int) -> None:
@@ -247,6 +254,7 @@ class Recorder:
     def _emit(self, row: dict[str, Any], busy_s: Sequence[float] = ()) -> None:
         row |= self._given
         self._given = {}
+        self._emitted = row, busy_s
         if self.writer:
             self.writer.write(row, busy_s)
         if self.display is None:

@@ -1,21 +1,20 @@
 """Brings each sharded tensor, such as a matrix, whole to the one rank that works on it, and the
 result back to all ranks: `MatrixOwners`.
 
-[Note: one owner per matrix] The mesh is taken from the inside out: tensor, shard, replicate. An
-axis either splits a matrix, and then it splits what the axes before it have left, or its ranks hold
-copies. To gather, the ranks of each axis that splits, the last one first, send their parts to the
-rank in the owner's place on that axis; of copies, those at the owner's place alone are sent. To
-scatter, the axes are gone through in their order: the rank in the owner's place sends every rank
-of the axis its part, or a copy. Each of these steps is one all-to-all for all matrices of a round,
-in the mesh's own process group of the axis, so the bytes over each axis are counted as usual and a
-matrix crosses the replicate axis once per other replica, in parts that all ranks of the owner's
-replica send.
+[Note: one owner per matrix] The mesh is taken from the inside out: tensor, shard, and with
+``hybrid_full`` replicate, whose ranks otherwise are owners each for themselves: nothing crosses the
+slow network. An axis either splits a matrix, and then it splits what the axes before it have left,
+or its ranks hold copies. To gather, the ranks of each axis that splits, the last one first, send
+their parts to the rank in the owner's place on that axis; of copies, those at the owner's place
+alone are sent. To scatter, the axes are gone through in their order: the rank in the owner's place
+sends every rank of the axis its part, or a copy. Each of these steps is one all-to-all for all
+matrices of a round, in the mesh's own process group of the axis, so the bytes over each axis are
+counted as usual.
 
 Owners, rounds and the order of collectives follow from shapes alone, and so are the same on all
 ranks. Work, the most expensive first, goes to the rank with the least work so far. In a
 round an owner holds at most `ROUND_BYTES` of whole matrices, or one matrix. Results are scattered
-in batches of which a rank receives at most `BATCH_BYTES`, or its part of one matrix, and copies in
-pieces of at most `COPIES_BYTES` for all ranks of the axis.
+in batches of which a rank receives at most `BATCH_BYTES`, or its part of one matrix.
 
 Parts are padded to the largest one, as an all-gather would need them, so the bytes that the ranks
 of an axis send together do not depend on who owns what.
@@ -40,7 +39,6 @@ from parallel2d.parallel.weights.geometry import Region, local_region, pieces_of
 
 ROUND_BYTES = 64 * 2**20
 BATCH_BYTES = 256 * 2**20
-COPIES_BYTES = 64 * 2**20
 
 
 class MatrixAxis(NamedTuple):
@@ -204,25 +202,15 @@ class MatrixRound:
     def _send_copies(
         self, level: int, by_place: Sequence[Sequence[OwnedMatrix]], held: Mapping[int, Tensor]
     ) -> Sequence[Tensor]:
-        """As `_send_parts`, where every rank of the axis gets the same. Collective.
-
-        An all-to-all takes a copy for each rank, so what is sent goes in pieces of `COPIES_BYTES`.
-        """
+        """As `_send_parts`, where every rank of the axis gets the same. Collective."""
         axis = self._axes[level]
         own = []
         for matrix in by_place[axis.place]:
             own.append(_padded(held[matrix.number], matrix.parts[level].padded))
-        source = self._flat(own)
         sizes = [_numel(level, matrices) for matrices in by_place]
-        received = [source.new_empty(size) for size in sizes]
-        step = max(1, COPIES_BYTES // (self._dtype.itemsize * axis.ranks))
-        for begin in range(0, max(sizes), step):
-            lengths = [max(0, min(step, size - begin)) for size in sizes]
-            copies = [source[begin : begin + step]] * axis.ranks
-            flat = self._exchange(axis, copies, [lengths[axis.place]] * axis.ranks, lengths)
-            for target, piece in zip(received, flat.split(lengths), strict=True):
-                target[begin : begin + step] = piece
-        return received
+        copies = [self._flat(own)] * axis.ranks
+        flat = self._exchange(axis, copies, [sizes[axis.place]] * axis.ranks, sizes)
+        return flat.split(sizes)
 
     def _by_place(self, level: int, matrices: Iterable[OwnedMatrix]) -> list[list[OwnedMatrix]]:
         """By the owner's place on an axis, those that pass along this rank's row of it: the owner

@@ -14,6 +14,7 @@ from parallel2d.training.run_directory.start import (
     changes_since,
     discard_pending,
     flat,
+    has_owner,
     read_segments,
 )
 
@@ -24,6 +25,7 @@ __all__ = [
     "changes_since",
     "discard_pending",
     "flat",
+    "has_owner",
     "note_failure",
     "objective_missing",
     "read_objective",

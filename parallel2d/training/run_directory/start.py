@@ -156,6 +156,11 @@ _RECORDS, _PENDING = ".hydra", ".hydra-pending-"  # the second begins a name, as
 _OWNER = "owner.json"
 
 
+def has_owner(run_dir: str) -> bool:
+    """Whether a start of a run has taken this directory."""
+    return os.path.exists(os.path.join(run_dir, _OWNER))
+
+
 class RunTakenOver(PlainError):  # noqa: N818  (named after what happened; it need not be a fault)
     """Another start of this run has taken its directory over."""
 

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.base.exchange import all_gather
+from parallel2d.base.replicas import is_joining
 from parallel2d.parallel.mesh import (
     axis_names,
     axis_positions,
@@ -138,7 +139,8 @@ class UsedParameterAgreement:
         # Whether the caller sums `vector`.
         self.deferred = False
         self.buffers: Mapping[str, tuple[nn.Module, str]] = {}  # by FQN, with the key there
-        self._agreements = 0
+        self._were_named = False
+        self.agreements = 0
 
     def defer(self) -> None:
         """Leaves the agreement to the caller, after each backward pass that ends a global batch. A
@@ -175,9 +177,9 @@ class UsedParameterAgreement:
             state.apply_used(list(islice(used, len(state.used))))
         self._batch.agreed = True
         names = list(compress(self.buffers, self._differing(summed)[self._shape.replicate :]))
-        if not names:
+        if not names or self._were_named:
             return
-        self.buffers = {}  # said once
+        self._were_named = True
         if dist.get_rank() == 0:
             log.warning(
                 "%s: buffers that differ between ranks, as each writes what its own samples give; "
@@ -229,6 +231,8 @@ class UsedParameterAgreement:
         """
         hashes = dict(enumerate(self._hashes_of_buffers(), self._shape.replicate))
         digests = torch.zeros(self._shape.replicate + len(hashes), 3, dtype=torch.float64)
+        if is_joining():
+            hashes = {}  # its buffers come with the state
         if self._order is not None:
             hashes[self._replica] = self._order.digest()
         for row, value in hashes.items():
@@ -238,8 +242,8 @@ class UsedParameterAgreement:
 
     def _hashes_of_buffers(self) -> list[int]:
         """After the global batches 1, 2, 4, 8 and so on; none after others."""
-        self._agreements += 1
-        if self._agreements & (self._agreements - 1):
+        self.agreements += 1
+        if self.agreements & (self.agreements - 1):
             return []
         hashes: list[int] = []
         for module, key in self.buffers.values():

@@ -83,9 +83,11 @@ class ReplicaReducer:
                 )
         clear_updated = self.updates.clear_gradients
         self.batch = GlobalBatch(mesh.device_type, states, scalars, buckets, clear_updated)
-        # The ranks whose gradients are averaged
-        self.update_mesh = mesh if method.replicas_equal else without_replicas(mesh)
-        self.agreement = UsedParameterAgreement(self.update_mesh, self.batch, order)
+        # The ranks that share the work of an update: equal replicas do it each, since what one
+        # would send another crosses the slow network.
+        self.update_mesh = mesh if method.splits_updates else without_replicas(mesh)
+        averaged = mesh if method.replicas_equal else without_replicas(mesh)
+        self.agreement = UsedParameterAgreement(averaged, self.batch, order)
         # Why this rank cannot go on after this global batch; empty when it can.
         self.fault = ""
         for state in states:
@@ -174,6 +176,18 @@ class ReplicaReducer:
         self.keys.step += 1
         if not self.agreement.deferred:
             self.agreement.agree()
+
+    def finish_without_backward(self) -> None:
+        """As `finish`, of a global batch of which this replica has computed nothing: it gets the
+        mean as the others do. Its gradients are zeros, or the mean of an earlier call."""
+        self.batch.agreed = False
+        for state in self.batch.states:
+            state.note_used()
+            # They are called after the agreement, as after a backward pass.
+            for parameter in state.group.trained:
+                parameter.take_hooks()
+                parameter.give_hooks_back()
+        self.finish()
 
     def _hook_never_called(self) -> str:
         """The message for a hook of `register_hook`, which would never be called; or nothing."""

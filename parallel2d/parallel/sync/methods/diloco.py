@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError, first_five
+from parallel2d.base.replicas import ReplicaLost, arrive
 from parallel2d.parallel.gradients import squared_norm_share
 from parallel2d.parallel.sync.methods.method import (
     GroupTraffic,
@@ -104,7 +105,8 @@ class OuterSync(UpdateFollower):
         self.replicas = self._group.size()
         self.replica = dist.get_group_rank(self._group, dist.get_rank())
         self.steps = 0  # updates of the replica's parameters
-        # This rank's share of the squared norm of the last update's change; None: no outer step
+        # This rank's share, among the ranks of its replica, of the squared norm of the last change
+        # of the outer parameters; None: no outer step
         self.squared_change: Tensor | None = None
         # The step at which `finish` was called, if it was.
         self.finished_after = 0
@@ -160,7 +162,8 @@ class OuterSync(UpdateFollower):
                 self._apply(fragment, self._method.mix)
             # Halfway: what was received is there by now, and its mean can go on its way.
             elif fragment.pending is not None and since == (delay + 1) // 2:
-                fragment.pending.send_means()
+                with suppress(ReplicaLost):  # `_receive` begins again
+                    fragment.pending.send_means()
         for fragment in self.fragments:
             if self.steps % self._config.every == fragment.begins:
                 self._send(fragment)
@@ -184,46 +187,56 @@ class OuterSync(UpdateFollower):
         self.finished_after = self.steps
 
     def _send(self, fragment: Fragment) -> None:
-        changes: list[Tensor] = []
-        means: list[Tensor] = []
-        pieces: list[Piece] = []
-        keys = RoundingKeys(self._seed, self.steps)
+        fragment.changes = []
         for parameter in fragment.parameters:
             parameter.mean = torch.zeros_like(parameter.outer, requires_grad=False)
-            changes.append(as_real(parameter.change()))
+            fragment.changes.append(as_real(parameter.change()))
+        fragment.sent_after = self.steps
+        self._begin(fragment)
+
+    def _begin(self, fragment: Fragment) -> None:
+        """Begins to average the changes of ``fragment``."""
+        means: list[Tensor] = []
+        pieces: list[Piece] = []
+        keys = RoundingKeys(self._seed, fragment.sent_after)
+        for parameter in fragment.parameters:
+            assert parameter.mean is not None
             means.append(as_real(local_part(parameter.mean)))
             pieces.append(Piece(keys.of(parameter.name), first_position(parameter.outer)))
-        wire = self._method.change_wire
-        if wire.rounds:
-            coder = wire.coder(changes, pieces)
-            keep = None
-            # What is not sent replaces the changes, which are the residuals.
-            if wire.keeps_rest:
-                keep = functools.partial(coder.put_back, tensors=changes)
-            rows = coder.rows(changes)
-            fragment.pending = Exchange(self._group, coder, rows, means, keep)
-        else:
+        wire, changes = self._method.change_wire, fragment.changes
+        if not wire.rounds:
             fragment.pending = ExactMean(self._group, changes, means)
-        fragment.sent_after = self.steps
+            return
+        coder = wire.coder(changes, pieces)
+        keep = None
+        if wire.keeps_rest:
+            named = self.residuals()
+            rests = [as_real(local_part(named[each.name])) for each in fragment.parameters]
+            keep = functools.partial(coder.put_back, tensors=rests)
+        fragment.pending = Exchange(self._group, coder, coder.rows(changes), means, keep)
 
     def receive(self) -> None:
         """Waits for what is on its way, so that it can be saved. Collective over the replicas."""
         for fragment in self.fragments:
-            if fragment.pending is not None:
-                fragment.pending.finish()
-                fragment.pending = None
+            self._receive(fragment)
+
+    def _receive(self, fragment: Fragment) -> None:
+        """Waits for the mean of ``fragment``, if it is on its way: that of those who are there."""
+        if fragment.pending is None:
+            return
+        while not arrive(fragment.pending.finish):
+            self._begin(fragment)
+        fragment.pending, fragment.changes = None, []
 
     def _apply(self, fragment: Fragment, mix: float) -> None:
         """An outer step with what has arrived of ``fragment``."""
-        if fragment.pending is not None:
-            fragment.pending.finish()
-            fragment.pending = None
+        self._receive(fragment)
         changed: list[Tensor] = []
         for parameter in fragment.parameters:
             parameter.outer.grad = parameter.mean
             parameter.mean = None
             changed.append(parameter.outer)
-        share = squared_norm_share(changed, dist.get_world_size())
+        share = squared_norm_share(changed, dist.get_world_size() // self.replicas)
         if self.squared_change is not None:
             share += self.squared_change
         self.squared_change = share
@@ -264,6 +277,10 @@ class OuterSync(UpdateFollower):
         return {name: parameter.outer for name, parameter in self.parameters.items()}
 
     shared_values = masters
+
+    @property
+    def unshared_steps(self) -> int:  # type: ignore[override]
+        return max(self.steps - fragment.sent_after for fragment in self.fragments)
 
     @torch.no_grad()
     def masters_were_loaded(self) -> None:

@@ -34,6 +34,8 @@ class UpdateFollower:
     residual_name = ""
     replica = 0
     replicas = 1
+    # Updates of this replica of which the others do not have everything
+    unshared_steps = 0
     # How many times as large gradients are as those of the loss
     loss_scale = 1.0
 
@@ -53,6 +55,9 @@ class UpdateFollower:
 
     def set_residual(self, name: str, value: Tensor) -> None:
         """Goes on from a value that `residuals` had."""
+
+    def scale(self, factor: float) -> None:
+        """The number of replicas over which gradients are averaged changes by ``factor``."""
 
     def clear_gradients(self, set_to_none: bool) -> None:
         """Drops the gradients of what the optimizer has in the place of parameters."""

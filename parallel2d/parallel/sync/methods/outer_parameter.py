@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,8 @@ class OuterParameter:
         change = outer.to(own.dtype).to(outer.dtype) - own
         if self.residual is None:
             return change
-        kept = local_part(self.residual)
-        return kept.mul_(RESIDUAL_DECAY).add_(change)
+        # What is kept of it is known once it is sent.
+        return local_part(self.residual) * RESIDUAL_DECAY + change
 
     def take(self, mix: float) -> None:
         """Moves the replica's parameter to the outer one, but keeps the share ``mix`` of it."""
@@ -78,6 +78,7 @@ class Fragment:
     begins: int  # the steps, modulo the period, after which they are sent
     sent_after: int = 0  # the step after which they were last sent
     pending: PendingMean | None = None
+    changes: list[Tensor] = field(default_factory=list)  # of this replica, while they are sent
 
     @property
     def in_flight(self) -> bool:

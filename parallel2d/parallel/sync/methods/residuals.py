@@ -51,6 +51,7 @@ class Residuals(UpdateFollower):
 
     follows = True
     residual_name = "gradient_residual"
+    unshared_steps = 1
 
     def __init__(self, model: ReplicatedModel) -> None:
         self.replica = dist.get_group_rank(model.group, dist.get_rank())
@@ -106,6 +107,11 @@ class Residuals(UpdateFollower):
                 values = self._kept[name].values(local.dtype).view(-1)
                 local.copy_(values[: local.numel()].view(local.shape))
         return found
+
+    def scale(self, factor: float) -> None:
+        """They count as much in the mean as before."""
+        for name, (codes, scales) in self._kept.items():
+            self._kept[name] = StoredBlocks(codes, scales * factor)
 
     @torch.no_grad()
     def set_residual(self, name: str, value: Tensor) -> None:

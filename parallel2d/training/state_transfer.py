@@ -1,0 +1,223 @@
+"""How a replica that joins gets the state of another one, rank by rank: `Sender`, `Receiver`.
+
+[Note: nobody waits for a replica that joins] It is a member when a step begins, and gets the state
+until that step ends. It computes nothing of this global batch: its gradients are zeros in the
+reductions, and the others' mean is in its ``.grad`` afterwards. Parameters, averages and the
+optimizer's state do not change before the update, so a thread of the donor sends them as they are
+while the step runs. Buffers, which forward passes may write to, follow when those have ended.
+Before the update both wait for what is left, and the joiner makes the same update as all.
+
+Where forward passes themselves talk to other replicas, the joiner's are needed too: it gets the
+state before the step, for which all wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.base.config import TrainConfig
+from parallel2d.base.exchange import decode, encode
+from parallel2d.base.replicas import Replicas
+from parallel2d.base.replicas.events import Member
+from parallel2d.parallel.weights.named_tensors import (
+    describe_optimizer,
+    masters_were_loaded,
+    model_tensors,
+    reshard,
+    spread_state,
+    tied_names,
+)
+from parallel2d.training.checkpoint import Checkpointer
+from parallel2d.training.checkpoint.local_state import STATE, LocalState, as_bytes, pack
+from parallel2d.training.checkpoint.manifest import Manifest, StoredFile
+from parallel2d.training.checkpoint.state import (
+    load_averages,
+    load_model,
+    load_optimizer,
+    load_replica_state,
+    replica_tensors,
+    saved_tensors,
+)
+from parallel2d.training.data.feed import BatchFeed, BatchPlan, StepBatch
+from parallel2d.training.metrics.recorder import Recorder
+from parallel2d.training.progress import Progress
+
+Send = Callable[[Tensor], bool]  # of `Replicas.link`
+
+
+class Trained(Protocol):
+    """What a replica that joins needs of the `Trainer`, which says what it is."""
+
+    config: TrainConfig
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    mesh: DeviceMesh
+    plan: BatchPlan
+    data_ranks: int
+    progress: Progress
+    recorder: Recorder
+    checkpointer: Checkpointer
+    upcoming: StepBatch | None
+    upcoming_tokens: int
+
+    def take(self, feed: BatchFeed) -> StepBatch | None: ...
+    def forward_backward(self, batch: StepBatch, tokens: int) -> Tensor: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Header(NamedTuple):
+    """What comes before the state: its manifest, the bytes of its blocks, and which of these are
+    buffers of the model; tokens of the next global batch, and how often it is reduced over the
+    replicas."""
+
+    manifest: Manifest
+    sizes: list[int]
+    buffers: list[int]
+    tokens: int
+    reductions: int
+    totals: dict[str, float]
+    forward_crosses: bool
+
+
+class Sender:
+    """Sends the state of this rank to its peer of ``joiner``, from now until `finish`."""
+
+    def __init__(
+        self, trainer: Trained, replicas: Replicas, joiner: Member, totals: dict[str, float],
+        forward_crosses: bool,
+    ) -> None:  # fmt: skip
+        self._replicas, self._joiner = replicas, joiner
+        reshard(trainer.model)
+        spread_state(trainer.optimizer)
+        tensors = saved_tensors(trainer.model, trainer.optimizer)
+        # Of what this replica alone has, another one takes the state of the optimizer.
+        own = replica_tensors(trainer.model, trainer.optimizer)
+        tensors |= {name: own[name] for name in own if "/optimizer/" in name}
+        self._tensors = tensors
+        described, self._blocks = pack(tensors)
+        # The first block is the header, and each tensor that has values here is one more.
+        held = [name for name, each in described.items() if each.chunks]
+        ids = set(map(id, trainer.model.buffers()))
+        self._buffers = [at for at, name in enumerate(held, 1) if id(tensors[name]) in ids]
+        sizes = [block.numel() for block in self._blocks]
+        assert trainer.upcoming is not None
+        is_full = trainer.config.sync.during_accumulation == "full"
+        self._header = Header(
+            manifest=Manifest(
+                step=trainer.progress.step,
+                state={**trainer.state_dict(), "step": trainer.progress.step},
+                optimizer=describe_optimizer(trainer.model, trainer.optimizer),
+                tied=tied_names(trainer.model),
+                tensors=described,
+                files={STATE: StoredFile(sum(sizes), "")},
+            ),
+            sizes=sizes,
+            buffers=self._buffers,
+            tokens=trainer.upcoming_tokens,
+            reductions=len(trainer.upcoming.micro_batches) if is_full else 1,
+            totals=totals,
+            forward_crosses=forward_crosses,
+        )
+        self._send: Send | None = None
+        self._sent = _in_thread(self._send_first)
+
+    def _send_first(self) -> bool:
+        """Sends all but the buffers; false where a replica was lost meanwhile."""
+        self._send = send = self._replicas.link(self._joiner)
+        if send is None:
+            return False
+        data = as_bytes(encode(list(self._header)).encode())
+        first, _ = _divided(self._blocks, self._buffers)
+        return all(map(send, [torch.tensor([len(data)]), data, *first]))
+
+    def finish(self) -> None:
+        """Sends the rest. The parameters may change afterwards."""
+        if self._sent.result():
+            assert self._send is not None
+            # Again, because a buffer with gaps was copied.
+            _, last = _divided(pack(self._tensors)[1], self._buffers)
+            # An end that nothing follows says that all was read before it changed.
+            all(map(self._send, [*last, torch.ones(1)]))
+
+
+class Receiver:
+    """Takes over the state of a peer, from `header` until `finish`."""
+
+    def __init__(self, trainer: Trained, replicas: Replicas) -> None:
+        self._trainer, self._replicas = trainer, replicas
+        self.reductions = 1
+        self._send: Send | None = None
+
+    def header(self) -> Header | None:
+        """Waits for what comes first, and begins to take the rest. None where the donor is lost."""
+        self._send = send = self._replicas.link(self._replicas.own)
+        length = torch.zeros(1, dtype=torch.int64)
+        if send is None or not send(length):
+            return None
+        data = torch.empty(int(length), dtype=torch.uint8)
+        if not send(data):
+            return None
+        header = Header(*decode(data.numpy().tobytes()))
+        self.reductions = header.reductions
+        # Zeros, because buffers are loaded before they come.
+        data = torch.zeros(sum(header.sizes), dtype=torch.uint8)
+        self._first, self._last = _divided(data.split(header.sizes), header.buffers)
+        self._peer = LocalState(header.manifest, data, "the state of another replica")
+        self._loaded = _in_thread(self._load_first)
+        return header
+
+    def _load_first(self) -> bool:
+        """Takes and loads all but the buffers. Nothing else reads or writes what it fills: this
+        replica runs no forward pass meanwhile."""
+        trainer = self._trainer
+        assert self._send is not None
+        if not all(map(self._send, self._first)):
+            return False
+        load_model(trainer.model, self._peer, strict=True)
+        load_optimizer(trainer.model, trainer.optimizer, self._peer, strict=True)
+        masters_were_loaded(trainer.model)
+        load_averages(trainer.model, self._peer, restart=False)
+        load_replica_state(trainer.model, self._peer)
+        return True
+
+    def finish(self) -> bool:
+        """Waits for the rest; false where the donor was lost before it had sent all."""
+        if not self._loaded.result():
+            return False
+        assert self._send is not None
+        if not all(map(self._send, [*self._last, torch.ones(1)])):
+            return False
+        buffers = set(map(id, self._trainer.model.buffers()))
+        for name, tensor in model_tensors(self._trainer.model).items():
+            if id(tensor) in buffers:
+                self._peer.fill(tensor, f"model/{name}")
+        return True
+
+
+def _divided(blocks: Sequence[Tensor], last: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """The ``blocks``, and those at the positions ``last``."""
+    is_last = set(last)
+    first = [block for at, block in enumerate(blocks) if at not in is_last]
+    return first, [blocks[at] for at in last]
+
+
+def _in_thread(function: Callable[[], bool]) -> Future[bool]:
+    """Runs it beside the caller, whose process may end before it has."""
+    found: Future[bool] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(function())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="replicas state", daemon=True).start()
+    return found
