@@ -227,6 +227,8 @@ def test_a_new_start_by_hand_takes_what_it_is_told_to(cluster):
         assert start(cluster.run("AABB", until=4, restarted=False, resume=resume)) == step
     lives = cluster.run("AABB", until=4, resume=where)
     assert start(lives) == 4, "its own workers, restarted, go on from its own copy"
+    cluster.run("AABB", until=1, every=0, restarted=False, resume="never")
+    assert start(cluster.run("AABB", until=1)) == 0, "a start without copies has left them"
 
 
 def test_full_memory_turns_the_net_off_on_all_ranks_and_training_goes_on(cluster, undisturbed):

@@ -19,6 +19,7 @@ checkpoint, are never loaded, whichever node holds them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -83,6 +84,12 @@ def memory_copies(
         return MemoryCopies(every, os.fspath(run_dir), mesh, group)
     group.say(f"memory copies off: {why}")
     return None
+
+
+def forget_copies(run_dir: str | os.PathLike[str]) -> None:
+    """The run goes on without copies, and leaves the steps of those that there may be."""
+    with contextlib.suppress(OSError):
+        os.unlink(os.path.join(run_dir, RECORD))
 
 
 class MemoryCopies:
