@@ -36,7 +36,7 @@ from parallel2d.parallel.parallelize.preconditions import check as check_model
 from parallel2d.parallel.parallelize.preconditions import check_parameters
 from parallel2d.parallel.sync.average import WeightAverage
 from parallel2d.parallel.weights.source import WeightSource
-from parallel2d.training.checkpoint import Checkpointer
+from parallel2d.training.checkpoint import Checkpointer, memory_copies
 from parallel2d.training.data.batch import token_sequences
 from parallel2d.training.data.feed import BatchPlan
 from parallel2d.training.hooks import Hook, build_hooks, check_hooks
@@ -54,7 +54,6 @@ from parallel2d.training.optimizer import (
     muon_names,
     plan_groups,
 )
-from parallel2d.training.recovery import memory_copies
 from parallel2d.training.run_description import RunFacts, build_recorder, describe_run, outputs
 from parallel2d.training.run_directory import RunClaim, accept_start, read_segments
 from parallel2d.training.trainer import Trainer

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import TrainConfig
-from parallel2d.base.replicas import Applied, Replicas, absent_ranks
+from parallel2d.base.replicas import Applied, Presence, absent_ranks
 from parallel2d.base.replicas.events import Member, post
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
@@ -61,7 +61,7 @@ class Membership:
     """
 
     def __init__(
-        self, trainer: Trained, replicas: Replicas, take_roles: Callable[[Any], None]
+        self, trainer: Trained, replicas: Presence, take_roles: Callable[[Any], None]
     ) -> None:
         self.trainer, self.replicas, self._take_roles = trainer, replicas, take_roles
         self._least = min(trainer.config.launch.min_replicas, len(replicas.ranks))
@@ -294,7 +294,7 @@ class Membership:
             if header is not None:
                 self._receiver.finish()
         assert header is not None
-        trainer.load_state_dict(header.manifest["state"])
+        trainer.load_state_dict(header.manifest.state)
         trainer.checkpointer.follow(trainer.progress.step)
         told = header.told
         trainer.upcoming_tokens, self._reductions = told["tokens"], told["reductions"]

@@ -160,10 +160,10 @@ class Replicas:
             replicas.give_up()
         assert header is not None
         replicas.joined = []
-        self._step = header.manifest["step"]
+        self._step = header.manifest.step
         self._data_ranks = self.data_ranks
         replicas.applied = Applied(self._step, [])
-        self._load_state(header.manifest["state"]["own"])
+        self._load_state(header.manifest.state["own"])
 
     def _admit(self) -> None:
         replicas = self._replicas

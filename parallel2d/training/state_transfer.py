@@ -15,19 +15,16 @@ state before the step, for which all wait.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from parallel2d.base.exchange import decode, encode
-from parallel2d.base.files.tensor_file import DTYPE_NAMES, DTYPES
-from parallel2d.base.replicas import Replicas
+from parallel2d.base.replicas import Presence
 from parallel2d.base.replicas.events import Member
-from parallel2d.parallel.weights.geometry import Region, local_part
 from parallel2d.parallel.weights.named_tensors import (
     describe_optimizer,
     masters_were_loaded,
@@ -36,7 +33,8 @@ from parallel2d.parallel.weights.named_tensors import (
     spread_state,
     tied_names,
 )
-from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest, StoredTensor
+from parallel2d.training.checkpoint.local_state import STATE, LocalState, as_bytes, pack
+from parallel2d.training.checkpoint.manifest import Manifest, StoredFile
 from parallel2d.training.checkpoint.state import (
     load_averages,
     load_model,
@@ -46,16 +44,16 @@ from parallel2d.training.checkpoint.state import (
     saved_tensors,
 )
 
-Send = Callable[[Tensor], bool]  # of `Replicas.link`
+Send = Callable[[Tensor], bool]  # of `Presence.link`
 
 
 class Header(NamedTuple):
-    """What comes before the tensors: a checkpoint's manifest of them, and of each its name, dtype,
-    shape and the shape of this rank's part, the ``buffers`` last; what else the joiner is told."""
+    """What comes before the state: its manifest, the bytes of its blocks, and which of these are
+    buffers of the model; what else the joiner is told."""
 
-    manifest: dict[str, Any]
-    listed: list[tuple[str, str, list[int], list[int]]]
-    buffers: int
+    manifest: Manifest
+    sizes: list[int]
+    buffers: list[int]
     told: dict[str, Any]
 
 
@@ -69,7 +67,7 @@ class Sender:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        replicas: Replicas,
+        replicas: Presence,
         joiner: Member,
         state: dict[str, Any],
         told: dict[str, Any],
@@ -81,24 +79,23 @@ class Sender:
         # Of what this replica alone has, another one takes the state of the optimizer.
         own = replica_tensors(model, optimizer)
         tensors |= {name: own[name] for name in own if "/optimizer/" in name}
-        buffers = set(map(id, model.buffers()))
-        # Sorting keeps the order of the others.
-        names = sorted(tensors, key=lambda name: id(tensors[name]) in buffers)
-        self._parts = [local_part(tensors[name].detach()) for name in names]
-        self._buffers = sum(id(each) in buffers for each in tensors.values())
-        described = zip(names, self._parts, strict=True)
+        self._tensors = tensors
+        described, self._blocks = pack(tensors)
+        # The first block is the header, and each tensor that has values here is one more.
+        held = [name for name, each in described.items() if each.chunks]
+        ids = set(map(id, model.buffers()))
+        self._buffers = [at for at, name in enumerate(held, 1) if id(tensors[name]) in ids]
+        sizes = [block.numel() for block in self._blocks]
         self._header = Header(
-            manifest={
-                "step": state["step"],
-                "state": state,
-                "optimizer": describe_optimizer(model, optimizer),
-                "tied": tied_names(model),
-                "mesh": {"replicate": len(replicas.ranks)},
-            },
-            listed=[
-                (name, DTYPE_NAMES[part.dtype], list(tensors[name].shape), list(part.shape))
-                for name, part in described
-            ],
+            manifest=Manifest(
+                step=state["step"],
+                state=state,
+                optimizer=describe_optimizer(model, optimizer),
+                tied=tied_names(model),
+                tensors=described,
+                files={STATE: StoredFile(sum(sizes), "")},
+            ),
+            sizes=sizes,
             buffers=self._buffers,
             told=told,
         )
@@ -110,24 +107,25 @@ class Sender:
         self._send = send = self._replicas.link(self._joiner)
         if send is None:
             return False
-        data = torch.frombuffer(bytearray(encode(list(self._header)).encode()), dtype=torch.uint8)
-        first = self._parts[: len(self._parts) - self._buffers]
-        return send(torch.tensor([len(data)])) and send(data) and _all_through(send, first)
+        data = as_bytes(encode(list(self._header)).encode())
+        first, _ = _divided(self._blocks, self._buffers)
+        return all(map(send, [torch.tensor([len(data)]), data, *first]))
 
     def finish(self) -> None:
         """Sends the rest. The parameters may change afterwards."""
         if self._sent.result():
             assert self._send is not None
-            last = self._parts[len(self._parts) - self._buffers :]
+            # Again, because a buffer with gaps was copied.
+            _, last = _divided(pack(self._tensors)[1], self._buffers)
             # An end that nothing follows says that all was read before it changed.
-            _all_through(self._send, [*last, torch.ones(1)])
+            all(map(self._send, [*last, torch.ones(1)]))
 
 
 class Receiver:
     """Takes over the state of a peer, from `header` until `finish`."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, replicas: Replicas
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, replicas: Presence
     ) -> None:
         self._model, self._optimizer, self._replicas = model, optimizer, replicas
         self._send: Send | None = None
@@ -142,24 +140,19 @@ class Receiver:
         if not send(data):
             return None
         header = Header(*decode(data.numpy().tobytes()))
-        values: dict[str, Tensor] = {}
-        stored: dict[str, StoredTensor] = {}
-        for name, dtype, shape, local in header.listed:
-            values[name] = torch.zeros(local, dtype=DTYPES[dtype])
-            stored[name] = StoredTensor(dtype, tuple(shape), ())
-        names = list(values)
-        self._buffers = names[len(names) - header.buffers :]
-        self._peer: Any = PeerState(Manifest(**header.manifest, tensors=stored), values)
+        # Zeros, because buffers are loaded before they come.
+        data = torch.zeros(sum(header.sizes), dtype=torch.uint8)
+        self._first, self._last = _divided(data.split(header.sizes), header.buffers)
+        self._peer = LocalState(header.manifest, data, "the state of another replica")
         self._loaded = _in_thread(self._load_first)
         return header
 
     def _load_first(self) -> bool:
         """Takes and loads all but the buffers. Nothing else reads or writes what it fills: this
         replica runs no forward pass meanwhile."""
-        values, model, optimizer = self._peer.values, self._model, self._optimizer
-        first = [values[name] for name in values if name not in self._buffers]
+        model, optimizer = self._model, self._optimizer
         assert self._send is not None
-        if not _all_through(self._send, first):
+        if not all(map(self._send, self._first)):
             return False
         load_model(model, self._peer, strict=True)
         load_optimizer(model, optimizer, self._peer, strict=True)
@@ -172,29 +165,14 @@ class Receiver:
         """Waits for the rest; false where the donor was lost before it had sent all."""
         if not self._loaded.result():
             return False
-        last = [self._peer.values[name] for name in self._buffers]
         assert self._send is not None
-        if not _all_through(self._send, [*last, torch.ones(1)]):
+        if not all(map(self._send, [*self._last, torch.ones(1)])):
             return False
-        tensors = model_tensors(self._model)
-        for name in self._buffers:
-            self._peer.fill(tensors[name.removeprefix("model/")], name)
+        buffers = set(map(id, self._model.buffers()))
+        for name, tensor in model_tensors(self._model).items():
+            if id(tensor) in buffers:
+                self._peer.fill(tensor, f"model/{name}")
         return True
-
-
-class PeerState(Checkpoint):
-    """The state of the same rank of another replica, read as a checkpoint is."""
-
-    def __init__(self, manifest: Manifest, values: dict[str, Tensor]) -> None:
-        self.manifest, self.tensors, self.values = manifest, manifest.tensors, values
-        self.folder: Any = SimpleNamespace(label="the state of another replica")
-
-    def fill(self, tensor: Tensor, name: str) -> None:
-        part = local_part(tensor.detach())
-        part.copy_(self.values[name].view_as(part))
-
-    def read(self, name: str, region: Region | None = None) -> Tensor:
-        return self.values[name]
 
 
 class KeptBuffers:
@@ -224,8 +202,11 @@ class KeptBuffers:
             buffer.copy_(values)
 
 
-def _all_through(send: Send, tensors: Iterable[Tensor]) -> bool:
-    return all(send(each.contiguous()) for each in tensors)
+def _divided(blocks: Sequence[Tensor], last: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """The ``blocks``, and those at the positions ``last``."""
+    is_last = set(last)
+    first = [block for at, block in enumerate(blocks) if at not in is_last]
+    return first, [blocks[at] for at in last]
 
 
 def _in_thread(function: Callable[[], bool]) -> Future[bool]:

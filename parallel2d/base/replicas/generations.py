@@ -1,4 +1,4 @@
-"""Which replicas are there, and how they go on when that changes: `Replicas`."""
+"""Which replicas are there, and how they go on when that changes: `Presence`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Applied(NamedTuple):
     sums: list[float]
 
 
-class Replicas:
+class Presence:
     """Which replicas are there, as this rank knows it. Every rank makes the same calls.
 
     Attributes:
