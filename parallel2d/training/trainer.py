@@ -84,8 +84,6 @@ class Trainer:
         # Whether a replica that joins must compute, because forward passes talk to other replicas,
         # or each trains on its own
         self.forward_crosses = outer_sync(model) is not None
-        self._joins = False  # a replica waits to be let in
-        self._leaving: set[int] = set()  # replicas that end after this step
         self.membership: Membership | None = None
         if parts.replicas is not None and len(parts.replicas.ranks) > 1:
             self.membership = Membership(self, parts.replicas, parts.take_roles)
@@ -122,7 +120,7 @@ class Trainer:
             is_first = True
             while self.upcoming is not None and not self.preempted:
                 if self.membership is not None:
-                    self.membership.before_step(feed, self._joins, self._leaving)
+                    self.membership.before_step(feed)
                 before = self.progress.step
                 try:
                     self.step(feed)
@@ -173,9 +171,9 @@ class Trainer:
         if found is None:
             return
         batch, outcome = found
-        self._joins = outcome.joins
+        saves_and_stops = outcome.preempted
         if self.membership is not None:
-            self._leaving = self.membership.leaving(outcome.told_to_stop)
+            saves_and_stops = self.membership.note(outcome)
         self._update(outcome)
         if self.upcoming is None:
             finish_updates(self.model)
@@ -190,7 +188,7 @@ class Trainer:
         is_best = self._judge(outcome, validation, agreed)
         if self.stopped is not None and validation is None:
             validation = self._validate_if_due(step, seconds)  # the last step, which is known now
-        self.preempted = outcome.preempted and not self._leaving
+        self.preempted = saves_and_stops
         last = self.upcoming is None
         self.checkpointer.save_if_due(
             step,
