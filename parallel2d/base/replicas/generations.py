@@ -52,7 +52,7 @@ class Replicas:
         met: the generation in which the last collective of the world was begun that all have done.
         lost: whether a replica of this generation is lost.
         joined: members of this generation that have no state yet.
-        begun: collectives across replicas that were started.
+        begun: collectives across replicas that the loop has started, not threads beside it.
     """
 
     def __init__(self, store: Any, rank: int, together: int, life: int, timeout: timedelta) -> None:
@@ -210,7 +210,6 @@ class Replicas:
     def begin(self, group: Any, how: Any, arguments: Any, generation: int | None = None) -> Any:
         """Starts a collective of ``group``: its method ``how``, or ``how(group)``.
         ``generation``: that ``group`` belongs to; None: this one."""
-        self.begun += 1
         generation = self.generation if generation is None else generation
         if self._is_over(generation) or group is None:
             return NotArrived()
