@@ -340,7 +340,7 @@ def test_ranks_stores_and_launchers_that_end(tmp_path):
 
 @pytest.mark.soak
 def test_split_updates_go_on_without_a_node_and_with_it_again(tmp_path):
-    """The lost node's part of the optimizer's state comes from the other one."""
+    """The other node has not the whole state: it goes on from the newest checkpoint."""
     faults = ["kill_node", "long_partition", "launcher_killed", "launcher_stopped"]
     times = replace(SHORT, between=(2, 6))
     run(tmp_path, faults, 4, times, method=["strategy=hybrid_full"])
