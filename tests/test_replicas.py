@@ -13,6 +13,7 @@ from pathlib import Path
 import jobs
 import psutil
 import pytest
+from test_faults import compare
 from test_launch import command
 
 from parallel2d.base.replicas.events import Events, post
@@ -21,6 +22,7 @@ from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import new_secret
 from parallel2d.base.store.server import StoreServer
 
+SIZE = ["train.global_batch_size=12"]
 SLOWLY = """
 import time
 from parallel2d.training.hooks import Hook
@@ -31,45 +33,118 @@ class Slowly(Hook):
 """
 
 
+# Time to kill somebody in, while a replica that joins gets the state
+PACED = """
+import os
+from parallel2d.training import state_transfer
+plain = state_transfer._all_through
+def paced(send, tensors):
+    def slowly(tensor):
+        open("gets-" + os.environ["RANK"], "w").close()
+        time.sleep(0.02)
+        return send(tensor)
+    return plain(slowly, tensors)
+state_transfer._all_through = paced
+"""
+
+
+class Running:
+    """A job of ``ranks`` replicas, each of one rank."""
+
+    def __init__(self, folder, ranks, hooks):
+        (folder / "slowly.py").write_text(hooks)
+        words = [
+            "strategy=ddp",
+            "launch.max_restarts=30",
+            "train.steps=100000",
+            "sync.compare_every=1",
+        ]
+        words += [
+            "metrics.log_every=1",
+            "train.hooks=[slowly:Slowly]",
+            f"launch.nproc_per_node={ranks}",
+            *SIZE,
+        ]
+        self.folder = folder
+        with open(folder / "said.txt", "w") as said:
+            self.job = subprocess.Popen(command(folder, *words), cwd=folder, stderr=said)
+
+    def lines(self):
+        rows = self.folder / "run/metrics.jsonl"
+        return rows.read_text().splitlines() if rows.exists() else []
+
+    def wait_for(self, present):
+        jobs.wait_for(
+            lambda: (
+                len(self.lines()) > 5
+                and json.loads(self.lines()[-1])["replicas/present"] == present
+            )
+        )
+
+    def kill(self, *victims):
+        for process in psutil.Process(self.job.pid).children(recursive=True):
+            if process.name() in [f"rank {each}" for each in victims]:
+                process.kill()
+
+    def finish(self):
+        self.job.send_signal(signal.SIGTERM)
+        assert self.job.wait(60) == 75, (self.folder / "said.txt").read_text()
+        assert len((self.folder / "run/segments.jsonl").read_text().splitlines()) == 1
+        return jobs.rows(self.folder / "run")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.job.poll() is None:
+            for process in psutil.Process(self.job.pid).children(recursive=True):
+                process.kill()
+            self.job.kill()
+
+
 def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path):
     """Rank 0 is killed, which writes and speaks: rank 1 goes on in the same process, and takes that over."""
-    (tmp_path / "slowly.py").write_text(SLOWLY)
-    words = ["strategy=ddp", "launch.max_restarts=3", "train.steps=100000"]
-    words += ["train.hooks=[slowly:Slowly]", "metrics.log_every=1"]
-    with open(tmp_path / "said.txt", "w") as said:
-        job = subprocess.Popen(command(tmp_path, *words), cwd=tmp_path, stderr=said)
-    rows = tmp_path / "run/metrics.jsonl"
-
-    def present():
-        lines = rows.read_text().splitlines() if rows.exists() else []
-        return json.loads(lines[-1])["replicas/present"] if lines else 0
-
-    try:
-        jobs.wait_for(lambda: present() == 2 and len(rows.read_text().splitlines()) > 5)
-        first, second = jobs.ranks_of(job.pid)
-        os.kill(first, signal.SIGKILL)
-        jobs.wait_for(lambda: present() == 1)
-        jobs.wait_for(lambda: present() == 2)
-        assert second in jobs.ranks_of(job.pid)
-        job.send_signal(signal.SIGTERM)
-        assert job.wait(60) == 75, (tmp_path / "said.txt").read_text()
-    finally:
-        if job.poll() is None:
-            for process in psutil.Process(job.pid).children(recursive=True):
-                process.kill()
-            job.kill()
-    found = jobs.rows(tmp_path / "run")
+    with Running(tmp_path, 2, SLOWLY) as running:
+        running.wait_for(present=2)
+        second = jobs.ranks_of(running.job.pid)[1]
+        running.kill(0)
+        running.wait_for(present=1)
+        running.wait_for(present=2)
+        assert second in jobs.ranks_of(running.job.pid)
+        found = running.finish()
     assert [row["step"] for row in found] == list(range(1, len(found) + 1))
     last = found[-1]
     assert last["replicas/joined"] == 1
     assert last["replicas/repeated_samples"] in (0, 8), "in a step, or between two"
-    assert len((tmp_path / "run/segments.jsonl").read_text().splitlines()) == 1
     log = (tmp_path / "run/train.log").read_text()
     assert "replicas   [1] of 2 are there: " in log
     assert "replicas   [0, 1] of 2 are there: from step" in log
     text = (tmp_path / "said.txt").read_text()
     assert "Its replica starts again, the others go on" in text
     assert "Traceback" not in text
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_lost_while_another_gets_the_state(tmp_path):
+    """The donor, the joiner, and another that gets it too; then the history is that of one process."""
+    with Running(tmp_path, 3, SLOWLY + PACED) as running:
+        for first, *then in ((2, 0), (2, 2), (1, 1, 2)):
+            running.wait_for(present=3)
+            (tmp_path / f"gets-{first}").unlink(missing_ok=True)
+            running.kill(first)
+            jobs.wait_for((tmp_path / f"gets-{first}").exists)
+            running.kill(*then)
+            running.wait_for(present=2 - len(set(then) - {first}))
+        running.wait_for(present=3)
+        found = running.finish()
+    alone = [
+        *SIZE,
+        "launch.nproc_per_node=1",
+        f"train.steps={len(found)}",
+        f"hydra.run.dir={tmp_path}/alone",
+    ]
+    subprocess.run(command(tmp_path, *alone), cwd=tmp_path, check=True, stderr=subprocess.DEVNULL)
+    assert compare(found, jobs.rows(tmp_path / "alone")) < 1e-12
 
 
 def test_what_replicas_that_come_and_go_cannot_do_is_said():

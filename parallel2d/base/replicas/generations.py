@@ -234,13 +234,16 @@ class Presence:
 
     def finish(self, generation: int, group: Any, work: Any, kept: Any) -> bool:
         """Waits for ``work``; false once a replica is lost. What it writes to stays alive."""
-        done = threading.Event()
-        work.get_future().add_done_callback(lambda _: done.set())
-        with self._woken_by_loss(done):
-            while not (done.wait(_TICK_S) and work.is_completed()):
-                if self._is_over(generation):
-                    self._buried.append((group, work, kept))
-                    return False
+        if not work.is_completed():
+            done = threading.Event()
+            work.get_future().add_done_callback(lambda _: done.set())
+            with self._woken_by_loss(done):
+                while not (self._is_over(generation) or done.wait(_TICK_S)):
+                    pass
+            # The future is done a moment before the work is.
+            if self._is_over(generation) and not work.is_completed():
+                self._buried.append((group, work, kept))
+                return False
         try:
             work.wait()
         except RuntimeError:
