@@ -20,7 +20,7 @@ from parallel2d.base.config import Job, TrainConfig
 from parallel2d.base.config.job import SchedulerConfig
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.exchange import check_same_data
-from parallel2d.base.replicas import Replicas, init_plain_world
+from parallel2d.base.replicas import current
 from parallel2d.base.runtime import Runtime, barrier, seed_everything
 from parallel2d.base.topology import Topology
 from parallel2d.models.adapters import settings_of
@@ -126,7 +126,6 @@ def build_trainer(
     """
     config, device, topology = job.config, runtime.device, runtime.topology
     shape = resolve_mesh(config, topology)
-    replicas = _divide(runtime, shape)
     mesh = build_mesh(
         shape.spec(),
         config.strategy,
@@ -134,6 +133,7 @@ def build_trainer(
         allow_cross_node=config.mesh.allow_cross_node,
         device_type=device.type,
     )
+    replicas = current()
     # Tensor ranks of one data rank draw the same numbers: they drop the same activations.
     seed_everything(config.train.seed + data_coordinate(mesh), config.train.deterministic)
     # After a restart there may be another number of ranks, which need not divide the batch.
@@ -229,19 +229,6 @@ def _facts_of_checkpoint(config: TrainConfig, facts: RunFacts, model: nn.Module)
     if adapted := settings_of(model):
         record["adapters"] = adapted
     return record
-
-
-def _divide(runtime: Runtime, shape: MeshShape) -> Replicas | None:
-    """Lets the replicas of a mesh of this ``shape`` be lost one by one, where they may."""
-    replicas = runtime.replicas
-    if replicas is None:
-        return None
-    if shape.replicate == 1:  # torch takes the world for groups of all ranks
-        init_plain_world(replicas)
-        return None
-    rows = shape.place(runtime.topology).reshape(shape.replicate, -1)
-    replicas.divide(rows.tolist(), runtime.topology.hosts)
-    return replicas
 
 
 def _take_roles(job: Job, facts: RunFacts, trainer: Trainer) -> None:

@@ -1,4 +1,5 @@
-"""How a replica that joins gets the state of another one, rank by rank: `Sender`, `Receiver`.
+"""How a replica that joins gets the state of another one, rank by rank: `Sender`, `Receiver`; and
+what a step that is done again needs: `KeptBuffers`.
 
 [Note: nobody waits for a replica that joins] It is a member when a step begins, and gets the state
 until that step ends. It computes nothing of this global batch: its gradients are zeros in the
@@ -16,15 +17,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.config import TrainConfig
 from parallel2d.base.exchange import decode, encode
-from parallel2d.base.replicas import Replicas
+from parallel2d.base.replicas import Presence
 from parallel2d.base.replicas.events import Member
 from parallel2d.parallel.weights.named_tensors import (
     describe_optimizer,
@@ -34,7 +33,6 @@ from parallel2d.parallel.weights.named_tensors import (
     spread_state,
     tied_names,
 )
-from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.checkpoint.local_state import STATE, LocalState, as_bytes, pack
 from parallel2d.training.checkpoint.manifest import Manifest, StoredFile
 from parallel2d.training.checkpoint.state import (
@@ -45,86 +43,61 @@ from parallel2d.training.checkpoint.state import (
     replica_tensors,
     saved_tensors,
 )
-from parallel2d.training.data.feed import BatchFeed, BatchPlan, StepBatch
-from parallel2d.training.metrics.recorder import Recorder
-from parallel2d.training.progress import Progress
 
-Send = Callable[[Tensor], bool]  # of `Replicas.link`
-
-
-class Trained(Protocol):
-    """What a replica that joins needs of the `Trainer`, which says what it is."""
-
-    config: TrainConfig
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    mesh: DeviceMesh
-    plan: BatchPlan
-    data_ranks: int
-    progress: Progress
-    recorder: Recorder
-    checkpointer: Checkpointer
-    upcoming: StepBatch | None
-    upcoming_tokens: int
-
-    def take(self, feed: BatchFeed) -> StepBatch | None: ...
-    def forward_backward(self, batch: StepBatch, tokens: int) -> Tensor: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+Send = Callable[[Tensor], bool]  # of `Presence.link`
 
 
 class Header(NamedTuple):
     """What comes before the state: its manifest, the bytes of its blocks, and which of these are
-    buffers of the model; tokens of the next global batch, and how often it is reduced over the
-    replicas."""
+    buffers of the model; what else the joiner is told."""
 
     manifest: Manifest
     sizes: list[int]
     buffers: list[int]
-    tokens: int
-    reductions: int
-    totals: dict[str, float]
-    forward_crosses: bool
+    told: dict[str, Any]
 
 
 class Sender:
-    """Sends the state of this rank to its peer of ``joiner``, from now until `finish`."""
+    """Sends the state of this rank to its peer of ``joiner``, from now until `finish`.
+
+    ``state``: as of a checkpoint, with the ``step``; ``told``: what else the joiner is to know.
+    """
 
     def __init__(
-        self, trainer: Trained, replicas: Replicas, joiner: Member, totals: dict[str, float],
-        forward_crosses: bool,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        replicas: Presence,
+        joiner: Member,
+        state: dict[str, Any],
+        told: dict[str, Any],
+    ) -> None:
         self._replicas, self._joiner = replicas, joiner
-        reshard(trainer.model)
-        spread_state(trainer.optimizer)
-        tensors = saved_tensors(trainer.model, trainer.optimizer)
+        reshard(model)
+        spread_state(optimizer)
+        tensors = saved_tensors(model, optimizer)
         # Of what this replica alone has, another one takes the state of the optimizer.
-        own = replica_tensors(trainer.model, trainer.optimizer)
+        own = replica_tensors(model, optimizer)
         tensors |= {name: own[name] for name in own if "/optimizer/" in name}
         self._tensors = tensors
         described, self._blocks = pack(tensors)
         # The first block is the header, and each tensor that has values here is one more.
         held = [name for name, each in described.items() if each.chunks]
-        ids = set(map(id, trainer.model.buffers()))
+        ids = set(map(id, model.buffers()))
         self._buffers = [at for at, name in enumerate(held, 1) if id(tensors[name]) in ids]
         sizes = [block.numel() for block in self._blocks]
-        assert trainer.upcoming is not None
-        is_full = trainer.config.sync.during_accumulation == "full"
         self._header = Header(
             manifest=Manifest(
-                step=trainer.progress.step,
-                state={**trainer.state_dict(), "step": trainer.progress.step},
-                optimizer=describe_optimizer(trainer.model, trainer.optimizer),
-                tied=tied_names(trainer.model),
+                step=state["step"],
+                state=state,
+                optimizer=describe_optimizer(model, optimizer),
+                tied=tied_names(model),
                 tensors=described,
                 files={STATE: StoredFile(sum(sizes), "")},
             ),
             sizes=sizes,
             buffers=self._buffers,
-            tokens=trainer.upcoming_tokens,
-            reductions=len(trainer.upcoming.micro_batches) if is_full else 1,
-            totals=totals,
-            forward_crosses=forward_crosses,
+            told=told,
         )
         self._send: Send | None = None
         self._sent = _in_thread(self._send_first)
@@ -151,9 +124,10 @@ class Sender:
 class Receiver:
     """Takes over the state of a peer, from `header` until `finish`."""
 
-    def __init__(self, trainer: Trained, replicas: Replicas) -> None:
-        self._trainer, self._replicas = trainer, replicas
-        self.reductions = 1
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, replicas: Presence
+    ) -> None:
+        self._model, self._optimizer, self._replicas = model, optimizer, replicas
         self._send: Send | None = None
 
     def header(self) -> Header | None:
@@ -166,7 +140,6 @@ class Receiver:
         if not send(data):
             return None
         header = Header(*decode(data.numpy().tobytes()))
-        self.reductions = header.reductions
         # Zeros, because buffers are loaded before they come.
         data = torch.zeros(sum(header.sizes), dtype=torch.uint8)
         self._first, self._last = _divided(data.split(header.sizes), header.buffers)
@@ -177,15 +150,15 @@ class Receiver:
     def _load_first(self) -> bool:
         """Takes and loads all but the buffers. Nothing else reads or writes what it fills: this
         replica runs no forward pass meanwhile."""
-        trainer = self._trainer
+        model, optimizer = self._model, self._optimizer
         assert self._send is not None
         if not all(map(self._send, self._first)):
             return False
-        load_model(trainer.model, self._peer, strict=True)
-        load_optimizer(trainer.model, trainer.optimizer, self._peer, strict=True)
-        masters_were_loaded(trainer.model)
-        load_averages(trainer.model, self._peer, restart=False)
-        load_replica_state(trainer.model, self._peer)
+        load_model(model, self._peer, strict=True)
+        load_optimizer(model, optimizer, self._peer, strict=True)
+        masters_were_loaded(model)
+        load_averages(model, self._peer, restart=False)
+        load_replica_state(model, self._peer)
         return True
 
     def finish(self) -> bool:
@@ -195,11 +168,38 @@ class Receiver:
         assert self._send is not None
         if not all(map(self._send, [*self._last, torch.ones(1)])):
             return False
-        buffers = set(map(id, self._trainer.model.buffers()))
-        for name, tensor in model_tensors(self._trainer.model).items():
+        buffers = set(map(id, self._model.buffers()))
+        for name, tensor in model_tensors(self._model).items():
             if id(tensor) in buffers:
                 self._peer.fill(tensor, f"model/{name}")
         return True
+
+
+class KeptBuffers:
+    """Copies of a model's buffers, to which forward passes write that may be done again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = list(model.buffers())
+        self._versions: list[int] | None = None
+        self._written: set[int] = set()
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def keep(self) -> None:
+        """Before a step: copies all before the first one, later those that were written to."""
+        versions = [each._version for each in self._buffers]
+        if self._versions is None:
+            written = set(range(len(versions)))
+        else:
+            pairs = enumerate(zip(versions, self._versions, strict=True))
+            changed = {index for index, (now, before) in pairs if now != before}
+            written = self._written = self._written | changed
+        self._versions = versions
+        self._kept = [(self._buffers[index], self._buffers[index].clone()) for index in written]
+
+    def put_back(self) -> None:
+        """They are as at the last `keep` again."""
+        for buffer, values in self._kept:
+            buffer.copy_(values)
 
 
 def _divided(blocks: Sequence[Tensor], last: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
