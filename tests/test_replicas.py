@@ -1,5 +1,6 @@
 """Replicas that come and go while the others train, on one machine; several nodes are in `test_faults`."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -33,7 +34,7 @@ class Slowly(Hook):
 """
 
 
-# Time to kill somebody in, while a replica that joins gets the state
+# Slow enough to kill somebody while a replica that joins gets the state
 PACED = """
 import os
 from parallel2d.base.replicas import Presence
@@ -49,74 +50,55 @@ Presence.link = paced
 """
 
 
-class Running:
-    """A job of ``ranks`` replicas, each of one rank."""
+@contextlib.contextmanager
+def running(folder, ranks, hooks):
+    """A job of ``ranks`` replicas of one rank until the body ends: it, and functions that wait until so many are there, and that kill."""
+    (folder / "slowly.py").write_text(hooks)
+    words = [
+        *SIZE,
+        "strategy=ddp",
+        "launch.max_restarts=30",
+        "train.steps=100000",
+        f"launch.nproc_per_node={ranks}",
+    ]
+    words += ["metrics.log_every=1", "sync.compare_every=1", "train.hooks=[slowly:Slowly]"]
+    with open(folder / "said.txt", "w") as said:
+        job = subprocess.Popen(command(folder, *words), cwd=folder, stderr=said)
+    path = folder / "run/metrics.jsonl"
 
-    def __init__(self, folder, ranks, hooks):
-        (folder / "slowly.py").write_text(hooks)
-        words = [
-            "strategy=ddp",
-            "launch.max_restarts=30",
-            "train.steps=100000",
-            "sync.compare_every=1",
-        ]
-        words += [
-            "metrics.log_every=1",
-            "train.hooks=[slowly:Slowly]",
-            f"launch.nproc_per_node={ranks}",
-            *SIZE,
-        ]
-        self.folder = folder
-        with open(folder / "said.txt", "w") as said:
-            self.job = subprocess.Popen(command(folder, *words), cwd=folder, stderr=said)
+    def has(present):
+        lines = path.read_text().splitlines() if path.exists() else []
+        return len(lines) > 5 and json.loads(lines[-1])["replicas/present"] == present
 
-    def lines(self):
-        rows = self.folder / "run/metrics.jsonl"
-        return rows.read_text().splitlines() if rows.exists() else []
-
-    def wait_for(self, present):
-        jobs.wait_for(
-            lambda: (
-                len(self.lines()) > 5
-                and json.loads(self.lines()[-1])["replicas/present"] == present
-            )
-        )
-
-    def kill(self, *victims):
-        for process in psutil.Process(self.job.pid).children(recursive=True):
-            if process.name() in [f"rank {each}" for each in victims]:
+    def kill(*victims):
+        for process in psutil.Process(job.pid).children(recursive=True):
+            if not victims or process.name() in [f"rank {each}" for each in victims]:
                 process.kill()
 
-    def finish(self):
-        self.job.send_signal(signal.SIGTERM)
-        assert self.job.wait(60) == 75, (self.folder / "said.txt").read_text()
-        assert len((self.folder / "run/segments.jsonl").read_text().splitlines()) == 1
-        return jobs.rows(self.folder / "run")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self.job.poll() is None:
-            for process in psutil.Process(self.job.pid).children(recursive=True):
-                process.kill()
-            self.job.kill()
+    try:
+        yield job, lambda present: jobs.wait_for(lambda: has(present)), kill
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == 75, (folder / "said.txt").read_text()
+    finally:
+        if job.poll() is None:
+            kill()
+            job.kill()
+    assert len((folder / "run/segments.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path):
     """Rank 0 is killed, which writes and speaks: rank 1 goes on in the same process, and takes that over."""
-    with Running(tmp_path, 2, SLOWLY) as running:
-        running.wait_for(present=2)
-        second = jobs.ranks_of(running.job.pid)[1]
-        running.kill(0)
-        running.wait_for(present=1)
-        running.wait_for(present=2)
-        assert second in jobs.ranks_of(running.job.pid)
-        found = running.finish()
+    with running(tmp_path, 2, SLOWLY) as (job, wait_for, kill):
+        wait_for(2)
+        second = jobs.ranks_of(job.pid)[1]
+        kill(0)
+        wait_for(1)
+        wait_for(2)
+        assert second in jobs.ranks_of(job.pid)
+    found = jobs.rows(tmp_path / "run")
     assert [row["step"] for row in found] == list(range(1, len(found) + 1))
-    last = found[-1]
-    assert last["replicas/joined"] == 1
-    assert last["replicas/repeated_samples"] in (0, 12), "in a step, or between two"
+    assert found[-1]["replicas/joined"] == 1
+    assert found[-1]["replicas/repeated_samples"] in (0, 12), "in a step, or between two"
     log = (tmp_path / "run/train.log").read_text()
     assert "replicas   [1] of 2 are there: " in log
     assert "replicas   [0, 1] of 2 are there: from step" in log
@@ -127,17 +109,17 @@ def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path):
 
 @pytest.mark.slow
 def test_a_replica_that_is_lost_while_another_gets_the_state(tmp_path):
-    """The donor, the joiner, and another that gets it too; then the history is that of one process."""
-    with Running(tmp_path, 3, SLOWLY + PACED) as running:
+    """The donor, the one that joins, or both; then the history is that of one process."""
+    with running(tmp_path, 3, SLOWLY + PACED) as (_, wait_for, kill):
         for first, *then in ((2, 0), (2, 2), (1, 1, 2)):
-            running.wait_for(present=3)
+            wait_for(3)
             (tmp_path / f"gets-{first}").unlink(missing_ok=True)
-            running.kill(first)
+            kill(first)
             jobs.wait_for((tmp_path / f"gets-{first}").exists)
-            running.kill(*then)
-            running.wait_for(present=2 - len(set(then) - {first}))
-        running.wait_for(present=3)
-        found = running.finish()
+            kill(*then)
+            wait_for(2 - len({*then} - {first}))
+        wait_for(3)
+    found = jobs.rows(tmp_path / "run")
     alone = [
         *SIZE,
         "launch.nproc_per_node=1",

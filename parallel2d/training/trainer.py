@@ -81,8 +81,7 @@ class Trainer:
         self.stopped: str | None = None  # why the run ends before its last step
         self._told_saves = 0  # checkpoints of this process that hooks know of
         self.callbacks = LoopCallbacks()
-        # Whether a replica that joins must compute, because forward passes talk to other replicas,
-        # or each trains on its own
+        # Whether one that joins must compute: forward passes cross replicas, or each trains alone
         self.forward_crosses = outer_sync(model) is not None
         self.membership: Membership | None = None
         if parts.replicas is not None and len(parts.replicas.ranks) > 1:
@@ -351,9 +350,8 @@ class Trainer:
         # Gradients are averaged over the data ranks, so each loss is weighted by their number.
         weight = self.data_ranks / max(tokens, 1) * self.scaler.scale
         summed = torch.zeros((), dtype=torch.float64, device=self.device)
-        for micro in accumulate(
-            self.model, batch.micro_batches, self.config.sync.during_accumulation
-        ):
+        mode = self.config.sync.during_accumulation
+        for micro in accumulate(self.model, batch.micro_batches, mode):
             begun = crossings()
             loss = self.loss(self.model, micro)
             self.forward_crosses |= crossings() != begun
