@@ -72,6 +72,7 @@ class Disturbed:
         times: Times,
         method: Sequence[str] = (),
         min_nodes: int = 1,
+        late: Sequence[int] = (),
     ) -> None:
         self.cluster, self.folder, self.times = cluster, folder, times
         self.random = random.Random(seed)
@@ -80,8 +81,10 @@ class Disturbed:
         words = ["-m", "parallel2d.train", *WORDS, *method, "train.hooks=[slowly:Slowly]"]
         words += [f"data.cache_dir={folder}/cache", f"hydra.run.dir={folder}/run"]
         words += [f"launch.timeout={times.timeout}", "launch.grace_s=20"]
-        self.job = cluster.run(words, launcher="own", min_nodes=min_nodes, cwd=folder)
+        self.job = cluster.run(words, launcher="own", min_nodes=min_nodes, cwd=folder, late=late)
         self.steps_on(5)
+        for node in late:
+            self._come_late(node)
 
     def lines(self) -> list[str]:
         path = self.folder / "run/metrics.jsonl"
@@ -99,6 +102,16 @@ class Disturbed:
             assert time.monotonic() < deadline, f"no step for {limit} s\n{self.job.tail()}"
             time.sleep(0.02)
 
+    def _come_late(self, node: int) -> None:
+        """A node that was not there at the start joins, while the other one trains in the same processes."""
+        there = [self.cluster.nodes[1 - node].worker(rank) for rank in range(2)]
+        assert self.nodes_in_use() == 1
+        begin = time.monotonic()
+        self.job.start(node)
+        self._wait_for_both()
+        print(f"came late: {time.monotonic() - begin:.1f} s to the second step of both", flush=True)
+        assert there == [self.cluster.nodes[1 - node].worker(rank) for rank in range(2)]
+
     def _recovered(self, begin: float) -> float:
         time.sleep(1.0)  # a row that was being written
         self.steps_on(1, set(self.lines()))
@@ -110,7 +123,9 @@ class Disturbed:
     def kill_worker(self) -> float:
         begin = time.monotonic()
         self.cluster.kill_worker(*self.any_rank())
-        return self._recovered(begin)
+        took = self._recovered(begin)
+        self._wait_for_both()  # a second loss would leave nobody with the state
+        return took
 
     def kill_node(self) -> float:
         """The other node goes on alone; then this one comes back and both go on."""
@@ -267,11 +282,13 @@ def run(
     alone: Sequence[str] = ("launch.nproc_per_node=1",),
     min_nodes: int = 1,
     starts: int | None = None,
+    late: Sequence[int] = (),
 ) -> dict[str, list[float]]:
-    """``method``: words of the job; ``alone``: of the same job without faults; ``starts``: how often all ranks start together, at most."""
+    """``method``: words of the job; ``alone``: of the same job without faults; ``starts``: how often all ranks start together, at most; ``late``: nodes that come
+    later."""
     took: dict[str, list[float]] = {}
     with Cluster(nodes=2, ranks=2, rate="20mbit", store="outside") as cluster:
-        disturbed = Disturbed(cluster, folder, seed, times, method, min_nodes)
+        disturbed = Disturbed(cluster, folder, seed, times, method, min_nodes, late)
         for fault in faults:
             disturbed.bring_back()
             took.setdefault(fault, []).append(getattr(disturbed, fault)())
@@ -291,8 +308,8 @@ def run(
 @pytest.mark.slow
 def test_ranks_stores_and_launchers_that_end(tmp_path):
     faults = ["kill_worker", "stop_rank_0", "short_partition", "store_dies", "kill_node"]
-    # Only a store that is lost ends all ranks; one node may find it again before the other.
-    run(tmp_path, [*faults, "launcher_interrupted"], seed=2, starts=3)
+    # Node 1 comes late. Only a store that is lost ends all ranks; one node may find it again before the other.
+    run(tmp_path, [*faults, "launcher_interrupted"], seed=2, starts=3, late=[1])
 
 
 @pytest.mark.soak

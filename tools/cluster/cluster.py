@@ -208,8 +208,9 @@ class Cluster:
         max_restarts: int | None = None,
         environment: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
+        late: Sequence[int] = (),
     ) -> Job:
-        """Starts a job: one launcher on every node, all at once. ``words`` follow ``python`` (``["-m", "parallel2d.train", ...]``);
+        """Starts a job: one launcher on every node, all at once but those of ``late``, which `Job.start` starts. ``words`` follow ``python`` (``["-m", "parallel2d.train", ...]``);
         for ``launcher="none"`` they are the whole command. ``min_nodes``: the job goes on with that many. ``max_restarts``: None
         leaves it to the launcher (torchrun: none). Relative paths in the words start at ``cwd``."""
         if launcher not in LAUNCHERS:
@@ -223,7 +224,7 @@ class Cluster:
         self.job = Job(
             self, words, launcher, options, environment or {}, os.path.abspath(cwd or os.getcwd())
         )
-        for node in range(len(self.nodes)):
+        for node in set(range(len(self.nodes))) - set(late):
             self.job.start(node)
         return self.job
 

@@ -19,7 +19,8 @@ Member = tuple[int, int]  # a replica and its life
 
 def post(store: Any, kind: str, what: Any, begin: int = 0) -> None:
     """Appends an event, which all ranks and launchers read in one order: ``dead`` and ``join`` of a
-    `Member`, ``break`` of a generation. A sender that is killed leaves no hole."""
+    `Member`, ``break`` of a generation, ``stop`` of a wait after it. A sender that is killed leaves
+    no hole."""
     text = json.dumps([kind, what, os.urandom(4).hex()])
     while store.compare_set(_EVENT.format(begin), "", text).decode() != text:
         begin += 1
@@ -29,7 +30,7 @@ class Events:
     """What was posted so far, read one after the other."""
 
     def __init__(self, store: Any) -> None:
-        self.store, self.count, self.broken = store, 0, -1
+        self.store, self.count, self.broken, self.stopped = store, 0, -1, -1
         self.dead: set[Member] = set()
         self.joining: set[Member] = set()
         self.ended = False
@@ -52,6 +53,8 @@ class Events:
             self.joining.add(tuple(what))
         elif kind == "break":
             self.broken = max(self.broken, what)
+        elif kind == "stop":
+            self.stopped = max(self.stopped, what)
         elif kind == "end":
             self.ended = True
         return True

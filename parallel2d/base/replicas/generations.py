@@ -1,4 +1,4 @@
-"""Which replicas are there, and how they go on when that changes: `Replicas`."""
+"""Which replicas are there, and how they go on when that changes: `Presence`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroup, ProcessGroupGloo
 
+from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
 from parallel2d.base.replicas.lasting_groups import (
     Across,
@@ -40,7 +41,7 @@ class Applied(NamedTuple):
     sums: list[float]
 
 
-class Replicas:
+class Presence:
     """Which replicas are there, as this rank knows it. Every rank makes the same calls.
 
     Attributes:
@@ -52,7 +53,7 @@ class Replicas:
         met: the generation in which the last collective of the world was begun that all have done.
         lost: whether a replica of this generation is lost.
         joined: members of this generation that have no state yet.
-        begun: collectives across replicas that the loop has started, not threads beside it.
+        begun: collectives of steps across replicas that were started.
     """
 
     def __init__(self, store: Any, rank: int, together: int, life: int, timeout: timedelta) -> None:
@@ -72,6 +73,7 @@ class Replicas:
         self.applied = Applied(0, [])
         self.begun = 0
         self.calls = 0  # collectives of the world outside of steps
+        self.stop_requested: Callable[[], bool] = lambda: False  # of this rank
         self._last: list[Tensor] = []  # results of the last one
         self.own_store = PrefixStore(f"replicas/life/{self.ranks[0][0]}.{life}", store)
         self._groups: list[Any] = []
@@ -108,7 +110,13 @@ class Replicas:
 
     def divide(self, ranks: Sequence[Sequence[int]], hosts: Sequence[str]) -> None:
         """From now on groups across these replicas may lose some; those whose ranks have not
-        started with this one are not there. No communication."""
+        started with this one are not there. Once; others must be the same. No communication."""
+        if self._inside is not None:
+            if self.ranks != ranks:
+                raise ConfigError(
+                    "meshes with other replicas: while these may be lost, all are one"
+                )
+            return
         found = [list(map(int, each)) for each in ranks]
         together = set(self.present)
         self.hosts = list(hosts)
@@ -293,9 +301,9 @@ class Replicas:
 
     def regroup(self, *, admit: bool, least: int = 1) -> list[float] | None:
         """Forms the next generation of those who are there; with ``admit``, and where all do so,
-        those too that wait to join, once there are ``least`` replicas. Returns the sums of the
-        step after the last one applied here where other replicas have applied it. Collective over
-        the ranks of this replica."""
+        those too that wait to join, once there are ``least`` replicas or a rank was asked to stop.
+        Returns the sums of the step after the last one applied here where other replicas have
+        applied it. Collective over the ranks of this replica."""
         while True:
             old = self.generation
             record = self._next_record(old, admit, least)
@@ -327,13 +335,15 @@ class Replicas:
         if leads:
             self._tell(old, admit)
         while True:
+            if leads:
+                self._lead(old, least)
             try:
                 self.store.wait([RECORD.format(number)], timedelta(seconds=0.02))
             except DistStoreError:
                 if self._events.ended:
                     os._exit(0)  # the others have finished meanwhile
-                if leads:
-                    self._lead(old, least)
+                if least > 1 and self._events.stopped < old and self.stop_requested():
+                    post(self.store, "stop", old, self._events.count)
                 continue
             record = json.loads(self.store.get(RECORD.format(number)))
             if list(self.own) in record["members"]:
@@ -370,7 +380,8 @@ class Replicas:
         joiners: list[Member] = []
         if all(at[each]["admit"] for each in have):
             joiners = sorted(self._events.joining - dead - set(have))
-        if have[0] != self.own or len(have) + len(joiners) < least:
+        is_enough = len(have) + len(joiners) >= least or self._events.stopped >= old
+        if have[0] != self.own or not is_enough:
             return
         furthest = max(map(at.__getitem__, have), key=lambda each: (each["step"], each["calls"]))
         record = {
