@@ -271,7 +271,9 @@ class _Agent(ElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         result = super().monitor_workers(group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            self.remaining_restarts = 1 if self._may_start_again(result.failures) else 0
+            ends = self._lost is not None and self._lost.ends_job
+            starts_again = not ends and self._may_start_again(result.failures)
+            self.remaining_restarts = 1 if starts_again else 0
         # torch's agent does not check this; see also [Note: two halves of a job].
         elif result.state == WorkerState.HEALTHY and goes_on_without_this_node(
             group.spec.rdzv_handler

@@ -203,6 +203,7 @@ class LostReplicas:
         self._events = Events(store)
         self._replicas: list[list[int]] = []
         self._lives: dict[int, int] = {}
+        self.ends_job = False  # the program or a sample is at fault
         self._stopped: dict[int, float] = {}
         self._starts: dict[int, list[float]] = {}  # of each replica, in the last minute
         self._node, self._nodes, self._together = node, nodes, together
@@ -258,7 +259,8 @@ class LostReplicas:
         elif code and not self._is_dead(self._member(local)):
             error = read_error_file(self._error_files[local])
             failure = RankFailure(self._ranks[local], code, error)
-            if self._is_of_the_job(failure) or not self._may_go_on(failure):
+            self.ends_job = self._is_of_the_job(failure)
+            if self.ends_job or not self._may_go_on(failure):
                 return False
             self._say_dead(self._member(local))
         return True
@@ -283,6 +285,8 @@ class LostReplicas:
         or the program is at fault, and no replica would come further."""
         error = failure.error
         if error is None or error.step is None or failure.lost_a_peer:
+            return False
+        if "ReplicaLost" in error.text:  # a hook, say, has awaited something of the lost one
             return False
         number = next(n for n, ranks in enumerate(self._replicas) if failure.rank in ranks)
         key = f"replicas/raised/{error.step}"
