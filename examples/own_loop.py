@@ -2,6 +2,10 @@
 mesh.
 
 torchrun --nproc-per-node=4 examples/own_loop.py
+
+Where a lost replica is to stop nobody (kill a rank and see):
+
+python -m parallel2d.launch run launch.nproc_per_node=4 launch.max_restarts=5 examples/own_loop.py
 """
 
 import torch
@@ -9,14 +13,13 @@ from torch import nn
 
 from parallel2d import (
     ParallelConfig,
+    Replicas,
     accumulate,
     build_mesh,
     build_on_meta,
     clip_gradient_norm,
     cross_entropy_sum,
-    data_coordinate,
     limit_waiting,
-    mesh_shape,
     parallelize,
     reduce,
     setup,
@@ -35,7 +38,7 @@ def build_model() -> nn.Module:
 
 
 def main() -> None:
-    runtime = setup(timeout_s=600)
+    runtime = setup(timeout_s=600, replicas=True)
     # 1: which ranks share a node is found, not assumed
     mesh = build_mesh(strategy="hybrid", topology=runtime.topology)
     with build_on_meta():  # 2: no weights yet
@@ -44,29 +47,30 @@ def main() -> None:
     model = parallelize(model, mesh, ParallelConfig(strategy="hybrid", bucketing="block"), seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    rank, ranks = data_coordinate(mesh), mesh_shape(mesh).data_ranks
-    for step in range(1, STEPS + 1):
+    replicas = Replicas(mesh, model, optimizer)
+    for step in replicas.steps(1, STEPS):
         generator = torch.Generator().manual_seed(step)
         start = torch.randint(0, VOCAB, (GLOBAL_BATCH, 1), generator=generator)
-        tokens = (
-            ((start + 3 * torch.arange(SEQ + 1)) % VOCAB).chunk(ranks)[rank].to(mesh.device_type)
-        )
-        # 4: the mean over all valid tokens, on any mesh
-        weight = token_weight(tokens[:, 1:].numel(), mesh)
-        total = torch.zeros((), device=mesh.device_type)
-        # 5: the slow axis moves once per global batch
-        for micro in accumulate(model, tokens.split(MICRO_BATCH)):
-            loss = cross_entropy_sum(model(micro[:, :-1]), micro[:, 1:]) * weight.float()
-            loss.backward()
-            total += loss.detach()
+        batch = (start + 3 * torch.arange(SEQ + 1)) % VOCAB
+        while replicas.compute():  # again, where a replica is lost
+            tokens = batch.tensor_split(replicas.data_ranks)[replicas.data_rank]
+            tokens = tokens.to(mesh.device_type)
+            # 4: the mean over all valid tokens, on any mesh
+            weight = token_weight(tokens[:, 1:].numel(), mesh)
+            total = torch.zeros((), device=mesh.device_type)
+            # 5: the slow axis moves once per global batch
+            for micro in accumulate(model, tokens.split(MICRO_BATCH)):
+                loss = cross_entropy_sum(model(micro[:, :-1]), micro[:, 1:]) * weight.float()
+                loss.backward()
+                total += loss.detach()
+            mean = reduce(total)
         norm = clip_gradient_norm(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step == 1:
             limit_waiting(600)  # the first step may take longer than any later one
-        loss = reduce(total)
         if runtime.is_first:
-            print(f"step {step:3} loss {loss.item():.4f} grad_norm {norm.item():.3f}", flush=True)
+            print(f"step {step:3} loss {mean.item():.4f} grad_norm {norm.item():.3f}", flush=True)
     teardown()
 
 

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from parallel2d.training.checkpoint.full_file import load_full, save_full
     from parallel2d.training.hooks import Hook, HookResult, RunView
     from parallel2d.training.optimizer import build_optimizer, set_learning_rate, whole_matrices
+    from parallel2d.training.own_loop import Replicas
 
     __version__: str
 
@@ -105,6 +106,7 @@ _NAMES = {
     "training.checkpoint.full_file": ("load_full", "save_full"),
     "training.hooks": ("Hook", "HookResult", "RunView"),
     "training.optimizer": ("build_optimizer", "set_learning_rate", "whole_matrices"),
+    "training.own_loop": ("Replicas",),
 }  # fmt: skip
 _MODULES: dict[str, str] = {}
 for _module, _names in _NAMES.items():
@@ -113,7 +115,7 @@ for _module, _names in _NAMES.items():
 __all__ = [
     "BucketingConfig", "CheckpointConfig", "Checkpointer", "ChunkedHead", "ConfigError", "Hook",
     "HookResult", "MeshConfig", "MeshSpec", "OptimizerConfig", "ParallelConfig", "PrecisionConfig",
-    "PrefetchConfig", "RunView", "Runtime", "StrategyConfig", "SyncConfig", "Topology",
+    "PrefetchConfig", "Replicas", "RunView", "Runtime", "StrategyConfig", "SyncConfig", "Topology",
     "__version__", "accumulate", "apply_full", "attach_optimizer", "average_buffers", "barrier",
     "build_mesh", "build_on_meta", "build_optimizer", "certify", "clip_gradient_norm",
     "clip_gradient_value", "compare_replicas", "cross_entropy_from_hidden", "cross_entropy_sum",

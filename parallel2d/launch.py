@@ -1,5 +1,6 @@
 """``python -m parallel2d.launch store`` runs a rendezvous store outside of the nodes, so that any
-node may fail; ``python -m parallel2d.launch secret`` makes the secret of a job."""
+node may fail; ``python -m parallel2d.launch secret`` makes the secret of a job; ``python -m
+parallel2d.launch run`` starts a training script of one's own."""
 
 from __future__ import annotations
 
@@ -9,19 +10,19 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from parallel2d.base.errors import ConfigError
-from parallel2d.base.files import for_terminal
 from parallel2d.base.store.secret import find_secret, new_secret, write_secret
+from parallel2d.launching import exit_code_of
 
 
 def main(
     arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.launch"
 ) -> int:
-    """Returns the exit code: 0; 2 for an address or a secret that cannot be used."""
+    """Returns the exit code: 0; 2 for words, an address or a secret that cannot be used; otherwise
+    as of the train command."""
     parser = argparse.ArgumentParser(
         prog=program,
-        description="Keeps the rendezvous of jobs outside of the nodes, or makes the secret that "
-        "the nodes of a job share.",
+        description="Runs a training script on every rank, keeps the rendezvous of jobs outside of "
+        "the nodes, or makes the secret that the nodes of a job share.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     text = "keep the rendezvous of jobs; holds no data of theirs, needs next to nothing"
@@ -36,20 +37,28 @@ def main(
     add = commands.add_parser("secret", help=text).add_argument
     text = "to write to, for launch.secret_file; printed without it"
     add("file", nargs="?", metavar="FILE", help=text)
+    text = "run a training script on every rank, and start what is lost again"
+    words = "launch.KEY=VALUE, as of train; then the script and its arguments"
+    add = commands.add_parser("run", help=text).add_argument
+    add("words", nargs=argparse.REMAINDER, metavar="...", help=words)
     options = parser.parse_args(arguments)
-    try:
-        if options.command == "store":
-            _serve(options)
-        elif options.file is None:
-            print(new_secret())
-        else:
-            path = options.file
-            write_secret(path)
-            give = "give every node a copy with mode 600"
-            print(f"wrote {path}; {give}, and launch.secret_file={path}")
-    except ConfigError as error:
-        print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
-        return 2
+    return exit_code_of(lambda: _do(options))
+
+
+def _do(options: argparse.Namespace) -> int:
+    if options.command == "store":
+        _serve(options)
+    elif options.command == "run":
+        from parallel2d.launching.scripts import start_script
+
+        start_script(options.words)
+    elif options.file is None:
+        print(new_secret())
+    else:
+        path = options.file
+        write_secret(path)
+        give = "give every node a copy with mode 600"
+        print(f"wrote {path}; {give}, and launch.secret_file={path}")
     return 0
 
 

@@ -18,7 +18,6 @@ from parallel2d.base.config.composition import compose
 from parallel2d.base.config.words import quoted
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
-from parallel2d.base.store.secret import write_secret
 from parallel2d.launching.failures import failures_reported_once
 from parallel2d.launching.processes import end_with_parent
 
@@ -125,10 +124,6 @@ def _start_ranks(words: Sequence[str], config: TrainConfig) -> int:
     launching.start_server()
     workers = launching.workers_per_node(config.launch)
     with tempfile.TemporaryDirectory(prefix="parallel2d-") as folder:
-        if config.launch.nnodes == 1 and config.launch.rdzv_endpoint is None:
-            config.launch.rdzv_endpoint = "127.0.0.1:0"
-            config.launch.secret_file = f"{folder}/secret"
-            write_secret(config.launch.secret_file)
         verdict = Path(folder, "verdict")
         own = [*words, f"--verdict={verdict}"]
         launching.start_node(config, own, workers, "parallel2d.preflight:main")

@@ -47,21 +47,7 @@ def main(
     words = list(sys.argv[1:] if arguments is None else arguments)
     launching.open_standard_streams()
     launching.keep_others_from_writing()
-    text: object
-    try:
-        return _run(words, program, purpose)
-    except ConfigError as error:
-        text, code = error, 2
-    except launching.Preempted as preempted:
-        text, code = preempted, preempted.exit_code
-    except launching.WorkersFailed as error:
-        text, code = error, 1
-    except KeyboardInterrupt as error:
-        text, code = str(error) or "interrupted; all workers have ended", 130
-    if code == 130:  # another Ctrl-C ends this process without a traceback
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    print(f"parallel2d: {for_terminal(text)}", file=sys.stderr)
-    return code
+    return launching.exit_code_of(lambda: _run(words, program, purpose))
 
 
 def _run(words: list[str], program: str, purpose: str) -> int:

@@ -15,21 +15,18 @@ from parallel2d.training.checkpoint import Checkpointer
 
 
 class Heard(logging.Handler):
-    """Collects what the rooms checkpoint and recovery log while it is open."""
+    """Collects what the room checkpoint logs while it is open."""
 
-    LOGGERS = ("parallel2d.training.checkpoint", "parallel2d.training.recovery")
+    LOGGER = logging.getLogger("parallel2d.training.checkpoint")
 
     def __enter__(self) -> list[str]:
         self.lines: list[str] = []
-        for name in self.LOGGERS:
-            logger = logging.getLogger(name)
-            logger.addHandler(self)
-            logger.setLevel(logging.INFO)
+        self.LOGGER.addHandler(self)
+        self.LOGGER.setLevel(logging.INFO)
         return self.lines
 
     def __exit__(self, *_: object) -> None:
-        for name in self.LOGGERS:
-            logging.getLogger(name).removeHandler(self)
+        self.LOGGER.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())

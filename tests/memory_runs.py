@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,9 +15,8 @@ from parallel2d import outer_parameters
 from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.topology import MEMORY_DIR
 from parallel2d.parallel.sync.average import WeightAverage
-from parallel2d.training.checkpoint import Checkpointer
-from parallel2d.training.recovery import buffer as buffers
-from parallel2d.training.recovery import memory_copies
+from parallel2d.training.checkpoint import Checkpointer, memory_copies
+from parallel2d.training.checkpoint.shared_memory import Slot
 
 FP64 = {"strategy": "hybrid", "precision": "fp64"}
 
@@ -96,60 +96,57 @@ def life(
 
 def die_in_the_third_copy(net: Any) -> None:
     """Rank 1 is killed when half of its third copy has been made, over its first."""
-    if torch.distributed.get_rank() != 1:
-        return
-    fill, calls = buffers.Buffer.fill, []
+    fill, calls = Slot.fill, []
 
-    def killed(self: Any, parts: Any) -> None:
+    def killed(self: Any, blocks: Any) -> None:
         calls.append(1)
-        fill(self, parts)
+        fill(self, blocks)
         if len(calls) == 3:
-            self._bytes[self._bytes.numel() // 2 :] = 255  # as if the second half had not come
+            self.data[self.data.numel() // 2 :] = 255  # as if the second half had not come
             os.kill(os.getpid(), signal.SIGKILL)
 
-    mock.patch.object(buffers.Buffer, "fill", killed).start()
+    if torch.distributed.get_rank() == 1:
+        mock.patch.object(Slot, "fill", killed).start()
 
 
-def die_before_the_third_record(net: Any) -> None:
+def die_before_the_third_name(net: Any) -> None:
     """Rank 1 is killed when it has copied and rank 0 has published its part of the third copy."""
-    if torch.distributed.get_rank() != 1:
-        return
-    seal, calls = buffers.Buffer.seal, []
+    publish, calls = Slot.publish, []
 
     def killed(self: Any, *args: Any) -> None:
         calls.append(1)
         if len(calls) == 3:
-            run = os.path.dirname(os.path.dirname(os.path.dirname(self.folder)))
-            while not any((copy.step, copy.rank) == (6, 0) for copy in buffers.find_copies(run)[0]):
+            while not list(Path(net._folder).glob("*/rank-00000/step-00000006.*")):
                 pass
             os.kill(os.getpid(), signal.SIGKILL)
-        seal(self, *args)
+        publish(self, *args)
 
-    mock.patch.object(buffers.Buffer, "seal", killed).start()
+    if torch.distributed.get_rank() == 1:
+        mock.patch.object(Slot, "publish", killed).start()
 
 
 def full_on_the_second_copy(net: Any) -> None:
-    """Rank 1's node has no memory left when its second buffer is made."""
-    if torch.distributed.get_rank() != 1:
-        return
+    """Rank 1's node has no memory left when its second copy is made: each is two files."""
     allocate, calls = os.posix_fallocate, []
 
     def full(*args: Any) -> None:
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == 3:
             raise OSError(28, "No space left on device")
         allocate(*args)
 
-    mock.patch.object(os, "posix_fallocate", full).start()
+    if torch.distributed.get_rank() == 1:
+        mock.patch.object(os, "posix_fallocate", full).start()
 
 
 def change_what_is_sent(net: Any) -> None:
-    """Every file that is sent from node to node arrives with another byte."""
+    """Every state that is sent from rank to rank arrives with another last byte."""
     send = torch.distributed.send
 
     def changed(piece: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        piece = piece.clone()
-        piece[-1] ^= 1
+        if piece.dtype == torch.uint8 and piece[-1] != ord("}"):  # where manifests end
+            piece = piece.clone()
+            piece[-1] ^= 1
         send(piece, *args, **kwargs)
 
     mock.patch.object(torch.distributed, "send", changed).start()

@@ -76,11 +76,16 @@ def kill_one(process: subprocess.Popen[str], run_dir: Path, victim: str) -> None
 
 @pytest.mark.slow
 def test_killed_workers_are_started_again_and_nothing_is_lost(tmp_path):
-    """On one machine: SIGKILL of a rank, later of the server; the run ends with the losses and batches of one that nothing happened to.
+    """On one machine: SIGKILL of a rank, later of the server; from copies in memory the run ends with the losses and batches of one that nothing happened to.
     Its sync method keeps state between steps: outer momentum, residuals, a fragment on its way."""
     method = ["mesh.replicate=2", "sync=diloco", "sync.every=7", "sync.fragments=2", "sync.delay=3", "sync.wire=int4"]  # fmt: skip
     words = command(tmp_path, "train.steps=80", *method)
-    restarted = [*words, "checkpoint.every=5", "launch.max_restarts=2"]
+    restarted = [
+        *words,
+        "checkpoint.every=50",
+        "checkpoint.memory_every=4",
+        "launch.max_restarts=2",
+    ]
     process = subprocess.Popen(restarted, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     for victim in ("rank 1", "the server"):
         kill_one(process, tmp_path / "run", victim)

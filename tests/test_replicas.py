@@ -3,9 +3,12 @@
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import jobs
 import psutil
@@ -100,3 +103,59 @@ def test_events_have_one_order_for_all():
     finally:
         store.close()
         server.close()
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_goes_on(tmp_path):
+    """Both replicas are lost once, the first of them with the rank that prints. Steps and losses are those of one start."""
+    script = (Path(__file__).parent.parent / "examples/own_loop.py").read_text()
+    script = script.replace("STEPS, GLOBAL", "_, GLOBAL").replace(
+        "def build_model", "STEPS = 80\n\n\ndef build_model", 1
+    )
+    (tmp_path / "plain.py").write_text(script)
+    slowly = "        norm = clip_gradient_norm"
+    (tmp_path / "slow.py").write_text(
+        script.replace(slowly, f"        __import__('time').sleep(0.1)\n{slowly}")
+    )
+
+    def start(name):
+        words = ["run", "launch.nproc_per_node=4", "launch.max_restarts=5", str(tmp_path / name)]
+        with (
+            open(tmp_path / f"{name}.txt", "w") as said,
+            open(tmp_path / f"{name}.err", "w") as errors,
+        ):
+            return subprocess.Popen(
+                [sys.executable, "-m", "parallel2d.launch", *words], stdout=said, stderr=errors
+            )
+
+    def losses(name):
+        return dict(
+            re.findall(r"step +(\d+) loss ([\d.]+)", (tmp_path / f"{name}.txt").read_text())
+        )
+
+    assert start("plain.py").wait(300) == 0
+    job = start("slow.py")
+    try:
+        for step, victim in ((6, 2), (40, 1)):
+            jobs.wait_for(lambda step=step: str(step) in losses("slow.py"))
+            before = jobs.ranks_of(job.pid)
+            os.kill(before[victim], signal.SIGKILL)
+            others = slice(0, 2) if victim > 1 else slice(2, 4)
+            jobs.wait_for(
+                lambda old=before: (
+                    len({*old} - {*jobs.ranks_of(job.pid)}) == 2
+                    and len(jobs.ranks_of(job.pid)) == 4
+                )
+            )
+            assert before[others] == jobs.ranks_of(job.pid)[others]
+        assert job.wait(300) == 0, (tmp_path / "slow.py.err").read_text()
+    finally:
+        job.kill()
+    text = (tmp_path / "slow.py.err").read_text()
+    assert text.count("Its replica starts again, the others go on") == 2
+    assert "Traceback" not in text
+    found, expected = losses("slow.py"), losses("plain.py")
+    assert list(found) == list(expected) == [str(step) for step in range(1, 81)]
+    assert [float(each) for each in found.values()] == pytest.approx(
+        [float(each) for each in expected.values()], abs=1.1e-4
+    )

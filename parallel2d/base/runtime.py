@@ -29,7 +29,6 @@ import torch.distributed as dist
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas import (
-    Replicas,
     current,
     first_rank,
     forget,
@@ -41,7 +40,7 @@ from parallel2d.base.store.address import join_endpoint
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import VARIABLE, find_secret
 from parallel2d.base.store.server import StoreServer, say_who_came
-from parallel2d.base.topology import LIFE, PREFIX, STORE, RankIdentity, Topology, find_rank
+from parallel2d.base.topology import AGENT, LIFE, PREFIX, STORE, RankIdentity, Topology, find_rank
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +93,6 @@ class Runtime:
     identity: RankIdentity
     device: torch.device
     topology: Topology
-    replicas: Replicas | None = None  # where they may come and go
 
     @property
     def is_first(self) -> bool:
@@ -109,10 +107,14 @@ _hosts: tuple[str, ...] = ()  # by rank, while a process group of ours exists
 
 
 def setup(
-    timeout_s: float = 600.0, first_timeout_s: float | None = None, host_id: str | None = None
+    timeout_s: float = 600.0,
+    first_timeout_s: float | None = None,
+    host_id: str | None = None,
+    *,
+    replicas: bool = False,
 ) -> Runtime:
-    """Joins the ranks that torchrun or srun started into the default process group; without either,
-    a group of this process alone.
+    """Joins the ranks that torchrun, srun or ``python -m parallel2d.launch run`` started into the
+    default process group; without any, a group of this process alone.
 
     Args:
         timeout_s: seconds that a collective may wait for a late rank once
@@ -121,6 +123,8 @@ def setup(
             [Note: two timeouts].
         host_id: overrides the found host identity, by which `parallel2d.build_mesh` finds the
             ranks that share a node.
+        replicas: they may be lost one by one, see `parallel2d.Replicas`, where ``launch run``
+            starts them again, on CPU.
 
     Gloo on CPU; with GPUs NCCL for their tensors and gloo for the rest, the GPU of ``LOCAL_RANK``
     chosen. May be called again after `teardown`. The connection to the store is kept between both,
@@ -152,8 +156,14 @@ def setup(
             _stores.clear()
             _stores[key] = connect(identity)
         store = dist.PrefixStore(f"parallel2d/setup/{_setups}", _stores[key])
+    together = None
+    if replicas and AGENT in os.environ and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
+        if _setups:
+            raise ConfigError("setup(replicas=True): once in a process")
+        # Launchers read there who is lost.
+        together, store = identity.world_size, _stores[key]
     _setups += 1
-    return _join(identity, store, timeout_s, first_timeout_s, host_id)
+    return _join(identity, store, timeout_s, first_timeout_s, host_id, together)
 
 
 def teardown(wait_s: float = 30.0) -> None:
@@ -215,19 +225,15 @@ def _join(
     waits = LaunchConfig(timeout=timeout_s, first_step_timeout=first_timeout_s)
     rank, size = identity.rank, identity.world_size
     timeout = timedelta(seconds=waits.longest_wait)
-    replicas = None
     if together is not None and device.type == "cpu":
         life = int(os.environ.get(LIFE, "0"))
-        replicas = init_world(store, rank, size, together, life, timeout)
+        init_world(store, rank, size, together, life, timeout)
     else:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        if replicas is not None and replicas.life:  # the others are not asked
-            topology = Topology(tuple(replicas.hosts))
-        else:
-            topology = Topology.gather(host_id).completed(size, identity.nodes)
+        topology = Topology.gather(host_id).completed(size, identity.nodes)
         _hosts = tuple(host.split("/")[0] for host in topology.hosts)
-        return Runtime(identity, device, topology, replicas)
+        return Runtime(identity, device, topology)
     except BaseException:
         _leave(0.0)
         raise

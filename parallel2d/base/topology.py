@@ -137,7 +137,11 @@ class Topology:
         share it."""
         # Imported here because torch comes with it, which a launcher does not need.
         from parallel2d.base.exchange import all_gather
+        from parallel2d.base.replicas import current
 
+        replicas = current()
+        if replicas is not None and replicas.hosts:
+            return cls(tuple(replicas.hosts))  # known already, where some ranks may not be there
         if host_id is None:
             # Other systems than Linux have no /proc: the host name decides alone.
             namespace = 0

@@ -7,7 +7,7 @@ one run directory.
 
 from parallel2d.base.topology import RankIdentity, find_rank, first_host
 from parallel2d.launching.failures import Preempted, WorkersFailed
-from parallel2d.launching.launcher import run_once, start_node, start_workers
+from parallel2d.launching.launcher import exit_code_of, run_once, start_node, start_workers
 from parallel2d.launching.processes import (
     keep_others_from_writing,
     open_standard_streams,
@@ -19,6 +19,7 @@ __all__ = [
     "Preempted",
     "RankIdentity",
     "WorkersFailed",
+    "exit_code_of",
     "find_rank",
     "first_host",
     "keep_others_from_writing",

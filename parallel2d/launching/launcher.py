@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from parallel2d.base.config import Job, LaunchConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.store.secret import NOBODYS
+from parallel2d.base.files import for_terminal
+from parallel2d.base.store.secret import NOBODYS, write_secret
 from parallel2d.base.topology import JOB
 from parallel2d.launching.agreement import folder_errors_explained, job_record, recorded_run_dir
 from parallel2d.launching.failures import (
@@ -36,6 +38,26 @@ from parallel2d.launching.rank_processes import start_rank
 
 if TYPE_CHECKING:
     from parallel2d.launching.agent import NodeWorkers
+
+
+def exit_code_of(start: Callable[[], int]) -> int:
+    """What ``start`` returns, or the exit code of its exception, about which one line is printed: 1
+    failed, 2 a configuration that cannot run, 130 interrupted."""
+    text: object
+    try:
+        return start()
+    except ConfigError as error:
+        text, code = error, 2
+    except Preempted as preempted:
+        text, code = preempted, preempted.exit_code
+    except WorkersFailed as error:
+        text, code = error, 1
+    except KeyboardInterrupt as error:
+        text, code = str(error) or "interrupted; all workers have ended", 130
+    if code == 130:  # another Ctrl-C ends this process without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    print(f"parallel2d: {for_terminal(text)}", file=sys.stderr)
+    return code
 
 
 def start_workers(job: Job, nproc: int) -> None:
@@ -90,6 +112,10 @@ def start_node(
 
     settings: LaunchConfig = config.launch
     with contextlib.ExitStack() as stack:
+        if settings.node_range == (1, 1) and settings.rdzv_endpoint is None:
+            own = stack.enter_context(tempfile.TemporaryDirectory(prefix="parallel2d-"))
+            settings.rdzv_endpoint, settings.secret_file = "127.0.0.1:0", f"{own}/secret"
+            write_secret(settings.secret_file)
         rendezvous = find_rendezvous(settings)
         # Another one may have taken its place by then.
         stack.callback(lambda: rendezvous.close())

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import AXES, MeshConfig, StrategyConfig, named_strategy
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.replicas import absent_ranks, current
+from parallel2d.base.replicas import absent_ranks, current, init_plain_world
 from parallel2d.base.runtime import release_groups
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.mesh_sizes import MeshShape, MeshSpec, check_placement, groups_along
@@ -59,6 +59,11 @@ def build_mesh(
             log.info("%s", line)
     found = torch.accelerator.current_accelerator(check_available=True)
     device_type = device_type or (found.type if found else "cpu")
+    replicas = current()
+    if replicas is not None and shape.replicate == 1:  # torch takes the world for such groups
+        init_plain_world(replicas)
+    elif replicas is not None:
+        replicas.divide(ranks.reshape(shape.replicate, -1).tolist(), topology.hosts)
     mesh = _mesh_of(device_type, ranks, shape)
     if shape.context > 1:
         sharding_mesh(mesh)

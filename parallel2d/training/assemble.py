@@ -20,7 +20,7 @@ from parallel2d.base.config import Job, TrainConfig
 from parallel2d.base.config.job import SchedulerConfig
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.exchange import check_same_data
-from parallel2d.base.replicas import Replicas, init_plain_world
+from parallel2d.base.replicas import current
 from parallel2d.base.runtime import Runtime, barrier, seed_everything
 from parallel2d.base.topology import Topology
 from parallel2d.models.adapters import settings_of
@@ -36,7 +36,7 @@ from parallel2d.parallel.parallelize.preconditions import check as check_model
 from parallel2d.parallel.parallelize.preconditions import check_parameters
 from parallel2d.parallel.sync.average import WeightAverage
 from parallel2d.parallel.weights.source import WeightSource
-from parallel2d.training.checkpoint import Checkpointer
+from parallel2d.training.checkpoint import Checkpointer, memory_copies
 from parallel2d.training.data.batch import token_sequences
 from parallel2d.training.data.feed import BatchPlan
 from parallel2d.training.hooks import Hook, build_hooks, check_hooks
@@ -54,7 +54,6 @@ from parallel2d.training.optimizer import (
     muon_names,
     plan_groups,
 )
-from parallel2d.training.recovery import memory_copies
 from parallel2d.training.run_description import RunFacts, build_recorder, describe_run, outputs
 from parallel2d.training.run_directory import RunClaim, accept_start, read_segments
 from parallel2d.training.trainer import Trainer
@@ -127,7 +126,6 @@ def build_trainer(
     """
     config, device, topology = job.config, runtime.device, runtime.topology
     shape = resolve_mesh(config, topology)
-    replicas = _divide(runtime, shape)
     mesh = build_mesh(
         shape.spec(),
         config.strategy,
@@ -135,6 +133,7 @@ def build_trainer(
         allow_cross_node=config.mesh.allow_cross_node,
         device_type=device.type,
     )
+    replicas = current()
     # Tensor ranks of one data rank draw the same numbers: they drop the same activations.
     seed_everything(config.train.seed + data_coordinate(mesh), config.train.deterministic)
     # After a restart there may be another number of ranks, which need not divide the batch.
@@ -230,19 +229,6 @@ def _facts_of_checkpoint(config: TrainConfig, facts: RunFacts, model: nn.Module)
     if adapted := settings_of(model):
         record["adapters"] = adapted
     return record
-
-
-def _divide(runtime: Runtime, shape: MeshShape) -> Replicas | None:
-    """Lets the replicas of a mesh of this ``shape`` be lost one by one, where they may."""
-    replicas = runtime.replicas
-    if replicas is None:
-        return None
-    if shape.replicate == 1:  # torch takes the world for groups of all ranks
-        init_plain_world(replicas)
-        return None
-    rows = shape.place(runtime.topology).reshape(shape.replicate, -1)
-    replicas.divide(rows.tolist(), runtime.topology.hosts)
-    return replicas
 
 
 def _take_roles(job: Job, facts: RunFacts, trainer: Trainer) -> None:

@@ -9,20 +9,49 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.replicas import Applied, Replicas, absent_ranks
+from parallel2d.base.config import TrainConfig
+from parallel2d.base.replicas import Applied, Presence, absent_ranks
 from parallel2d.base.replicas.events import Member, post
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
+from parallel2d.parallel.sync.methods.method import UpdateFollower
 from parallel2d.parallel.sync.updates import outer_sync, residuals_of
+from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.data.feed import BatchFeed, BatchPlan, StepBatch
 from parallel2d.training.metrics import keys
-from parallel2d.training.state_transfer import Receiver, Sender, Trained
+from parallel2d.training.metrics.recorder import Recorder
+from parallel2d.training.progress import Progress
+from parallel2d.training.state_transfer import KeptBuffers, Receiver, Sender
+
+
+class Trained(Protocol):
+    """What a `Membership` needs of the `Trainer`, which says what it is."""
+
+    config: TrainConfig
+    callbacks: Any
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    mesh: DeviceMesh
+    plan: BatchPlan
+    data_ranks: int
+    progress: Progress
+    recorder: Recorder
+    checkpointer: Checkpointer
+    upcoming: StepBatch | None
+    upcoming_tokens: int
+    forward_crosses: bool
+
+    def take(self, feed: BatchFeed) -> StepBatch | None: ...
+    def forward_backward(self, batch: StepBatch, tokens: int) -> Tensor: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Membership:
@@ -32,7 +61,7 @@ class Membership:
     """
 
     def __init__(
-        self, trainer: Trained, replicas: Replicas, take_roles: Callable[[Any], None]
+        self, trainer: Trained, replicas: Presence, take_roles: Callable[[Any], None]
     ) -> None:
         self.trainer, self.replicas, self._take_roles = trainer, replicas, take_roles
         self._least = min(trainer.config.launch.min_replicas, len(replicas.ranks))
@@ -42,14 +71,9 @@ class Membership:
         self._senders: list[Sender] = []
         self._receiver: Receiver | None = None
         self._outer = outer_sync(trainer.model)
-        # Whether one that joins must compute, because the model's forward passes talk to other
-        # replicas, or each trains on its own
-        self.forward_crosses = self._outer is not None
         self._speaks = not replicas.life and replicas.rank == 0
-        self._buffers = list(trainer.model.buffers())
-        self._versions: list[int] | None = None
-        self._written: set[int] = set()
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self.buffers = KeptBuffers(trainer.model)
+        self._reductions = 1  # of a step in which this replica joins
         self._has_joined = False  # at the begin of the last step
         self._totals = {keys.REPLICAS_JOINED: 0.0, keys.REPEATED_SAMPLES: 0.0}
         self._totals |= {keys.REPLICAS_LOST_S: 0.0, keys.LEFT_OUT_STEPS: 0.0}
@@ -113,18 +137,14 @@ class Membership:
             self._plan(feed)
         self.take_roles()
 
-    def keep_buffers(self) -> None:
-        """Before a step, whose forward passes may write to buffers and may be done again: copies
-        all before the first one, later those that were written to."""
-        versions = [each._version for each in self._buffers]
-        if self._versions is None:
-            written = set(range(len(versions)))
-        else:
-            pairs = enumerate(zip(versions, self._versions, strict=True))
-            changed = {index for index, (now, before) in pairs if now != before}
-            written = self._written = self._written | changed
-        self._versions = versions
-        self._kept = [(self._buffers[index], self._buffers[index].clone()) for index in written]
+    def begin_step(self) -> None:
+        """Before what may be done again."""
+        self.replicas.in_step = True
+        self.buffers.keep()
+
+    def end_step(self) -> None:
+        """After it, before the update."""
+        self.replicas.in_step = False
 
     def repeat(self, feed: BatchFeed) -> list[float] | None:
         """After a step that not all have agreed on: the sums of its agreement where others have
@@ -138,8 +158,7 @@ class Membership:
         trainer = self.trainer
         if sums is None:
             self._discard_gradients()
-            for buffer, values in self._kept:
-                buffer.copy_(values)
+            self.buffers.put_back()
             self._wait_for_enough()
             self._plan(feed, again=True)
             self._totals[keys.REPEATED_SAMPLES] += trainer.config.train.global_batch_size
@@ -220,7 +239,7 @@ class Membership:
         """Makes this rank's part of the next global batch `upcoming`, which those have computed who
         have the state; later ones are dealt out among all. ``again``: it was taken before."""
         trainer, replicas = self.trainer, self.replicas
-        joined = [] if self.forward_crosses else replicas.joined
+        joined = [] if trainer.forward_crosses else replicas.joined
         computing = sorted(set(replicas.members) - set(joined))
         if replicas.own in joined:
             trainer.upcoming = self._nothing()
@@ -234,7 +253,7 @@ class Membership:
             feed.restart(trainer.plan, trainer.upcoming.position)
         self._planned = replicas.generation
         self._give()
-        if self.forward_crosses and self.finish_joining() and not self.has_state:
+        if trainer.forward_crosses and self.finish_joining() and not self.has_state:
             replicas.applied = Applied(trainer.progress.step, [])
 
     def _nothing(self) -> StepBatch:
@@ -249,6 +268,10 @@ class Membership:
         self.replicas.give_up()  # nothing crosses replicas
         self.replicas.in_step = True
         trainer.forward_backward(trainer.upcoming, 1)
+        followers = [type(each.updates) for each in reducers_in(trainer.model)]
+        if set(followers) <= {UpdateFollower}:  # others talk to other replicas
+            trainer.optimizer.step()
+            trainer.optimizer.state.clear()  # the donor may have none of some parameters
         self._discard_gradients()
         self.replicas.in_step = self.replicas.lost = False
 
@@ -263,7 +286,7 @@ class Membership:
         trainer, replicas = self.trainer, self.replicas
         while True:
             replicas.regroup(admit=True)
-            self._receiver = Receiver(trainer, replicas)
+            self._receiver = Receiver(trainer.model, trainer.optimizer, replicas)
             header = self._receiver.header()
             if replicas.vote(header is not None):
                 break
@@ -271,25 +294,34 @@ class Membership:
             if header is not None:
                 self._receiver.finish()
         assert header is not None
-        trainer.load_state_dict(header.manifest["state"])
+        trainer.load_state_dict(header.manifest.state)
         trainer.checkpointer.follow(trainer.progress.step)
-        trainer.upcoming_tokens = header.tokens
-        self._totals, self.forward_crosses = header.totals, header.forward_crosses
+        told = header.told
+        trainer.upcoming_tokens, self._reductions = told["tokens"], told["reductions"]
+        self._totals, trainer.forward_crosses = told["totals"], told["forward_crosses"]
         self._plan(feed, again=True)
 
     def _give(self) -> None:
         """Begins to send the state to each replica that has joined, where this one is its donor."""
         replicas, trainer = self.replicas, self.trainer
-        if replicas.replica == replicas.donor:
-            self._senders = [
-                Sender(trainer, replicas, each, self._totals, self.forward_crosses)
-                for each in replicas.joined
-            ]
+        if replicas.replica != replicas.donor:
+            return
+        assert trainer.upcoming is not None
+        is_full = trainer.config.sync.during_accumulation == "full"
+        state = {**trainer.state_dict(), "step": trainer.progress.step}
+        told = {
+            "tokens": trainer.upcoming_tokens,  # of the next global batch
+            "reductions": len(trainer.upcoming.micro_batches) if is_full else 1,
+            "totals": self._totals,
+            "forward_crosses": trainer.forward_crosses,
+        }
+        for joiner in replicas.joined:
+            sender = Sender(trainer.model, trainer.optimizer, replicas, joiner, state, told)
+            self._senders.append(sender)
 
     def reduce_nothing(self) -> Tensor:
         """What `Trainer.forward_backward` is to a replica that joins: gradients are zeros."""
-        assert self._receiver is not None
-        for _ in range(self._receiver.reductions):
+        for _ in range(self._reductions):
             for engine in reducers_in(self.trainer.model):
                 engine.finish_without_backward()
         return torch.zeros((), dtype=torch.float64)
@@ -313,6 +345,7 @@ class Membership:
         self.replicas.give_up()
         self._receiver.finish()
         self._receiver = None
+        self.replicas.in_step = False
         self.replicas.applied = Applied(None, [])
         self.trainer.upcoming = self._nothing()  # there is a next step
         self._discard_gradients()

@@ -1,4 +1,5 @@
-"""How a replica that joins gets the state of another one, rank by rank: `Sender`, `Receiver`.
+"""How a replica that joins gets the state of another one, rank by rank: `Sender`, `Receiver`; and
+what a step that is done again needs: `KeptBuffers`.
 
 [Note: nobody waits for a replica that joins] It is a member when a step begins, and gets the state
 until that step ends. It computes nothing of this global batch: its gradients are zeros in the
@@ -14,21 +15,16 @@ state before the step, for which all wait.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.config import TrainConfig
 from parallel2d.base.exchange import decode, encode
-from parallel2d.base.files.tensor_file import DTYPE_NAMES, DTYPES
-from parallel2d.base.replicas import Replicas
+from parallel2d.base.replicas import Presence
 from parallel2d.base.replicas.events import Member
-from parallel2d.parallel.weights.geometry import Region, local_part
 from parallel2d.parallel.weights.named_tensors import (
     describe_optimizer,
     masters_were_loaded,
@@ -37,8 +33,8 @@ from parallel2d.parallel.weights.named_tensors import (
     spread_state,
     tied_names,
 )
-from parallel2d.training.checkpoint import Checkpointer
-from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest, StoredTensor
+from parallel2d.training.checkpoint.local_state import STATE, LocalState, as_bytes, pack
+from parallel2d.training.checkpoint.manifest import Manifest, StoredFile
 from parallel2d.training.checkpoint.state import (
     load_averages,
     load_model,
@@ -47,88 +43,61 @@ from parallel2d.training.checkpoint.state import (
     replica_tensors,
     saved_tensors,
 )
-from parallel2d.training.data.feed import BatchFeed, BatchPlan, StepBatch
-from parallel2d.training.metrics.recorder import Recorder
-from parallel2d.training.progress import Progress
 
-Send = Callable[[Tensor], bool]  # of `Replicas.link`
-
-
-class Trained(Protocol):
-    """What a replica that joins needs of the `Trainer`, which says what it is."""
-
-    config: TrainConfig
-    callbacks: Any
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    mesh: DeviceMesh
-    plan: BatchPlan
-    data_ranks: int
-    progress: Progress
-    recorder: Recorder
-    checkpointer: Checkpointer
-    upcoming: StepBatch | None
-    upcoming_tokens: int
-
-    def take(self, feed: BatchFeed) -> StepBatch | None: ...
-    def forward_backward(self, batch: StepBatch, tokens: int) -> Tensor: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+Send = Callable[[Tensor], bool]  # of `Presence.link`
 
 
 class Header(NamedTuple):
-    """What comes before the tensors: a checkpoint's manifest of them, and of each its name, dtype,
-    shape and the shape of this rank's part, the ``buffers`` last; tokens of the next global batch,
-    and how often it is reduced over the replicas."""
+    """What comes before the state: its manifest, the bytes of its blocks, and which of these are
+    buffers of the model; what else the joiner is told."""
 
-    manifest: dict[str, Any]
-    listed: list[tuple[str, str, list[int], list[int]]]
-    buffers: int
-    tokens: int
-    reductions: int
-    totals: dict[str, float]
-    forward_crosses: bool
+    manifest: Manifest
+    sizes: list[int]
+    buffers: list[int]
+    told: dict[str, Any]
 
 
 class Sender:
-    """Sends the state of this rank to its peer of ``joiner``, from now until `finish`."""
+    """Sends the state of this rank to its peer of ``joiner``, from now until `finish`.
+
+    ``state``: as of a checkpoint, with the ``step``; ``told``: what else the joiner is to know.
+    """
 
     def __init__(
-        self, trainer: Trained, replicas: Replicas, joiner: Member, totals: dict[str, float],
-        forward_crosses: bool,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        replicas: Presence,
+        joiner: Member,
+        state: dict[str, Any],
+        told: dict[str, Any],
+    ) -> None:
         self._replicas, self._joiner = replicas, joiner
-        reshard(trainer.model)
-        spread_state(trainer.optimizer)
-        tensors = saved_tensors(trainer.model, trainer.optimizer)
+        reshard(model)
+        spread_state(optimizer)
+        tensors = saved_tensors(model, optimizer)
         # Of what this replica alone has, another one takes the state of the optimizer.
-        own = replica_tensors(trainer.model, trainer.optimizer)
+        own = replica_tensors(model, optimizer)
         tensors |= {name: own[name] for name in own if "/optimizer/" in name}
-        buffers = set(map(id, trainer.model.buffers()))
-        # Sorting keeps the order of the others.
-        names = sorted(tensors, key=lambda name: id(tensors[name]) in buffers)
-        self._parts = [local_part(tensors[name].detach()) for name in names]
-        self._buffers = sum(id(each) in buffers for each in tensors.values())
-        described = zip(names, self._parts, strict=True)
-        assert trainer.upcoming is not None
-        is_full = trainer.config.sync.during_accumulation == "full"
+        self._tensors = tensors
+        described, self._blocks = pack(tensors)
+        # The first block is the header, and each tensor that has values here is one more.
+        held = [name for name, each in described.items() if each.chunks]
+        ids = set(map(id, model.buffers()))
+        self._buffers = [at for at, name in enumerate(held, 1) if id(tensors[name]) in ids]
+        sizes = [block.numel() for block in self._blocks]
         self._header = Header(
-            manifest={
-                "step": trainer.progress.step,
-                "state": {**trainer.state_dict(), "step": trainer.progress.step},
-                "optimizer": describe_optimizer(trainer.model, trainer.optimizer),
-                "tied": tied_names(trainer.model),
-                "mesh": {"replicate": len(replicas.ranks)},
-            },
-            listed=[
-                (name, DTYPE_NAMES[part.dtype], list(tensors[name].shape), list(part.shape))
-                for name, part in described
-            ],
+            manifest=Manifest(
+                step=state["step"],
+                state=state,
+                optimizer=describe_optimizer(model, optimizer),
+                tied=tied_names(model),
+                tensors=described,
+                files={STATE: StoredFile(sum(sizes), "")},
+            ),
+            sizes=sizes,
             buffers=self._buffers,
-            tokens=trainer.upcoming_tokens,
-            reductions=len(trainer.upcoming.micro_batches) if is_full else 1,
-            totals=totals,
-            forward_crosses=forward_crosses,
+            told=told,
         )
         self._send: Send | None = None
         self._sent = _in_thread(self._send_first)
@@ -138,25 +107,27 @@ class Sender:
         self._send = send = self._replicas.link(self._joiner)
         if send is None:
             return False
-        data = torch.frombuffer(bytearray(encode(list(self._header)).encode()), dtype=torch.uint8)
-        first = self._parts[: len(self._parts) - self._buffers]
-        return send(torch.tensor([len(data)])) and send(data) and _all_through(send, first)
+        data = as_bytes(encode(list(self._header)).encode())
+        first, _ = _divided(self._blocks, self._buffers)
+        return all(map(send, [torch.tensor([len(data)]), data, *first]))
 
     def finish(self) -> None:
         """Sends the rest. The parameters may change afterwards."""
         if self._sent.result():
             assert self._send is not None
-            last = self._parts[len(self._parts) - self._buffers :]
+            # Again, because a buffer with gaps was copied.
+            _, last = _divided(pack(self._tensors)[1], self._buffers)
             # An end that nothing follows says that all was read before it changed.
-            _all_through(self._send, [*last, torch.ones(1)])
+            all(map(self._send, [*last, torch.ones(1)]))
 
 
 class Receiver:
     """Takes over the state of a peer, from `header` until `finish`."""
 
-    def __init__(self, trainer: Trained, replicas: Replicas) -> None:
-        self._trainer, self._replicas = trainer, replicas
-        self.reductions = 1
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, replicas: Presence
+    ) -> None:
+        self._model, self._optimizer, self._replicas = model, optimizer, replicas
         self._send: Send | None = None
 
     def header(self) -> Header | None:
@@ -169,64 +140,73 @@ class Receiver:
         if not send(data):
             return None
         header = Header(*decode(data.numpy().tobytes()))
-        self.reductions = header.reductions
-        values: dict[str, Tensor] = {}
-        stored: dict[str, StoredTensor] = {}
-        for name, dtype, shape, local in header.listed:
-            values[name] = torch.zeros(local, dtype=DTYPES[dtype])
-            stored[name] = StoredTensor(dtype, tuple(shape), ())
-        names = list(values)
-        self._buffers = names[len(names) - header.buffers :]
-        self._peer: Any = PeerState(Manifest(**header.manifest, tensors=stored), values)
+        # Zeros, because buffers are loaded before they come.
+        data = torch.zeros(sum(header.sizes), dtype=torch.uint8)
+        self._first, self._last = _divided(data.split(header.sizes), header.buffers)
+        self._peer = LocalState(header.manifest, data, "the state of another replica")
         self._loaded = _in_thread(self._load_first)
         return header
 
     def _load_first(self) -> bool:
         """Takes and loads all but the buffers. Nothing else reads or writes what it fills: this
         replica runs no forward pass meanwhile."""
-        values, trainer = self._peer.values, self._trainer
-        first = [values[name] for name in values if name not in self._buffers]
+        model, optimizer = self._model, self._optimizer
         assert self._send is not None
-        if not _all_through(self._send, first):
+        if not all(map(self._send, self._first)):
             return False
-        load_model(trainer.model, self._peer, strict=True)
-        load_optimizer(trainer.model, trainer.optimizer, self._peer, strict=True)
-        masters_were_loaded(trainer.model)
-        load_averages(trainer.model, self._peer, restart=False)
-        load_replica_state(trainer.model, self._peer)
+        load_model(model, self._peer, strict=True)
+        load_optimizer(model, optimizer, self._peer, strict=True)
+        masters_were_loaded(model)
+        load_averages(model, self._peer, restart=False)
+        load_replica_state(model, self._peer)
         return True
 
     def finish(self) -> bool:
         """Waits for the rest; false where the donor was lost before it had sent all."""
         if not self._loaded.result():
             return False
-        last = [self._peer.values[name] for name in self._buffers]
         assert self._send is not None
-        if not _all_through(self._send, [*last, torch.ones(1)]):
+        if not all(map(self._send, [*self._last, torch.ones(1)])):
             return False
-        tensors = model_tensors(self._trainer.model)
-        for name in self._buffers:
-            self._peer.fill(tensors[name.removeprefix("model/")], name)
+        buffers = set(map(id, self._model.buffers()))
+        for name, tensor in model_tensors(self._model).items():
+            if id(tensor) in buffers:
+                self._peer.fill(tensor, f"model/{name}")
         return True
 
 
-class PeerState(Checkpoint):
-    """The state of the same rank of another replica, read as a checkpoint is."""
+class KeptBuffers:
+    """Copies of a model's buffers, to which forward passes write that may be done again."""
 
-    def __init__(self, manifest: Manifest, values: dict[str, Tensor]) -> None:
-        self.manifest, self.tensors, self.values = manifest, manifest.tensors, values
-        self.folder: Any = SimpleNamespace(label="the state of another replica")
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = list(model.buffers())
+        self._versions: list[int] | None = None
+        self._written: set[int] = set()
+        self._kept: list[tuple[Tensor, Tensor]] = []
 
-    def fill(self, tensor: Tensor, name: str) -> None:
-        part = local_part(tensor.detach())
-        part.copy_(self.values[name].view_as(part))
+    def keep(self) -> None:
+        """Before a step: copies all before the first one, later those that were written to."""
+        versions = [each._version for each in self._buffers]
+        if self._versions is None:
+            written = set(range(len(versions)))
+        else:
+            pairs = enumerate(zip(versions, self._versions, strict=True))
+            changed = {index for index, (now, before) in pairs if now != before}
+            written = self._written = self._written | changed
+        self._versions = versions
+        self._kept = [(self._buffers[index], self._buffers[index].clone()) for index in written]
 
-    def read(self, name: str, region: Region | None = None) -> Tensor:
-        return self.values[name]
+    def put_back(self) -> None:
+        """They are as at the last `keep` again."""
+        for buffer, values in self._kept:
+            buffer.copy_(values)
 
 
-def _all_through(send: Send, tensors: Iterable[Tensor]) -> bool:
-    return all(send(each.contiguous()) for each in tensors)
+def _divided(blocks: Sequence[Tensor], last: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """The ``blocks``, and those at the positions ``last``."""
+    is_last = set(last)
+    first = [block for at, block in enumerate(blocks) if at not in is_last]
+    return first, [blocks[at] for at in last]
 
 
 def _in_thread(function: Callable[[], bool]) -> Future[bool]:

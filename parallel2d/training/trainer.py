@@ -6,10 +6,9 @@ agree with all ranks (`step_agreement`), update.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.replicas import crossings
 from parallel2d.parallel.gradients import scale_gradients
 from parallel2d.parallel.mesh import mesh_shape, sum_over_data_ranks
 from parallel2d.parallel.parallelize.running_statistics import average_buffers
@@ -27,7 +27,7 @@ from parallel2d.parallel.sync import (
     outer_parameters,
     updated_parameters,
 )
-from parallel2d.parallel.sync.updates import set_step
+from parallel2d.parallel.sync.updates import outer_sync, set_step
 from parallel2d.parallel.weights.named_tensors import undisturbed
 from parallel2d.training.data.feed import BatchFeed, EndOfData, StepBatch
 from parallel2d.training.data.stream import SampleStream
@@ -81,6 +81,9 @@ class Trainer:
         self.stopped: str | None = None  # why the run ends before its last step
         self._told_saves = 0  # checkpoints of this process that hooks know of
         self.callbacks = LoopCallbacks()
+        # Whether a replica that joins must compute, because forward passes talk to other replicas,
+        # or each trains on its own
+        self.forward_crosses = outer_sync(model) is not None
         self._joins = False  # a replica waits to be let in
         self._leaving: set[int] = set()  # replicas that end after this step
         self.membership: Membership | None = None
@@ -159,8 +162,6 @@ class Trainer:
     def step(self, feed: BatchFeed) -> None:
         """One optimizer step, saved if that is due, and recorded; none where this replica was to
         join and has not got the state. Collective. Raises `RunTakenOver` on rank 0."""
-        batch, tokens = self.upcoming, self.upcoming_tokens
-        assert batch is not None, "begin() comes first, and no step after the last"
         step, train = self.progress.step + 1, self.config.train
         rate = learning_rate(step, train.steps, self.config.optimizer.lr, self.config.scheduler)
         set_learning_rate(self.optimizer, rate)
@@ -168,14 +169,13 @@ class Trainer:
         begin, busy = time.perf_counter(), time.process_time()
         self.recorder.start_step(step)
         self.clock.start()
-        with self._in_step():
-            while (outcome := self._compute(feed, batch, tokens)) is None:
-                # Replicas were lost: this is another part of the same global batch.
-                if self.membership is not None and not self.membership.has_state:
-                    return
-                batch = self.upcoming
-                assert batch is not None, "it was read again"
-        self._note_replicas(outcome)
+        found = self._compute(feed)
+        if found is None:
+            return
+        batch, outcome = found
+        self._joins = outcome.joins
+        if self.membership is not None:
+            self._leaving = self.membership.leaving(outcome.told_to_stop)
         self._update(outcome)
         if self.upcoming is None:
             finish_updates(self.model)
@@ -201,7 +201,8 @@ class Trainer:
             wanted=is_best or agreed.save,
         )
         seconds["checkpoint_s"] = self.checkpointer.blocked_s
-        self._take_roles()
+        if self.membership is not None:
+            self.membership.take_roles()
         # Hooks and a save take their time, in which another start may have set rows aside.
         self.parts.claim.check()
         self.recorder.record(
@@ -351,22 +352,37 @@ class Trainer:
         scale. Returns this rank's summed loss, fp64."""
         # Gradients are averaged over the data ranks, so each loss is weighted by their number.
         weight = self.data_ranks / max(tokens, 1) * self.scaler.scale
-        replicas = self.parts.replicas
         summed = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in accumulate(
             self.model, batch.micro_batches, self.config.sync.during_accumulation
         ):
-            begun = 0 if replicas is None else replicas.begun
+            begun = crossings()
             loss = self.loss(self.model, micro)
-            if self.membership is not None and replicas is not None:
-                self.membership.forward_crosses |= replicas.begun != begun
+            self.forward_crosses |= crossings() != begun
             (loss * weight).backward()
             summed += loss.detach()
         return summed
 
-    def _compute(self, feed: BatchFeed, batch: StepBatch, tokens: int) -> StepOutcome | None:
-        """Gradients and what all ranks agree on; None where all who are left do it again, with
-        what is `upcoming` then."""
+    def _compute(self, feed: BatchFeed) -> tuple[StepBatch, StepOutcome] | None:
+        """Gradients, and what all ranks agree on; again, of another part of the same global batch,
+        where replicas were lost. None as of `step`."""
+        tokens, membership = self.upcoming_tokens, self.membership
+        if membership is not None:
+            membership.begin_step()
+        while True:
+            batch = self.upcoming
+            assert batch is not None, "begin() comes first, and no step after the last"
+            outcome = self._try(feed, batch, tokens)
+            if outcome is not None:
+                if membership is not None:
+                    membership.end_step()
+                return batch, outcome
+            assert membership is not None
+            if not membership.has_state:
+                return None
+
+    def _try(self, feed: BatchFeed, batch: StepBatch, tokens: int) -> StepOutcome | None:
+        """As `_compute`, once."""
         step = self.progress.step + 1
         set_step(self.model, step, self.scaler.scale)
         if self.membership is not None and self.membership.is_joining:
@@ -382,27 +398,6 @@ class Trainer:
             outcome = outcome if self.membership.finish_joining() else None
         self.clock.mark("sync_s")
         return outcome
-
-    def _take_roles(self) -> None:
-        if self.membership is not None:
-            self.membership.take_roles()
-
-    def _note_replicas(self, outcome: StepOutcome) -> None:
-        self._joins = outcome.joins
-        if self.membership is not None:
-            self._leaving = self.membership.leaving(outcome.told_to_stop)
-
-    @contextlib.contextmanager
-    def _in_step(self) -> Iterator[None]:
-        """Around what is done again where a replica is lost."""
-        replicas = self.parts.replicas
-        if self.membership is not None:
-            self.membership.keep_buffers()
-        if replicas is not None:
-            replicas.in_step = True
-        yield
-        if replicas is not None:
-            replicas.in_step = False
 
     def _agree(self, summed: Tensor, batch: StepBatch, feed: BatchFeed) -> StepOutcome | None:
         """Returns None where replicas were lost, and all who are left do the step again."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import TrainConfig
-from parallel2d.base.replicas import Replicas
+from parallel2d.base.replicas import Presence
 from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.data.feed import BatchPlan
 from parallel2d.training.data.opening import OpenData
@@ -44,7 +44,7 @@ class TrainerParts:
     checkpointer: Checkpointer
     claim: RunClaim
     hooks: Sequence[Hook]
-    replicas: Replicas | None = None  # where they may come and go
+    replicas: Presence | None = None  # where they may come and go
     take_roles: Callable[[Any], None] = lambda trainer: None
 
 

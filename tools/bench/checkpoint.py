@@ -28,9 +28,8 @@ from torch.distributed.fsdp import fully_shard
 from parallel2d import MeshSpec, build_mesh
 from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.topology import MEMORY_DIR
-from parallel2d.training.checkpoint import Checkpointer
-from parallel2d.training.recovery import memory_copies
-from parallel2d.training.recovery.place import used
+from parallel2d.training.checkpoint import Checkpointer, memory_copies
+from parallel2d.training.checkpoint.shared_memory import used
 
 
 def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -> None:

@@ -233,9 +233,9 @@ class CheckpointConfig:
     max_failures: int = option(3, "Saves in a row that may fail before the run does", min=1)
     memory_every: int | str = option(
         "auto",
-        "Steps between copies of the state in each node's shared memory; 0: none. They cost 2x "
-        "its share there. auto: 10 where all workers restart together. Two replicas cover lost "
-        "nodes, one lost workers",
+        "Steps between copies of the state in the nodes' shared memory, for restarts on the same "
+        "mesh; 0: none. They cost 2x each rank's part. auto: 10 where all workers restart. "
+        "Two replicas cover lost nodes, one lost workers",
         min=0,
     )
     folder: str | None = option(

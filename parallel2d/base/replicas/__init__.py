@@ -1,5 +1,5 @@
 """Replicas that come and go while the others train: `World`, the default process group of such a
-job, and `Replicas`, which of them are there.
+job, and `Presence`, which of them are there.
 
 [Note: replicas that never stop] The ranks of one shard (and tensor) group are a replica, the unit
 that fails: its own groups are never touched, and when it loses a rank it ends and comes back whole.
@@ -34,16 +34,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from parallel2d.base.replicas.generations import Applied, Replicas
+from parallel2d.base.replicas.generations import Applied, Presence
 from parallel2d.base.replicas.lasting_groups import ReplicaLost
 
 __all__ = [
     "Applied",
+    "Presence",
     "ReplicaLost",
-    "Replicas",
     "absent_ranks",
     "agreed",
     "arrive",
+    "crossings",
     "current",
     "first_rank",
     "forget",
@@ -54,10 +55,10 @@ __all__ = [
     "present_ranks",
 ]
 
-_current: list[Replicas] = []
+_current: list[Presence] = []
 
 
-def current() -> Replicas | None:
+def current() -> Presence | None:
     """Those of this process's default group, where replicas may come and go."""
     return _current[0] if _current else None
 
@@ -109,12 +110,17 @@ def is_joining() -> bool:
     return bool(_current) and _current[0].own in _current[0].joined
 
 
+def crossings() -> int:
+    """How many collectives of steps this process has started across replicas that may be lost."""
+    return _current[0].begun if _current else 0
+
+
 def init_world(
     store: Any, rank: int, size: int, together: int, life: int, timeout: timedelta
-) -> Replicas:
+) -> Presence:
     """Makes `World`, of ``size`` ranks, the default process group. Collective over the ranks that
     start together: in the first life of all replicas the first ``together``."""
-    replicas = Replicas(store, rank, together, life, timeout)
+    replicas = Presence(store, rank, together, life, timeout)
     if "replicas" not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             "replicas",
@@ -128,7 +134,7 @@ def init_world(
     return replicas
 
 
-def init_plain_world(replicas: Replicas) -> None:
+def init_plain_world(replicas: Presence) -> None:
     """Makes gloo's own the default process group in the place of `World`. Collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Which replicas are there, and how they go on when that changes: `Replicas`."""
+"""Which replicas are there, and how they go on when that changes: `Presence`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroup, ProcessGroupGloo
 
+from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
 from parallel2d.base.replicas.lasting_groups import (
     Across,
@@ -40,7 +41,7 @@ class Applied(NamedTuple):
     sums: list[float]
 
 
-class Replicas:
+class Presence:
     """Which replicas are there, as this rank knows it. Every rank makes the same calls.
 
     Attributes:
@@ -52,7 +53,7 @@ class Replicas:
         met: the generation in which the last collective of the world was begun that all have done.
         lost: whether a replica of this generation is lost.
         joined: members of this generation that have no state yet.
-        begun: collectives across replicas that were started.
+        begun: collectives of steps across replicas that were started.
     """
 
     def __init__(self, store: Any, rank: int, together: int, life: int, timeout: timedelta) -> None:
@@ -109,7 +110,13 @@ class Replicas:
 
     def divide(self, ranks: Sequence[Sequence[int]], hosts: Sequence[str]) -> None:
         """From now on groups across these replicas may lose some; those whose ranks have not
-        started with this one are not there. No communication."""
+        started with this one are not there. Once; others must be the same. No communication."""
+        if self._inside is not None:
+            if self.ranks != ranks:
+                raise ConfigError(
+                    "meshes with other replicas: while these may be lost, all are one"
+                )
+            return
         found = [list(map(int, each)) for each in ranks]
         together = set(self.present)
         self.hosts = list(hosts)
@@ -211,7 +218,6 @@ class Replicas:
     def begin(self, group: Any, how: Any, arguments: Any, generation: int | None = None) -> Any:
         """Starts a collective of ``group``: its method ``how``, or ``how(group)``.
         ``generation``: that ``group`` belongs to; None: this one."""
-        self.begun += 1
         generation = self.generation if generation is None else generation
         if self._is_over(generation) or group is None:
             return NotArrived()
@@ -329,6 +335,8 @@ class Replicas:
         if leads:
             self._tell(old, admit)
         while True:
+            if leads:
+                self._lead(old, least)
             try:
                 self.store.wait([RECORD.format(number)], timedelta(seconds=0.02))
             except DistStoreError:
@@ -336,8 +344,6 @@ class Replicas:
                     os._exit(0)  # the others have finished meanwhile
                 if least > 1 and self._events.stopped < old and self.stop_requested():
                     post(self.store, "stop", old, self._events.count)
-                if leads:
-                    self._lead(old, least)
                 continue
             record = json.loads(self.store.get(RECORD.format(number)))
             if list(self.own) in record["members"]:

@@ -95,6 +95,7 @@ class _Lasting(ProcessGroup):
         outside of a step, where nothing would show that it has no result."""
         if not self.replicas.on:
             return getattr(self.inner, name)(*arguments)
+        self.replicas.begun += 1
         work = self.replicas.begin(self.inner, name, arguments)
         if not self.replicas.in_step:
             work.required = name

@@ -14,14 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# torch has no public names for these; its own distributed checkpoints rely on them too.
-from torch.distributed.tensor._utils import (
-    _compute_local_shape_and_global_offset,
-    compute_local_shape_and_global_offset,
-)
+# torch has no public name for it; its own distributed checkpoints rely on it too.
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from parallel2d.base.exchange import sendable
-from parallel2d.parallel.mesh import axis_names, axis_positions
+from parallel2d.parallel.mesh import axis_names
 
 
 @sendable
@@ -115,16 +112,6 @@ def local_region(tensor: Tensor) -> Region:
         )
     lengths, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return Region(tuple(offsets), tuple(lengths))
-
-
-def region_of_replica(tensor: DTensor, replica: int) -> Region:
-    """As `local_region`, for the rank in this rank's place of another ``replica``."""
-    mesh = tensor.device_mesh
-    positions = axis_positions(mesh) | {"replicate": replica}
-    lengths, offsets = _compute_local_shape_and_global_offset(
-        tensor.shape, mesh.shape, list(positions.values()), tensor.placements
     )
     return Region(tuple(offsets), tuple(lengths))
 

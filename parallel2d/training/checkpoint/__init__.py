@@ -5,6 +5,7 @@ A checkpoint is complete or absent, loads on any mesh, and executes no code when
 
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.training.checkpoint.checkpointer import Checkpointer
+from parallel2d.training.checkpoint.in_memory import memory_copies
 from parallel2d.training.checkpoint.manifest import Checkpoint
 from parallel2d.training.checkpoint.state import load_model, load_optimizer
 from parallel2d.training.checkpoint.storage import CheckpointError
@@ -16,4 +17,5 @@ __all__ = [
     "DamagedCheckpointError",
     "load_model",
     "load_optimizer",
+    "memory_copies",
 ]

@@ -37,8 +37,9 @@ from parallel2d.parallel.weights.named_tensors import (
     tied_names,
 )
 from parallel2d.parallel.weights.states import Models, Optimizers
+from parallel2d.training.checkpoint.in_memory import MemoryCopies, forget_copies
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
-from parallel2d.training.checkpoint.resume import Copies, Resume, check_copies
+from parallel2d.training.checkpoint.resume import Resume, check_copies
 from parallel2d.training.checkpoint.save import (
     Group,
     SavedState,
@@ -87,8 +88,7 @@ class Checkpointer:
         model, optimizer: sharded or plain, or several, ``{"generator": ..., "critic": ...}``.
             ``optimizer=None`` saves models alone.
         layout: facts for the manifest: numbers, strings, lists and dicts.
-        copies: kept between the saves; `recovery.memory_copies` makes those that
-            ``config.memory_every`` asks for. None: the store alone.
+        copies: what `memory_copies` makes of the same ``config``; None: the store alone.
 
     Attributes:
         blocked_s: seconds the last `save_if_due` kept the loop waiting.
@@ -109,9 +109,9 @@ class Checkpointer:
         optimizer: Optimizers | None,
         *,
         layout: dict[str, Any] | None = None,
-        copies: Copies | None = None,
+        copies: MemoryCopies | None = None,
     ) -> None:
-        self.config, self.mesh, self._optimizer = config, mesh, optimizer
+        self.config, self.mesh, self._optimizer, self._run_dir = config, mesh, optimizer, run_dir
         self.model = model if isinstance(model, nn.Module) else _joined(model)
         self.layout, self.copies = layout or {}, copies
         check_copies(config, copies)
@@ -201,6 +201,8 @@ class Checkpointer:
         self._resume = None
         if self.copies is not None:
             self.copies.begin(self._last_step)
+        elif self.group.is_first:
+            forget_copies(self._run_dir)
         if self.config.enabled and self.group.is_first:
             try:
                 self._name_best()

@@ -43,6 +43,7 @@ PLAIN = ("step", "state", "layout", "mesh", "world_size", "optimizer", "tied")
 _OBJECTS = ("state", "layout", "mesh", "optimizer", "tied", "tensors", "files")
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A rectangle of a tensor and the file that holds it, under `chunk_key`."""
@@ -51,6 +52,7 @@ class Chunk:
     region: Region
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor: dtype by safetensors name, whole shape, and the chunks that tile it."""
@@ -69,6 +71,7 @@ class StoredFile:
     sha256: str
 
 
+@sendable
 @dataclass
 class Manifest:
     """A checked manifest.
@@ -110,8 +113,9 @@ class Manifest:
 
     @classmethod
     @tensor_file.without_collector()
-    def decode(cls, data: bytes, what: str = MANIFEST) -> Manifest:
-        """Raises `DamagedCheckpointError`, naming ``what``, for what `encode` cannot have made."""
+    def decode(cls, data: bytes, what: str = MANIFEST, *, local: bool = False) -> Manifest:
+        """Raises `DamagedCheckpointError`, naming ``what``, for what `encode` cannot have made.
+        ``local``: it is of what one rank has, one rectangle of a tensor or none."""
         if len(data) > MAX_BYTES:
             raise DamagedCheckpointError(f"{what}: {len(data)} bytes, more than {MAX_BYTES}")
         content = tensor_file.parse_json(data, what)
@@ -125,7 +129,7 @@ class Manifest:
             tensor_file.check_number(len(stored), what)
             # One by one, or both forms of all of them would be in memory.
             for name in list(stored):
-                tensors[name] = _decode_tensor(name, stored.pop(name), files, what)
+                tensors[name] = _decode_tensor(name, stored.pop(name), files, what, local)
             for name, other in content["tied"].items():
                 is_stored = isinstance(other, str) and f"model/{other}" in tensors
                 problem = f"{printable(name)} is tied to {printable(other)}, which is not stored"
@@ -141,9 +145,8 @@ class Checkpoint:
     """A readable checkpoint. Before a value is used, the manifest is compared with the sizes and
     headers of the files; every method raises `DamagedCheckpointError` when they do not match."""
 
-    def __init__(self, folder: Folder, manifest: Manifest, *, exact: bool = True) -> None:
-        """``exact=False``: files may hold more than the manifest takes from them."""
-        self.folder, self.manifest, self._exact = folder, manifest, exact
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
         self.tensors = manifest.tensors
         self._files: dict[str, tuple[ByteSource, dict[str, Entry]]] = {}
         # File -> chunk -> dtype and shape.
@@ -170,9 +173,8 @@ class Checkpoint:
             raise DamagedCheckpointError(f"{what}: {source.size} bytes, the manifest says {size}")
         header = tensor_file.read_header(source, what)
         expected = self._expected.get(name, {})
-        taken = header if self._exact else header.keys() & expected
         # Of the right size, the file may still be that of another checkpoint.
-        found = {key: (header[key].dtype, header[key].shape) for key in taken}
+        found = {key: (entry.dtype, entry.shape) for key, entry in header.items()}
         if found != expected:
             wrong = min(key for key, _ in found.items() ^ expected.items())
             there, told = found.get(wrong, "not there"), expected.get(wrong, "not there")
@@ -285,7 +287,7 @@ def _check_file(name: str, item: Any) -> Iterator[tuple[object, str]]:
 
 
 def _decode_tensor(
-    name: str, item: Any, files: Mapping[str, StoredFile], what: str
+    name: str, item: Any, files: Mapping[str, StoredFile], what: str, local: bool
 ) -> StoredTensor:
     match item:
         case {"dtype": dtype, "shape": shape, "chunks": list(listed), **others} if not others:
@@ -295,7 +297,10 @@ def _decode_tensor(
     shape = tuple(shape)
     try:
         chunks = tuple([_decode_chunk(chunk, shape, files) for chunk in listed])
-        check_tiling(shape, [chunk.region for chunk in chunks])
+        if local:
+            require([(len(chunks) < 2, "one rank has several parts of it")])
+        else:
+            check_tiling(shape, [chunk.region for chunk in chunks])
     except ValueError as error:
         raise ValueError(f"{printable(name)}: {error}") from None
     return StoredTensor(dtype, shape, chunks)

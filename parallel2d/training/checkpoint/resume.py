@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,8 +23,9 @@ from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.parallel.sync.average import average_of
 from parallel2d.parallel.weights.named_tensors import masters_were_loaded
 from parallel2d.parallel.weights.optimizer_settings import Settings, put_settings
+from parallel2d.training.checkpoint.in_memory import MemoryCopies
 from parallel2d.training.checkpoint.manifest import MANIFEST, MAX_BYTES, Checkpoint, Manifest
-from parallel2d.training.checkpoint.save import Group, SavedState
+from parallel2d.training.checkpoint.save import Group
 from parallel2d.training.checkpoint.state import (
     check_model,
     check_optimizer,
@@ -48,31 +49,12 @@ from parallel2d.training.checkpoint.storage import (
 log = logging.getLogger(__name__)
 
 
-class Copies(Protocol):
-    """Copies of a run's state that are kept elsewhere than in its store. `MemoryCopies`, in the
-    nodes' shared memory, says what each method does.
-
-    Collective, `is_due` excepted, which says the same on every rank. None but `open` raises for a
-    fault of the place where copies are kept.
-    """
-
-    def steps(self) -> list[int]: ...
-    def open(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> Checkpoint: ...
-    def close(self, *, loaded: int | None = None) -> None: ...
-    def begin(self, base: int) -> None: ...
-    def is_due(self, step: int) -> bool: ...
-    def save(self, state: SavedState) -> None: ...
-    def finish(self) -> None: ...
-
-
-def check_copies(config: CheckpointConfig, copies: Copies | None) -> None:
+def check_copies(config: CheckpointConfig, copies: MemoryCopies | None) -> None:
     """Raises `ConfigError` where ``config`` asks for copies in memory and there are none."""
     if copies is None and config.enabled and config.memory_every not in ("auto", 0):
         raise ConfigError(
             f"checkpoint.memory_every={config.memory_every}: give the copies to Checkpointer, "
-            "copies=parallel2d.training.recovery.memory_copies(config, run_dir, mesh)"
+            "copies=parallel2d.training.checkpoint.memory_copies(config, run_dir, mesh)"
         )
 
 
@@ -89,7 +71,7 @@ class Resume:
     group: Group
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
-    copies: Copies | None
+    copies: MemoryCopies | None
     settings: bool
     own_step: int | None = None
     stored: int = 0
@@ -196,14 +178,14 @@ class Resume:
 
     def _load_copy(self, step: int, load: str) -> dict[str, Any]:
         assert self.copies is not None
-        checkpoint = self.copies.open(step, self.model, self.optimizer)
-        loaded = None
+        checkpoint = self.copies.open(step)
         try:
-            state = self._load(checkpoint, load)
-            loaded = step
-        finally:
-            self.copies.close(loaded=loaded)
-        return state
+            return self._load(checkpoint, load)
+        except DamagedCheckpointError as fault:
+            # With none on disk, the run would begin with what was loaded so far.
+            if not self._seen:
+                raise ConfigError(f"{fault}; checkpoint.resume=never starts again") from None
+            raise
 
     def _load_path(self, path: str, own_step: int | None) -> dict[str, Any] | None:
         checkpoint = self._verified(path)

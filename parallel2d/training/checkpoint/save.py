@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from parallel2d.base import exchange
 from parallel2d.base.errors import ConfigError
@@ -29,13 +28,7 @@ from parallel2d.base.files.tensor_file import DTYPE_NAMES, DamagedCheckpointErro
 from parallel2d.base.replicas import first_rank, is_present
 from parallel2d.base.replicas.lasting_groups import Everyone
 from parallel2d.parallel.mesh import axis_positions, sharding_mesh, without_replicas
-from parallel2d.parallel.weights.geometry import (
-    Region,
-    local_part,
-    local_region,
-    region_of_replica,
-    split_dims,
-)
+from parallel2d.parallel.weights.geometry import Region, local_part, local_region, split_dims
 from parallel2d.training.checkpoint.manifest import (
     Chunk,
     Manifest,
@@ -177,57 +170,24 @@ class SavedState:
     own: Mapping[str, Tensor]
 
 
-def plan_all(
-    state: SavedState, mesh: DeviceMesh | None, nodes: Sequence[int] | None = None
-) -> Iterator[tuple[str, Region, Tensor]]:
+def plan_all(state: SavedState, mesh: DeviceMesh | None) -> Iterator[tuple[str, Region, Tensor]]:
     """`plan_writes` of what this rank has in common with others."""
     mesh = None if mesh is None else sharding_mesh(mesh)
-    yield from plan_writes(state.shared.items(), mesh, nodes)
+    yield from plan_writes(state.shared.items(), mesh)
     if state.of_replica and mesh is not None:
-        yield from plan_writes(state.of_replica.items(), without_replicas(mesh), nodes)
+        yield from plan_writes(state.of_replica.items(), without_replicas(mesh))
 
 
 def plan_writes(
-    tensors: Iterable[tuple[str, Tensor]],
-    mesh: DeviceMesh | None,
-    nodes: Sequence[int] | None = None,
+    tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None
 ) -> Iterator[tuple[str, Region, Tensor]]:
     """Yields (name, region, local values) for what this rank writes. No communication: every rank
     computes the same from placements and mesh coordinates.
 
-    Over all ranks every element is written exactly once; with ``nodes``, the node of each rank,
-    exactly once by every node whose ranks hold it. All ranks give ``tensors`` in the same order.
+    Over all ranks every element is written exactly once. All ranks give ``tensors`` in the same
+    order. A rectangle goes to that of its holders which has least to write, or in parts of at least
+    `PART_BYTES` to several: bytes are even over ranks, and a manifest stays small.
     """
-    for name, held, written, tensor in _plan(tensors, mesh, nodes, local_region):
-        values = local_part(tensor).detach().reshape(held.lengths)
-        yield name, written, values[written.slices_in(held)]
-
-
-def plan_of_replica(
-    tensors: Iterable[tuple[str, Tensor]],
-    mesh: DeviceMesh,
-    nodes: Sequence[int] | None,
-    replica: int,
-) -> Iterator[tuple[str, Region, Region, Tensor]]:
-    """Yields (name, rectangle held, part of it written, tensor) as `plan_writes` does for the rank
-    in this rank's place of ``replica``, of tensors split over the replicas. Nodes must be alike."""
-    split = [(name, tensor) for name, tensor in tensors if "replicate" in split_dims(tensor)]
-
-    def region_of(tensor: Tensor) -> Region:
-        assert isinstance(tensor, DTensor)
-        return region_of_replica(tensor, replica)
-
-    yield from _plan(split, mesh, nodes, region_of)
-
-
-def _plan(
-    tensors: Iterable[tuple[str, Tensor]],
-    mesh: DeviceMesh | None,
-    nodes: Sequence[int] | None,
-    region_of: Callable[[Tensor], Region],
-) -> Iterator[tuple[str, Region, Region, Tensor]]:
-    """A rectangle goes to that of its holders which has least to write, or in parts of at least
-    `PART_BYTES` to several: bytes are even over ranks, and a manifest stays small."""
     # Bytes dealt out so far to each of the ranks that hold the same rectangles.
     loads: dict[tuple[str, ...], list[int]] = {}
     rank, ranks = (0, 1) if mesh is None else (mesh.get_rank(), mesh.size())
@@ -236,9 +196,6 @@ def _plan(
         # Sizes differ by a row between shards; the mean is the same, so all ranks deal out alike.
         size = tensor.numel() * tensor.element_size() * len(holders) // ranks
         holders = list(filter(is_present, holders))
-        # Every node keeps a copy: its ranks share the work among themselves.
-        if nodes is not None:
-            holders = [holder for holder in holders if nodes[holder] == nodes[rank]]
         parts = max(1, min(len(holders), size // PART_BYTES))
         load = loads.setdefault(axes, [0] * len(holders))
         writers = sorted(range(len(holders)), key=load.__getitem__)[:parts]
@@ -246,7 +203,7 @@ def _plan(
             # One more, so that empty and tiny rectangles are spread over ranks too.
             load[writer] += size // parts + 1
             if holders[writer] == rank:
-                held = written = region_of(tensor)
+                held = written = local_region(tensor)
                 if parts > 1:
                     # As ``torch.chunk`` cuts it along dim 0; the last part may be empty.
                     rows = held.lengths[0]
@@ -257,7 +214,8 @@ def _plan(
                     written = Region(offsets, lengths)
                 # Empty where there are more ranks than rows.
                 if written.numel:
-                    yield name, held, written, tensor
+                    values = local_part(tensor).detach().reshape(held.lengths)
+                    yield name, written, values[written.slices_in(held)]
 
 
 def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:

@@ -284,16 +284,6 @@ def optimizer_prefix(model: nn.Module, names: Iterable[str]) -> str:
     return f"{_prefix(own)}/optimizer"
 
 
-def needed_names(model: nn.Module, manifest: Manifest) -> list[str]:
-    """The names that `load_replica_state` and the optimizer's loading read on this rank."""
-    prefixes = [optimizer_prefix(model, manifest.tensors)]
-    prefixes += _residual_prefixes(residuals_of(model), manifest)
-    outer = outer_sync(model)
-    if outer is not None:
-        prefixes += ["sync", f"{_prefix(outer.replica)}/model"]
-    return names_under(prefixes, manifest.tensors)
-
-
 def _residual_prefixes(kept: UpdateFollower, manifest: Manifest) -> list[str]:
     """Those that this replica goes on from: its own, or where the number of replicas has changed
     all that there are."""

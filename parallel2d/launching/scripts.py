@@ -1,0 +1,57 @@
+"""Runs a training script of one's own on every rank: `start_script`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+from parallel2d.base.config.composition import compose
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.topology import find_rank
+from parallel2d.launching.failures import failures_reported_once
+from parallel2d.launching.launcher import start_node
+from parallel2d.launching.processes import workers_per_node
+
+_PREFIX = "launch."
+
+
+def start_script(words: Sequence[str]) -> None:
+    """Runs a script on the ranks of this node. ``words``: ``launch.KEY=VALUE``, as of the train
+    command, then the script and its arguments. Raises as `start_node` does."""
+    settings = list(itertools.takewhile(lambda word: word.startswith(_PREFIX), words))
+    script = words[len(settings) :]
+    if not script or not os.path.isfile(script[0]):
+        found = f"no file {script[0]}" if script else "none given"
+        raise ConfigError(f"run [{_PREFIX}KEY=VALUE ...] SCRIPT [ARGUMENT ...]: script: {found}")
+    composition = compose([*settings, "checkpoint.enabled=false"])
+    if composition is None:
+        raise ConfigError("run starts one job: give each key one value")
+    config = composition.config
+    start_node(config, script, workers_per_node(config.launch), f"{__name__}:script_main")
+
+
+def script_main(words: Sequence[str]) -> int:
+    """Runs the script ``words[0]`` in this rank, with all ``words`` as its arguments."""
+    identity = find_rank()
+    assert identity is not None, "launchers set the variables of a rank"
+    sys.argv = list(words)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
+    with failures_reported_once(identity, None):
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        except Exception as error:
+            error.step_of_run = _step()  # type: ignore[attr-defined]
+            raise
+    return 0
+
+
+def _step() -> int | None:
+    """The step that this rank computes, where it is known."""
+    from parallel2d.base.replicas import current
+
+    replicas = current()
+    applied = replicas.applied.step if replicas is not None else None
+    return None if applied is None else applied + 1
