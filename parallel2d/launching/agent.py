@@ -139,9 +139,12 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
     go on without it. As `_run_round`, and raises `ConfigError` for a node that does not fit."""
     nodes = workers.settings.node_range[1]
     if workers.restarts.limit and nodes > 1:
-        vacancy = find_vacancy(
-            rendezvous.store, rendezvous.latest_prefix, workers.size, nodes, workers.say
-        )
+        try:
+            vacancy = find_vacancy(
+                rendezvous.store, rendezvous.latest_prefix, workers.size, nodes, workers.say
+            )
+        except (DistNetworkError, DistStoreError) as error:
+            raise _explain_rendezvous(workers, rendezvous, error) from None
         if vacancy is not None:
             workers.say(
                 f"taking a place that is free, with ranks {vacancy.ranks}: the others go on"
