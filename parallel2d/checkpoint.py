@@ -37,7 +37,7 @@ def main(
 ) -> int:
     """Runs one command; returns the exit code."""
     options = _parser(program).parse_args(arguments)
-    return exit_code_of(lambda: options.run(options), faults=(OSError,), invalid=1)
+    return exit_code_of(lambda: options.run(options), faults=(ConfigError, OSError), invalid=1)
 
 
 def _parser(program: str) -> argparse.ArgumentParser:

@@ -19,6 +19,7 @@ from rich.progress import Progress
 
 from parallel2d.base.config import DataConfig
 from parallel2d.base.config.checks import check_data
+from parallel2d.base.errors import ConfigError
 from parallel2d.launching import exit_code_of
 from parallel2d.training.data import token_shards as store
 from parallel2d.training.data.prepare import folder_lock, prepare
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m paral
     options = _parser(program).parse_args(arguments)
     return exit_code_of(
         lambda: options.run(options),
-        faults=(OSError, RuntimeError),
+        faults=(ConfigError, OSError, RuntimeError),
         interrupted="stopped; finished parts are kept, start again to go on",
     )
 

@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 def exit_code_of(
     start: Callable[[], int | None],
     *,
-    faults: tuple[type[Exception], ...] = (),
+    faults: tuple[type[Exception], ...] = (ConfigError,),
     invalid: int = 2,
     interrupted: str = "interrupted",
 ) -> int:
     """What ``start`` returns, 0 for None, or the exit code of its exception, about which one line
-    is printed: 1 failed, ``invalid`` for `ConfigError` and ``faults``, 130 ``interrupted``."""
+    is printed: 1 failed, ``invalid`` for ``faults``, 130 ``interrupted``."""
     text: object
     try:
         return start() or 0
-    except (ConfigError, *faults) as error:
+    except faults as error:
         text, code = error, invalid
     except Preempted as preempted:
         text, code = preempted, preempted.exit_code
