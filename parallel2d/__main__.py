@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 
 from parallel2d.base.errors import ConfigError, did_you_mean
-from parallel2d.base.files import for_terminal
 
 # Command, which is a module of this package too, and its purpose
 COMMANDS = {
@@ -32,13 +31,9 @@ def main(arguments: Sequence[str] | None = None, program: str = "parallel2d") ->
     if first not in COMMANDS:
         # Imported here because Hydra comes with it, which most commands do not need.
         from parallel2d.base.config.help_page import show
+        from parallel2d.launching import exit_code_of
 
-        try:
-            show(_information(first, program))
-        except ConfigError as error:
-            print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
-            return 2
-        return 0
+        return exit_code_of(lambda: show(_information(first, program)))
     module = importlib.import_module(f"parallel2d.{first}")
     return int(module.main(words[1:], program=f"{program} {first}"))
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
 from parallel2d.base.files.tensor_file import DTYPES, printable
+from parallel2d.launching import exit_code_of
 from parallel2d.training.checkpoint import Checkpointer as Checkpointer
 from parallel2d.training.checkpoint.convert import (
     DTYPE_CHOICES,
@@ -28,7 +29,7 @@ from parallel2d.training.checkpoint.convert import (
     open_source,
 )
 from parallel2d.training.checkpoint.manifest import Checkpoint
-from parallel2d.training.checkpoint.storage import describe_error, find_checkpoint
+from parallel2d.training.checkpoint.storage import find_checkpoint
 
 
 def main(
@@ -36,16 +37,7 @@ def main(
 ) -> int:
     """Runs one command; returns the exit code."""
     options = _parser(program).parse_args(arguments)
-    try:
-        options.run(options)
-    except (ConfigError, OSError) as error:
-        text = describe_error(error) if isinstance(error, OSError) else error
-        print(f"parallel2d: {for_terminal(text)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("parallel2d: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code_of(lambda: options.run(options), faults=(ConfigError, OSError), invalid=1)
 
 
 def _parser(program: str) -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.files import for_terminal
+from parallel2d.launching import exit_code_of
 
 
 def find_boards(paths: Sequence[str]) -> dict[str, str]:
@@ -56,11 +56,11 @@ def main(
     parser.add_argument("runs", nargs="+", metavar="RUN", help=text)
     parser.add_argument("--port", type=int, default=6006, help="on localhost; 0 picks a free one")
     options = parser.parse_args(arguments)
-    try:
-        boards = find_boards(options.runs)
-    except ConfigError as error:
-        print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
-        return 2
+    return exit_code_of(lambda: _serve(options))
+
+
+def _serve(options: argparse.Namespace) -> int:
+    boards = find_boards(options.runs)
     from tensorboard.program import TensorBoard
 
     server = TensorBoard()

@@ -20,7 +20,7 @@ from rich.progress import Progress
 from parallel2d.base.config import DataConfig
 from parallel2d.base.config.checks import check_data
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.files import for_terminal
+from parallel2d.launching import exit_code_of
 from parallel2d.training.data import token_shards as store
 from parallel2d.training.data.prepare import folder_lock, prepare
 from parallel2d.training.data.reading import find_units
@@ -47,15 +47,11 @@ _OPTIONS = {
 def main(arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.data") -> int:
     """Runs one command and returns the exit code."""
     options = _parser(program).parse_args(arguments)
-    try:
-        options.run(options)
-    except (ConfigError, OSError, RuntimeError) as error:
-        print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("parallel2d: stopped; finished parts are kept, start again to go on", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code_of(
+        lambda: options.run(options),
+        faults=(ConfigError, OSError, RuntimeError),
+        interrupted="stopped; finished parts are kept, start again to go on",
+    )
 
 
 def _parser(program: str) -> argparse.ArgumentParser:

@@ -12,6 +12,7 @@ from parallel2d.base.config.composition import Composition, compose
 from parallel2d.base.config.help_page import information, show
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
+from parallel2d.launching import exit_code_of
 
 _PURPOSE = (
     "Finds the fastest layout of the described job that fits on a cluster, and what "
@@ -22,21 +23,18 @@ _PURPOSE = (
 def main(arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.plan") -> int:
     """Returns 0 planned, 1 the given layout does not fit, 2 nothing can run, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        answer = information(words, program, _PURPOSE)
-        if answer is not None:
-            show(answer)
-            return 0
-        composition = compose(words)
-        if composition is None or composition.config.plan.dry_run:
-            return train.main([*words, "plan.dry_run=true"])
-        _plan(composition)
-    except ConfigError as error:
-        print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("parallel2d: interrupted", file=sys.stderr)
-        return 130
+    return exit_code_of(lambda: _run(words, program))
+
+
+def _run(words: list[str], program: str) -> int:
+    answer = information(words, program, _PURPOSE)
+    if answer is not None:
+        show(answer)
+        return 0
+    composition = compose(words)
+    if composition is None or composition.config.plan.dry_run:
+        return train.main([*words, "plan.dry_run=true"])
+    _plan(composition)
     return 0
 
 

@@ -13,6 +13,7 @@ from parallel2d.base import files
 from parallel2d.base.errors import ConfigError
 from parallel2d.instruments.report.page import markdown, page
 from parallel2d.instruments.report.runs import Run, find_runs, read_run
+from parallel2d.launching import exit_code_of
 
 _MOST_RUNS = 24  # that can be told apart on one page
 
@@ -30,26 +31,25 @@ def main(
     parser.add_argument("--out", help="folder of the report; default: RUN, or . for several")
     parser.add_argument("--markdown", action="store_true", help="report.md alone, without plotly")
     options = parser.parse_args(arguments)
+    return exit_code_of(lambda: _write(options))
+
+
+def _write(options: argparse.Namespace) -> None:
     folder = options.out or (options.runs[0] if len(options.runs) == 1 else ".")
+    runs = _read(options.runs)
+    # All is made before the first is written, so a failure leaves no incomplete report.
+    texts = {"report.md": markdown(runs)}
+    if not options.markdown:
+        texts["report.html"] = page(runs)
     try:
-        runs = _read(options.runs)
-        # All is made before the first is written, so a failure leaves no incomplete report.
-        texts = {"report.md": markdown(runs)}
-        if not options.markdown:
-            texts["report.html"] = page(runs)
         os.makedirs(folder, exist_ok=True)
         for name, text in texts.items():
             path = os.path.join(folder, name)
             files.replace(path, text)
             print(files.printable(path, 4096))
-    except ConfigError as error:
-        print(f"parallel2d: {files.for_terminal(error)}", file=sys.stderr)
-        return 2
     except OSError as error:
         shown = files.printable(folder)
-        print(f"parallel2d: --out: {shown} cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
-    return 0
+        raise ConfigError(f"--out: {shown} cannot be written: {error.strerror}") from None
 
 
 def _read(given: Sequence[str]) -> list[Run]:

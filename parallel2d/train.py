@@ -47,7 +47,9 @@ def main(
     words = list(sys.argv[1:] if arguments is None else arguments)
     launching.open_standard_streams()
     launching.keep_others_from_writing()
-    return launching.exit_code_of(lambda: _run(words, program, purpose))
+    return launching.exit_code_of(
+        lambda: _run(words, program, purpose), interrupted="interrupted; all workers have ended"
+    )
 
 
 def _run(words: list[str], program: str, purpose: str) -> int:

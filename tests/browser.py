@@ -1,9 +1,8 @@
-"""A headless Chromium, driven over its own debugging pipe: pages are opened, asked with JavaScript, and photographed.
+"""A headless Chromium, driven over its own debugging pipe: pages are opened and asked with JavaScript.
 
 The protocol is https://chromedevtools.github.io/devtools-protocol/; over the pipe a message is JSON that ends with a zero byte.
 """
 
-import base64
 import json
 import os
 import select
@@ -81,11 +80,6 @@ class Browser:
             )
             time.sleep(0.1)
         return value
-
-    def photograph(self, path: str | Path) -> None:
-        Path(path).write_bytes(
-            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
-        )
 
     def close(self) -> None:
         self._process.kill()

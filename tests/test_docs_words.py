@@ -69,12 +69,6 @@ def test_commands_were_found():
     assert set(ELSEWHERE) <= given, "a reason that no command needs"
 
 
-def test_a_sweep_is_reduced_to_its_first_job():
-    line = "python -m parallel2d.train -m strategy=ddp,zero3 train.seed=1,2  # a sweep"
-    assert words_of(line) == ["strategy=ddp", "train.seed=1"]
-    assert words_of("python -m parallel2d.report RUN") is None
-
-
 @pytest.mark.parametrize("name", COMPOSED)
 def test_a_command_composes(name):
     words = COMPOSED[name]

@@ -33,6 +33,7 @@ from parallel2d.training.metrics.recorder import Goodput
 from parallel2d.training.metrics.writer import MetricsWriter
 
 MUTATIONS = 40  # of each kind
+MANY = int(os.environ.get("PARALLEL2D_MUTATIONS", "1700"))
 REPORTS = (markdown,)
 LONGEST_S, MOST_BYTES = 2.0, 200 * 2**20
 ODD = (
@@ -310,9 +311,10 @@ def check(kind: str, original: Path, folder: Path, number: int) -> None:
     assert grown < MOST_BYTES
 
 
+@pytest.mark.parametrize("number", [MUTATIONS, pytest.param(MANY, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_changed_at_random(original, tmp_path, kind):
-    check(kind, original(kind), tmp_path / "run", MUTATIONS)
+def test_files_changed_at_random(original, tmp_path, kind, number):
+    check(kind, original(kind), tmp_path / "run", number)
 
 
 @pytest.mark.parametrize("ends", [[0, 5], [9, 3], [4, 4]])
@@ -332,11 +334,3 @@ def test_documents_that_do_not_end_one_after_the_other_are_refused(original, tmp
 def test_pages_of_files_changed_at_random(original, tmp_path, kind, monkeypatch):
     monkeypatch.setitem(globals(), "REPORTS", (page,))
     fuzzed(kind, original(kind), tmp_path / "run", 1, 10)  # raises what page raises
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_files_changed_at_random(original, tmp_path, kind):
-    check(
-        kind, original(kind), tmp_path / "run", int(os.environ.get("PARALLEL2D_MUTATIONS", "1700"))
-    )

@@ -85,20 +85,15 @@ def test_a_transposed_mesh_is_refused_with_the_numbers():
     for word in ("mesh.shard=2", "[0, 2]", "1 on a", "1 on b", "4 times", "allow_cross_node=true"):
         assert word in str(error.value)
     assert "ranks [0, 2] crosses hosts" in check_placement(transposed, topology, True)[0]
-
-
-def test_a_tensor_group_across_hosts_is_refused():
-    topology = Topology(("a", "a", "b", "b"))
+    # A tensor group across hosts is refused too.
     with pytest.raises(ConfigError, match="mesh.tensor=2"):
         check_placement(torch.tensor([[[[0, 2]]], [[[1, 3]]]]), topology, False)
 
 
-def test_a_shard_group_larger_than_a_host_is_allowed_and_said():
+def test_a_shard_group_larger_than_a_host_is_said_and_one_that_straddles_is_refused():
     _, shape, topology = resolve("zero3", (2, 2))
     assert "uses the slow link" in check_placement(shape.place(topology), topology, False)[0]
 
-
-def test_straddling_groups_on_uneven_hosts_are_refused():
     _, shape, topology = resolve("hybrid", (3, 3), shard=2)
     with pytest.raises(ConfigError, match=r"1 on host0.*fit inside one host of 3"):
         check_placement(shape.place(topology), topology, False)

@@ -1,7 +1,6 @@
 """The dashboard as a person sees it: a finished sweep, shown by TensorBoard, looked at with a browser."""
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -84,7 +83,6 @@ def test_a_sweep_shows_no_empty_panel_and_every_run_in_the_table(chromium, folde
     done = execute(folder, "-m", *SMALL, *words)
     assert done.returncode == 0, done.stderr
     charts = [name for group in (*LAYOUT.values(), BETWEEN_REPLICAS) for name in group]
-    kept = os.environ.get("DASHBOARD_PICTURES")  # a folder, to look at them oneself
     with dashboard(folder / "sweep") as address:
         browser = Browser(chromium, folder / "profile", height=2600)
         try:
@@ -96,12 +94,8 @@ def test_a_sweep_shows_no_empty_panel_and_every_run_in_the_table(chromium, folde
             # The shard axis of zero3, and both of hybrid
             megabytes = dict(panels)["MB sent per rank and step"]
             assert len(set(megabytes)) == 3, megabytes
-            if kept:
-                browser.photograph(f"{kept}/scalars.png")
             browser.open(f"{address}/#hparams")
             table = browser.wait_for(TABLE, lambda text: "zero3" in text and "hybrid" in text)
-            if kept:
-                browser.photograph(f"{kept}/hparams.png")
             measured = ("validation/loss", "loss", "throughput/tokens_per_s", "goodput/fraction")
             for wanted in (*COMPARED, *measured):
                 assert wanted in table, wanted

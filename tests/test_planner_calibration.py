@@ -66,18 +66,14 @@ def test_a_fit_finds_latency_and_bandwidth():
     # A latency below nothing is none.
     early = [each._replace(seconds=each.link_bytes / 1e8 - 1e-5) for each in samples(0, 1)]
     assert fit_link(early).latency_s == 0
-
-
-def test_disturbed_measurements_do_not_move_a_fit():
+    # Disturbed measurements do not move a fit.
     rows = samples(2e-4, 1e8)
     for disturbed in (0, 5, 9):
         rows[disturbed] = rows[disturbed]._replace(seconds=0.5)
     found = fit_link(rows)
     assert found.latency_s == pytest.approx(2e-4, rel=0.05)
     assert found.bytes_per_s == pytest.approx(1e8, rel=0.05)
-
-
-def test_bytes_that_cost_nothing_show_no_bandwidth():
+    # Bytes that cost nothing show no bandwidth.
     rows = [CollectiveSample("all_gather", size, 3, size, 1 / size) for size in (1, 10, 100)]
     assert fit_link(rows).bytes_per_s == math.inf
 
@@ -98,10 +94,6 @@ def problem(*words: str) -> str:
     return str(caught.value)
 
 
-def test_without_a_choice_the_cluster_is_what_the_job_starts_and_its_figures_are_not_known():
-    assert cluster() == ClusterConfig()
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "local"])
 def test_a_preset_has_every_figure_that_a_step_time_needs(name):
     found = cluster(f"cluster={name}")
@@ -116,6 +108,7 @@ def test_a_preset_has_every_figure_that_a_step_time_needs(name):
 
 @pytest.mark.slow
 def test_what_cannot_be_is_refused_with_the_key():
+    assert cluster() == ClusterConfig()  # nothing is known without a choice
     assert "did you mean h100?" in problem("cluster=h1000")
     assert "cluster.nodes=0 must be a whole number of at least 1" in problem("cluster.nodes=0")
     peak = "cluster.device.peak_tflops.bf16"

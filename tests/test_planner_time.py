@@ -70,9 +70,7 @@ def test_a_collective_takes_its_bytes_and_its_steps():
     assert collective_seconds("reduce_scatter", 1e9, flat, CLUSTER) == pytest.approx(
         1 + 3 * 10e-6 + 28 * 2e-6
     )
-
-
-def test_a_small_all_reduce_over_many_hosts_uses_a_tree():
+    # A small all-reduce over many hosts uses a tree.
     many = placed(MeshShape(1024, 1), REPLICATE, 1024)
     tree = collective_seconds("all_reduce", 0, many, CLUSTER)
     assert tree == pytest.approx(2 * 10 * 10e-6)
@@ -140,13 +138,10 @@ def test_two_axes_on_one_link_wait_for_each_other():
     assert step_seconds(groups, schedule(shares=True), update=0).total > apart + 8
 
 
-def test_parameters_that_stay_gathered_are_gathered_once():
+def test_gathers_are_waited_for_once_where_parameters_stay_and_each_without_overlap():
     freed = step_seconds([group(gather=4)] * 6, schedule(), update=0).shard
     kept = step_seconds([group(gather=4, frees=False)] * 6, schedule(), update=0).shard
     assert kept < freed
-
-
-def test_forward_without_overlap_waits_for_each_gather():
     found = step_seconds([group(gather=0.5, frees=False)] * 10, schedule(overlaps=False), update=0)
     assert found.shard == pytest.approx(5)
 

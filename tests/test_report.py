@@ -1,7 +1,6 @@
 """The report of three runs, one of which was restarted and went on with another layout: tables, figures, the page."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -261,7 +260,6 @@ def test_a_page_loads_nothing_and_fits_a_screen(folder, tmp_path):
     if chromium is None:
         pytest.skip("needs a chromium to look at the report with: apt-get install chromium")
     assert command.main([str(folder), "--out", str(tmp_path / "out")]) == 0
-    kept = os.environ.get("REPORT_PICTURES")  # a folder, to look at them oneself
     browser = Browser(chromium, tmp_path / "profile")
     try:
         for width in (1200, 400):
@@ -271,8 +269,6 @@ def test_a_page_loads_nothing_and_fits_a_screen(folder, tmp_path):
             assert browser.ask("document.documentElement.scrollWidth") <= width
             assert browser.ask(OVERFLOWING) == []
             assert browser.ask(CUT) == []
-            if kept:
-                browser.photograph(f"{kept}/report-{width}.png")
         assert browser.ask("performance.getEntriesByType('resource').length") == 0
         # None that sends the data to a service
         assert browser.ask(BUTTONS) == ["Download plot as a PNG", "Zoom", "Pan", "Reset axes"]

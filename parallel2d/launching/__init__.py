@@ -14,19 +14,3 @@ from parallel2d.launching.processes import (
     workers_per_node,
 )
 from parallel2d.launching.rank_processes import start_server
-
-__all__ = [
-    "Preempted",
-    "RankIdentity",
-    "WorkersFailed",
-    "exit_code_of",
-    "find_rank",
-    "first_host",
-    "keep_others_from_writing",
-    "open_standard_streams",
-    "run_once",
-    "start_node",
-    "start_server",
-    "start_workers",
-    "workers_per_node",
-]

@@ -40,20 +40,26 @@ if TYPE_CHECKING:
     from parallel2d.launching.agent import NodeWorkers
 
 
-def exit_code_of(start: Callable[[], int]) -> int:
-    """What ``start`` returns, or the exit code of its exception, about which one line is printed: 1
-    failed, 2 a configuration that cannot run, 130 interrupted."""
+def exit_code_of(
+    start: Callable[[], int | None],
+    *,
+    faults: tuple[type[Exception], ...] = (ConfigError,),
+    invalid: int = 2,
+    interrupted: str = "interrupted",
+) -> int:
+    """What ``start`` returns, 0 for None, or the exit code of its exception, about which one line
+    is printed: 1 failed, ``invalid`` for ``faults``, 130 ``interrupted``."""
     text: object
     try:
-        return start()
-    except ConfigError as error:
-        text, code = error, 2
+        return start() or 0
+    except faults as error:
+        text, code = error, invalid
     except Preempted as preempted:
         text, code = preempted, preempted.exit_code
     except WorkersFailed as error:
         text, code = error, 1
     except KeyboardInterrupt as error:
-        text, code = str(error) or "interrupted; all workers have ended", 130
+        text, code = str(error) or interrupted, 130
     if code == 130:  # another Ctrl-C ends this process without a traceback
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     print(f"parallel2d: {for_terminal(text)}", file=sys.stderr)

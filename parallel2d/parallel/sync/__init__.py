@@ -19,18 +19,3 @@ from parallel2d.parallel.sync.updates import (
     set_step,
     updated_parameters,
 )
-
-__all__ = [
-    "accumulate",
-    "attach_optimizer",
-    "clear_with_gradients",
-    "compare_replicas",
-    "discard_accumulated",
-    "finish_updates",
-    "no_sync",
-    "outer_parameters",
-    "register_sync_hook",
-    "replicate_group",
-    "set_step",
-    "updated_parameters",
-]

@@ -9,13 +9,3 @@ from parallel2d.training.checkpoint.in_memory import memory_copies
 from parallel2d.training.checkpoint.manifest import Checkpoint
 from parallel2d.training.checkpoint.state import load_model, load_optimizer
 from parallel2d.training.checkpoint.storage import CheckpointError
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "Checkpointer",
-    "DamagedCheckpointError",
-    "load_model",
-    "load_optimizer",
-    "memory_copies",
-]

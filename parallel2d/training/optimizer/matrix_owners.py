@@ -69,9 +69,10 @@ class _MatrixPart(NamedTuple):
             shape[self.dim] = self.lengths[place]
         return tuple(map(slice, shape))
 
-    def cut(self, before: Tensor) -> Sequence[Tensor]:
-        """``before``, which the axis has not split yet, in the parts of its ranks."""
-        assert self.dim is not None
+    def cut(self, before: Tensor, ranks: int) -> Sequence[Tensor]:
+        """What each of the ``ranks`` of the axis gets of ``before``: its part, or a copy."""
+        if self.dim is None:
+            return [before] * ranks
         return before.split(self.lengths, self.dim)
 
 
@@ -175,42 +176,22 @@ class MatrixRound:
     ) -> None:
         """Sends what ``held`` has, in the owner's place on one axis, to all ranks of the axis, and
         replaces it by what this rank gets. Collective."""
-        for is_split, send in ((True, self._send_parts), (False, self._send_copies)):
-            matrices = [each for each in batch if (each.parts[level].dim is not None) == is_split]
-            by_place = self._by_place(level, matrices)
-            for of_place, flat in zip(by_place, send(level, by_place, held), strict=True):
-                parts = [matrix.parts[level] for matrix in of_place]
-                pieces = pieces_of(flat, [part.padded for part in parts])
-                for matrix, part, piece in zip(of_place, parts, pieces, strict=True):
-                    held[matrix.number] = piece[part.slices(self._places[level])]
-
-    def _send_parts(
-        self, level: int, by_place: Sequence[Sequence[OwnedMatrix]], held: Mapping[int, Tensor]
-    ) -> Sequence[Tensor]:
-        """By the owner's place, this rank's parts, flat and padded. Collective."""
         axis = self._axes[level]
+        by_place = self._by_place(level, batch)
         own = []
         for matrix in by_place[axis.place]:
             part = matrix.parts[level]
-            own.append([_padded(each, part.padded) for each in part.cut(held[matrix.number])])
+            pieces = part.cut(held[matrix.number], axis.ranks)
+            own.append([_padded(each, part.padded) for each in pieces])
         # All that the first rank of the axis gets, then what the second gets, ...
         sent = list(chain.from_iterable(zip(*own, strict=True)))
         sizes = [_numel(level, matrices) for matrices in by_place]
         flat = self._exchange(axis, sent, [sizes[axis.place]] * axis.ranks, sizes)
-        return flat.split(sizes)
-
-    def _send_copies(
-        self, level: int, by_place: Sequence[Sequence[OwnedMatrix]], held: Mapping[int, Tensor]
-    ) -> Sequence[Tensor]:
-        """As `_send_parts`, where every rank of the axis gets the same. Collective."""
-        axis = self._axes[level]
-        own = []
-        for matrix in by_place[axis.place]:
-            own.append(_padded(held[matrix.number], matrix.parts[level].padded))
-        sizes = [_numel(level, matrices) for matrices in by_place]
-        copies = [self._flat(own)] * axis.ranks
-        flat = self._exchange(axis, copies, [sizes[axis.place]] * axis.ranks, sizes)
-        return flat.split(sizes)
+        # By the owner's place
+        matrices = list(chain.from_iterable(by_place))
+        received = pieces_of(flat, [matrix.parts[level].padded for matrix in matrices])
+        for matrix, piece in zip(matrices, received, strict=True):
+            held[matrix.number] = piece[matrix.parts[level].slices(axis.place)]
 
     def _by_place(self, level: int, matrices: Iterable[OwnedMatrix]) -> list[list[OwnedMatrix]]:
         """By the owner's place on an axis, those that pass along this rank's row of it: the owner

@@ -17,18 +17,3 @@ from parallel2d.training.run_directory.start import (
     has_owner,
     read_segments,
 )
-
-__all__ = [
-    "RunClaim",
-    "Segment",
-    "accept_start",
-    "changes_since",
-    "discard_pending",
-    "flat",
-    "has_owner",
-    "note_failure",
-    "objective_missing",
-    "read_objective",
-    "read_segments",
-    "summarize",
-]
