@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -80,3 +81,23 @@ def as_text(values: Tensor) -> str:
 def from_text(text: str) -> Tensor:
     """A tensor of the bytes that `as_text` was given."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def next_record(
+    told: Mapping[Member, Mapping[str, Any]], joining: set[Member]
+) -> dict[str, Any] | None:
+    """The next generation's record; None where nobody has the state. ``told``: by those who are
+    left, the eldest first, where each is; ``joining``: who waits to be let in."""
+    have = [each for each in told if told[each]["step"] is not None]
+    if not have:
+        return None
+    joiners: list[Member] = []
+    if all(told[each]["admit"] for each in have):
+        joiners = sorted(joining.difference(have))
+    furthest = max(map(told.__getitem__, have), key=lambda each: (each["step"], each["calls"]))
+    return {
+        "members": [*have, *joiners],
+        "joiners": joiners,
+        "first": furthest["step"] + 1,
+        **{key: furthest[key] for key in ("sums", "calls", "last")},
+    }

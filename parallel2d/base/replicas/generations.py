@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DistStoreError, PrefixStore, ProcessGroup, ProcessGroupGloo
+from torch.distributed import DistStoreError, PrefixStore, ProcessGroupGloo
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas.events import (
@@ -27,12 +27,12 @@ from parallel2d.base.replicas.events import (
     Member,
     as_text,
     from_text,
+    next_record,
     post,
 )
 from parallel2d.base.replicas.lasting_groups import (
     Across,
     Attempt,
-    Everyone,
     NotArrived,
     PolledWork,
     World,
@@ -55,12 +55,13 @@ class Presence:
         met: the generation in which the last collective of the world was begun that all have done.
         lost: whether a replica of this generation is lost.
         joined: members of this generation that have no state yet.
+        groups: those whose inside is exchanged.
         begun: collectives of steps across replicas that were started.
     """
 
     def __init__(self, store: Any, rank: int, together: int, life: int, timeout: timedelta) -> None:
         self.store, self.rank, self.life, self.timeout = store, rank, life, timeout
-        self.on = self.in_step = self.arrived = self.lost = False
+        self.on = self.in_step = self.arrived = self.lost = self.is_divided = False
         self.ranks: list[list[int]] = [list(range(together))]
         self.hosts: list[str] = []
         if life:
@@ -78,7 +79,7 @@ class Presence:
         self.stop_requested: Callable[[], bool] = lambda: False  # of this rank
         self._last: list[Tensor] = []  # results of the last one
         self.own_store = PrefixStore(f"replicas/life/{self.ranks[0][0]}.{life}", store)
-        self._groups: list[Any] = []
+        self.groups: list[Any] = []
         self._inside: Any = None  # of this replica, for its votes
         self._buried: list[Any] = []  # works of lost generations, until they end
         self._woken: set[threading.Event] = set()
@@ -107,19 +108,20 @@ class Presence:
         """The default group of this rank. Collective over the ranks that start together."""
         made = World(self, "world", rank, size)
         made.inner = made.connect(PrefixStore("world", self.own_store), timeout)
-        self._groups.append(made)
+        self.groups.append(made)
         return made
 
     def divide(self, ranks: Sequence[Sequence[int]], hosts: Sequence[str]) -> None:
         """From now on groups across these replicas may lose some; those whose ranks have not
         started with this one are not there. Once; others must be the same. No communication."""
-        if self._inside is not None:
+        if self.is_divided:
             if self.ranks != ranks:
                 raise ConfigError(
                     "meshes with other replicas: while these may be lost, all are one"
                 )
             return
         found = [list(map(int, each)) for each in ranks]
+        self.is_divided = True
         together = set(self.present)
         self.hosts = list(hosts)
         own = next(number for number, each in enumerate(found) if self.rank in each)
@@ -131,40 +133,6 @@ class Presence:
         self.members = [(number, self.life) for number in there]
         store = PrefixStore(f"inside/{own}", self.own_store)
         self._inside = ProcessGroupGloo(store, self.place, len(found[own]), self.timeout)
-
-    def new_group(
-        self, ranks: list[int], name: str, about: str, timeout: timedelta | None
-    ) -> ProcessGroup:
-        """Of `World.new_group`. Collective over those of ``ranks`` that start together."""
-        is_divided = self._inside is not None
-        own = self.ranks[self.replica]
-        timeout = timeout or self.timeout
-        if is_divided and not set(ranks) <= set(own):
-            in_place = [each[self.place] for each in self.ranks]
-            # With replicas of one rank both are the same ranks. A group of an axis has its name.
-            is_axis = sorted(ranks) == sorted(in_place) and "replica" in about
-            kind: Any = Across if is_axis else Everyone
-            if kind is Everyone and len(ranks) != sum(map(len, self.ranks)):
-                raise RuntimeError(
-                    f"new_group({ranks}): neither inside a replica, nor in one place of all, nor "
-                    "everybody; replicas come and go"
-                )
-            group = kind(
-                self, f"{kind.__name__}{len(self._groups)}", ranks.index(self.rank), len(ranks)
-            )
-            store = PrefixStore(group.key, self.own_store)
-            if is_axis:
-                store = PrefixStore(str(self.place), store)
-            group.inner = group.connect(store, timeout)
-            self._groups.append(group)
-            return group
-        store = PrefixStore(f"{name}/{ranks}", self.own_store)
-        group = ProcessGroup(store, ranks.index(self.rank), len(ranks))
-        gloo = ProcessGroup.BackendType.GLOO
-        group._set_default_backend(gloo)
-        backend = ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timeout)
-        group._register_backend(torch.device("cpu"), gloo, backend)
-        return group
 
     # Coming and going
 
@@ -332,7 +300,7 @@ class Presence:
 
     def _next_record(self, old: int, admit: bool, least: int) -> dict[str, Any]:
         """Waits for the record of the next generation with this replica in it."""
-        for group in self._groups:
+        for group in self.groups:
             group.inner = None
         self._buried = [each for each in self._buried if not each[1].is_completed()]
         number = old + 1
@@ -378,25 +346,13 @@ class Presence:
         keys = [_AT.format(old, *each) for each in left]
         if not self.store.check(keys):
             return
-        at = dict(zip(left, map(json.loads, map(self.store.get, keys)), strict=True))
-        have = [each for each in left if at[each]["step"] is not None]
-        if not have:
+        told = dict(zip(left, map(json.loads, map(self.store.get, keys)), strict=True))
+        record = next_record(told, self._events.joining - dead)
+        if record is None:
             os._exit(LEFT_OUT)  # nobody has the state: all start again from a checkpoint
-        joiners: list[Member] = []
-        if all(at[each]["admit"] for each in have):
-            joiners = sorted(self._events.joining - dead - set(have))
-        is_enough = len(have) + len(joiners) >= least or self._events.stopped >= old
-        if have[0] != self.own or not is_enough:
+        is_enough = len(record["members"]) >= least or self._events.stopped >= old
+        if record["members"][0] != self.own or not is_enough:
             return
-        furthest = max(map(at.__getitem__, have), key=lambda each: (each["step"], each["calls"]))
-        record = {
-            "members": [*have, *joiners],
-            "joiners": joiners,
-            "first": furthest["step"] + 1,
-            "sums": furthest["sums"],
-            "calls": furthest["calls"],
-            "last": furthest["last"],
-        }
         self.store.compare_set(RECORD.format(old + 1), "", json.dumps(record))
         self.store.set(LATEST, str(old + 1))
 
@@ -409,10 +365,10 @@ class Presence:
                 key = f"{key}/{self.place}"
             return group.connect(PrefixStore(key, self.store), self.timeout)
 
-        made = self._connect([functools.partial(connect, each) for each in self._groups])
+        made = self._connect([functools.partial(connect, each) for each in self.groups])
         if made is None:
             return False
-        for group, inner in zip(self._groups, made, strict=True):
+        for group, inner in zip(self.groups, made, strict=True):
             group.inner = inner
         return True
 

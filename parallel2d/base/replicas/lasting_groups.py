@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, ProcessGroupGloo
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo
 from torch.distributed import distributed_c10d as c10d
 
 
@@ -231,7 +231,7 @@ class World(_Lasting):
         """Torch calls this for every group, so for each row of a mesh too."""
         if self.rank() not in ranks:
             return None
-        group = self.replicas.new_group(list(ranks), str(group_name), group_desc or "", timeout)
+        group = _make_group(self.replicas, list(ranks), str(group_name), group_desc or "", timeout)
         # Torch registers the name and leaves this to us.
         group._set_group_name(group_name)
         group._set_group_desc(group_desc or "group")
@@ -268,3 +268,35 @@ class NotArrived(PolledWork):
 
     def _arrives(self) -> bool:
         return False
+
+
+def _make_group(
+    replicas: Any, ranks: list[int], name: str, about: str, timeout: timedelta | None
+) -> ProcessGroup:
+    """Inside the replica as it is; a lasting one across replicas, once they are divided."""
+    own, place = replicas.ranks[replicas.replica], ranks.index(replicas.rank)
+    timeout = timeout or replicas.timeout
+    if not replicas.is_divided or set(ranks) <= set(own):
+        store = PrefixStore(f"{name}/{ranks}", replicas.own_store)
+        plain = ProcessGroup(store, place, len(ranks))
+        gloo = ProcessGroup.BackendType.GLOO
+        plain._set_default_backend(gloo)
+        backend = ProcessGroupGloo(store, place, len(ranks), timeout)
+        plain._register_backend(torch.device("cpu"), gloo, backend)
+        return plain
+    in_place = [each[replicas.place] for each in replicas.ranks]
+    # With replicas of one rank both are the same ranks. A group of an axis has its name.
+    is_axis = sorted(ranks) == sorted(in_place) and "replica" in about
+    kind: Any = Across if is_axis else Everyone
+    if kind is Everyone and len(ranks) != sum(map(len, replicas.ranks)):
+        raise RuntimeError(
+            f"new_group({ranks}): neither inside a replica, nor in one place of all, nor "
+            "everybody; replicas come and go"
+        )
+    group = kind(replicas, f"{kind.__name__}{len(replicas.groups)}", place, len(ranks))
+    store = PrefixStore(group.key, replicas.own_store)
+    if is_axis:
+        store = PrefixStore(str(replicas.place), store)
+    group.inner = group.connect(store, timeout)
+    replicas.groups.append(group)
+    return group
