@@ -132,6 +132,8 @@ class Trainer:
                 if self.progress.step % self.config.train.gc_every == 0:
                     gc.collect()
             self.checkpointer.finish()
+            if self.membership is not None:
+                self.membership.take_roles()
             self._end()
         finally:
             gc.enable()
