@@ -1,18 +1,23 @@
 """Replicas that come and go while the others train, on one machine; several nodes are in `test_faults`."""
 
+import contextlib
 import itertools
 import json
 import os
+import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jobs
 import psutil
 import pytest
+from test_faults import compare
 from test_launch import command
 
 from parallel2d.base.replicas.events import Events, post
@@ -31,45 +36,143 @@ class Slowly(Hook):
 """
 
 
-def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path):
-    """Rank 0 is killed, which writes and speaks: rank 1 goes on in the same process, and takes that over."""
-    (tmp_path / "slowly.py").write_text(SLOWLY)
-    words = ["strategy=ddp", "launch.max_restarts=3", "train.steps=100000"]
-    words += ["train.hooks=[slowly:Slowly]", "metrics.log_every=1"]
-    with open(tmp_path / "said.txt", "w") as said:
-        job = subprocess.Popen(command(tmp_path, *words), cwd=tmp_path, stderr=said)
-    rows = tmp_path / "run/metrics.jsonl"
+# Slow enough to kill somebody while a replica that joins gets the state
+PACED = """
+import os
+import random
+from parallel2d.base.replicas import Presence
+plain = Presence.link
+def paced(self, joiner):
+    send = plain(self, joiner)
+    def slowly(tensor):
+        open("gets-" + os.environ["RANK"], "w").close()
+        time.sleep(0.02)
+        return send(tensor)
+    return send and slowly
+Presence.link = paced
+"""
 
-    def present():
-        lines = rows.read_text().splitlines() if rows.exists() else []
-        return json.loads(lines[-1])["replicas/present"] if lines else 0
 
+@contextlib.contextmanager
+def training(folder, *words, hooks=SLOWLY):
+    """A job that trains slowly inside, and must have saved when it is told to stop at the end."""
+    (folder / "slowly.py").write_text(hooks)
+    words = ("train.steps=1000000", "train.hooks=[slowly:Slowly]", "metrics.log_every=1", *words)
+    with open(folder / "said.txt", "w") as said:
+        job = subprocess.Popen(command(folder, *words), cwd=folder, stderr=said)
     try:
-        jobs.wait_for(lambda: present() == 2 and len(rows.read_text().splitlines()) > 5)
-        first, second = jobs.ranks_of(job.pid)
-        os.kill(first, signal.SIGKILL)
-        jobs.wait_for(lambda: present() == 1)
-        jobs.wait_for(lambda: present() == 2)
-        assert second in jobs.ranks_of(job.pid)
+        yield job
         job.send_signal(signal.SIGTERM)
-        assert job.wait(60) == 75, (tmp_path / "said.txt").read_text()
+        assert job.wait(60) == 75, (folder / "said.txt").read_text()
     finally:
         if job.poll() is None:
             for process in psutil.Process(job.pid).children(recursive=True):
                 process.kill()
             job.kill()
-    found = jobs.rows(tmp_path / "run")
-    assert [row["step"] for row in found] == list(range(1, len(found) + 1))
-    last = found[-1]
+    rows = jobs.rows(folder / "run")
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    starts = (folder / "run/segments.jsonl").read_text().splitlines()
+    assert len(starts) == 1, "some rank was there all the time"
+
+
+def last_row(folder):
+    """Its step, and the replicas that were there; zeros before the first."""
+    path = folder / "run/metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    whole = [line for line in lines[-2:] if line.endswith("\n")]
+    row = json.loads(whole[-1]) if whole else {"step": 0, "replicas/present": 0}
+    return row["step"], row["replicas/present"]
+
+
+def kill(job, *victims):
+    for process in psutil.Process(job.pid).children(recursive=True):
+        if process.name() in [f"rank {each}" for each in victims]:
+            process.kill()
+
+
+def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path):
+    """Rank 0 is killed, which writes and speaks: rank 1 goes on in the same process, and takes that over."""
+    with training(tmp_path, "strategy=ddp", "launch.max_restarts=3") as job:
+        jobs.wait_for(lambda: last_row(tmp_path) > (5, 1))
+        first, second = jobs.ranks_of(job.pid)
+        os.kill(first, signal.SIGKILL)
+        jobs.wait_for(lambda: last_row(tmp_path)[1] == 1)
+        jobs.wait_for(lambda: last_row(tmp_path)[1] == 2)
+        assert second in jobs.ranks_of(job.pid)
+    last = jobs.rows(tmp_path / "run")[-1]
     assert last["replicas/joined"] == 1
     assert last["replicas/repeated_samples"] in (0, 8), "in a step, or between two"
-    assert len((tmp_path / "run/segments.jsonl").read_text().splitlines()) == 1
     log = (tmp_path / "run/train.log").read_text()
     assert "replicas   [1] of 2 are there: " in log
     assert "replicas   [0, 1] of 2 are there: from step" in log
     text = (tmp_path / "said.txt").read_text()
     assert "Its replica starts again, the others go on" in text
     assert "Traceback" not in text
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_lost_while_another_gets_the_state(tmp_path):
+    """The donor, the one that joins, or both; then the history is that of one process."""
+    words = ["strategy=ddp", "train.global_batch_size=12", "sync.compare_every=1"]
+
+    def wait_for(present):
+        jobs.wait_for(lambda: last_row(tmp_path)[1] == present)
+
+    more = ["launch.max_restarts=30", "launch.nproc_per_node=3"]
+    with training(tmp_path, *words, *more, hooks=SLOWLY + PACED) as job:
+        for first, *then in ((2, 0), (2, 2), (1, 1, 2)):
+            wait_for(3)
+            (tmp_path / f"gets-{first}").unlink(missing_ok=True)
+            kill(job, first)
+            jobs.wait_for((tmp_path / f"gets-{first}").exists)
+            kill(job, *then)
+            wait_for(2 - len({*then} - {first}))
+        wait_for(3)
+    found = jobs.rows(tmp_path / "run")
+    words += ["launch.nproc_per_node=1", f"train.steps={len(found)}", "metrics.log_every=1"]
+    words += [f"hydra.run.dir={tmp_path}/alone"]
+    subprocess.run(command(tmp_path, *words), cwd=tmp_path, check=True, capture_output=True)
+    assert compare(found, jobs.rows(tmp_path / "alone")) < 1e-12
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["ddp", "hybrid"])
+def test_ranks_that_are_killed_at_random_moments_change_nothing(tmp_path, strategy):
+    """PARALLEL2D_KILLS (100) of them; with ddp also while another comes back."""
+    shards = {"ddp": 1, "hybrid": 2}[strategy]
+    words = ["launch.nproc_per_node=4", "optimizer=sgd"]
+    if strategy == "ddp":
+        words = ["launch.nproc_per_node=3", "train.global_batch_size=12", "optimizer=adamw"]
+    seed = int(os.environ.get("PARALLEL2D_SEED", str(random.randrange(10**6))))
+    draw = random.Random(seed)
+    words += [f"strategy={strategy}", "sync.compare_every=3", "optimizer.lr=1e-4"]
+    with training(tmp_path, "launch.max_restarts=1000", *words) as job:
+        jobs.wait_for(lambda: last_row(tmp_path)[0] > 5)
+        replicas = len(jobs.ranks_of(job.pid)) // shards
+        for _ in range(int(os.environ.get("PARALLEL2D_KILLS", "100"))):
+            jobs.wait_for(lambda: last_row(tmp_path)[1] >= 2)
+            time.sleep(draw.random() / 2)
+            ranks, (step, _) = jobs.ranks_of(job.pid), last_row(tmp_path)
+            lost = draw.randrange(len(ranks))
+            first = lost - lost % shards
+            os.kill(ranks[lost], draw.choice([signal.SIGKILL] * 9 + [signal.SIGSTOP]))
+            jobs.wait_for(lambda at=step: last_row(tmp_path)[0] >= at + 2)
+            others = {*ranks[:first], *ranks[first + shards :]}
+            assert others <= set(jobs.ranks_of(job.pid)), f"PARALLEL2D_SEED={seed}"
+        jobs.wait_for(lambda: last_row(tmp_path)[1] == replicas)
+    rows = jobs.rows(tmp_path / "run")
+    words += ["launch.nproc_per_node=1", "checkpoint.enabled=false", f"train.steps={len(rows)}"]
+    words += ["metrics.log_every=1", f"hydra.run.dir={tmp_path}/one"]
+    subprocess.run(command(tmp_path, *words), cwd=tmp_path, check=True, capture_output=True)
+    for row, expected in zip(rows, jobs.rows(tmp_path / "one"), strict=True):
+        assert row["data/batch_hash"] == expected["data/batch_hash"]
+        for key in ("loss", "grad_norm"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-10), (seed, row["step"], key)
+    log = (tmp_path / "run/train.log").read_text()
+    seconds = sorted(map(float, re.findall(r"(?:again|to its end) after ([\d.]+) s", log)))
+    print(f"\n{len(rows)} steps, lost in {len(seconds)} of them (s, median and 95 %):")
+    print(statistics.median(seconds), seconds[int(len(seconds) * 0.95)])
+    assert statistics.median(seconds) < 1.0
 
 
 def test_what_replicas_that_come_and_go_cannot_do_is_said():

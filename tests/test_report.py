@@ -130,6 +130,25 @@ def test_events_of_a_run(folder):
     assert shown == [("start", "1"), ("restart", "11"), ("start", "21"), ("changed settings", "21"), ("stop", "30")]  # fmt: skip
 
 
+def test_replicas_that_come_and_go_are_events(tmp_path):
+    names = (
+        "step",
+        "replicas/present",
+        "replicas/joined",
+        "replicas/repeated_samples",
+        "replicas/lost_s",
+    )
+    rows = [
+        dict(zip(names, each, strict=True))
+        for each in ((1, 2, 0, 0, 0.0), (2, 1, 0, 8, 0.5), (3, 2, 1, 8, 0.5))
+    ]
+    run = read_run(str(write_run(tmp_path / "run", [segment(1, 1, FOUR)], rows)))
+    assert [(step, text) for kind, step, text in events_of(run) if kind == "replicas"] == [
+        (2, "1 are there, 0 have joined; 8 samples computed again, 0.5 s lost"),
+        (3, "2 are there, 1 have joined; 0 samples computed again, 0 s lost"),
+    ]  # fmt: skip
+
+
 def test_one_mean_is_in_all_places(tmp_path):
     seconds = [0.1] * 9 + [1.1]
     rows = [{"step": n, "loss": 1.0, "time/step_s": s, "throughput/tokens_per_s": 100 / s} for n, s in enumerate(seconds, 1)]  # fmt: skip

@@ -139,9 +139,12 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
     go on without it. As `_run_round`, and raises `ConfigError` for a node that does not fit."""
     nodes = workers.settings.node_range[1]
     if workers.restarts.limit and nodes > 1:
-        vacancy = find_vacancy(
-            rendezvous.store, rendezvous.latest_prefix, workers.size, nodes, workers.say
-        )
+        try:
+            vacancy = find_vacancy(
+                rendezvous.store, rendezvous.latest_prefix, workers.size, nodes, workers.say
+            )
+        except (DistNetworkError, DistStoreError) as error:
+            raise _explain_rendezvous(workers, rendezvous, error) from None
         if vacancy is not None:
             workers.say(
                 f"taking a place that is free, with ranks {vacancy.ranks}: the others go on"
@@ -271,7 +274,9 @@ class _Agent(ElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         result = super().monitor_workers(group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            self.remaining_restarts = 1 if self._may_start_again(result.failures) else 0
+            ends = self._lost is not None and self._lost.ends_job
+            starts_again = not ends and self._may_start_again(result.failures)
+            self.remaining_restarts = 1 if starts_again else 0
         # torch's agent does not check this; see also [Note: two halves of a job].
         elif result.state == WorkerState.HEALTHY and goes_on_without_this_node(
             group.spec.rdzv_handler

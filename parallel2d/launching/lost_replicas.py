@@ -70,11 +70,12 @@ def find_vacancy(
         has_begun = ranks_store.check([ON, LATEST])
         if job and not (may_lack_nodes or has_begun):
             return None
-        if may_lack_nodes and has_begun:
-            _check_fit(job, size, nodes)
-        place = launchers.free_place(ranks_store, size, may_lack_nodes) if has_begun else None
-        if place is not None:
-            return _take_place(ranks_store, prefix, place, nodes, size, launchers.beats[place])
+        if has_begun:
+            if may_lack_nodes and launchers.are_heard:
+                _check_fit(job, size, nodes)
+            place = launchers.free_place(ranks_store, size, may_lack_nodes)
+            if place is not None:
+                return _take_place(ranks_store, prefix, place, nodes, size, launchers.beats[place])
         if launchers.have_had_time:
             if not launchers.go_on(has_begun) or (has_begun and not may_lack_nodes):
                 return None
@@ -95,13 +96,18 @@ class _Launchers:
 
     def listen(self, store: Any) -> None:
         self._now = time.monotonic()
-        self._begin = self._begin or self._now  # a beat that is there then may be an old one
+        self._begin = self._begin or self._now
         for node, known in self.beats.items():
             beat = _value(store, _BEAT.format(node))
             if beat != known:
                 self.beats[node], self._heard[node] = beat, self._now
             if not beat:
                 self._heard.pop(node, None)
+
+    @property
+    def are_heard(self) -> bool:
+        """Whether any is alive for sure: a beat that was there before may be of an ended job."""
+        return max(self._heard.values(), default=0.0) > self._begin
 
     @property
     def have_had_time(self) -> bool:
@@ -119,11 +125,13 @@ class _Launchers:
     def free_place(self, store: Any, size: int, may_lack_nodes: bool) -> int | None:
         """The node whose place this one has taken: the first to ask gets it."""
         alive = self._alive()
+        if not alive:
+            return None
         free = [node for node in self._heard if node not in alive]
-        if may_lack_nodes and any(at > self._begin for at in self._heard.values()):
+        if may_lack_nodes and self.are_heard:
             begun = _ranks_at_begin(store)
             free += [n for n, beat in self.beats.items() if not beat and n * size not in begun]
-        for node in free if self.go_on(True) else ():
+        for node in free:
             beat = self.beats[node]
             has_size = not beat or len(json.loads(beat)[0]) == size
             claim = f"{_BEAT.format(node)}/{hashlib.sha256(beat.encode()).hexdigest()}"
@@ -203,6 +211,7 @@ class LostReplicas:
         self._events = Events(store)
         self._replicas: list[list[int]] = []
         self._lives: dict[int, int] = {}
+        self.ends_job = False  # the program or a sample is at fault
         self._stopped: dict[int, float] = {}
         self._starts: dict[int, list[float]] = {}  # of each replica, in the last minute
         self._node, self._nodes, self._together = node, nodes, together
@@ -258,7 +267,8 @@ class LostReplicas:
         elif code and not self._is_dead(self._member(local)):
             error = read_error_file(self._error_files[local])
             failure = RankFailure(self._ranks[local], code, error)
-            if self._is_of_the_job(failure) or not self._may_go_on(failure):
+            self.ends_job = self._is_of_the_job(failure)
+            if self.ends_job or not self._may_go_on(failure):
                 return False
             self._say_dead(self._member(local))
         return True
@@ -283,6 +293,8 @@ class LostReplicas:
         or the program is at fault, and no replica would come further."""
         error = failure.error
         if error is None or error.step is None or failure.lost_a_peer:
+            return False
+        if "ReplicaLost" in error.text:  # a hook, say, has awaited something of the lost one
             return False
         number = next(n for n, ranks in enumerate(self._replicas) if failure.rank in ranks)
         key = f"replicas/raised/{error.step}"

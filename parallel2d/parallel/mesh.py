@@ -59,17 +59,24 @@ def build_mesh(
             log.info("%s", line)
     found = torch.accelerator.current_accelerator(check_available=True)
     device_type = device_type or (found.type if found else "cpu")
-    replicas = current()
-    if replicas is not None and shape.replicate == 1:  # torch takes the world for such groups
-        init_plain_world(replicas)
-    elif replicas is not None:
-        replicas.divide(ranks.reshape(shape.replicate, -1).tolist(), topology.hosts)
+    _divide_in_replicas(ranks, shape, topology)
     mesh = _mesh_of(device_type, ranks, shape)
     if shape.context > 1:
         sharding_mesh(mesh)
         group_of(mesh, "context")
     _release_groups_at_exit()
     return mesh
+
+
+def _divide_in_replicas(ranks: torch.Tensor, shape: MeshShape, topology: Topology) -> None:
+    """From now on these replicas may be lost one by one, where the world is one of such."""
+    replicas = current()
+    if replicas is None:
+        return
+    if shape.replicate == 1:  # torch takes the world for groups of all ranks
+        init_plain_world(replicas)
+    else:
+        replicas.divide(ranks.reshape(shape.replicate, -1).tolist(), topology.hosts)
 
 
 def _mesh_of(device_type: str, ranks: torch.Tensor, shape: MeshShape) -> DeviceMesh:

@@ -8,7 +8,7 @@ in which it gets the state; see [Note: nobody waits for a replica that joins] in
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.data.feed import BatchFeed, BatchPlan, StepBatch
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.recorder import Recorder
-from parallel2d.training.progress import Progress
+from parallel2d.training.progress import Progress, StepOutcome
 from parallel2d.training.state_transfer import KeptBuffers, Receiver, Sender
 
 
@@ -74,6 +74,8 @@ class Membership:
         self._speaks = not replicas.life and replicas.rank == 0
         self.buffers = KeptBuffers(trainer.model)
         self._reductions = 1  # of a step in which this replica joins
+        self._joins = False  # a replica waits to be let in
+        self._leaving: set[int] = set()  # replicas that end after this step
         self._has_joined = False  # at the begin of the last step
         self._totals = {keys.REPLICAS_JOINED: 0.0, keys.REPEATED_SAMPLES: 0.0}
         self._totals |= {keys.REPLICAS_LOST_S: 0.0, keys.LEFT_OUT_STEPS: 0.0}
@@ -106,16 +108,20 @@ class Membership:
         if replicas.place == 0:
             post(replicas.store, "join", replicas.own)
 
-    def leaving(self, told_to_stop: Sequence[int]) -> set[int]:
-        """The replicas that leave after a step, because a rank of each was told to stop; none where
-        too few would be left: then all save and stop."""
+    def note(self, outcome: StepOutcome) -> bool:
+        """Takes from a step's agreement who comes and goes after it. Returns whether all save and
+        stop: a rank was told to stop, and without its replica too few would be left."""
+        self._joins = outcome.joins
         ranks, members = self.replicas.ranks, self.replicas.members
-        found = {number for number, _ in members if set(ranks[number]) & set(told_to_stop)}
-        return found if len(members) - len(found) >= self._least else set()
+        told = set(outcome.told_to_stop)
+        self._leaving = {number for number, _ in members if told.intersection(ranks[number])}
+        if len(members) - len(self._leaving) < self._least:
+            self._leaving = set()
+        return bool(told) and not self._leaving
 
-    def before_step(self, feed: BatchFeed, joins: bool, leaving: set[int]) -> None:
-        """Where all are between two steps. ``joins``: a replica waits to be let in; ``leaving``:
-        those that end now."""
+    def before_step(self, feed: BatchFeed) -> None:
+        """Where all are between two steps: replicas join and leave."""
+        joins, leaving = self._joins, self._leaving
         while not (self.has_state or self.is_joining):
             self._join(feed)
         if self.is_joining:

@@ -81,11 +81,8 @@ class Trainer:
         self.stopped: str | None = None  # why the run ends before its last step
         self._told_saves = 0  # checkpoints of this process that hooks know of
         self.callbacks = LoopCallbacks()
-        # Whether a replica that joins must compute, because forward passes talk to other replicas,
-        # or each trains on its own
+        # Whether one that joins must compute: forward passes cross replicas, or each trains alone
         self.forward_crosses = outer_sync(model) is not None
-        self._joins = False  # a replica waits to be let in
-        self._leaving: set[int] = set()  # replicas that end after this step
         self.membership: Membership | None = None
         if parts.replicas is not None and len(parts.replicas.ranks) > 1:
             self.membership = Membership(self, parts.replicas, parts.take_roles)
@@ -122,7 +119,7 @@ class Trainer:
             is_first = True
             while self.upcoming is not None and not self.preempted:
                 if self.membership is not None:
-                    self.membership.before_step(feed, self._joins, self._leaving)
+                    self.membership.before_step(feed)
                 before = self.progress.step
                 try:
                     self.step(feed)
@@ -173,9 +170,9 @@ class Trainer:
         if found is None:
             return
         batch, outcome = found
-        self._joins = outcome.joins
+        saves_and_stops = outcome.preempted
         if self.membership is not None:
-            self._leaving = self.membership.leaving(outcome.told_to_stop)
+            saves_and_stops = self.membership.note(outcome)
         self._update(outcome)
         if self.upcoming is None:
             finish_updates(self.model)
@@ -190,7 +187,7 @@ class Trainer:
         is_best = self._judge(outcome, validation, agreed)
         if self.stopped is not None and validation is None:
             validation = self._validate_if_due(step, seconds)  # the last step, which is known now
-        self.preempted = outcome.preempted and not self._leaving
+        self.preempted = saves_and_stops
         last = self.upcoming is None
         self.checkpointer.save_if_due(
             step,
@@ -353,9 +350,8 @@ class Trainer:
         # Gradients are averaged over the data ranks, so each loss is weighted by their number.
         weight = self.data_ranks / max(tokens, 1) * self.scaler.scale
         summed = torch.zeros((), dtype=torch.float64, device=self.device)
-        for micro in accumulate(
-            self.model, batch.micro_batches, self.config.sync.during_accumulation
-        ):
+        mode = self.config.sync.during_accumulation
+        for micro in accumulate(self.model, batch.micro_batches, mode):
             begun = crossings()
             loss = self.loss(self.model, micro)
             self.forward_crosses |= crossings() != begun

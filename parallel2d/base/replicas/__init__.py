@@ -34,7 +34,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from parallel2d.base.replicas.generations import Applied, Presence
+from parallel2d.base.replicas.events import Applied
+from parallel2d.base.replicas.generations import Presence
 from parallel2d.base.replicas.lasting_groups import ReplicaLost
 
 __all__ = [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch.distributed import DistStoreError
 
 # Keys in the store
@@ -24,6 +27,14 @@ def post(store: Any, kind: str, what: Any, begin: int = 0) -> None:
     text = json.dumps([kind, what, os.urandom(4).hex()])
     while store.compare_set(_EVENT.format(begin), "", text).decode() != text:
         begin += 1
+
+
+class Applied(NamedTuple):
+    """The last step that this rank has applied, and the sums that all ranks agreed on in it. None:
+    it has no state yet."""
+
+    step: int | None
+    sums: list[float]
 
 
 class Events:
@@ -58,3 +69,14 @@ class Events:
         elif kind == "end":
             self.ended = True
         return True
+
+
+def as_text(values: Tensor) -> str:
+    """The bytes of a tensor."""
+    data = values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return base64.b64encode(data).decode()
+
+
+def from_text(text: str) -> Tensor:
+    """A tensor of the bytes that `as_text` was given."""
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

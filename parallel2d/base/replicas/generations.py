@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 import json
@@ -10,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,18 @@ from torch import Tensor
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroup, ProcessGroupGloo
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
+from parallel2d.base.replicas.events import (
+    LATEST,
+    ON,
+    RANKS,
+    RECORD,
+    Applied,
+    Events,
+    Member,
+    as_text,
+    from_text,
+    post,
+)
 from parallel2d.base.replicas.lasting_groups import (
     Across,
     Attempt,
@@ -31,14 +41,6 @@ from parallel2d.base.replicas.lasting_groups import (
 _AT = "replicas/at/{}/{}.{}"  # where a member is when a generation ends, in the store
 LEFT_OUT = 76  # the exit code of a rank whose replica the others have given up
 _TICK_S = 0.5  # between two looks at a flag that a thread sets too
-
-
-class Applied(NamedTuple):
-    """The last step that this rank has applied, and the sums that all ranks agreed on in it. None:
-    it has no state yet."""
-
-    step: int | None
-    sums: list[float]
 
 
 class Presence:
@@ -234,13 +236,16 @@ class Presence:
 
     def finish(self, generation: int, group: Any, work: Any, kept: Any) -> bool:
         """Waits for ``work``; false once a replica is lost. What it writes to stays alive."""
-        done = threading.Event()
-        work.get_future().add_done_callback(lambda _: done.set())
-        with self._woken_by_loss(done):
-            while not (done.wait(_TICK_S) and work.is_completed()):
-                if self._is_over(generation):
-                    self._buried.append((group, work, kept))
-                    return False
+        if not work.is_completed():
+            done = threading.Event()
+            work.get_future().add_done_callback(lambda _: done.set())
+            with self._woken_by_loss(done):
+                while not (self._is_over(generation) or done.wait(_TICK_S)):
+                    pass
+            # The future is done a moment before the work is.
+            if self._is_over(generation) and not work.is_completed():
+                self._buried.append((group, work, kept))
+                return False
         try:
             work.wait()
         except RuntimeError:
@@ -322,7 +327,7 @@ class Presence:
         if self.own in self.joined:
             self.calls = record["calls"]
         elif self.calls < record["calls"]:
-            self.calls, self._last = record["calls"], list(map(_tensor, record["last"]))
+            self.calls, self._last = record["calls"], list(map(from_text, record["last"]))
         return late
 
     def _next_record(self, old: int, admit: bool, least: int) -> dict[str, Any]:
@@ -360,7 +365,7 @@ class Presence:
             "step": self.applied.step,
             "sums": self.applied.sums,
             "calls": self.calls,
-            "last": list(map(_text, self._last)),
+            "last": list(map(as_text, self._last)),
             "admit": admit,
         }
         self.store.set(_AT.format(old, *self.own), json.dumps(at))
@@ -432,15 +437,13 @@ class Presence:
         return made
 
     def link(self, joiner: Member) -> Callable[[Tensor], bool] | None:
-        """Between the donor's rank in this place and the joiner's: a function that sends a tensor
-        from the first to the second, and returns whether it has arrived. None where one is lost
-        meanwhile."""
+        """A function that sends a tensor from the donor's rank in this place to the joiner's and
+        returns whether it has arrived; None where one is lost meanwhile."""
         ranks = [self.ranks[self.donor][self.place], self.ranks[joiner[0]][self.place]]
         key = f"replicas/{self.generation}/state/{joiner[0]}/{self.place}"
         store = PrefixStore(key, self.store)
-        made = self._connect(
-            [lambda: ProcessGroupGloo(store, ranks.index(self.rank), 2, self.timeout)]
-        )
+        number = ranks.index(self.rank)
+        made = self._connect([lambda: ProcessGroupGloo(store, number, 2, self.timeout)])
         if made is None:
             return None
         (group,) = made
@@ -465,12 +468,3 @@ class Presence:
         self.on = False
         if self.rank == self.first_rank:
             post(self.store, "end", None, self._events.count)
-
-
-def _text(values: Tensor) -> str:
-    data = values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return base64.b64encode(data).decode()
-
-
-def _tensor(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

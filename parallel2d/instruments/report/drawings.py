@@ -42,6 +42,7 @@ _SYMBOLS = {
     "restart": "x",
     "changed settings": "diamond",
     "checkpoint": "circle",
+    "replicas": "triangle-down",
     "stop": "square",
 }
 _COLOURS = qualitative.Dark24

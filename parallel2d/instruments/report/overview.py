@@ -156,8 +156,9 @@ def _times(run: Run) -> TextRow:
 
 
 def events_of(run: Run) -> list[tuple[str, float, str]]:
-    """(kind, step, text) of starts, with what they changed, of checkpoints, and of the end of a run
-    that was stopped. A checkpoint is known by the row that has its seconds."""
+    """(kind, step, text) of starts, with what they changed, of checkpoints, of replicas that were
+    lost or came back, and of the end of a run that was stopped. A checkpoint is known by the row
+    that has its seconds."""
     found: list[tuple[str, float, str]] = []
     # The first start has changed nothing since itself.
     for before, segment in pairwise((*run.segments[:1], *run.segments)):
@@ -171,7 +172,25 @@ def events_of(run: Run) -> list[tuple[str, float, str]]:
             found.append(("changed settings", segment.first_step, changes))
     saved = run[keys.STEP][run[keys.time_key("checkpoint_s")] > 0]
     found += zip(repeat("checkpoint"), saved, repeat("at this step, or since the row before"))
+    found += _comings_and_goings(run)
     reason = run.summary.get("reason")
     if run.summary.get("stopped") is True or isinstance(reason, str):
         found.append(("stop", run.last(keys.STEP), str(reason or "it was asked to end")))
+    return found
+
+
+def _comings_and_goings(run: Run) -> list[tuple[str, float, str]]:
+    """As `events_of`, of replicas. Totals begin again where all ranks have."""
+    totals = [run[key] for key in (keys.REPLICAS_JOINED, keys.REPEATED_SAMPLES)]
+    joined, samples = np.nan_to_num(np.diff(np.stack(totals))).clip(0.0)
+    seconds = np.nan_to_num(np.diff(run[keys.REPLICAS_LOST_S])).clip(0.0)
+    there, steps = run[keys.REPLICAS], run[keys.STEP]
+    moved = np.nan_to_num(np.diff(there))
+    found: list[tuple[str, float, str]] = []
+    for before in np.flatnonzero(joined + samples + abs(moved)):
+        text = (
+            f"{there[before + 1]:.0f} are there, {joined[before]:.0f} have joined; "
+            f"{samples[before]:.0f} samples computed again, {seconds[before]:.2g} s lost"
+        )
+        found.append(("replicas", steps[before + 1], text))
     return found

@@ -42,6 +42,7 @@ _NEWEST = (
     *(keys.STEP, keys.SEGMENT, keys.LOSS, keys.VALIDATION_LOSS, keys.GRAD_NORM, NOT_FINITE),
     *(keys.LEARNING_RATE, keys.TOKENS, keys.SKIPPED_STEPS, keys.GOODPUT, keys.USEFUL_S),
     *(keys.WALL_S, keys.PEAK_GIB, keys.PEAK_RSS_GIB, keys.SLOWEST_RANK, *LOST.values()),
+    *(keys.REPLICAS, keys.REPLICAS_JOINED, keys.REPEATED_SAMPLES, keys.REPLICAS_LOST_S),
 )
 # Other numbers are not kept, so that rows take little memory whatever is in them.
 COLUMNS = {key: place for place, key in enumerate((*_MEANS, *_NEWEST))}

@@ -272,9 +272,15 @@ class MemoryCopies:
             text = self._pass_on(self._group, as_bytes(exchange.encode(own).encode()))
             own |= exchange.decode(text.numpy().tobytes())
             ranks.append(self._from)
-        tensors, blocks = pack({**state.shared, **state.of_replica, **own})
-        if not self._has_room(blocks, splits):
+        packed: list[Any] = []
+
+        def prepare() -> None:
+            packed.extend(pack({**state.shared, **state.of_replica, **own}))
+            self._check_room(packed[1], splits)
+
+        if not self._try(prepare):
             return
+        tensors, blocks = packed
         fault = None
         try:
             self._slots[self._next].fill(blocks)
@@ -317,9 +323,10 @@ class MemoryCopies:
             _agree(self._beside, lambda: kept.reserve(size))
             self._swap(self._beside, own.data, kept.data)
             _agree(self._beside, lambda: kept.publish(name.format(self._from), other))
-        for start in os.listdir(self._folder):
-            if start != self._start:
-                shutil.rmtree(os.path.join(self._folder, start), ignore_errors=True)
+        # What was loaded, and is needed no longer.
+        for start in Path(self._folder).glob("*"):
+            if start.name != self._start:
+                shutil.rmtree(start, ignore_errors=True)
 
     def _pass_on(self, group: Group, data: Tensor) -> Tensor:
         """Sends bytes to the partner, and returns those of another's. Collective."""
@@ -335,28 +342,24 @@ class MemoryCopies:
         assert work is not None
         work.wait()
 
-    def _has_room(self, blocks: Sequence[Tensor], splits: bool) -> bool:
-        """Whether two copies fit on every node, before the first is made. Collective."""
+    def _check_room(self, blocks: Sequence[Tensor], splits: bool) -> None:
+        """Raises `CheckpointError` unless two copies fit on this node, before the first is made."""
+        if self._is_measured:
+            return
         # Ranks of one node see each other's folders, and their parts are alike.
         ranks = len(os.listdir(os.path.join(self._folder, self._start)))
         mib = ranks * sum(block.numel() for block in blocks) * (4 if splits else 2) / 2**20
-
-        def check() -> None:
-            free = (free_bytes(self._root) + used(self._folder)) / 2**20
-            if mib > free:
-                raise CheckpointError(
-                    f"{free:.1f} MiB of shared memory to give, and two copies need {mib:.1f} MiB; "
-                    "make it larger (in a container: --shm-size), or set checkpoint.memory_every=0"
-                )
-
-        if not self._is_measured and self._try(check):
-            self._is_measured = True
-            self._group.say(f"memory copies: {mib:.1f} MiB of memory on this node")
-        return self.on
+        free = (free_bytes(self._root) + used(self._folder)) / 2**20
+        if mib > free:
+            raise CheckpointError(
+                f"{free:.1f} MiB of shared memory to give, and two copies need {mib:.1f} MiB; "
+                "make it larger (in a container: --shm-size), or set checkpoint.memory_every=0"
+            )
+        self._is_measured = True
+        self._group.say(f"memory copies: {mib:.1f} MiB of memory on this node")
 
     def wait(self) -> None:
-        """Returns when the last copy is complete on all nodes, or has failed, and applies its
-        outcome, on all ranks alike. Collective."""
+        """Returns when the last copy is complete on all nodes, or has failed. Collective."""
         if self._thread is None:
             return
         self._thread.join()
@@ -372,8 +375,7 @@ class MemoryCopies:
             self._next = 1 - self._next
 
     def finish(self) -> None:
-        """The run has ended well: its copies are removed. Never for a run that ends with an error.
-        Collective."""
+        """Removes the copies of a run that has ended well. Collective."""
         self.wait()
         if self.on:
             self._remove()
@@ -399,10 +401,9 @@ class MemoryCopies:
         for slot in [*self._slots, *self._kept]:
             slot.release()
         self._group.all_gather(None)  # nobody is still writing
-        if self._root:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            if MEMORY_DIR not in os.environ:
-                private_folders.remove(self._root)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if MEMORY_DIR not in os.environ:
+            private_folders.remove(self._root)
 
 
 def _agree(group: Group, work: Callable[[], object]) -> None:
