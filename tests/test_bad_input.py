@@ -105,6 +105,7 @@ CASES = [
     ((*TEXT, "compile=block", "mesh.tensor=2"), ["compile=block", "mesh.tensor=2"]),
     (("hydra.run.dir=taken",), ["run directory", "taken"]),
     (("hydra.run.dir=/proc/nowhere",), ["run directory", "/proc/nowhere"]),
+    (("model=hf", "model.architecture=llama", "model.tensor_plan={a.w[!x]: colwise}"), ["may hold * ? and [abc] here; others go in a YAML file or"]),
     (("-m", "strategy=ddp,zero4"), ["strategy=zero4", "did you mean zero3"]),
     (("-m", "train.steps=0,-1"), ["train.steps=0", "train.steps=-1"]),
     (("--experimental-rerun=job.pickle",), ["--experimental-rerun", "refused"]),
