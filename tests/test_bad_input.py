@@ -155,7 +155,7 @@ def test_wrong_words_are_one_clear_message(words, expected, capsys):
     (("train.epochs=2", "train.steps=5"), "both say when"),
     (("launch.rdzv_endpoint=a:1",), "has no effect with launch.nnodes=1"),
     (("launch.nnodes=2",), "needs launch.rdzv_endpoint"),
-    (("launch.min_replicas=2", "sync=diloco"), "launch.min_replicas=2 has no effect here"),
+    (("launch.min_replicas=2", "strategy=hybrid_full"), "launch.min_replicas=2 has no effect here"),
     (("launch.first_step_timeout=1",), "must be at least launch.timeout"),
     (("model.n_heads=128", "model.n_kv_heads=1"), "= 1 must be even"),
     (("model.n_heads=0",), "model.n_heads=0 must be at least 1"),

@@ -249,7 +249,7 @@ class _Estimate:
             )
             found += [seconds] * count
             in_order += [group] * count
-            if layout.splits_updates:
+            if layout.method.splits_updates:
                 updated = self._collective("all_gather", traffic.updated(group), "replicate")
                 after_update += count * updated
         if layout.method.reductions(layout.workload.accumulation):
