@@ -53,7 +53,6 @@ def main(
 
 
 def _run(words: list[str], program: str, purpose: str) -> int:
-    """Does what the words ask for: answers, runs this rank, or starts ranks."""
     identity = launching.find_rank()
     answer = information(words, program, purpose)
     if answer is not None:

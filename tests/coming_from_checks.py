@@ -206,26 +206,6 @@ def replicas_are_reduced_once(names):
     assert (names["counts"]["reduce_scatter"], names["counts"]["allreduce"]) == (6, 1)
 
 
-@check("FullySharded", "process_group=")
-@check("fully_shard", "init_device_mesh")
-def two_by_two(names):
-    assert names["mesh"].mesh.tolist() == [[0, 1], [2, 3]]
-    assert names["mesh"].mesh_dim_names == ("replicate", "shard")
-
-
-@check("FullySharded", "param_init_fn")
-def weights_are_what_the_function_sets(names):
-    assert all((whole(parameter) == 0.5).all() for parameter in names["model"].parameters())
-
-
-@check("FullySharded", "FSDP.summon_full_params")
-def what_was_changed_inside_is_kept(names):
-    before, after = names["before"], snapshot(names["model"], names["optimizer"])
-    head = [name for name, _ in names["model"].named_parameters()].index("head.weight")
-    assert set(after[head]) == {2.0}
-    assert after[:head] == before[:head]
-
-
 @check("FullySharded", "model.load_state_dict(full)")
 def weights_are_loaded(names):
     found = snapshot(names["model"], names["optimizer"])
@@ -265,30 +245,9 @@ def weights_and_optimizer_are_loaded(names):
     assert names["optimizer"].param_groups[0]["lr"] == 0.1
 
 
-@check("FullySharded", "FSDP.rekey_optim_state_dict")
-def optimizer_state_by_number(names):
-    if names["rank"] == 0:
-        state = names["numbered"]["state"]
-        assert set(state) == set(range(len(list(names["bare"].parameters()))))
-        assert torch.equal(
-            state[0]["exp_avg"], names["state"]["optimizer"]["state"]["embedding.weight"]["exp_avg"]
-        )
-
-
 @check("fully_shard", "loss / dist")
 def mean_over_all_tokens(names):
     logits = names["model"](names["x"]).flatten(0, 1)
     torch.testing.assert_close(
         names["loss"].float(), nn.functional.cross_entropy(logits, names["x"].flatten())
     )
-
-
-@check("Lightning", "strategy.reduce(tensor, reduce_op")
-def mean_of_ranks(names):
-    assert names["mean"].item() == 1.5
-
-
-@check("Lightning", "with strategy.model_sharded_context")
-def built_into_its_shards(names):
-    assert all(isinstance(p, DTensor) and not p.is_meta for p in names["model"].parameters())
-    assert step_counts(names) == {"allgather": 6, "reduce_scatter": 3, "allreduce": 1}

@@ -50,14 +50,14 @@ def measure(
     workload = Workload(SEQUENCES, accumulation, token_sequences(TOKENS))
     parallel.sync = dataclasses.replace(parallel.sync, during_accumulation=mode)
     layout = resolve(parallel, mesh, model, workload, tensor_plan=plan)
-    sent, predicted_passes, over_context = None, None, None
+    inside, predicted_passes = None, None
     if shape.tensor * shape.context > 1:
         twin, meter = tensor_twin(model, mesh, layout), CommunicationMeter(mesh, dry=True)
         over_tensor = count_tensor_axis(twin, mesh, layout, training.loss_of_logits, meter)
         assert over_tensor, "not counted"
-        sent, predicted_passes = over_tensor.of_step(accumulation, mode)
-        over_context, _ = over_tensor.of_context(accumulation)
-    predicted = predicted_bytes(layout, sent, over_context)
+        inside = over_tensor.of_step(layout)
+        _, predicted_passes = inside["tensor"]
+    predicted = predicted_bytes(layout, inside)
     model = parallel2d.parallelize(model, mesh, parallel, seed=0, init=init, tensor_plan=plan)
     batches = [
         torch.randint(0, 512, (SEQUENCES, TOKENS + 1), generator=torch.Generator().manual_seed(0))

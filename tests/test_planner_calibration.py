@@ -11,7 +11,6 @@ from parallel2d.base.config.composition import compose
 from parallel2d.base.errors import ConfigError
 from parallel2d.instruments.preflight.rank_measurement import CollectiveSample, fit_link
 from parallel2d.parallel.cost.collectives import GroupPlacement
-from parallel2d.parallel.cost.step_time import GroupSeconds, StepSchedule, step_seconds
 
 PRESETS = Path(__file__).resolve().parents[1] / "conf" / "cluster"
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
@@ -76,12 +75,6 @@ def test_a_fit_finds_latency_and_bandwidth():
     # Bytes that cost nothing show no bandwidth.
     rows = [CollectiveSample("all_gather", size, 3, size, 1 / size) for size in (1, 10, 100)]
     assert fit_link(rows).bytes_per_s == math.inf
-
-
-def test_backward_on_a_cpu_waits_for_each_collective_of_the_shard_axis():
-    groups = [GroupSeconds(1, 2, 3, 4, 0, frees=True)] * 3
-    schedule = StepSchedule(1, "none", False, overlaps=False)
-    assert step_seconds(groups, schedule, update=0).total == 3 * (1 + 2 + 3 + 3 + 4)
 
 
 def cluster(*words: str) -> ClusterConfig:

@@ -91,17 +91,6 @@ def test_a_plan_is_read_from_the_command_line_with_brackets_in_its_patterns():
     assert given.model.tensor_plan == WORDS
 
 
-def test_a_pattern_that_hydra_cannot_read_names_the_ways_that_remain(capsys):
-    from parallel2d.train import main
-
-    words = ["model=hf", "model.architecture=llama", "model.tensor_plan={a.w[!x]: colwise}"]
-    assert main(words) == 2
-    said = capsys.readouterr().err
-    assert "patterns may hold * ? and [abc] here; others go in a YAML file or come from" in said
-    assert "package.module:function" in said
-    assert len(said.splitlines()) == 1
-
-
 @pytest.mark.parametrize(("plan", "tensor", "message"), [
     ({"layers.*.attn.wq": "colwise"}, 2, "'layers.*.attn.wq' matches no module of Llama"),
     ({"layers.*.attention.w[qk]": "colwise"}, 4, "mesh.tensor=4 does not divide the 2 heads of layers.0.attention.wk"),

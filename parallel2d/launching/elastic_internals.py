@@ -155,9 +155,7 @@ class StartedProcesses(SubprocessContext):
     def _start(self) -> None:
         self.subprocess_handlers: dict[int, Any] = {}
         for rank in range(self.nprocs):
-            self.subprocess_handlers[rank] = self.start_one(
-                self.envs[rank], self.stdouts[rank], self.stderrs[rank]
-            )
+            self.start_again(rank, {})
 
     def start_again(self, rank: int, variables: Mapping[str, str]) -> Any:
         """Starts the process of a local rank anew, with more ``variables``; returns it."""

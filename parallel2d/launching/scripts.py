@@ -49,7 +49,6 @@ def script_main(words: Sequence[str]) -> int:
 
 
 def _step() -> int | None:
-    """The step that this rank computes, where it is known."""
     from parallel2d.base.replicas import current
 
     replicas = current()

@@ -37,7 +37,7 @@ from parallel2d.parallel.chunked_loss import (
 from parallel2d.parallel.context_axis import context_axis_of
 from parallel2d.parallel.loss import cross_entropy_sum, loss_bound
 from parallel2d.parallel.mesh import axis_names
-from parallel2d.parallel.model_structure import find_blocks, fqn_of
+from parallel2d.parallel.model_structure import class_name, find_blocks, fqn_of
 from parallel2d.parallel.weights.named_tensors import reshard, undisturbed
 
 _COMPARED = 480  # tokens of the first batch; a multiple of usual sizes of the tensor axis
@@ -179,7 +179,7 @@ def find_head(model: nn.Module) -> str:
     if head is not None:
         if id(head) not in linear:
             raise ConfigError(
-                f"train.loss_chunk: the head of {_class_name(model)} is a {_class_name(head)}, and "
+                f"train.loss_chunk: the head of {class_name(model)} is a {class_name(head)}, and "
                 "only a plain Linear can be computed in chunks; set train.loss_chunk=null"
             )
         return linear[id(head)]
@@ -188,7 +188,7 @@ def find_head(model: nn.Module) -> str:
         linear.pop(id(each), None)
     if not linear:
         raise ConfigError(
-            f"train.loss_chunk: {_class_name(model)} has no Linear outside of its repeated blocks "
+            f"train.loss_chunk: {class_name(model)} has no Linear outside of its repeated blocks "
             "that could be its head; set train.loss_chunk=null"
         )
     return list(linear.values())[-1]
@@ -203,10 +203,6 @@ def _can_be_cut(value: Any, targets: Tensor) -> bool:
     if isinstance(value, Tensor) and value.ndim > 0:
         return value.shape[:2] == targets.shape[:2]
     return isinstance(value, Tensor | bool | int | float | str | None)
-
-
-def _class_name(module: Any) -> str:
-    return type(module).__name__.removeprefix("FSDP")
 
 
 class ChunkedHead:
@@ -238,7 +234,7 @@ class ChunkedHead:
         by_name = {fqn_of(path): each for path, each in model.named_modules()}
         head: Any = by_name.get(self.name)
         if not _is_plain(head):
-            raise ConfigError(f"{self.name} is no plain Linear of {_class_name(model)}")
+            raise ConfigError(f"{self.name} is no plain Linear of {class_name(model)}")
         self._head = head
         # The head and the modules that contain it: those that may return its output.
         self._around = {name: each for name, each in by_name.items() if head in each.modules()}
@@ -344,7 +340,7 @@ class ChunkedHead:
             raise ConfigError(
                 f"the loss in chunks (train.loss_chunk) differs from the plain loss by "
                 f"{difference.item():.1e} of it, and may by {bound:.0e}: "
-                f"{_class_name(self.model)} makes its logits otherwise than by {self.name} and "
+                f"{class_name(self.model)} makes its logits otherwise than by {self.name} and "
                 f"{list(self._operations or ())}; set train.loss_chunk=null"
             )
 
@@ -355,7 +351,7 @@ class ChunkedHead:
             # They are called with the gradients of an output that is a tensor.
             if module._backward_hooks or module._backward_pre_hooks:
                 raise ConfigError(
-                    f"train.loss_chunk: {name or _class_name(module)} has a hook for its backward, "
+                    f"train.loss_chunk: {name or class_name(module)} has a hook for its backward, "
                     "which needs the gradient of its logits, and they are never whole; remove the "
                     "hook, or set train.loss_chunk=null"
                 )
@@ -376,8 +372,8 @@ class ChunkedHead:
         output = getattr(output, "logits", output)
         if not isinstance(output, ChunkedLogits) or self._calls != 1:
             raise ConfigError(
-                f"train.loss_chunk: the output of {_class_name(self.model)} is not what one call "
-                f"of {self.name} returned ({self._calls} calls, output {_class_name(output)}), so "
+                f"train.loss_chunk: the output of {class_name(self.model)} is not what one call "
+                f"of {self.name} returned ({self._calls} calls, output {class_name(output)}), so "
                 "that its loss cannot be computed in chunks; set train.loss_chunk=null"
             )
         return output

@@ -38,6 +38,11 @@ def fqn_of(name: str) -> str:
     return name.removesuffix("._checkpoint_wrapped_module")
 
 
+def class_name(module: Any) -> str:
+    """The name of a module's class, before `fully_shard` made it an `FSDPModule`."""
+    return type(module).__name__.removeprefix("FSDP")
+
+
 def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
     """What ``module`` holds beside parameters and modules, buffers too. Empty for modules that keep
     such references up to date themselves, as recurrent layers do."""

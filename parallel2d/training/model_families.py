@@ -84,7 +84,6 @@ def _build_custom(config: CustomModel) -> ModelParts:
 
 
 def _call_factory(config: CustomModel) -> nn.Module:
-    """The model of ``model.target``, on meta or with values."""
     built = call_reference("model.target", config.target, **config.arguments)
     if not isinstance(built, nn.Module):
         raise ConfigError(

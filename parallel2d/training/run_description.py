@@ -151,12 +151,7 @@ def describe_run(
 ) -> RunFacts:
     """The facts of a run, with the bytes that each axis will move per step; before the model is
     parallelized. Every rank must ask. ``is_shown``: FLOPs are counted too."""
-    work, during = layout.workload, layout.config.sync.during_accumulation
     counted = count_activations(job.config, parts, mesh, layout)
-    over_tensor = over_context = None
-    if counted is not None:
-        over_tensor, _ = counted.of_step(work.accumulation, during)
-        over_context, _ = counted.of_context(work.accumulation)
     parameters = list(parts.module.parameters())
     return RunFacts(
         job=job,
@@ -170,7 +165,7 @@ def describe_run(
         data=data,
         head=name_of_head(job.config, parts),
         flops_per_sequence=flops_per_sequence(job, parts, data.train.shape) if is_shown else None,
-        predicted=predicted_bytes(layout, over_tensor, over_context),
+        predicted=predicted_bytes(layout, counted and counted.of_step(layout)),
     )
 
 

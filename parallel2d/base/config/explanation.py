@@ -18,20 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from parallel2d.base.config.model_and_data import FAMILIES, DataConfig
-from parallel2d.base.config.options import GONE_KEYS, gone
+from parallel2d.base.config.options import GONE_KEYS, allowed, gone
 from parallel2d.base.config.schema import PRESETS, choices_by_group, initialized
 from parallel2d.base.errors import did_you_mean, nearest
 
-# What a value must be, by the class of OmegaConf's node for it.
-_EXPECTED = {
-    "IntegerNode": "a whole number",
-    "FloatNode": "a number",
-    "BooleanNode": "true or false",
-    "StringNode": "text",
-    "UnionNode": "a whole number or auto",
-    "ListConfig": "a list [a,b]",
-    "DictConfig": "a mapping {a: b}",
-}
 # The choices of the group `model`, by family.
 _MODELS = {
     "llama": "model=llama_8b and its other sizes",
@@ -145,7 +135,9 @@ def _try_value(base: DictConfig, groups: Collection[str], word: str, override: A
     except OmegaConfBaseException:
         parent, _, last = key.rpartition(".")
         container = OmegaConf.select(base, parent) if parent else base
-        expected = _EXPECTED.get(type(container._get_node(last)).__name__, "of another type")
+        # A mapping that may hold anything has no fields.
+        fields = getattr(OmegaConf.get_type(container), "__dataclass_fields__", {})
+        expected = allowed(fields[last]) if last in fields else "of another type"
         return f"{key}={override.value()} must be {expected}"
     return None
 

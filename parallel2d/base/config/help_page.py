@@ -20,7 +20,7 @@ from typing import Any
 from parallel2d.base.config.composition import survey
 from parallel2d.base.config.job import TrainConfig
 from parallel2d.base.config.model_and_data import FAMILIES
-from parallel2d.base.config.options import REQUIRED, as_word, bounds, default_of
+from parallel2d.base.config.options import REQUIRED, allowed, as_word, default_of
 from parallel2d.base.errors import ConfigError, did_you_mean
 
 WIDTH = 100
@@ -42,16 +42,6 @@ _EXAMPLES = (
     "model=hf model.architecture=qwen3 mesh.tensor=2",
     "--help all model=hf strategy=zero3",
 )
-_KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "None": "null",
-    "Any": "anything",
-    "list": "a list [a,b]",
-    "dict": "a mapping {a: b}",
-}
 _SENTENCE_END = re.compile(r"(?<=[.])\s+")
 _READ_ON = (
     "docs/command-line.md (experiments, sweeps), docs/launching.md (several nodes), "
@@ -199,30 +189,7 @@ def _key(name: str, item: dataclasses.Field[Any]) -> Documented:
     if item.metadata.get("of", "name") == "name" and readers:
         few = len(readers) <= 2
         text = f"{', '.join(readers)}: {text}" if few else f"{text}. Read by {', '.join(readers)}"
-    return Documented(name, text, _allowed(item), choices, default_of(item))
-
-
-def _allowed(item: dataclasses.Field[Any]) -> str:
-    """``int | str`` with ``min=1``: ``a whole number, at least 1, or auto``."""
-    kinds = [kind.partition("[")[0] for kind in str(item.type).split(" | ")]
-    choices = list(map(str, item.metadata.get("choices", ())))
-    if choices:
-        return _either([*choices, "null"] if "None" in kinds else choices)
-    parts = list(filter(None, [bounds(item.metadata)]))
-    if item.metadata.get("infinite"):
-        parts.append("or inf")
-    if parts and "str" in kinds:
-        kinds.remove("str")
-        parts.append("or auto")
-    # A number may be written as a whole one.
-    if "float" in kinds and "int" in kinds:
-        kinds.remove("int")
-    return ", ".join([_either(list(map(_KINDS.__getitem__, kinds))), *parts])
-
-
-def _either(words: list[str]) -> str:
-    """``a, b or c``."""
-    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    return Documented(name, text, allowed(item), choices, default_of(item))
 
 
 def _row(documented: Documented, values: Mapping[str, Any], topic: str) -> tuple[str, str]:

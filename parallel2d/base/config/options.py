@@ -21,6 +21,16 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "above": ("above {}", operator.gt),
     "max": ("at most {}", operator.le),
 }
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "None": "null",
+    "Any": "anything",
+    "list": "a list [a,b]",
+    "dict": "a mapping {a: b}",
+}
 # Keys that are gone -> what to use instead. A value that is gone stands at its field.
 _UNPLANNED = "the planner has no use for it; write the file again with preflight --write"
 _MEASURED = "the planner predicts a step, and a run measures its goodput"
@@ -117,27 +127,50 @@ def _has_infinite(value: Any) -> bool:
 def _bound_problem(
     key: str, value: Any, constraint: Mapping[str, Any], kinds: Collection[str]
 ) -> str | None:
-    allowed = bounds(constraint)
+    wanted = _bounds(constraint)
     numbers: Any = (int, float)
     if "str" in kinds:
         if value == "auto":
             return None
         if "float" not in kinds:
             numbers = int
-            allowed = f"a whole number of {allowed}"
-        allowed += ", or auto"
+            wanted = f"a whole number of {wanted}"
+        wanted += ", or auto"
     if "None" in kinds:
-        allowed += ", or null"
+        wanted += ", or null"
     # To Python a boolean is an integer.
     is_number = isinstance(value, numbers) and not isinstance(value, bool)
     limits = _limits(constraint)
     if is_number and all(holds(value, limit) for _, holds, limit in limits):
         return None
-    return f"{key}={value} must be {allowed}"
+    return f"{key}={value} must be {wanted}"
 
 
-def bounds(constraint: Mapping[str, Any]) -> str:
-    """What a number with this constraint may be: ``at least 0 and at most 1``; empty for any."""
+def allowed(item: Field[Any]) -> str:
+    """What the field may be: of ``int | str`` with ``min=1`` ``a whole number, at least 1, or
+    auto``."""
+    kinds = [kind.partition("[")[0] for kind in str(item.type).split(" | ")]
+    choices = list(map(str, item.metadata.get("choices", ())))
+    if choices:
+        return _either([*choices, "null"] if "None" in kinds else choices)
+    parts = list(filter(None, [_bounds(item.metadata)]))
+    if item.metadata.get("infinite"):
+        parts.append("or inf")
+    if parts and "str" in kinds:
+        kinds.remove("str")
+        parts.append("or auto")
+    # A number may be written as a whole one.
+    if "float" in kinds and "int" in kinds:
+        kinds.remove("int")
+    return ", ".join([_either(list(map(_KINDS.__getitem__, kinds))), *parts])
+
+
+def _either(words: list[str]) -> str:
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def _bounds(constraint: Mapping[str, Any]) -> str:
+    """Such as ``at least 0 and at most 1``; empty for any number."""
     return " and ".join(text.format(limit) for text, _, limit in _limits(constraint))
 
 

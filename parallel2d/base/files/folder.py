@@ -130,7 +130,6 @@ class RemoteFolder:
         self.label = self._path.rstrip("/").rsplit("/", 1)[-1]
 
     def _file(self, name: str) -> tuple[str, int]:
-        """Path and size."""
         _check_name(name, self.label)
         path = f"{self._path}/{name}"
         try:

@@ -245,7 +245,6 @@ class Examiner:
             track.take(used, owned)
 
     def _updates(self, check: str, found: Tensors, expected: Tensors, before: Tensors) -> None:
-        """Trained parameters after an update."""
         for name, row in self.certificate.parameters.items():
             if not row.trained:
                 continue

@@ -186,8 +186,6 @@ def _cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    """Casts the floating-point tensors in ``values``."""
-
     def cast(value: Any) -> Any:
         is_cast = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(dtype) if is_cast else value

@@ -195,11 +195,7 @@ class JobCosts:
         places = self._place(config, shape)
         layout = self._lay_out(config, shape, batches)
         counted = self._count_inner_axes(config, layout)
-        over_tensor = over_context = None
-        if counted is not None:
-            work, during = layout.workload, config.sync.during_accumulation
-            over_tensor = counted.of_step(work.accumulation, during)
-            over_context = counted.of_context(work.accumulation)
+        inside = {} if counted is None else counted.of_step(layout)
         return LayoutCost(
             layout=layout,
             topology=self.topology,
@@ -208,13 +204,9 @@ class JobCosts:
             parameters=self._parameters,
             sample=self._sample,
             states=state_bytes(layout),
-            moved=predicted_bytes(
-                layout, over_tensor and over_tensor[0], over_context and over_context[0]
-            ),
+            moved=predicted_bytes(layout, inside),
             flops=self._flops,
-            time=estimate_step(
-                layout, config.cluster, places, over_tensor, self._flops, over_context
-            ),
+            time=estimate_step(layout, config.cluster, places, inside, self._flops),
         )
 
     def with_peak(

@@ -85,7 +85,6 @@ def _numbers_of_nodes(costs: JobCosts) -> list[int]:
 
 
 def _sized(config: TrainConfig, costs: JobCosts, nodes: int) -> TrainConfig:
-    """``config`` on ``nodes``, with the global batch of that number."""
     cluster = dataclasses.replace(config.cluster, nodes=nodes)
     given = len(costs.topology.ranks_by_host)
     batch = Fraction(config.train.global_batch_size)

@@ -106,7 +106,6 @@ class ClusterCheck:
             print(files.for_terminal(text), flush=True)
 
     def _write(self, keys: dict[str, Any]) -> None:
-        """Writes the cluster file, in one rename."""
         path = self._given.write
         # Four digits.
         short = json.loads(json.dumps(keys), parse_float=lambda text: float(f"{float(text):.4g}"))

@@ -54,7 +54,7 @@ def state_bytes(layout: Layout) -> StateBytes:
             held = updated = parameter.shape
             if is_split:
                 held = updated = first_part(parameter.shape, shape.shard)
-            if is_split and layout.splits_updates:
+            if is_split and layout.method.splits_updates:
                 updated = first_part(held, shape.replicate)
             parameters += count * math.prod(held) * parameter.stored
             if not parameter.is_trained:

@@ -100,16 +100,14 @@ def estimate_step(
     layout: Layout,
     cluster: ClusterConfig,
     places: Mapping[str, GroupPlacement],
-    over_tensor: tuple[float, float] | None,
+    inside: Mapping[str, tuple[float, float]],
     flops: int | None,
-    over_context: tuple[float, float] | None = None,
 ) -> StepEstimate | str:
     """The estimate, or in words what is not known. ``places``: of the groups of each axis;
-    ``over_tensor``, ``over_context``: bytes and ring passes of a step over these axes; ``flops``:
-    of one sample. See [Note: what overlaps what]."""
+    ``inside``: as of `TensorTraffic.of_step`; ``flops``: of one sample. See [Note: what overlaps
+    what]."""
     try:
-        over = {"tensor": over_tensor, "context": over_context}
-        return _Estimate(layout, cluster, places).of_step(over, flops)
+        return _Estimate(layout, cluster, places).of_step(inside, flops)
     except _NotKnownError as lacking:
         return str(lacking)
 
@@ -124,13 +122,11 @@ class _Estimate:
         self._cluster = cluster
         self._places = places
 
-    def of_step(
-        self, over: Mapping[str, tuple[float, float] | None], flops: int | None
-    ) -> StepEstimate:
+    def of_step(self, inside: Mapping[str, tuple[float, float]], flops: int | None) -> StepEstimate:
         layout, accumulation = self._layout, self._layout.workload.accumulation
         if flops is None:
             raise _NotKnownError("the model's FLOPs are not known")
-        forward, recomputed = self._compute(flops)
+        forward, recomputed, assumed = self._compute(flops)
         groups, after_update = self._groups(forward, recomputed)
         schedule = StepSchedule(
             accumulation=accumulation,
@@ -138,8 +134,8 @@ class _Estimate:
             shares_link=self._places["shard"].is_inside == self._places["replicate"].is_inside,
             # On a GPU the host runs ahead of the device.
             overlaps=layout.workload.device_type != "cpu",
-            tensor=self._inside("tensor", over) / accumulation,
-            context=self._inside("context", over) / accumulation,
+            tensor=self._inside("tensor", inside) / accumulation,
+            context=self._inside("context", inside) / accumulation,
         )
         update = self._update()
         seconds = step_seconds(groups, schedule, update=update, between_steps=after_update)
@@ -156,10 +152,11 @@ class _Estimate:
             seconds = step_seconds(groups, schedule, update=update, between_steps=added)
         samples_per_s = layout.global_batch_size / seconds.total
         mfu = samples_per_s * flops / (self._peak() * layout.shape.world_size)
-        return StepEstimate(seconds, samples_per_s, mfu, self._assumed())
+        return StepEstimate(seconds, samples_per_s, mfu, assumed)
 
-    def _compute(self, flops: int) -> tuple[float, float]:
-        """Seconds of forward of one micro-batch on one rank, and of computing it again."""
+    def _compute(self, flops: int) -> tuple[float, float, str]:
+        """Seconds of forward of one micro-batch on one rank, and of computing it again; ``assumed``
+        of `StepEstimate`."""
         layout = self._layout
         if layout.config.cpu_offload:
             raise _NotKnownError(
@@ -167,14 +164,16 @@ class _Estimate:
             )
         if layout.config.precision.float8 != "none":
             raise _NotKnownError("compute in 8-bit floats (precision.float8) has no model")
-        per_sample = flops / (self._peak() * self._efficiency())
+        peak = self._peak()
+        share, assumed = self._efficiency(peak)
+        per_sample = flops / (peak * share)
         # A third of the FLOPs of a step is forward's, two thirds are backward's.
         ranks = layout.shape.tensor * layout.shape.context
         forward = per_sample * layout.workload.micro_batch_size / ranks / 3
         checkpointing = layout.config.activation_checkpointing
         if checkpointing.name == "full":
-            return forward, forward / checkpointing.every
-        return forward, 0.0
+            return forward, forward / checkpointing.every, assumed
+        return forward, 0.0, assumed
 
     def _peak(self) -> float:
         """FLOP/s."""
@@ -184,32 +183,26 @@ class _Estimate:
             raise _NotKnownError(f"cluster.device.peak_tflops.{dtype} is not known")
         return peak * 1e12
 
-    def _efficiency(self) -> float:
+    def _efficiency(self, peak: float) -> tuple[float, str]:
         device, config = self._cluster.device, self._layout.config
+        dtype = config.precision.param
         if device.efficiency is not None:
-            return device.efficiency
-        if config.precision.param in ("fp32", "fp64"):
-            return ASSUMED_EFFICIENCY
+            return device.efficiency, ""
+        if dtype in ("fp32", "fp64"):
+            return ASSUMED_EFFICIENCY, (
+                f"{ASSUMED_EFFICIENCY:.0%} of the {dtype} peak of {peak / 1e12:g} TFLOP/s is "
+                "assumed; cluster.device.efficiency=SHARE sets it"
+            )
         is_compiled = config.compile.name != "none"
         for (part, compiled), share in EFFICIENCIES.items():
-            if part in device.name and compiled == is_compiled and config.precision.param == "bf16":
-                return share
+            if part in device.name and compiled == is_compiled and dtype == "bf16":
+                return share, ""
         raise _NotKnownError(
-            f"what share of its peak {device.name} reaches in {config.precision.param} is not "
-            "known: give cluster.device.efficiency"
-        )
-
-    def _assumed(self) -> str:
-        dtype = self._layout.config.precision.param
-        if self._cluster.device.efficiency is not None or dtype not in ("fp32", "fp64"):
-            return ""
-        return (
-            f"{ASSUMED_EFFICIENCY:.0%} of the {dtype} peak of {self._peak() / 1e12:g} TFLOP/s is "
-            "assumed; cluster.device.efficiency=SHARE sets it"
+            f"what share of its peak {device.name} reaches in {dtype} is not known: give "
+            "cluster.device.efficiency"
         )
 
     def _collective(self, collective: str, sent: float, axis: str) -> float:
-        """Seconds of one collective over ``axis``."""
         place = self._places[axis]
         if sent == 0 or place.ranks == 1:
             return 0.0
@@ -220,14 +213,14 @@ class _Estimate:
             raise _NotKnownError(f"cluster.{key} is not known")
         return found
 
-    def _inside(self, axis: str, over: Mapping[str, tuple[float, float] | None]) -> float:
+    def _inside(self, axis: str, inside: Mapping[str, tuple[float, float]]) -> float:
         """Seconds of what blocks send over ``axis`` in a step, one collective after the other."""
-        place, moved = self._places[axis], over[axis]
+        place = self._places[axis]
         if place.ranks == 1:
             return 0.0
-        if moved is None:
+        if axis not in inside:
             raise _NotKnownError(f"the bytes of the {axis} axis are not known")
-        sent, passes = moved
+        sent, passes = inside[axis]
         once = self._collective("all_to_all", sent, axis)
         # An exchange of nothing takes the latencies of one pass round the ring.
         latency = collective_seconds("all_to_all", 0.0, place, self._cluster)
@@ -256,7 +249,7 @@ class _Estimate:
             )
             found += [seconds] * count
             in_order += [group] * count
-            if layout.splits_updates:
+            if layout.method.splits_updates:
                 updated = self._collective("all_gather", traffic.updated(group), "replicate")
                 after_update += count * updated
         if layout.method.reductions(layout.workload.accumulation):

@@ -128,18 +128,18 @@ class TensorTraffic(NamedTuple):
     context_bytes: float = 0.0
     context_ring_passes: float = 0.0
 
-    def of_context(self, accumulation: int) -> tuple[float, float]:
-        """Bytes and ring passes of a step over the context axis."""
-        return accumulation * self.context_bytes, accumulation * self.context_ring_passes
-
-    def of_step(self, accumulation: int, during_accumulation: str) -> tuple[float, float]:
-        """Bytes and ring passes of a step over the tensor axis. Sums come in every backward, or
-        once with ``none``."""
-        sums = 1 if during_accumulation == "none" else accumulation
-        return (
-            accumulation * self.passes_bytes + sums * self.sums_bytes,
-            accumulation * self.ring_passes + sums * self.sums_ring_passes,
-        )
+    def of_step(self, layout: Layout) -> dict[str, tuple[float, float]]:
+        """Bytes and ring passes of a step over each axis. Sums come in every backward, or once with
+        ``sync.during_accumulation=none``."""
+        passes = layout.workload.accumulation
+        sums = 1 if layout.config.sync.during_accumulation == "none" else passes
+        return {
+            "tensor": (
+                passes * self.passes_bytes + sums * self.sums_bytes,
+                passes * self.ring_passes + sums * self.sums_ring_passes,
+            ),
+            "context": (passes * self.context_bytes, passes * self.context_ring_passes),
+        }
 
 
 def count_tensor_axis(

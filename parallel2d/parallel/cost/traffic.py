@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -95,17 +95,18 @@ class AxisTraffic:
 
 
 def predicted_bytes(
-    layout: Layout, over_tensor: float | None = None, over_context: float | None = None
+    layout: Layout, inside: Mapping[str, tuple[float, float]] | None = None
 ) -> dict[str, float]:
     """Bytes that a rank sends per step, as ``{"comm/AXIS/bytes": bytes}``, what the optimizer sends
-    included. ``over_tensor``, ``over_context``: those of forward and backward over these axes;
-    None: not known, and then the axis is omitted if it has ranks."""
+    included. ``inside``: as of `TensorTraffic.of_step`; without it, the tensor and context axes are
+    omitted if they have ranks."""
+    inside = inside or {}
     traffic = AxisTraffic(layout)
     predicted = {"comm/replicate/bytes": 0.0, "comm/shard/bytes": 0.0}
-    if layout.shape.tensor == 1 or over_tensor is not None:
-        predicted["comm/tensor/bytes"] = over_tensor or 0.0
-    if layout.shape.context > 1 and over_context is not None:
-        predicted["comm/context/bytes"] = over_context
+    if layout.shape.tensor == 1 or inside:
+        predicted["comm/tensor/bytes"] = inside.get("tensor", (0.0, 0.0))[0]
+    if layout.shape.context > 1 and inside:
+        predicted["comm/context/bytes"] = inside["context"][0]
     for group, count in traffic.groups:
         replicate, shard = traffic.per_step(group)
         predicted["comm/replicate/bytes"] += count * replicate

@@ -37,7 +37,7 @@ def _axes_of(parameter: ParameterShape, layout: Layout) -> list[tuple[str, int, 
         ("tensor", shape.tensor, parameter.tensor_dim),
         ("shard", shape.shard, 0),
     ]
-    if layout.splits_updates:
+    if layout.method.splits_updates:
         axes.append(("replicate", shape.replicate, 0))
     return axes
 

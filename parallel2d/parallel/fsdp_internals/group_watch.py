@@ -22,7 +22,7 @@ def storage_of(tensor: Tensor) -> int | None:
     """The number of the memory that ``tensor`` is a view of, also on meta and once it is freed;
     None where there is none, as for sparse ones. torch has no public identity of a storage."""
     try:
-        return _local(tensor).untyped_storage()._cdata
+        return part_of(tensor).untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
 
@@ -90,7 +90,7 @@ class GroupWatch:
         self._written = self._counts()
         for name, each in zip(self._names, map(_WHOLE, self._parameters), strict=True):
             setattr(each, GATHERED_AS, name)
-            self._storages[_local(each).untyped_storage()._cdata] = name
+            self._storages[part_of(each).untyped_storage()._cdata] = name
 
     def _counts(self) -> list[int]:
         whole = list(map(_WHOLE, self._parameters))
@@ -111,7 +111,8 @@ class GroupWatch:
         return next(compress(self._names, differs), "")
 
 
-def _local(tensor: Tensor) -> Tensor:
+def part_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a `DTensor`, unknown to autograd; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -119,7 +120,7 @@ def _differs(parameter: FSDPParam) -> bool:
     """Whether this rank's part of the gathered parameter has other bits than its shard."""
     shard = parameter._sharded_local_tensor.detach()
     begin = parameter.mesh_info.shard_mesh_rank * parameter.padded_sharded_param_size.numel()
-    whole = _local(parameter._unsharded_param).detach().reshape(-1)
+    whole = part_of(parameter._unsharded_param).detach().reshape(-1)
     gathered = whole[begin : begin + shard.numel()]
     own = shard.reshape(-1).to(gathered.device, gathered.dtype)
     return not torch.equal(gathered.view(torch.uint8), own.view(torch.uint8))

@@ -239,7 +239,6 @@ _audits: weakref.WeakSet[_Audit] = weakref.WeakSet()
 
 @functools.cache
 def _watch_process() -> None:
-    """Installs, once, what belongs to no model."""
     optimizer.register_optimizer_step_pre_hook(_refuse_others)
     optimizer.register_optimizer_step_post_hook(_count_update)
     torch.autograd.backward = _checked(torch.autograd.backward, "backward", 5, SHARDED_AS)

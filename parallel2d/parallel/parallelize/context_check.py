@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
 from parallel2d.parallel.context_axis import ContextAxis
+from parallel2d.parallel.model_structure import class_name
 from parallel2d.parallel.parallelize.context_blocks import (
     Path,
     SplitBlock,
@@ -284,7 +285,7 @@ class ContextCheck:
         if any(path[0] not in ("input", "result") for _, path, _ in differing):
             first = differing[0]
             difference, name = self._differences[first], self._made_by[first]
-            kind = type(self._model.get_submodule(name)).__name__.removeprefix("FSDP")
+            kind = class_name(self._model.get_submodule(name))
             where = f"{name} ({kind})" if name else f"{kind}, between its blocks,"
             self._position = list(self._differences).index(first)
             return (

@@ -36,6 +36,7 @@ from parallel2d.parallel.fsdp_internals.sharded_model import (
     has_begun,
 )
 from parallel2d.parallel.mesh import axis_names
+from parallel2d.parallel.model_structure import class_name
 from parallel2d.parallel.sync import no_sync
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of
 from parallel2d.parallel.sync.methods.method import UpdateFollower
@@ -140,7 +141,7 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
             if forward.now:
                 raise
             raise RuntimeError(
-                f"{name or _class_name(module)}.{method} computes with parameters that only a call "
+                f"{name or class_name(module)}.{method} computes with parameters that only a call "
                 "of the module gathers: call "
                 f"torch.distributed.fsdp.register_fsdp_forward_method(module, {method!r}) once "
                 "after parallelize"
@@ -164,7 +165,7 @@ def _watch_calls(module: nn.Module, name: str) -> None:
     def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
         if is_differentiated_forward((args, kwargs), running.frees):
             raise RuntimeError(
-                f"{name or _class_name(module)} was called with a derivative of "
+                f"{name or class_name(module)} was called with a derivative of "
                 "torch.autograd.forward_ad, which sharded modules support under torch.no_grad() "
                 "alone: use torch.func.jvp(model, (x,), (e,))"
             )
@@ -197,7 +198,7 @@ def _watch_calls(module: nn.Module, name: str) -> None:
         copied.clear()
         if changed:
             raise RuntimeError(
-                f"{name or _class_name(module)} changed a {type(changed[0]).__name__} that it was "
+                f"{name or class_name(module)} changed a {type(changed[0]).__name__} that it was "
                 "given, which sharded modules cannot, because they get copies of their arguments "
                 "and compute gradients of what they return: return the values instead"
             )
@@ -227,11 +228,6 @@ def _holds_result(argument: object) -> bool:
     values = vars(argument).values() if hasattr(argument, "__dict__") else ()
     held = [value for value in values if isinstance(value, Tensor)]
     return not isinstance(argument, Tensor) and any(value.requires_grad for value in held)
-
-
-def _class_name(module: nn.Module) -> str:
-    """The name that the class had before `fully_shard` made it an `FSDPModule`."""
-    return type(module).__name__.removeprefix("FSDP")
 
 
 def _containers_in(value: Any) -> Iterator[list[Any] | dict[Any, Any]]:

@@ -186,11 +186,6 @@ class Layout:
             numel += count * sum(map(math.prod, parts))
         return numel
 
-    @property
-    def splits_updates(self) -> bool:
-        """Whether each replica updates its own rows of the parameters."""
-        return self.method.splits_updates
-
     @cached_property
     def method(self) -> SyncMethod:
         """What crosses the replicate axis."""

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.fsdp_internals.group_watch import part_of
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.model_structure import Places, places_in, stays_whole
 from parallel2d.parallel.weights.initial_values import rank_device
@@ -39,7 +40,7 @@ class Scalar:
         if isinstance(self._plain, DTensor):
             self._tensor_mesh = self._plain.device_mesh
             axes.append("tensor")
-        local = _local(self._plain.detach())
+        local = part_of(self._plain.detach())
         # As `fully_shard` does with the other parameters.
         if not local.is_meta:
             local = local.to(rank_device(mesh.device_type))
@@ -70,8 +71,8 @@ class Scalar:
     def compute(self) -> None:
         """Puts the plain tensor into the modules."""
         parameter = self.parameter
-        local = _local(parameter).detach()
-        plain = _local(self._plain)
+        local = part_of(parameter).detach()
+        plain = part_of(self._plain)
         dtype = self._computes_in or local.dtype
         is_same = plain.device == local.device and plain.data_ptr() == local.data_ptr()
         # Allocation or loading may have replaced the memory of the one that the optimizer has.
@@ -108,7 +109,7 @@ class Scalar:
         mean = mean.to(device=parameter.device, dtype=parameter.dtype)
         local = mean.expand(parameter.shape).clone()
         if parameter.grad is not None:
-            _local(parameter.grad).add_(local)
+            part_of(parameter.grad).add_(local)
         else:
             mesh, placements = parameter.device_mesh, parameter.placements
             parameter.grad = DTensor.from_local(local, mesh, placements, run_check=False)
@@ -174,7 +175,3 @@ def keep_whole(
 def rest_all(scalars: list[Scalar]) -> None:
     for scalar in scalars:
         scalar.rest()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

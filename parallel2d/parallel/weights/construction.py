@@ -224,7 +224,6 @@ def own_constructor(model: nn.Module) -> Callable[[], nn.Module] | None:
 
 
 def _collect_calls(module: nn.Module, calls: dict[Any, _Call]) -> None:
-    """Adds the calls that made ``module`` and the modules among its arguments."""
     call = vars(module).get(_MADE_BY)
     if call is not None and module not in calls:
         calls[module] = call

@@ -154,7 +154,6 @@ def _raise_any(problem: str | None, value: str | None = None) -> dict[int, str]:
 
 
 def _without(here: Mapping[str, Tensor], given: Container[str]) -> dict[str, Tensor]:
-    """The tensors none of whose names is ``given``."""
     loaded = {id(each) for name, each in here.items() if name in given}
     return {name: each for name, each in here.items() if id(each) not in loaded}
 

@@ -222,7 +222,6 @@ def load_full_state(
 
 
 def _part_of(state: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What a state of several models has of the one with this name."""
     given = {kind: state.get(kind) or {} for kind in ("model", "optimizer")}
     return {kind: value[name] for kind, value in given.items() if name in value}
 
@@ -230,7 +229,6 @@ def _part_of(state: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _by_name(
     models: Models, optimizers: Optimizers | None
 ) -> Iterator[tuple[str, nn.Module, torch.optim.Optimizer | None]]:
-    """Name, model and optimizer of each of several."""
     given = optimizers or {}
     if not (isinstance(models, Mapping) and isinstance(given, Mapping)) or set(given) - set(models):
         raise ConfigError(

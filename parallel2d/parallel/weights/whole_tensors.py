@@ -216,7 +216,6 @@ _MARK = "_summoned_whole"
 
 
 def _show(places: Places, shown: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Lets the modules have what is ``shown`` for each parameter."""
     for parameter, owners in places.items():
         for module, name in owners:
             # Not by `setattr`, which a module may override.

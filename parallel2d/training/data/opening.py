@@ -212,11 +212,18 @@ class _Tokens:
         return text + f", {bad:,} bad rows omitted" * (bad > 0)
 
 
-class _BinFile:
-    """A file of token ids; as `_Tokens`, all of it for training."""
+class _Unprepared:
+    """As `_Tokens`, all of it for training."""
 
     vocab_size = 0  # which of the ids a model must know is not told
     tokenizer = ("", "")
+
+    def validation(self) -> SampleStream | None:
+        return None
+
+
+class _BinFile(_Unprepared):
+    """A file of token ids."""
 
     def __init__(self, config: DataConfig, seq_len: int, context: int) -> None:
         self._path, self._seq_len, self._context = str(config.path), seq_len, context
@@ -234,9 +241,6 @@ class _BinFile:
                 f"{self._path}: whether its token ids are those of the data is unknown"
             )
 
-    def validation(self) -> SampleStream | None:
-        return None
-
     def stream(self, _split: str, **how: Any) -> SampleStream:
         samples = PackedSamples(self._file, self._seq_len, end_id=0)
         return SampleStream([samples], Schedule([1]), context=self._context, **how)
@@ -249,20 +253,14 @@ class _BinFile:
         return f"bin {self._path} {size}, {samples:,} samples of {self._seq_len} tokens"
 
 
-class _OwnData:
-    """A data set of somebody's own; as `_Tokens`, all of it for training."""
-
-    vocab_size = 0
-    tokenizer = ("", "")
+class _OwnData(_Unprepared):
+    """A data set of somebody's own."""
 
     def __init__(self, config: DataConfig) -> None:
         self._config, self._samples = config, OwnSamples(config)
 
     def check_like(self, training: _Source) -> None:
         """Any two go together, as far as can be told."""
-
-    def validation(self) -> SampleStream | None:
-        return None
 
     def stream(self, _split: str, **how: Any) -> SampleStream:
         return OwnStream(self._samples, self._config.workers, **how)

@@ -80,7 +80,9 @@ class OwnSamples:
             ) from error
         if first is None:
             raise ConfigError(f"{what} returned a data set without samples")
-        inputs, targets = tree_map_only(torch.Tensor, _of_one_sample, first)
+        inputs, targets = tree_map_only(
+            torch.Tensor, lambda each: TensorShape(tuple(each.shape[1:]), each.dtype), first
+        )
         self.shape = SampleShape("samples", inputs, targets)
 
     def __len__(self) -> int:
@@ -101,10 +103,6 @@ class OwnSamples:
             *values, targets = batch
             return (tuple(values), targets) if values else (targets, None)
         return batch, None
-
-
-def _of_one_sample(tensor: torch.Tensor) -> TensorShape:
-    return TensorShape(tuple(tensor.shape[1:]), tensor.dtype)
 
 
 class OwnStream(SampleStream):

@@ -211,7 +211,9 @@ class MatrixRound:
     ) -> Tensor:
         """One all-to-all. ``tensors``: for the first rank of ``axis``, then for the second, ...;
         ``sent``, ``received``: numbers of elements to and from each. Collective."""
-        flat = self._flat(tensors)
+        flat = torch.empty(0, dtype=self._dtype, device=self._device)
+        if tensors:
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         output = flat.new_empty(sum(received))
         # Either all ranks of the axis have something to send or receive here, or none has.
         if flat.numel() or output.numel():
@@ -219,11 +221,6 @@ class MatrixRound:
             group = self._mesh.get_group(axis.name)
             dist.all_to_all_single(output, flat, list(received), list(sent), group=group)
         return output
-
-    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        if not tensors:
-            return torch.empty(0, dtype=self._dtype, device=self._device)
-        return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 class MatrixOwners:

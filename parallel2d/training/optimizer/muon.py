@@ -99,7 +99,6 @@ class Muon(torch.optim.Optimizer):
         return [group for group in self.param_groups if group["algorithm"] == algorithm]
 
     def _matrices(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Each parameter of Muon, and its group."""
         for group in self._groups(MUON):
             yield from zip(group["params"], repeat(group))
 
@@ -188,7 +187,6 @@ def iteration_flops(shape: torch.Size, steps: int) -> float:
 
 
 def _apply(part: Tensor, parameter: Tensor, group: dict[str, Any]) -> None:
-    """Decays this rank's part of ``parameter`` and subtracts ``part`` of the update."""
     local = local_part(parameter)
     local.mul_(1 - group["lr"] * group["weight_decay"])
     # By the shape of the whole matrix, as `torch.optim.Muon` does.

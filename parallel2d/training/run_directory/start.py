@@ -103,7 +103,6 @@ def _segment(value: Any) -> Segment:
 
 
 def _append(run_dir: str, segment: Segment) -> None:
-    """Adds a line. Raises OSError."""
     line = json.dumps(dataclasses.asdict(segment), default=str).encode() + b"\n"
     with open(os.path.join(run_dir, _SEGMENTS), "ab+", opener=files.regular) as file:
         # A line that a kill has cut must not swallow this one.

@@ -215,7 +215,6 @@ class BucketQueue:
             current.wait_stream(self._stream)
 
     def _remaining(self) -> list[Bucket]:
-        """The buckets that are not started yet, in their order."""
         if not self._buckets:
             states = [state for state in self.states if state.group.trained]
             sizes = [state.gradient_bytes for state in states]
@@ -227,7 +226,6 @@ class BucketQueue:
         return self._buckets[self._next :]
 
     def _start(self, bucket: Bucket, fill: Callable[[], None]) -> None:
-        """Starts the reduction of ``bucket`` after ``fill`` has made its buffer."""
         reduction = self.reduction_for(bucket.wire)
         # Some reductions hold memory, and hooks must not overlap.
         if reduction.most_in_flight is not None:

@@ -195,7 +195,6 @@ class OuterSync(UpdateFollower):
         self._begin(fragment)
 
     def _begin(self, fragment: Fragment) -> None:
-        """Begins to average the changes of ``fragment``."""
         means: list[Tensor] = []
         pieces: list[Piece] = []
         keys = RoundingKeys(self._seed, fragment.sent_after)

@@ -129,7 +129,6 @@ class OwnedParameters(UpdateFollower):
         register_masters(model, self)
 
     def _parameters(self) -> list[FSDPParameter]:
-        """All parameters of groups, in the order of the model."""
         found: list[FSDPParameter] = []
         for group in reversed(self._model.groups):
             found.extend(group.parameters)
