@@ -33,7 +33,7 @@ class Block(nn.Module):
         if how == "convolution":
             self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
         elif how == "gate":
-            self.gate = nn.Parameter(torch.zeros(WIDTH))
+            self.gate = nn.Parameter(torch.full((WIDTH,), 1e-6))
         elif how == "batch norm":
             self.mix = nn.BatchNorm1d(WIDTH)
 

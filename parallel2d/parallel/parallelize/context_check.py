@@ -5,8 +5,9 @@ positions meet outside of attention: `ContextCheck`.
 gradients and dropout. Two run whole, with different lengths: a dim that differs follows the
 sequence. In the third the stacks are split; each block gets the input that it had before, and what
 it gives to attention and returns is compared with this rank's part of before. For this time
-parameters that are zero get values, because a branch that begins at zero hides what it computes.
-At the end the outputs of the model are compared: losses that blocks leave aside show there.
+parameters that are zero, and scales that are small, get other values: a branch that begins near
+zero hides what it computes. At the end the outputs of the model, and what modules in blocks keep as
+attributes, are compared: losses that blocks leave aside show there.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from parallel2d.parallel.weights.geometry import local_part
 log = logging.getLogger(__name__)
 
 _MOST = 2**53  # of what is compared
+_SMALL = 0.1  # a scale that hides what its branch computes
 _POSITIONS = 8  # of a rank, at least, in what is compared
 _Key = tuple[str, Path, int]  # of a block, and which time the block has it in a forward
 # By how much two ways to compute the same may differ, relative to the largest value
@@ -86,7 +88,7 @@ class ContextCheck:
         for stack in self._stacks:
             stack.watcher = self
         try:
-            with _zeros_filled(self._model, self._compares), self._watched():
+            with _branches_opened(self._model, self._compares), self._watched():
                 sizes, expected = self._learn(args, kwargs)
                 # Before any rank depends on another one's slices.
                 self._kept = self._attributes()
@@ -388,22 +390,23 @@ def _shorten(inputs: Any, sizes: dict[int, int]) -> Any:
 
 
 @contextmanager
-def _zeros_filled(model: nn.Module, fills: bool) -> Iterator[None]:
-    """Inside, parameters have values where they are zero."""
-    before: list[tuple[Tensor, Tensor]] = []
-    if fills:
+def _branches_opened(model: nn.Module, opens: bool) -> Iterator[None]:
+    """Inside, parameters have values where they are zero, and scales where they are small."""
+    before: list[tuple[Tensor, Tensor, Tensor]] = []
+    if opens:
         for number, parameter in enumerate(model.parameters()):
             part = local_part(parameter.detach())
-            zeros = part == 0
-            if part.is_floating_point() and zeros.any():
-                before.append((part, zeros))
+            is_scale = parameter.numel() == max(parameter.shape, default=1)
+            closed = part.abs() < _SMALL if is_scale else part == 0
+            if part.is_floating_point() and closed.any():
+                before.append((part, closed, part[closed]))
                 # The same on ranks that hold the same part.
                 generator = torch.Generator().manual_seed(number)
                 fan = max(1, math.prod(part.shape[1:]))
                 values = torch.randn(part.shape, generator=generator) / (2 * fan**0.5)
-                part.copy_(torch.where(zeros, values.to(part), part))
+                part.copy_(torch.where(closed, values.to(part), part))
     try:
         yield
     finally:
-        for part, zeros in before:
-            part.masked_fill_(zeros, 0.0)
+        for part, closed, values in before:
+            part[closed] = values
