@@ -17,18 +17,19 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.context_axis import ContextAxis
 from parallel2d.parallel.fsdp_internals.sharded_model import in_backward, saving_hooks
+from parallel2d.parallel.parallelize.context_attention import (
+    ATTENTION,
+    attend_to_all,
+    attend_to_slices,
+)
 
 # Where a tensor is: among a block's arguments, or of which call of attention it is what
 Path = tuple[Any, ...]
-_ATTENTION = F.scaled_dot_product_attention
 
 
 class Watcher(Protocol):
@@ -36,7 +37,7 @@ class Watcher(Protocol):
     the input that a block shall compute with."""
 
     def see(self, block: SplitBlock, path: Path, tensor: Tensor) -> None: ...
-    def input_of(self, block: SplitBlock, own: Tensor) -> Tensor: ...
+    def input_of(self, block: SplitBlock, path: Path, own: Tensor) -> Tensor: ...
 
 
 def map_tensors(function: Callable[[Tensor, Path], Any], value: Any, path: Path = ()) -> Any:
@@ -203,19 +204,25 @@ class SplitBlock:
                 # A copy: blocks keep it for backward, and a view would keep the whole.
                 own = axis.cut(tensor, dim, stack.in_parts)
                 own = own.clone(memory_format=torch.contiguous_format)
-            return own if stack.watcher is None else stack.watcher.input_of(self, own)
+            return own if stack.watcher is None else stack.watcher.input_of(self, path, own)
 
         found: dict[str, Any] = map_tensors(cut, given)
         return found
 
-    def _check_length(self, whole: int, parts: int = 1) -> None:
+    def problem_of_length(self, whole: int, parts: int) -> str:
+        """Says why sequences of ``whole`` positions cannot be divided; empty where they can."""
         ranks = self.stack.axis.size
-        if whole % (ranks * parts) or whole < 2 * ranks:
-            raise ConfigError(
-                f"mesh.context={ranks}: {self.name} is given sequences of {whole} positions, which "
-                f"must be a multiple of {ranks * parts} and at least {2 * ranks}: choose "
-                "train.seq_len so, or pad batches"
-            )
+        if whole % (ranks * parts) == 0 and whole >= 2 * ranks:
+            return ""
+        return (
+            f"{self.name} is given sequences of {whole} positions, which must be a multiple of "
+            f"{ranks * parts} and at least {2 * ranks}: choose train.seq_len so, or pad batches"
+        )
+
+    def _check_length(self, whole: int, parts: int = 1) -> None:
+        problem = self.problem_of_length(whole, parts)
+        if problem:
+            raise ConfigError(f"mesh.context={self.stack.axis.size}: {problem}")
 
     def _cut_argument(self, tensor: Tensor, path: Path) -> Tensor:
         axis = self.stack.axis
@@ -290,7 +297,7 @@ class SplitBlock:
         splits_query = self.follows.get((*place, "query")) == positions
         splits_keys = self.follows.get((*place, "key")) == positions
         if not self.stack.is_split or not (splits_query or splits_keys):
-            return _ATTENTION(query, key, value, attn_mask=mask, **options)
+            return ATTENTION(query, key, value, attn_mask=mask, **options)
         ranks = self.stack.axis.size
         if not splits_query or query.shape[-2] != self._own or query.ndim not in (3, 4):
             raise ConfigError(
@@ -313,104 +320,10 @@ class SplitBlock:
         splits_keys: bool,
         options: dict[str, Any],
     ) -> Tensor:
-        """[batch, heads, slice, dim] of each."""
         axis = self.stack.axis
-        own, ranks = query.shape[2], axis.size
-        if mask is not None and splits_keys:
-            mask = self._whole_columns(mask, own, key.shape[2])
         if not splits_keys:
-            # Every rank has all keys, which are no positions of a sequence.
-            return _ATTENTION(query, key, value, attn_mask=self._own_rows(mask, own), **options)
-        heads = query.shape[1], key.shape[1]
-        if heads[0] % ranks or heads[1] % ranks or self._gather_is_cheaper(heads, mask, options):
-            return self._with_all_keys(query, key, value, self._own_rows(mask, own), options)
-        if mask is not None:
-            if mask.shape[-2] == own:
-                mask = axis.join_mask(mask, -2)
-            of_heads = mask.ndim - 3
-            if mask.ndim > 2 and mask.shape[of_heads] > 1:
-                mask = axis.cut(mask, of_heads)
-        query, key, value = map(axis.heads_of_all, (query, key, value))
-        return axis.slices_of_all(_ATTENTION(query, key, value, attn_mask=mask, **options))
-
-    def _gather_is_cheaper(
-        self, heads: tuple[int, int], mask: Tensor | None, options: dict[str, Any]
-    ) -> bool:
-        """Whether keys and values, gathered again in backward, are fewer bytes than all heads. Not
-        for causal attention, whose last rank would compute most."""
-        served = heads[0] / heads[1]
-        is_cheaper = 6 / served < 4 / self.stack.axis.size * (1 + 1 / served)
-        return is_cheaper and mask is None and not options["is_causal"]
-
-    def _whole_columns(self, mask: Tensor, own: int, keys: int) -> Tensor:
-        """``mask`` with a column for each position of the whole sequence."""
-        axis = self.stack.axis
-        if mask.shape[-1] in (1, keys * axis.size):
-            return mask
-        if mask.shape[-1] == keys and mask.shape[-2] == 1:
-            return axis.join_mask(mask, -1)
-        raise ConfigError(
-            f"mesh.context={axis.size}: {self.name} makes a mask of shape {tuple(mask.shape)} from "
-            f"its slice of {own} positions; make it before the blocks, from the whole sequence"
-        )
-
-    def _own_rows(self, mask: Tensor | None, own: int) -> Tensor | None:
-        if mask is None or mask.shape[-2] in (1, own):
-            return mask
-        return self.stack.axis.cut(mask, mask.ndim - 2)
-
-    def _with_all_keys(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: dict[str, Any],
-    ) -> Tensor:
-        axis = self.stack.axis
-        modes = _get_current_dispatch_mode_stack()
-        if any(isinstance(mode, _CachingTorchDispatchMode) for mode in modes):
-            raise ConfigError(
-                f"mesh.context={axis.size}: {self.name} gathers keys and values, which "
-                "activation_checkpointing=selective does not recompute; use full or none"
-            )
-        every_key, every_value = axis.join(key, 2), axis.join(value, 2)
-        gathered = [(every_key, key), (every_value, value)]
-        if options["is_causal"]:
-            # Nothing after this rank's last position.
-            seen = (axis.rank + 1) * query.shape[2]
-            every_key, every_value = every_key[:, :, :seen], every_value[:, :, :seen]
-            options = {**options, "is_causal": seen == query.shape[2]}
-            if seen > query.shape[2]:
-                mask = causal_lower_right(query.shape[2], seen)
-        with _gathered_again(axis, gathered):
-            return _ATTENTION(query, every_key, every_value, attn_mask=mask, **options)
-
-
-@contextmanager
-def _gathered_again(axis: ContextAxis, gathered: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Has backward gather what is saved of the whole tensors again, from the slices in
-    ``gathered``, so that no layer keeps them. Where activations are recomputed they are anyway."""
-    if saving_hooks() is not None:
-        yield
-        return
-    own_of = {whole.untyped_storage()._cdata: own.detach() for whole, own in gathered}
-
-    def pack(tensor: Tensor) -> Any:
-        own = own_of.get(tensor.untyped_storage()._cdata)
-        if own is None:
-            return tensor
-        return own, tensor.shape, tensor.stride(), tensor.storage_offset()
-
-    def unpack(saved: Any) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        own, *geometry = saved
-        # The storage is that of the parts before they were joined, which may have been a copy.
-        return axis.join(own, 2).as_strided(*geometry)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
+            return attend_to_all(axis, query, key, value, mask, options)
+        return attend_to_slices(axis, self.name, query, key, value, mask, options)
 
 
 def is_mask(tensor: Tensor, dims: Sequence[int]) -> bool:
@@ -428,7 +341,7 @@ class _Intercept(TorchFunctionMode):
         self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is _ATTENTION:
+        if function is ATTENTION:
             return self._block.attention(*args, **kwargs)
         # It is dispatched itself, and what it calls is not.
         if function is F.multi_head_attention_forward:
@@ -437,7 +350,7 @@ class _Intercept(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        with _replaced(_ATTENTION):
+        with _replaced(ATTENTION):
             return self._block.attention(*args, **kwargs)
 
 

@@ -5,8 +5,9 @@ positions meet outside of attention: `ContextCheck`.
 gradients and dropout. Two run whole, with different lengths: a dim that differs follows the
 sequence. In the third the stacks are split; each block gets the input that it had before, and what
 it gives to attention and returns is compared with this rank's part of before. For this time
-parameters that are zero get values, because a branch that begins at zero hides what it computes.
-At the end the outputs of the model are compared: losses that blocks leave aside show there.
+parameters that are zero, and scales that are small, get other values: a branch that begins near
+zero hides what it computes. At the end the outputs of the model, and what modules in blocks keep as
+attributes, are compared: losses that blocks leave aside show there.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from parallel2d.parallel.weights.geometry import local_part
 log = logging.getLogger(__name__)
 
 _MOST = 2**53  # of what is compared
+_SMALL = 0.1  # a scale that hides what its branch computes
 _POSITIONS = 8  # of a rank, at least, in what is compared
 _Key = tuple[str, Path, int]  # of a block, and which time the block has it in a forward
 # By how much two ways to compute the same may differ, relative to the largest value
@@ -47,7 +49,7 @@ _BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4}
 
 
 class ContextCheck:
-    """Of the ``stacks`` of ``model``. ``groups``: over which the ranks of a replica agree;
+    """Of the ``stacks`` of ``model``. ``groups``: over which ranks agree;
     ``multiple``: of the sequence's length, other axes' too; ``compares``: whether tensors have
     values."""
 
@@ -78,6 +80,7 @@ class ContextCheck:
         self._running: list[str] = []
         self._made_by: dict[_Key, str] = {}
         self._is_split = False
+        self._kept: dict[tuple[str, str], Tensor] = {}  # what modules kept in the whole forward
 
     def run(self, args: Any, kwargs: Any) -> None:
         """Learns from inputs of the model, and splits the stacks. Collective. Raises `ConfigError`
@@ -86,44 +89,49 @@ class ContextCheck:
         for stack in self._stacks:
             stack.watcher = self
         try:
-            with _zeros_filled(self._model, self._compares), self._watched():
-                problem = self._compare(args, kwargs)
+            with _branches_opened(self._model, self._compares), self._watched():
+                sizes, expected = self._learn(args, kwargs)
+                # Before any rank depends on another one's slices.
+                self._kept = self._attributes()
+                self._agree(self._choose(sizes))
+                self._agree(self._compare(args, kwargs, sizes, expected))
+        except ConfigError:
+            for stack in self._stacks:
+                stack.is_split = stack.is_open = False
+            raise
         finally:
             self._axis.is_learning = False
             for stack in self._stacks:
                 stack.watcher = None
+
+    def _agree(self, problem: str) -> None:
+        """Raises the same error on every rank where any has a problem."""
         # What one rank finds first another one may find later, by what follows from it.
         found = (self._position if problem else _MOST, problem)
         for group in self._groups if self._compares else ():
             found = min(all_gather(found, group), key=operator.itemgetter(0))
         _, problem = found
         if problem:
-            for stack in self._stacks:
-                stack.is_split = False
             raise ConfigError(f"mesh.context={self._axis.size}: {problem}")
 
-    def _compare(self, args: Any, kwargs: Any) -> str:
-        """What is wrong, perhaps nothing."""
-        lengths = _lengths(args, kwargs)
-        sizes = {length: self._shortened(length) for length in lengths}
-        expected = None
-        try:
-            if sizes:
+    def _learn(self, args: Any, kwargs: Any) -> tuple[dict[int, int], Any]:
+        """Runs whole sequences. Returns their lengths, each with that of what is compared, and what
+        the model gives for that."""
+        sizes = {length: self._shortened(length) for length in _lengths(args, kwargs)}
+        if sizes:
+            try:
                 self._forward(args, kwargs, {length: short // 2 for length, short in sizes.items()})
                 self._find_parts()
-                expected = self._forward(args, kwargs, sizes)
-        except ConfigError:
-            raise
-        except Exception as error:  # a model may take one length alone
-            log.info("mesh.context: checked on whole sequences: %s", str(error).split("\n")[0])
-            expected = None
-        if expected is None:
-            self._shapes.clear()
-            sizes = {}
-            expected = self._forward(args, kwargs, sizes)
-        problem = self._choose()
-        if problem:
-            return problem
+                return sizes, self._forward(args, kwargs, sizes)
+            except ConfigError:
+                raise
+            except Exception as error:  # a model may take one length alone
+                log.info("mesh.context: checked on whole sequences: %s", str(error).split("\n")[0])
+        self._shapes.clear()
+        return {}, self._forward(args, kwargs, {})
+
+    def _compare(self, args: Any, kwargs: Any, sizes: dict[int, int], expected: Any) -> str:
+        """What is wrong where blocks have slices, perhaps nothing."""
         self._is_split = True
         try:
             found = self._forward(args, kwargs, sizes)
@@ -138,14 +146,16 @@ class ContextCheck:
         return self._verdict(expected, found) if self._compares else ""
 
     def _shortened(self, length: int) -> int:
-        """How many positions of ``length`` are compared."""
+        """How many positions of ``length`` are compared. What does not divide, does not here."""
         ranks = self._axis.size
         step = self._multiple * ranks
         least = -(-_POSITIONS * ranks // step) * step
-        return min(length, least)
+        return min(length, least + length % step)
 
     def _forward(self, args: Any, kwargs: Any, sizes: dict[int, int]) -> Any:
         self._shapes.append({})
+        if not self._is_split:
+            self._slices.clear()
         self._seen.clear()
         self._running.clear()
         args, kwargs = _shorten(args, sizes), _shorten(kwargs, sizes)
@@ -219,12 +229,10 @@ class ContextCheck:
         running = ["", *self._running[: -1 if is_argument else None]]
         self._made_by[key] = path[1] if path[0] == "result" else running[-1]
 
-    def input_of(self, block: SplitBlock, own: Tensor) -> Tensor:
+    def input_of(self, block: SplitBlock, path: Path, own: Tensor) -> Tensor:
         """That of the whole forward: differences shall not add up."""
-        for key, expected in self._slices.items():
-            if key[0] == block.name and key[1][0] in ("args", "kwargs"):
-                return expected if expected.shape == own.shape else own
-        return own
+        expected = self._slices.get((block.name, path, self._seen[block.name, path] - 1))
+        return own if expected is None or expected.shape != own.shape else expected
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -258,8 +266,8 @@ class ContextCheck:
 
     # What follows
 
-    def _choose(self) -> str:
-        """Splits the stacks whose attention is over positions, or says why there are none."""
+    def _choose(self, sizes: dict[int, int]) -> str:
+        """Splits the stacks whose attention is over positions, or says why it cannot."""
         executed = list(self._order.values())
         for stack in executed:
             stack.is_split = any(map(_attends, stack.blocks))
@@ -275,6 +283,32 @@ class ContextCheck:
                 "transformers do with attn_implementation=sdpa"
             )
         split[-1].feeds_head = True
+        problems = [self._problem_of_length(stack, sizes) for stack in split]
+        return next(filter(None, problems), "")
+
+    def _problem_of_length(self, stack: Stack, sizes: dict[int, int]) -> str:
+        block = stack.blocks[0]
+        shape, dims = self._shapes[-1][block.name, ("output",), 0], block.follows["output",]
+        if len(dims) != 1:
+            return ""
+        seen = shape[dims[0]] * stack.parts
+        lengths = {short: length for length, short in sizes.items()}
+        return block.problem_of_length(lengths.get(seen, seen), stack.parts)
+
+    def _attributes(self) -> dict[tuple[str, str], Tensor]:
+        """The floating-point tensors that modules in blocks keep, such as a loss of their own."""
+        found: dict[tuple[str, str], Tensor] = {}
+        for module, (_, name) in self._names.items():
+            for attribute, value in vars(module).items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    found[name, attribute] = value
+        return found
+
+    def _problem_of_attributes(self, bound: float) -> str:
+        for (name, attribute), now in self._attributes().items():
+            before = self._kept.get((name, attribute), now)
+            if before.shape == now.shape and _difference(now, before) > bound:
+                return f"{name}.{attribute} is computed from a slice of the sequence; {_ADVICE}"
         return ""
 
     def _verdict(self, expected: Any, found: Any) -> str:
@@ -292,6 +326,9 @@ class ContextCheck:
                 f"{where} mixes positions outside of F.scaled_dot_product_attention, or "
                 f"counts them (whole and cut differ by {difference:.1e}); {_ADVICE}"
             )
+        problem = self._problem_of_attributes(bound)
+        if problem:
+            return problem
         for one, other in zip(_numbers(expected), _numbers(found), strict=False):
             # What the blocks return was compared more strictly.
             if one.shape != other.shape or _difference(other, one) > 4 * bound:
@@ -354,22 +391,23 @@ def _shorten(inputs: Any, sizes: dict[int, int]) -> Any:
 
 
 @contextmanager
-def _zeros_filled(model: nn.Module, fills: bool) -> Iterator[None]:
-    """Inside, parameters have values where they are zero."""
-    before: list[tuple[Tensor, Tensor]] = []
-    if fills:
+def _branches_opened(model: nn.Module, opens: bool) -> Iterator[None]:
+    """Inside, parameters have values where they are zero, and scales where they are small."""
+    before: list[tuple[Tensor, Tensor, Tensor]] = []
+    if opens:
         for number, parameter in enumerate(model.parameters()):
             part = local_part(parameter.detach())
-            zeros = part == 0
-            if part.is_floating_point() and zeros.any():
-                before.append((part, zeros))
+            is_scale = parameter.numel() == max(parameter.shape, default=1)
+            closed = part.abs() < _SMALL if is_scale else part == 0
+            if part.is_floating_point() and closed.any():
+                before.append((part, closed, part[closed]))
                 # The same on ranks that hold the same part.
                 generator = torch.Generator().manual_seed(number)
                 fan = max(1, math.prod(part.shape[1:]))
                 values = torch.randn(part.shape, generator=generator) / (2 * fan**0.5)
-                part.copy_(torch.where(zeros, values.to(part), part))
+                part.copy_(torch.where(closed, values.to(part), part))
     try:
         yield
     finally:
-        for part, zeros in before:
-            part.masked_fill_(zeros, 0.0)
+        for part, closed, values in before:
+            part[closed] = values

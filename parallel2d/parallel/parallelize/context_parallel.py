@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.replicas import current
 from parallel2d.parallel.context_axis import ContextAxis, register_axis
 from parallel2d.parallel.fsdp_internals.sharded_model import in_backward
 from parallel2d.parallel.mesh import axis_names, group_of, mesh_shape
@@ -68,7 +69,9 @@ def learn_at_first(
     if not stacks:
         return
     multiple = mesh_shape(mesh).tensor
-    groups = [group_of(mesh, axis) for axis in ("shard", "tensor") if axis in axis_names(mesh)]
+    # Replicas agree too, unless one that joins is alone in its first forward.
+    agreeing = ("shard", "tensor") if current() is not None else ("replicate", "shard", "tensor")
+    groups = [group_of(mesh, axis) for axis in agreeing if axis in axis_names(mesh)]
     device = torch.device(mesh.device_type)
 
     def learn(_module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -1,0 +1,137 @@
+"""Attention of a rank that has a slice of the positions, by ``F.scaled_dot_product_attention`` with
+whole sequences of some of the heads, or with the keys and values of all positions.
+
+Of each, query, key and value are [batch, heads, slice, dim], masks broadcast to
+[batch, heads, queries, keys] over whole sequences, or over this rank's queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.context_axis import ContextAxis
+from parallel2d.parallel.fsdp_internals.sharded_model import saving_hooks
+
+ATTENTION = F.scaled_dot_product_attention
+
+
+def attend_to_slices(
+    axis: ContextAxis,
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attends to keys and values of which each rank has a slice. ``name``: that of the block, for
+    errors; ``options``: other arguments of attention.
+
+    Raises:
+        ConfigError: ``mask`` is over the slice alone.
+    """
+    ranks, own = axis.size, query.shape[2]
+    if mask is not None:
+        mask = _whole_columns(axis, name, mask, own, key.shape[2])
+    heads = query.shape[1], key.shape[1]
+    is_free = mask is None and not options["is_causal"]
+    if heads[0] % ranks or heads[1] % ranks or (is_free and _gather_is_cheaper(heads, ranks)):
+        every_key, every_value = axis.join(key, 2), axis.join(value, 2)
+        with _gathered_again(axis, [(every_key, key), (every_value, value)]):
+            return attend_to_all(axis, query, every_key, every_value, mask, options)
+    if mask is not None:
+        if mask.shape[-2] == own:
+            mask = axis.join_mask(mask, -2)
+        of_heads = mask.ndim - 3
+        if mask.ndim > 2 and mask.shape[of_heads] > 1:
+            mask = axis.cut(mask, of_heads)
+    query, key, value = map(axis.heads_of_all, (query, key, value))
+    return axis.slices_of_all(ATTENTION(query, key, value, attn_mask=mask, **options))
+
+
+def attend_to_all(
+    axis: ContextAxis,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attends to keys and values that every rank has whole."""
+    own = query.shape[2]
+    if mask is not None and mask.shape[-2] not in (1, own):
+        mask = axis.cut(mask, mask.ndim - 2)
+    if options["is_causal"]:
+        first, options = axis.rank * own, {**options, "is_causal": False}
+        # Nothing after this rank's last position.
+        key, value = key[:, :, : first + own], value[:, :, : first + own]
+        mask = _causal(mask, query, key, first)
+    return ATTENTION(query, key, value, attn_mask=mask, **options)
+
+
+def _causal(mask: Tensor | None, query: Tensor, key: Tensor, first: int) -> Tensor:
+    """``mask``, without keys after a query's own position. ``first``: that of the first query."""
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is None and keys == first + queries:
+        # A tensor of a class of its own, which no mode of selective recomputation can make.
+        with _disable_current_modes():
+            return causal_lower_right(queries, keys)
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(first)
+    if mask is None:
+        return seen
+    mask = mask[..., :keys]
+    return mask & seen if mask.dtype == torch.bool else mask.where(seen, -torch.inf)
+
+
+def _gather_is_cheaper(heads: tuple[int, int], ranks: int) -> bool:
+    """Whether keys and values, gathered again in backward, are fewer bytes than all heads. Not
+    asked for causal attention, whose last rank would compute most."""
+    served = heads[0] / heads[1]
+    return 6 / served < 4 / ranks * (1 + 1 / served)
+
+
+def _whole_columns(axis: ContextAxis, name: str, mask: Tensor, own: int, keys: int) -> Tensor:
+    """``mask`` with a column for each position of the whole sequence."""
+    if mask.shape[-1] in (1, keys * axis.size):
+        return mask
+    if mask.shape[-1] == keys and mask.shape[-2] == 1:
+        return axis.join_mask(mask, -1)
+    raise ConfigError(
+        f"mesh.context={axis.size}: {name} makes a mask of shape {tuple(mask.shape)} from "
+        f"its slice of {own} positions; make it before the blocks, from the whole sequence"
+    )
+
+
+@contextmanager
+def _gathered_again(axis: ContextAxis, gathered: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Has backward gather what is saved of the whole tensors again, from the slices in
+    ``gathered``, so that no layer keeps them. Where activations are recomputed they are anyway."""
+    if saving_hooks() is not None:
+        yield
+        return
+    own_of = {whole.untyped_storage()._cdata: own.detach() for whole, own in gathered}
+
+    def pack(tensor: Tensor) -> Any:
+        own = own_of.get(tensor.untyped_storage()._cdata)
+        if own is None:
+            return tensor
+        return own, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        own, *geometry = saved
+        # The storage is that of the parts before they were joined, which may have been a copy.
+        return axis.join(own, 2).as_strided(*geometry)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
