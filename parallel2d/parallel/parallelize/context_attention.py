@@ -7,7 +7,8 @@ Of each, query, key and value are [batch, heads, slice, dim], masks broadcast to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,23 +40,57 @@ def attend_to_slices(
     Raises:
         ConfigError: ``mask`` is over the slice alone.
     """
-    ranks, own = axis.size, query.shape[2]
+    ranks, heads = axis.size, (query.shape[1], key.shape[1])
     if mask is not None:
-        mask = _whole_columns(axis, name, mask, own, key.shape[2])
-    heads = query.shape[1], key.shape[1]
-    is_free = mask is None and not options["is_causal"]
-    if heads[0] % ranks or heads[1] % ranks or (is_free and _gather_is_cheaper(heads, ranks)):
-        every_key, every_value = axis.join(key, 2), axis.join(value, 2)
-        with _gathered_again(axis, [(every_key, key), (every_value, value)]):
-            return attend_to_all(axis, query, every_key, every_value, mask, options)
+        mask = _whole_columns(axis, name, mask, query.shape[2], key.shape[2])
+    elif options["is_causal"]:
+        # Of causal attention to all keys the last rank would compute most, and some devices make a
+        # mask for it: each rank gets the one head of keys that its heads of queries need.
+        if heads[0] % ranks == 0 and heads[1] < ranks and ranks % heads[1] == 0:
+            return _with_repeated_heads(axis, query, key, value, options)
+    elif _gather_is_cheaper(heads, ranks):
+        return _with_all_keys(axis, query, key, value, mask, options)
+    if heads[0] % ranks or heads[1] % ranks:
+        return _with_all_keys(axis, query, key, value, mask, options)
     if mask is not None:
-        if mask.shape[-2] == own:
-            mask = axis.join_mask(mask, -2)
-        of_heads = mask.ndim - 3
-        if mask.ndim > 2 and mask.shape[of_heads] > 1:
-            mask = axis.cut(mask, of_heads)
+        mask = _of_own_heads(axis, mask, query.shape[2])
     query, key, value = map(axis.heads_of_all, (query, key, value))
     return axis.slices_of_all(ATTENTION(query, key, value, attn_mask=mask, **options))
+
+
+def _with_repeated_heads(
+    axis: ContextAxis, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+) -> Tensor:
+    copies = axis.size // key.shape[1]
+
+    def gather(own: Tensor) -> Tensor:
+        return axis.heads_of_all(own.repeat_interleave(copies, 1))
+
+    with _gathered_again(gather, key, value) as (every_key, every_value):
+        output = ATTENTION(axis.heads_of_all(query), every_key, every_value, **options)
+    return axis.slices_of_all(output)
+
+
+def _with_all_keys(
+    axis: ContextAxis,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    join = functools.partial(axis.join, dim=2)
+    with _gathered_again(join, key, value) as (every_key, every_value):
+        return attend_to_all(axis, query, every_key, every_value, mask, options)
+
+
+def _of_own_heads(axis: ContextAxis, mask: Tensor, own: int) -> Tensor:
+    if mask.shape[-2] == own:
+        mask = axis.join_mask(mask, -2)
+    of_heads = mask.ndim - 3
+    if mask.ndim > 2 and mask.shape[of_heads] > 1:
+        mask = axis.cut(mask, of_heads)
+    return mask
 
 
 def attend_to_all(
@@ -112,13 +147,15 @@ def _whole_columns(axis: ContextAxis, name: str, mask: Tensor, own: int, keys: i
 
 
 @contextmanager
-def _gathered_again(axis: ContextAxis, gathered: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Has backward gather what is saved of the whole tensors again, from the slices in
-    ``gathered``, so that no layer keeps them. Where activations are recomputed they are anyway."""
+def _gathered_again(gather: Callable[[Tensor], Tensor], *slices: Tensor) -> Iterator[list[Tensor]]:
+    """What ``gather`` makes of the ``slices``. Has backward gather what is saved of it again, so
+    that no layer keeps it. Where activations are recomputed it is anyway."""
+    gathered = [gather(own) for own in slices]
     if saving_hooks() is not None:
-        yield
+        yield gathered
         return
-    own_of = {whole.untyped_storage()._cdata: own.detach() for whole, own in gathered}
+    pairs = zip(gathered, slices, strict=True)
+    own_of = {whole.untyped_storage()._cdata: own.detach() for whole, own in pairs}
 
     def pack(tensor: Tensor) -> Any:
         own = own_of.get(tensor.untyped_storage()._cdata)
@@ -131,7 +168,7 @@ def _gathered_again(axis: ContextAxis, gathered: Sequence[tuple[Tensor, Tensor]]
             return saved
         own, *geometry = saved
         # The storage is that of the parts before they were joined, which may have been a copy.
-        return axis.join(own, 2).as_strided(*geometry)
+        return gather(own).as_strided(*geometry)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
+        yield gathered

@@ -273,7 +273,8 @@ class ContextCheck:
             stack.is_split = any(map(_attends, stack.blocks))
         split = [stack for stack in executed if stack.is_split]
         for module, (block, name) in self._names.items():
-            is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+            # The statistics of a batch or a sequence, in training.
+            is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
             if is_norm and block.stack.is_split:
                 return f"{name} is a {type(module).__name__}, which mixes positions; {_ADVICE}"
         if not split:
