@@ -103,7 +103,7 @@ def _may_lack_nodes(config: TrainConfig, identity: RankIdentity, nodes: int, loc
 
     from parallel2d.parallel.mesh_sizes import resolve_mesh
 
-    if torch.cuda.is_available() or not _survives(config, identity) or config.train.certify_only:
+    if torch.cuda.is_available() or not _survives(config, identity):
         return False
     replicas = resolve_mesh(config, Topology.equal_hosts(nodes, local)).replicate
     return replicas > 1 and replicas % nodes == 0

@@ -19,6 +19,7 @@ from parallel2d.base.replicas.events import post
 from parallel2d.base.topology import AGENT
 from parallel2d.parallel.mesh import data_coordinate, mesh_shape, present_data_ranks
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
+from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.parallel.sync.updates import outer_sync, residuals_of
 from parallel2d.training.state_transfer import KeptBuffers, Receiver, Sender
 
@@ -44,10 +45,13 @@ class Replicas:
 
     Args:
         mesh: from `parallel2d.build_mesh`, all ranks.
-        model: from `parallel2d.parallelize` over it, but with ``strategy=hybrid_full``.
+        model: from `parallel2d.parallelize` over it.
         optimizer: of its parameters.
         state: returns what else one that comes back needs: plain values, equal on all ranks.
         load_state: is given it there.
+
+    Raises `ConfigError` for a model whose replicas cannot do without each other:
+    ``strategy=hybrid_full``, ``sync.engine=torch``.
     """
 
     def __init__(
@@ -62,6 +66,13 @@ class Replicas:
         self._mesh, self._model, self._optimizer = mesh, model, optimizer
         self._state, self._load_state = state, load_state
         self._replicas = current()
+        reducers = reducers_in(model)
+        alone = reducers and not any(each.method.splits_updates for each in reducers)
+        if self._replicas is not None and not alone:
+            raise ConfigError(
+                "Replicas: with strategy=hybrid_full or sync.engine=torch no replica goes on "
+                "without the others; leave out setup(replicas=True)"
+            )
         self._buffers = KeptBuffers(model)
         self._shards = mesh_shape(mesh).shard
         self._data_ranks = mesh_shape(mesh).data_ranks  # over which gradients were averaged last

@@ -363,7 +363,8 @@ class TrainConfig:
         sync, strategy = self.sync, self.strategy
         alone = strategy.replicates and not strategy.splits_updates
         has_no_copies = self.checkpoint.memory_every in ("auto", 0)
-        return alone and sync.engine == "parallel2d" and has_no_copies and not self.train.certify
+        certifies = self.train.certify or self.train.certify_only
+        return alone and sync.engine == "parallel2d" and has_no_copies and not certifies
 
     def parallel(self) -> ParallelConfig:
         """The part that `parallel2d.parallelize` reads."""
