@@ -80,7 +80,9 @@ class Presence:
         self._last: list[Tensor] = []  # results of the last one
         self.own_store = PrefixStore(f"replicas/life/{self.ranks[0][0]}.{life}", store)
         self.groups: list[Any] = []
-        self._inside: Any = None  # of this replica, for its votes
+        # For votes and sums, of this replica and of this place in each
+        self._inside: Any = None
+        self._across: Any = None
         self._buried: list[Any] = []  # works of lost generations, until they end
         self._woken: set[threading.Event] = set()
         self._lock = threading.Lock()
@@ -113,7 +115,7 @@ class Presence:
 
     def divide(self, ranks: Sequence[Sequence[int]], hosts: Sequence[str]) -> None:
         """From now on groups across these replicas may lose some; those whose ranks have not
-        started with this one are not there. Once; others must be the same. No communication."""
+        started with this one are not there. Once; others must be the same. Collective."""
         if self.is_divided:
             if self.ranks != ranks:
                 raise ConfigError(
@@ -133,6 +135,10 @@ class Presence:
         self.members = [(number, self.life) for number in there]
         store = PrefixStore(f"inside/{own}", self.own_store)
         self._inside = ProcessGroupGloo(store, self.place, len(found[own]), self.timeout)
+        self._across = Across(self, "sums", own, len(found))
+        store = PrefixStore(f"sums/{self.place}", self.own_store)
+        self._across.inner = self._across.connect(store, self.timeout)
+        self.groups.append(self._across)
 
     # Coming and going
 
@@ -259,6 +265,22 @@ class Presence:
                 break
         tried.succeed()
         self.calls, self._last = number, list(tried.buffers)
+
+    def reduce_in_step(self, tensors: Any, options: Any) -> bool:
+        """Reduces over the world: in each replica, across them at the first place, and back.
+        Returns whether it has arrived, the same on all ranks of a replica."""
+        has_arrived, inside = torch.ones(1), self._inside
+        is_alone = len(self.ranks[self.replica]) == 1
+        if not is_alone:
+            inside.allreduce(tensors, options).wait()
+        if self.place == 0:
+            has_arrived.fill_(self._across.run("allreduce", tensors, options).wait())
+        if not is_alone:
+            back = dist.BroadcastOptions()
+            works = inside.broadcast([has_arrived], back), inside.broadcast(tensors, back)
+            for work in works:
+                work.wait()
+        return bool(has_arrived.item())
 
     def vote(self, is_well: bool) -> bool:
         """Whether it is so on all ranks of this replica. Collective over them."""
@@ -409,8 +431,8 @@ class Presence:
 
     def holds(self, lost: float) -> bool:
         """Whether the step may be applied: its agreement came back to all ranks of this replica,
-        and nobody had lost anything before (``lost``, summed in it). Collective over them."""
-        return self.vote(self.arrived and not lost)
+        and nobody had lost anything before (``lost``, summed in it)."""
+        return self.arrived and not lost
 
     def leave(self, exit_code: int) -> NoReturn:
         """Ends this rank, and lets the others go on without its replica."""

@@ -171,7 +171,7 @@ class World(_Lasting):
         opts = opts or dist.AllreduceOptions()
         if self.replicas.in_step:
             self.replicas.met = self.replicas.generation
-            self.replicas.arrived = self.run("allreduce", tensors, opts).wait()
+            self.replicas.arrived = self.replicas.reduce_in_step(tensors, opts)
             return _Ended()
         return self.reduce_outside(tensors, opts)
 
