@@ -52,11 +52,12 @@ RUN_HERE = {name: words for name, words in commands().items() if not is_elsewher
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory) -> Path:
-    """A finished run, a folder of runs, a corpus and its tokenizer."""
+    """A finished run, a folder of runs, a corpus and its tokenizer, and the examples."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     folder: Path = tmp_path_factory.mktemp("commands")
     (folder / "corpus").mkdir()
+    (folder / "examples").symlink_to(Path(__file__).parent.parent / "examples")
     (folder / "corpus" / "text.txt").write_text("words of a corpus, one after another\n" * 2_000)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

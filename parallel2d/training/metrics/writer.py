@@ -61,10 +61,7 @@ LAYOUT = {
     },
 }
 # Only where something crosses the replicate axis, and where replicas train on their own
-BETWEEN_REPLICAS = {
-    "bytes saved: exact over sent": [keys.COMPRESSION],
-    "replicas that are there": [keys.REPLICAS],
-}
+BETWEEN_REPLICAS = {"bytes saved: exact over sent": [keys.COMPRESSION]}
 SHARED_CHANGES = {"norm of the shared change": [keys.OUTER_NORM]}
 # Of the table of runs: the columns that it shows first, and the results, by their last values
 COMPARED = ("strategy", "replicate", "shard", "tensor", "lr")
