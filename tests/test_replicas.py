@@ -39,7 +39,6 @@ class Slowly(Hook):
 # Slow enough to kill somebody while a replica that joins gets the state
 PACED = """
 import os
-import random
 from parallel2d.base.replicas import Presence
 plain = Presence.link
 def paced(self, joiner):
@@ -90,9 +89,27 @@ def kill(job, *victims):
             process.kill()
 
 
-def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path):
+SGD = ("optimizer=sgd", "optimizer.momentum=0", "optimizer.clip_norm=1e9")
+OUTER = ("sync=diloco", "sync.every=1", "sync.outer_lr=1", "sync.outer_momentum=0", *SGD)
+MUON, INT4 = ("optimizer=muon",), ("sync.wire=int4", "sync.warmup=0")
+OWN = ("optimizer=custom", "optimizer.target=owned:build", "optimizer.weight_decay=0")
+OWNED = """
+import torch
+from parallel2d import whole_matrices
+def build(groups):
+    return whole_matrices(torch.optim.Adafactor, groups, split=True, lr=0.01, weight_decay=0.0)
+"""
+
+
+# What replicas send each other beside gradients, and a job of one process with the same losses
+@pytest.mark.parametrize(("sent", "alone"), [
+    ((), ()), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((OUTER, SGD), (MUON, MUON), (OWN, OWN), (INT4, ())))
+], ids=["gradients", "outer", "muon", "own", "int4"])  # fmt: skip
+def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path, sent, alone):
     """Rank 0 is killed, which writes and speaks: rank 1 goes on in the same process, and takes that over."""
-    with training(tmp_path, "strategy=ddp", "launch.max_restarts=3") as job:
+    (tmp_path / "owned.py").write_text(OWNED)
+    more = ("launch.max_restarts=3", "sync.compare_every=1", "launch.nproc_per_node=2")
+    with training(tmp_path, "strategy=ddp", *more, *sent) as job:
         jobs.wait_for(lambda: last_row(tmp_path) > (5, 1))
         first, second = jobs.ranks_of(job.pid)
         os.kill(first, signal.SIGKILL)
@@ -108,6 +125,17 @@ def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path):
     text = (tmp_path / "said.txt").read_text()
     assert "Its replica starts again, the others go on" in text
     assert "Traceback" not in text
+    if alone:
+        found = jobs.rows(tmp_path / "run")
+        words = [
+            "strategy=ddp",
+            "launch.nproc_per_node=1",
+            f"train.steps={len(found)}",
+            "metrics.log_every=1",
+        ]
+        words += [*alone, f"hydra.run.dir={tmp_path}/alone"]
+        subprocess.run(command(tmp_path, *words), cwd=tmp_path, check=True, capture_output=True)
+        assert compare(found, jobs.rows(tmp_path / "alone")) < 1e-10
 
 
 @pytest.mark.slow

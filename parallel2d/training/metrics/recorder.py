@@ -71,6 +71,7 @@ class Recorder:
         self._saved_at: float | None = None  # when the last checkpoint was written
         self._given: dict[str, float] = {}  # metrics of hooks since the last row
         self._emitted: tuple[dict[str, Any], Sequence[float]] | None = None  # the last row
+        self._stands = 0  # the step of the last row of another rank
         # Over the steps since the last row
         self._sums: dict[str, float] = defaultdict(float)
         self._counted = 0
@@ -99,11 +100,9 @@ class Recorder:
         self.display, self.writer, self._segment = display, writer, segment
         last, standing = writer.begin(step)
         self._goodput.resume(step, last, standing, restarted=False)
+        self._stands = standing[keys.STEP] if standing else 0
         if self._emitted:
-            row, busy_s = self._emitted
-            # The other rank may have been lost after a step and before its row.
-            if standing is None or standing[keys.STEP] < row[keys.STEP]:
-                writer.write(row, busy_s)
+            self._write(*self._emitted)
         log.info("rank %d writes from step %d on", dist.get_rank(), step + 1)
 
     def start_step(self, step: int) -> None:
@@ -255,8 +254,7 @@ class Recorder:
         row |= self._given
         self._given = {}
         self._emitted = row, busy_s
-        if self.writer:
-            self.writer.write(row, busy_s)
+        self._write(row, busy_s)
         if self.display is None:
             return
         eta_s = age_s = None
@@ -265,6 +263,11 @@ class Recorder:
         if self._saved_at is not None:
             age_s = time.perf_counter() - self._saved_at
         self.display.step(row, eta_s, age_s)
+
+    def _write(self, row: dict[str, Any], busy_s: Sequence[float]) -> None:
+        # A rank that wrote before this one may have been lost before or after the row of its step.
+        if self.writer and row[keys.STEP] > self._stands:
+            self.writer.write(row, busy_s)
 
     def _warn(self, sentences: Sequence[str]) -> None:
         for sentence in sentences:
