@@ -41,6 +41,7 @@ def attend_to_slices(
         ConfigError: ``mask`` is over the slice alone.
     """
     ranks, heads = axis.size, (query.shape[1], key.shape[1])
+    gathers = bool(heads[0] % ranks or heads[1] % ranks)
     if mask is not None:
         mask = _whole_columns(axis, name, mask, query.shape[2], key.shape[2])
     elif options["is_causal"]:
@@ -48,10 +49,12 @@ def attend_to_slices(
         # mask for it: each rank gets the one head of keys that its heads of queries need.
         if heads[0] % ranks == 0 and heads[1] < ranks and ranks % heads[1] == 0:
             return _with_repeated_heads(axis, query, key, value, options)
-    elif _gather_is_cheaper(heads, ranks):
-        return _with_all_keys(axis, query, key, value, mask, options)
-    if heads[0] % ranks or heads[1] % ranks:
-        return _with_all_keys(axis, query, key, value, mask, options)
+    else:
+        gathers = gathers or _gather_is_cheaper(heads, ranks)
+    if gathers:
+        join = functools.partial(axis.join, dim=2)
+        with _gathered_again(join, key, value) as (every_key, every_value):
+            return attend_to_all(axis, query, every_key, every_value, mask, options)
     if mask is not None:
         mask = _of_own_heads(axis, mask, query.shape[2])
     query, key, value = map(axis.heads_of_all, (query, key, value))
@@ -69,19 +72,6 @@ def _with_repeated_heads(
     with _gathered_again(gather, key, value) as (every_key, every_value):
         output = ATTENTION(axis.heads_of_all(query), every_key, every_value, **options)
     return axis.slices_of_all(output)
-
-
-def _with_all_keys(
-    axis: ContextAxis,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    options: dict[str, Any],
-) -> Tensor:
-    join = functools.partial(axis.join, dim=2)
-    with _gathered_again(join, key, value) as (every_key, every_value):
-        return attend_to_all(axis, query, every_key, every_value, mask, options)
 
 
 def _of_own_heads(axis: ContextAxis, mask: Tensor, own: int) -> Tensor:
