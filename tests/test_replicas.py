@@ -92,6 +92,7 @@ def kill(job, *victims):
 SGD = ("optimizer=sgd", "optimizer.momentum=0", "optimizer.clip_norm=1e9")
 OUTER = ("sync=diloco", "sync.every=1", "sync.outer_lr=1", "sync.outer_momentum=0", *SGD)
 MUON, INT4 = ("optimizer=muon",), ("sync.wire=int4", "sync.warmup=0")
+INSIDE = (*OUTER, "sync.delay=0")  # what is lost in an outer step is left out
 OWN = ("optimizer=custom", "optimizer.target=owned:build", "optimizer.weight_decay=0")
 OWNED = """
 import torch
@@ -101,18 +102,33 @@ def build(groups):
 """
 
 
+# Rank 0 is killed where the others wait for what it sends after an update
+DIES = """
+import os
+from parallel2d.parallel.sync.methods.diloco import OuterSync
+begin = OuterSync._begin
+def dying(self, fragment):
+    if (os.environ["RANK"], os.environ.get("PARALLEL2D_LIFE", "0"), self.steps) == ("0", "0", 7):
+        os.kill(os.getpid(), 9)
+    begin(self, fragment)
+OuterSync._begin = dying
+"""
+
+
 # What replicas send each other beside gradients, and a job of one process with the same losses
 @pytest.mark.parametrize(("sent", "alone"), [
-    ((), ()), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((OUTER, SGD), (MUON, MUON), (OWN, OWN), (INT4, ())))
-], ids=["gradients", "outer", "muon", "own", "int4"])  # fmt: skip
+    ((), ()), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((INSIDE, ()), (OUTER, SGD), (MUON, MUON), (OWN, OWN), (INT4, ())))
+], ids=["gradients", "inside", "outer", "muon", "own", "int4"])  # fmt: skip
 def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path, sent, alone):
     """Rank 0 is killed, which writes and speaks: rank 1 goes on in the same process, and takes that over."""
     (tmp_path / "owned.py").write_text(OWNED)
+    hooks = SLOWLY + DIES if sent is INSIDE else SLOWLY
     more = ("launch.max_restarts=3", "sync.compare_every=1", "launch.nproc_per_node=2")
-    with training(tmp_path, "strategy=ddp", *more, *sent) as job:
+    with training(tmp_path, "strategy=ddp", *more, *sent, hooks=hooks) as job:
         jobs.wait_for(lambda: last_row(tmp_path) > (5, 1))
-        first, second = jobs.ranks_of(job.pid)
-        os.kill(first, signal.SIGKILL)
+        *_, second = jobs.ranks_of(job.pid)
+        if sent is not INSIDE:
+            kill(job, 0)
         jobs.wait_for(lambda: last_row(tmp_path)[1] == 1)
         jobs.wait_for(lambda: last_row(tmp_path)[1] == 2)
         assert second in jobs.ranks_of(job.pid)
