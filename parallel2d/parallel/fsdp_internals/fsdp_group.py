@@ -9,13 +9,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch._subclasses import FakeTensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    TrainingState,
+    _disable_functorch_if_active,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.fsdp_internals.group_watch import GroupWatch
+from parallel2d.parallel.fsdp_internals.group_watch import (
+    GroupWatch,
+    is_gathered_as_stored,
+    part_of,
+)
 from parallel2d.parallel.fsdp_internals.sharded_model import groups, in_backward
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.weights.geometry import first_position
@@ -45,6 +53,8 @@ class FSDPGroup:
         self.called = called or "the root module"
         # The dtype in which its gradients are sent over the shard axis
         self.wire = torch.float32
+        # Whether the gathered parameters are tensors that no forward has seen yet
+        self._is_new = True
         self.parameters: list[FSDPParameter] = []
         for parameter in group.fsdp_params:
             name = names[id(parameter.sharded_param)]
@@ -97,7 +107,6 @@ class FSDPGroup:
         group = self._group
         watch = GroupWatch(group, [each.name for each in self.parameters], storages)
         gather, begin, end = group.unshard, group.pre_forward, group.post_forward
-        has_run = False
 
         def unshard(async_op: bool = False) -> None:
             # What was gathered ahead is of this pass.
@@ -106,7 +115,6 @@ class FSDPGroup:
             gather(async_op)
 
         def pre_forward(*given: Any) -> Any:
-            nonlocal has_run
             if group._training_state != TrainingState.FORWARD:
                 before(watch, group.is_unsharded)
             # Memory that is allocated in inference mode could not be gathered into after it.
@@ -115,9 +123,9 @@ class FSDPGroup:
                     result = begin(*given)
             else:
                 result = begin(*given)
-            if not has_run:
+            if self._is_new:
                 watch.remember()
-                has_run = True
+                self._is_new = False
             return result
 
         def post_forward(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -125,6 +133,28 @@ class FSDPGroup:
 
         vars(group).update(unshard=unshard, pre_forward=pre_forward, post_forward=post_forward)
         return watch
+
+    def share_memory(self) -> None:
+        """Where the shard axis has one rank and nothing is cast, gathered parameters are the memory
+        of the sharded ones: torch would copy it in each forward (2.13)."""
+        group = self._group
+        if not self._is_alone:
+            return
+        copy = group.wait_for_unshard
+
+        @_disable_functorch_if_active
+        def wait_for_unshard() -> None:
+            if group._all_gather_result is None:
+                return
+            if not all(map(is_gathered_as_stored, group.fsdp_params)):
+                copy()
+                return
+            for parameter in group.fsdp_params:
+                self._is_new |= _show_stored(parameter)
+            group._to_unsharded()
+            group._all_gather_result = None
+
+        group.wait_for_unshard = wait_for_unshard  # type: ignore[method-assign]
 
     def release(self) -> None:
         """Drops gathered parameters: the sharded ones take their places."""
@@ -263,6 +293,26 @@ class FSDPGroup:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter.unsharded_param.grad = None
+
+
+def _show_stored(parameter: FSDPParam) -> bool:
+    """Makes the whole parameter show the memory of the sharded one; whether it did not before."""
+    stored = parameter._sharded_param_data
+    is_made = hasattr(parameter, "_unsharded_param")
+    if is_made and part_of(parameter._unsharded_param).data_ptr() == stored.data_ptr():
+        return False
+    # A storage and a version of its own tell it from the sharded one. Fake tensors have no memory.
+    alias = stored.data if isinstance(stored, FakeTensor) else torch.from_dlpack(stored.detach())
+    if is_made:
+        shape = part_of(parameter._unsharded_param).shape
+        part_of(parameter._unsharded_param).data = alias.view(shape)
+        return True
+    parameter.all_gather_outputs = [alias]
+    with torch.no_grad():
+        parameter.init_unsharded_param()
+    # torch frees what is in this list where it lets go of whole parameters.
+    parameter.all_gather_outputs = []
+    return True
 
 
 def _whole_gradient(parameter: FSDPParam, zeros: bool) -> Tensor | None:
