@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import FSDPModule, _common_utils
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -29,8 +30,9 @@ REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (FSDPParam, (
         # torch calls these two, and they add in `reduce_dtype`, which `set_dtypes` replaces.
         "accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed",
-        "to_sharded_dtensor", "unsharded_param",
+        "to_sharded_dtensor", "unsharded_param", "init_unsharded_param",
     )),
+    (_fsdp_common, ("_disable_functorch_if_active",)),
     (_common_utils, ("collect_grad_tensors",)),
     (AllGather, ("allocate", "__call__")),
     (ReduceScatter, ("allocate", "__call__")),
@@ -56,7 +58,7 @@ KEPT: dict[type, tuple[str, ...]] = {
     FSDPStateContext: ("post_backward_final_callback_queued",),
     FSDPParamGroup: (
         "modules", "fsdp_params", "mesh_info", "mp_policy", "post_forward_mesh_info",
-        "unshard", "post_forward", "is_unsharded", "reduce_grads", "all_reduce_grads",
+        "unshard", "post_forward", "is_unsharded", "_to_unsharded", "reduce_grads", "all_reduce_grads",
         "reduce_scatter_unused_params", "_all_gather_result", "_orig_dtype",
         "_partial_reduce_output", "_post_forward_indices", "_post_reduce_event",
         "_reduce_dtype", "_training_state",
@@ -64,6 +66,7 @@ KEPT: dict[type, tuple[str, ...]] = {
     FSDPParam: (
         "sharded_param", "sharded_size", "mesh_info", "post_forward_mesh_info", "reduce_dtype",
         "unsharded_accumulated_grad", "padded_sharded_param_size", "_module_info",
-        "_sharded_local_tensor", "_unsharded_param",
+        "_sharded_local_tensor", "_sharded_param_data", "_unsharded_param", "all_gather_outputs",
+        "param_dtype",
     ),
 }  # fmt: skip
