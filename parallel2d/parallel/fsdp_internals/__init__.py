@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import FSDPModule, _common_utils
-from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -32,7 +31,6 @@ REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
         "accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed",
         "to_sharded_dtensor", "unsharded_param", "init_unsharded_param",
     )),
-    (_fsdp_common, ("_disable_functorch_if_active",)),
     (_common_utils, ("collect_grad_tensors",)),
     (AllGather, ("allocate", "__call__")),
     (ReduceScatter, ("allocate", "__call__")),
@@ -58,8 +56,8 @@ KEPT: dict[type, tuple[str, ...]] = {
     FSDPStateContext: ("post_backward_final_callback_queued",),
     FSDPParamGroup: (
         "modules", "fsdp_params", "mesh_info", "mp_policy", "post_forward_mesh_info",
-        "unshard", "post_forward", "is_unsharded", "_to_unsharded", "reduce_grads", "all_reduce_grads",
-        "reduce_scatter_unused_params", "_all_gather_result", "_orig_dtype",
+        "unshard", "post_forward", "is_unsharded", "_to_unsharded", "reduce_grads",
+        "all_reduce_grads", "reduce_scatter_unused_params", "_all_gather_result", "_orig_dtype",
         "_partial_reduce_output", "_post_forward_indices", "_post_reduce_event",
         "_reduce_dtype", "_training_state",
     ),

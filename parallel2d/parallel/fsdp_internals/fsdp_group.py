@@ -23,6 +23,7 @@ from parallel2d.parallel.fsdp_internals.group_watch import (
     GroupWatch,
     is_gathered_as_stored,
     part_of,
+    quick_reads,
 )
 from parallel2d.parallel.fsdp_internals.sharded_model import groups, in_backward
 from parallel2d.parallel.model_structure import fqn_of
@@ -63,7 +64,8 @@ class FSDPGroup:
     @property
     def trained(self) -> list[FSDPParameter]:
         """The parameters that require gradients."""
-        return [parameter for parameter in self.parameters if parameter.sharded.requires_grad]
+        with quick_reads():
+            return [each for each in self.parameters if each.sharded.requires_grad]
 
     @property
     def reduces_gradients(self) -> bool:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals.computations import without_explanations
-from parallel2d.parallel.fsdp_internals.group_watch import quick_reads
+from parallel2d.parallel.fsdp_internals.group_watch import part_of, quick_reads
 from parallel2d.parallel.weights.whole_tensors import copy_part
 
 # An attribute of an optimizer: the state in which nothing is left to cut. Loading makes another.
@@ -89,13 +89,13 @@ def _parts_of(optimizer: Optimizer) -> dict[Tensor, Tensor] | None:
             for parameter in group["params"]:
                 part = parameter
                 if isinstance(parameter, DTensor):
-                    part = parameter.to_local().detach()
+                    part = part_of(parameter).detach()
                     gradient = parameter.grad
                     if gradient is not None:
                         # Such as a part of a sum, or one of another dtype
                         if not _is_split_alike(gradient, parameter):
                             return None
-                        part.grad = gradient.to_local()
+                        part.grad = part_of(gradient)
                 parts[parameter] = part
     return parts
 
@@ -115,10 +115,9 @@ def _step_on(parts: Mapping[Tensor, Tensor], optimizer: Optimizer, step: Callabl
     groups, state = optimizer.param_groups, optimizer.state
     given = [group["params"] for group in groups]
     own: defaultdict[Tensor, Any] = defaultdict(dict)
-    with quick_reads():
-        for parameter, part in parts.items():
-            if parameter in state:
-                own[part] = {key: _part(value) for key, value in state[parameter].items()}
+    for parameter, part in parts.items():
+        if parameter in state:
+            own[part] = {key: part_of(value) for key, value in state[parameter].items()}
     for group in groups:
         group["params"] = [parts[parameter] for parameter in group["params"]]
     optimizer.state = own
@@ -133,18 +132,14 @@ def _step_on(parts: Mapping[Tensor, Tensor], optimizer: Optimizer, step: Callabl
                 _take_over(state[parameter], own[part], parameter, part)
 
 
-def _part(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def _take_over(
     entries: dict[str, Any], found: Mapping[str, Any], parameter: Tensor, part: Tensor
 ) -> None:
     """Puts what a step has ``found`` into ``entries`` of the state of ``parameter``."""
     for key, value in found.items():
-        if isinstance(entries.get(key), DTensor):
-            assert value is entries[key].to_local()
-        elif isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.ndim:
+        if key in entries and part_of(entries[key]) is value:
+            continue
+        if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.ndim:
             entries[key] = DTensor.from_local(
                 value,
                 parameter.device_mesh,

@@ -178,8 +178,8 @@ class BucketQueue:
         if self.device_type != "cpu":
             self._stream = torch.Stream(self.device_type)
         else:
-            # glibc keeps what is freed only up to the size of the largest block freed so far, and at
-            # most 32 MiB. Otherwise each step pays for the pages of its buckets anew.
+            # glibc keeps freed blocks up to the size of the largest one so far, and 32 MiB at most.
+            # Otherwise each step pays for the pages of its buckets anew.
             torch.empty(31 * 2**20, dtype=torch.uint8)
         # Those of this global batch; empty until the first is needed.
         self._buckets: list[Bucket] = []
