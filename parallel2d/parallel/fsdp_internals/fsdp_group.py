@@ -9,21 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch.distributed.fsdp._fully_shard._fsdp_common import (
-    TrainingState,
-    _disable_functorch_if_active,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.fsdp_internals.group_watch import (
-    GroupWatch,
-    is_gathered_as_stored,
-    part_of,
-    quick_reads,
+from parallel2d.parallel.fsdp_internals.group_watch import GroupWatch, quick_reads
+from parallel2d.parallel.fsdp_internals.one_rank import (
+    is_alone,
+    show_sharded,
+    take_whole_gradients,
 )
 from parallel2d.parallel.fsdp_internals.sharded_model import groups, in_backward
 from parallel2d.parallel.model_structure import fqn_of
@@ -138,25 +134,12 @@ class FSDPGroup:
 
     def share_memory(self) -> None:
         """Where the shard axis has one rank and nothing is cast, gathered parameters are the memory
-        of the sharded ones: torch would copy it in each forward (2.13)."""
-        group = self._group
-        if not self._is_alone:
-            return
-        copy = group.wait_for_unshard
+        of the sharded ones."""
 
-        @_disable_functorch_if_active
-        def wait_for_unshard() -> None:
-            if group._all_gather_result is None:
-                return
-            if not all(map(is_gathered_as_stored, group.fsdp_params)):
-                copy()
-                return
-            for parameter in group.fsdp_params:
-                self._is_new |= _show_stored(parameter)
-            group._to_unsharded()
-            group._all_gather_result = None
+        def note() -> None:
+            self._is_new = True
 
-        group.wait_for_unshard = wait_for_unshard  # type: ignore[method-assign]
+        show_sharded(self._group, note)
 
     def release(self) -> None:
         """Drops gathered parameters: the sharded ones take their places."""
@@ -181,43 +164,13 @@ class FSDPGroup:
             # A group that never ran has no whole parameters, which torch makes in the first forward
             # and asks for all the same.
             has_run = any(hasattr(each, "_unsharded_param") for each in group.fsdp_params)
-            if group.reduce_grads and self._is_alone:
-                self._take_whole_gradients()
+            if group.reduce_grads and is_alone(group):
+                take_whole_gradients(group)
             elif group.reduce_grads or has_run:
                 original(*unused)
             after()
 
         group.post_backward = post_backward  # type: ignore[method-assign]
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether the shard axis has one rank, and gradients stay where they are."""
-        is_offloaded = any(each.offload_to_cpu for each in self._group.fsdp_params)
-        return self._group._reduce_scatter_process_group.size() == 1 and not is_offloaded
-
-    def _take_whole_gradients(self) -> None:
-        """Makes the whole gradients those of the sharded parameters, as torch's ``post_backward``
-        does where the shard axis has one rank, but without its two copies of them."""
-        group = self._group
-        group._training_state = TrainingState.POST_BACKWARD
-        taken: list[tuple[FSDPParam, Tensor]] = []
-        for parameter in group.fsdp_params:
-            gradient = _whole_gradient(parameter, group.reduce_scatter_unused_params)
-            if gradient is not None:
-                taken.append((parameter, gradient))
-        if group.reshard_after_backward:
-            group.reshard()
-        for parameter, gradient in taken:
-            # In the dtype in which it would be sent, then in that in which gradients are added
-            local = gradient.to(group._reduce_dtype or gradient.dtype).to(group._orig_dtype)
-            total = parameter.sharded_param.grad
-            if total is None:
-                local = parameter.to_sharded_dtensor(local.contiguous())
-                parameter.sharded_param.grad = local
-            else:
-                total._local_tensor.add_(local)  # type: ignore[attr-defined]
-        if group.device.type != "cpu":
-            group._post_reduce_event = torch.accelerator.current_stream().record_event()
 
     def set_dtypes(self, wide: torch.dtype, wire: torch.dtype) -> None:
         """Adds gradients in ``wide``, or the dtype in which parameters are stored if that is wider,
@@ -295,46 +248,6 @@ class FSDPGroup:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter.unsharded_param.grad = None
-
-
-def _show_stored(parameter: FSDPParam) -> bool:
-    """Makes the whole parameter show the memory of the sharded one; whether it did not before."""
-    stored = parameter._sharded_param_data
-    is_made = hasattr(parameter, "_unsharded_param")
-    if is_made and part_of(parameter._unsharded_param).data_ptr() == stored.data_ptr():
-        return False
-    # A storage and a version of its own tell it from the sharded one. Fake tensors have no memory.
-    alias = stored.data if isinstance(stored, FakeTensor) else torch.from_dlpack(stored.detach())
-    if is_made:
-        shape = part_of(parameter._unsharded_param).shape
-        part_of(parameter._unsharded_param).data = alias.view(shape)
-        return True
-    parameter.all_gather_outputs = [alias]
-    with torch.no_grad():
-        parameter.init_unsharded_param()
-    # torch frees what is in this list where it lets go of whole parameters.
-    parameter.all_gather_outputs = []
-    return True
-
-
-def _whole_gradient(parameter: FSDPParam, zeros: bool) -> Tensor | None:
-    """Takes out the gradient that autograd has left, with sums of earlier passes. ``zeros``: in
-    the place of one that is missing."""
-    # A group that never ran has no whole parameters.
-    if not hasattr(parameter, "_unsharded_param"):
-        return None
-    parameter.accumulate_unsharded_grad_if_needed()
-    if parameter.unsharded_accumulated_grad is not None:
-        gradient = parameter.unsharded_accumulated_grad_data
-        parameter.unsharded_accumulated_grad = None
-    elif parameter.unsharded_param.grad is not None:
-        gradient = parameter.unsharded_grad_data
-        parameter.unsharded_param.grad = None
-    elif zeros and parameter.unsharded_param.requires_grad:
-        gradient = parameter.unsharded_zero_grad_data
-    else:
-        return None
-    return gradient
 
 
 class FSDPParameter:
