@@ -1,5 +1,5 @@
-"""What torch does by copies where the shard axis has one rank, without them: gathered parameters are
-the memory of the sharded ones, and whole gradients become those of the sharded parameters."""
+"""What torch does by copies where the shard axis has one rank, without them: gathered parameters
+are the memory of the sharded ones, and whole gradients become those of the sharded parameters."""
 
 from __future__ import annotations
 
