@@ -1,6 +1,6 @@
 """A step of ``strategy=ddp`` beside one of torch's DistributedDataParallel: the same model, batch and optimizer, run alternately.
 
-    python tools/bench/ddp.py [--pairs 8] [--steps 15] [--optimizer default|foreach|fused] [--dim 256] [--layers 4]
+    python -m tools.bench.ddp [--pairs 8] [--steps 15] [--optimizer default|foreach|fused] [--dim 256] [--layers 4]
 
 Each has two gloo ranks in processes of its own, one thread each. A step is forward, backward, clipping, AdamW and ``zero_grad``. Prints
 CPU-seconds (user + system of all ranks) and seconds of each pair, and the median of the ratios.
@@ -77,8 +77,8 @@ def worker(kind: str, rank: int, arguments: argparse.Namespace, folder: str, pip
         optimizer.zero_grad()
         return loss.item()
 
-    # Forwards 1, 2, 4, 8 and 16 are looked through (`parallelize.audit`).
-    losses = [step() for _ in range(17)]
+    # Forwards 1, 2, 4 and so on are looked through (`parallelize.audit`); the next ones are 64 and 128.
+    losses = [step() for _ in range(33)]
     gc.collect()
     gc.freeze()
     pipe.send(losses)
