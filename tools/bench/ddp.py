@@ -137,10 +137,11 @@ def main() -> None:
             ratios.append([ours / torchs for ours, torchs in pairs])
             cpu, seconds = ratios[-1]
             print(f"pair {number + 1:2}: CPU {cpu:.3f}  seconds {seconds:.3f}  {used}", flush=True)
-        for workers in worlds.values():
-            for process, pipe in workers:
-                pipe.send(False)
-                process.join()
+        workers = [*worlds["ours"], *worlds["torch"]]
+        for _, pipe in workers:
+            pipe.send(False)
+        for process, _ in workers:
+            process.join()
     cpu, seconds = (statistics.median(each) for each in zip(*ratios, strict=True))
     print(f"ours / torch, median of {len(ratios)}: CPU-seconds {cpu:.4f}, seconds {seconds:.4f}")
 
