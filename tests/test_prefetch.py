@@ -165,15 +165,15 @@ def test_a_layer_that_runs_twice_is_gathered_no_more_often(ranks):
 
 def _said():
     with logged("parallel2d.parallel.parallelize.prefetch") as lines:
-        _build((2, 1), strategy="ddp")
-        _build((0, 1), strategy="ddp")
-    return lines
+        model, _ = [_build((ahead, 1), strategy="ddp") for ahead in (2, 0)]
+    stored = [each.to_local().data_ptr() for each in model.parameters()]
+    model(torch.ones(2, 4))
+    return lines, stored == [each.data_ptr() for each in model.parameters()]
 
 
-def test_prefetch_without_a_shard_axis_is_said_to_have_no_effect(ranks):
-    assert ranks.run(2, _said)[0] == [
-        "prefetch has no effect with mesh.shard=1: no parameters are gathered"
-    ]
+def test_without_a_shard_axis_nothing_is_gathered_and_prefetch_is_said_to_have_no_effect(ranks):
+    said = "prefetch has no effect with mesh.shard=1: no parameters are gathered"
+    assert ranks.run(2, _said)[0] == ([said], True)
 
 
 def test_a_word_for_prefetch_is_refused():

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from parallel2d.parallel.model_structure import updated_as
 
@@ -65,30 +66,39 @@ def squared_norm_share(parameters: Iterable[Tensor], world_size: int) -> Tensor:
     return total
 
 
+@torch.no_grad()
 def _by_split(parameters: Iterable[Tensor]) -> dict[_Split, list[Tensor]]:
     """Local parts of the gradients by the axes over which they are split."""
     groups: dict[_Split, list[Tensor]] = defaultdict(list)
+    known: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Split] = {}
     for parameter in parameters:
         gradient = updated_as(parameter).grad
         if isinstance(gradient, DTensor):
             # A norm of summands would not be the norm of their sum.
             gradient = without_partial(gradient)
-            mesh, split = gradient.device_mesh, []
-            for axis, placement in enumerate(gradient.placements):
-                # On an axis of size 1 the only rank holds everything.
-                if mesh.size(axis) > 1 and not placement.is_replicate():
-                    split.append((mesh.size(axis), mesh.get_group(axis)))
-            groups[tuple(split)].append(gradient.to_local())
+            mesh, placements = gradient.device_mesh, gradient.placements
+            if (mesh, placements) not in known:
+                known[mesh, placements] = _split_of(mesh, placements)
+            groups[known[mesh, placements]].append(gradient.to_local())
         elif gradient is not None:
             groups[()].append(gradient)
     return groups
 
 
+def _split_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Split:
+    split = []
+    for axis, placement in enumerate(placements):
+        # On an axis of size 1 the only rank holds everything.
+        if mesh.size(axis) > 1 and not placement.is_replicate():
+            split.append((mesh.size(axis), mesh.get_group(axis)))
+    return tuple(split)
+
+
 def without_partial(gradient: DTensor) -> DTensor:
     """``gradient`` itself, or a new one with sums in the place of summands; collective then."""
-    whole = [Replicate() if isinstance(each, Partial) else each for each in gradient.placements]
-    if whole == list(gradient.placements):
+    if not any(map(Placement.is_partial, gradient.placements)):
         return gradient
+    whole = [Replicate() if isinstance(each, Partial) else each for each in gradient.placements]
     return gradient.redistribute(placements=whole)
 
 

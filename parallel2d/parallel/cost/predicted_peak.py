@@ -3,7 +3,8 @@
 To the activations of a model that is not sharded (`cost.activation_profile`) it adds
 what sharding allocates at each moment.
 
-[Note: what sharding holds] A gathered group has its whole parameters in memory. What the last
+[Note: what sharding holds] A gathered group has its whole parameters in memory, but for a shard
+axis of one rank without casts, whose sharded parameters are the gathered ones. What the last
 all-gather returned stays until the next one; in backward the next groups are gathered ahead, as
 many as ``prefetch.backward`` says. Whole gradients of a group are copied to be reduced; that copy
 stays until the next group's. The root's parameters are freed after forward too, and gathered again
@@ -103,6 +104,11 @@ class _Step:
         self._ahead = config.prefetch.backward
         self._reduces_each = config.sync.during_accumulation != "none"
         self._groups = [_Group.of(group.parameters, shape.shard) for group in layout.groups]
+        # See `fsdp_internals.one_rank`.
+        if not self._is_sharded and config.sync.engine != "torch" and not config.cpu_offload:
+            for number, members in enumerate(layout.groups):
+                if all(each.gathered == each.stored for each in members.parameters):
+                    self._groups[number] = self._groups[number]._replace(gathered=0)
         self._root = len(self._groups) - 1
         reduce = DTYPES[config.precision.reduce]
         # Of two buckets between replicas, as they are received and, where that is another form, as

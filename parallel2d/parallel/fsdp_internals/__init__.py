@@ -29,7 +29,7 @@ REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (FSDPParam, (
         # torch calls these two, and they add in `reduce_dtype`, which `set_dtypes` replaces.
         "accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed",
-        "to_sharded_dtensor", "unsharded_param",
+        "to_sharded_dtensor", "unsharded_param", "init_unsharded_param",
     )),
     (_common_utils, ("collect_grad_tensors",)),
     (AllGather, ("allocate", "__call__")),
@@ -56,14 +56,15 @@ KEPT: dict[type, tuple[str, ...]] = {
     FSDPStateContext: ("post_backward_final_callback_queued",),
     FSDPParamGroup: (
         "modules", "fsdp_params", "mesh_info", "mp_policy", "post_forward_mesh_info",
-        "unshard", "post_forward", "is_unsharded", "reduce_grads", "all_reduce_grads",
-        "reduce_scatter_unused_params", "_all_gather_result", "_orig_dtype",
+        "unshard", "post_forward", "is_unsharded", "_to_unsharded", "reduce_grads",
+        "all_reduce_grads", "reduce_scatter_unused_params", "_all_gather_result", "_orig_dtype",
         "_partial_reduce_output", "_post_forward_indices", "_post_reduce_event",
         "_reduce_dtype", "_training_state",
     ),
     FSDPParam: (
         "sharded_param", "sharded_size", "mesh_info", "post_forward_mesh_info", "reduce_dtype",
         "unsharded_accumulated_grad", "padded_sharded_param_size", "_module_info",
-        "_sharded_local_tensor", "_unsharded_param",
+        "_sharded_local_tensor", "_sharded_param_data", "_unsharded_param", "all_gather_outputs",
+        "param_dtype",
     ),
 }  # fmt: skip

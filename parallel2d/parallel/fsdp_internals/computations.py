@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Placement
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils._pytree import tree_leaves
 
 from parallel2d.parallel.fsdp_internals.group_watch import storage_of
@@ -55,6 +53,9 @@ _UNSUPPORTED = re.compile("sharding strategy registered|require placement change
 # and in the dtype of a parameter
 _MAKING = ("new_empty", "new_full", "new_ones", "new_zeros")
 
+# Those of `explain_mixed_tensors`, once it has run
+_handlers: dict[Any, Any] = {}
+
 # An attribute of the parameters of a sharded model, and of those they have replaced: the name
 SHARDED_AS = "_parallel2d_sharded_as"
 
@@ -80,15 +81,21 @@ def explain_mixed_tensors() -> None:
     for operator in explained.keys() & handlers.keys():
         del explained[operator]
 
-    # A handler takes microseconds, and torch's optimizers, which mix nothing, run thousands.
-    def rest(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if type(optimizer).__module__.startswith("torch.optim."):
-            for operator in explained:
-                handlers.pop(operator, None)
-
     handlers.update(explained)
-    register_optimizer_step_pre_hook(rest)
-    register_optimizer_step_post_hook(lambda *_: handlers.update(explained))
+    _handlers.update(explained)
+
+
+@contextmanager
+def without_explanations(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A handler takes microseconds, and torch's optimizers, which mix nothing, run thousands."""
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    rests = type(optimizer).__module__.startswith("torch.optim.")
+    for operator in _handlers if rests else ():
+        handlers.pop(operator, None)
+    try:
+        yield
+    finally:
+        handlers.update(_handlers)
 
 
 def _explained(operator: Any, args: Any, kwargs: Any) -> Any:

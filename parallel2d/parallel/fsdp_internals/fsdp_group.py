@@ -15,7 +15,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.fsdp_internals.group_watch import GroupWatch
+from parallel2d.parallel.fsdp_internals.group_watch import GroupWatch, quick_reads
+from parallel2d.parallel.fsdp_internals.one_rank import (
+    is_alone,
+    show_sharded,
+    take_whole_gradients,
+)
 from parallel2d.parallel.fsdp_internals.sharded_model import groups, in_backward
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.weights.geometry import first_position
@@ -45,6 +50,8 @@ class FSDPGroup:
         self.called = called or "the root module"
         # The dtype in which its gradients are sent over the shard axis
         self.wire = torch.float32
+        # Whether the gathered parameters are tensors that no forward has seen yet
+        self._is_new = True
         self.parameters: list[FSDPParameter] = []
         for parameter in group.fsdp_params:
             name = names[id(parameter.sharded_param)]
@@ -53,7 +60,8 @@ class FSDPGroup:
     @property
     def trained(self) -> list[FSDPParameter]:
         """The parameters that require gradients."""
-        return [parameter for parameter in self.parameters if parameter.sharded.requires_grad]
+        with quick_reads():
+            return [each for each in self.parameters if each.sharded.requires_grad]
 
     @property
     def reduces_gradients(self) -> bool:
@@ -97,7 +105,6 @@ class FSDPGroup:
         group = self._group
         watch = GroupWatch(group, [each.name for each in self.parameters], storages)
         gather, begin, end = group.unshard, group.pre_forward, group.post_forward
-        has_run = False
 
         def unshard(async_op: bool = False) -> None:
             # What was gathered ahead is of this pass.
@@ -106,7 +113,6 @@ class FSDPGroup:
             gather(async_op)
 
         def pre_forward(*given: Any) -> Any:
-            nonlocal has_run
             if group._training_state != TrainingState.FORWARD:
                 before(watch, group.is_unsharded)
             # Memory that is allocated in inference mode could not be gathered into after it.
@@ -115,9 +121,9 @@ class FSDPGroup:
                     result = begin(*given)
             else:
                 result = begin(*given)
-            if not has_run:
+            if self._is_new:
                 watch.remember()
-                has_run = True
+                self._is_new = False
             return result
 
         def post_forward(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -125,6 +131,15 @@ class FSDPGroup:
 
         vars(group).update(unshard=unshard, pre_forward=pre_forward, post_forward=post_forward)
         return watch
+
+    def share_memory(self) -> None:
+        """Where the shard axis has one rank and nothing is cast, gathered parameters are the memory
+        of the sharded ones."""
+
+        def note() -> None:
+            self._is_new = True
+
+        show_sharded(self._group, note)
 
     def release(self) -> None:
         """Drops gathered parameters: the sharded ones take their places."""
@@ -149,43 +164,13 @@ class FSDPGroup:
             # A group that never ran has no whole parameters, which torch makes in the first forward
             # and asks for all the same.
             has_run = any(hasattr(each, "_unsharded_param") for each in group.fsdp_params)
-            if group.reduce_grads and self._is_alone:
-                self._take_whole_gradients()
+            if group.reduce_grads and is_alone(group):
+                take_whole_gradients(group)
             elif group.reduce_grads or has_run:
                 original(*unused)
             after()
 
         group.post_backward = post_backward  # type: ignore[method-assign]
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether the shard axis has one rank, and gradients stay where they are."""
-        is_offloaded = any(each.offload_to_cpu for each in self._group.fsdp_params)
-        return self._group._reduce_scatter_process_group.size() == 1 and not is_offloaded
-
-    def _take_whole_gradients(self) -> None:
-        """Makes the whole gradients those of the sharded parameters, as torch's ``post_backward``
-        does where the shard axis has one rank, but without its two copies of them."""
-        group = self._group
-        group._training_state = TrainingState.POST_BACKWARD
-        taken: list[tuple[FSDPParam, Tensor]] = []
-        for parameter in group.fsdp_params:
-            gradient = _whole_gradient(parameter, group.reduce_scatter_unused_params)
-            if gradient is not None:
-                taken.append((parameter, gradient))
-        if group.reshard_after_backward:
-            group.reshard()
-        for parameter, gradient in taken:
-            # In the dtype in which it would be sent, then in that in which gradients are added
-            local = gradient.to(group._reduce_dtype or gradient.dtype).to(group._orig_dtype)
-            total = parameter.sharded_param.grad
-            if total is None:
-                local = parameter.to_sharded_dtensor(local.contiguous())
-                parameter.sharded_param.grad = local
-            else:
-                total._local_tensor.add_(local)  # type: ignore[attr-defined]
-        if group.device.type != "cpu":
-            group._post_reduce_event = torch.accelerator.current_stream().record_event()
 
     def set_dtypes(self, wide: torch.dtype, wire: torch.dtype) -> None:
         """Adds gradients in ``wide``, or the dtype in which parameters are stored if that is wider,
@@ -263,26 +248,6 @@ class FSDPGroup:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter.unsharded_param.grad = None
-
-
-def _whole_gradient(parameter: FSDPParam, zeros: bool) -> Tensor | None:
-    """Takes out the gradient that autograd has left, with sums of earlier passes. ``zeros``: in
-    the place of one that is missing."""
-    # A group that never ran has no whole parameters.
-    if not hasattr(parameter, "_unsharded_param"):
-        return None
-    parameter.accumulate_unsharded_grad_if_needed()
-    if parameter.unsharded_accumulated_grad is not None:
-        gradient = parameter.unsharded_accumulated_grad_data
-        parameter.unsharded_accumulated_grad = None
-    elif parameter.unsharded_param.grad is not None:
-        gradient = parameter.unsharded_grad_data
-        parameter.unsharded_param.grad = None
-    elif zeros and parameter.unsharded_param.requires_grad:
-        gradient = parameter.unsharded_zero_grad_data
-    else:
-        return None
-    return gradient
 
 
 class FSDPParameter:

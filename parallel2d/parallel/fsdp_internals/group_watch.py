@@ -60,6 +60,8 @@ class GroupWatch:
             self._occurring += [each] * len(modules)
             self._occurring_names += [name] * len(modules)
         self._written: list[int] = []  # of the gathered ones, once they have been
+        self._numbers: list[int] = []  # of their storages
+        self._values: list[Tensor] = []  # before this forward
 
     def misplaced(self, gathered: bool) -> str:
         """The name of a parameter in whose place is another than torch has put there; empty if none
@@ -88,9 +90,22 @@ class GroupWatch:
     def remember(self) -> None:
         """Takes down what the gathered parameters are, which later gathers do not change."""
         self._written = self._counts()
+        for number in self._numbers:
+            del self._storages[number]
+        self._numbers = []
         for name, each in zip(self._names, map(_WHOLE, self._parameters), strict=True):
             setattr(each, GATHERED_AS, name)
-            self._storages[part_of(each).untyped_storage()._cdata] = name
+            self._numbers.append(part_of(each).untyped_storage()._cdata)
+            self._storages[self._numbers[-1]] = name
+
+    def keep_values(self) -> None:
+        """Keeps what `written` compares values with: copies, where what is written to a gathered
+        parameter is written to the sharded one."""
+        self._values = []
+        for each in self._parameters:
+            shard = each._sharded_local_tensor.detach()
+            is_shared = each.mesh_info.shard_mesh_size == 1 and is_gathered_as_stored(each)
+            self._values.append(shard.clone() if is_shared else shard)
 
     def _counts(self) -> list[int]:
         whole = list(map(_WHOLE, self._parameters))
@@ -102,13 +117,17 @@ class GroupWatch:
 
     def written(self, by_value: bool) -> str:
         """The name of a gathered parameter that was written to; empty if none was. ``by_value``:
-        shows writes through ``.data`` too, and one that was set, which count nowhere."""
+        shows writes through ``.data`` too, and one that was set, which count nowhere, since
+        `keep_values`."""
         differs = map(ne, self._counts(), self._written)
         if by_value:
             whole = map(_WHOLE, self._parameters)
             moved = [storage_of(each) not in self._storages for each in whole]
-            differs = map(or_, map(or_, differs, moved), map(_differs, self._parameters))
-        return next(compress(self._names, differs), "")
+            differs = map(or_, differs, moved)
+            differs = map(or_, differs, map(_differs, self._parameters, self._values))
+        name = next(compress(self._names, differs), "")
+        self._values = []
+        return name
 
 
 def part_of(tensor: Tensor) -> Tensor:
@@ -116,9 +135,14 @@ def part_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _differs(parameter: FSDPParam) -> bool:
-    """Whether this rank's part of the gathered parameter has other bits than its shard."""
-    shard = parameter._sharded_local_tensor.detach()
+def is_gathered_as_stored(parameter: FSDPParam) -> bool:
+    """Whether nothing is cast, and no class of tensors has a way of its own to be gathered."""
+    own = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
+    return parameter.param_dtype is None and not own
+
+
+def _differs(parameter: FSDPParam, shard: Tensor) -> bool:
+    """Whether this rank's part of the gathered parameter has other bits than ``shard``."""
     begin = parameter.mesh_info.shard_mesh_rank * parameter.padded_sharded_param_size.numel()
     whole = part_of(parameter._unsharded_param).detach().reshape(-1)
     gathered = whole[begin : begin + shard.numel()]

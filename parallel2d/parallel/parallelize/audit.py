@@ -190,13 +190,16 @@ class _Audit:
         name = watch.misplaced(gathered)
         if name:
             raise RuntimeError(f"{name} {_MISPLACED}")
+        if self._auditing:
+            watch.keep_values()
 
     def _leave(self, group: FSDPGroup, watch: GroupWatch, output: Any) -> Any:
         name = watch.written(by_value=self._auditing)
         if name:
             message = (
                 f"{name} was written to while it was gathered, in the forward of {group.called} or "
-                f"before its backward: what is written there is lost; {_INSTEAD}"
+                "before its backward: what is written there is lost, or stays on this rank alone; "
+                f"{_INSTEAD}"
             )
             if not (torch.is_grad_enabled() and isinstance(self._engine, ReplicaReducer)):
                 raise RuntimeError(message)

@@ -37,10 +37,10 @@ from parallel2d.parallel.fsdp_internals.sharded_model import (
 )
 from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.model_structure import class_name
+from parallel2d.parallel.parallelize.optimizer_steps import watch_steps
 from parallel2d.parallel.sync import no_sync
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of
 from parallel2d.parallel.sync.methods.method import UpdateFollower
-from parallel2d.parallel.weights.optimizer_steps import watch_steps
 from parallel2d.parallel.weights.whole_tensors import sharded_modules
 
 log = logging.getLogger(__name__)

@@ -127,6 +127,7 @@ def synchronize(
         in_fp32 = id(group.modules[0]) in precision.fp32_modules
         wire = torch.float32 if in_fp32 else precision.reduce
         group.set_dtypes(precision.sums, wire)
+        group.share_memory()
     order = None
     # With one rank nothing is gathered or reduced over the shard axis.
     if mesh_shape(mesh).shard > 1:

@@ -177,6 +177,10 @@ class BucketQueue:
         self._stream: torch.Stream | None = None
         if self.device_type != "cpu":
             self._stream = torch.Stream(self.device_type)
+        else:
+            # glibc keeps freed blocks up to the size of the largest one so far, and 32 MiB at most.
+            # Otherwise each step pays for the pages of its buckets anew.
+            torch.empty(31 * 2**20, dtype=torch.uint8)
         # Those of this global batch; empty until the first is needed.
         self._buckets: list[Bucket] = []
         # The index of the bucket that is started next.

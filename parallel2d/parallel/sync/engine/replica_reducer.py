@@ -110,9 +110,10 @@ class ReplicaReducer:
         state.note_used()
         if not group.reduces_gradients:
             return
+        trained = group.trained
         if self._final_dtype is not None:
             # Gradients of earlier backward passes have the final dtype; they are added to.
-            for parameter in group.trained:
+            for parameter in trained:
                 cast_gradient(parameter, parameter.gradient_dtype)
         # Sums that stay on this replica are no means any more.
         if not group.crosses_replicas:
@@ -121,9 +122,9 @@ class ReplicaReducer:
             state.set_aside_means()
         # All ranks of a shard group run the same groups, so one that did not run here ran nowhere.
         group.fill_unused(any_gradient or state.forwards > 0)
-        make_uniform(group.trained)
+        make_uniform(trained)
         # They are called after the agreement, when gradients are complete.
-        for parameter in group.trained:
+        for parameter in trained:
             parameter.take_hooks()
 
     def _after_reduction(self, state: GroupState) -> None:
