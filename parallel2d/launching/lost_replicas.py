@@ -164,13 +164,18 @@ def _ranks_at_begin(store: Any) -> set[int]:
     return set(itertools.chain.from_iterable(replicas[number] for number, _ in members))
 
 
-def _take_place(store: Any, prefix: str, node: int, nodes: int, size: int, beat: str) -> Vacancy:
-    """``beat``: the last one of the node that is lost; empty where there was none."""
+def _take_place(
+    store: Any, prefix: str, node: int, nodes: int, size: int, beat: str
+) -> Vacancy | None:
+    """None where all start again. ``beat``: the last one of the node that is lost; empty where
+    there was none."""
     ranks = json.loads(beat)[0] if beat else list(range(node * size, (node + 1) * size))
     store.set(_BEAT.format(node), json.dumps([ranks, time.monotonic(), nodes]))
     events = Events(store)
     while events.read(0.0):
         pass
+    if events.restarts:
+        return None
     replicas = json.loads(store.get(RANKS))["ranks"]
     lives = {}
     for number, of_replica in enumerate(replicas):
@@ -236,6 +241,8 @@ class LostReplicas:
         self._read()
         if is_due:
             self._watch_nodes()
+        if self._events.restarts:
+            return False
         if not all(itertools.starmap(self._is_no_end, self._processes.items())):
             return False
         self._read()
@@ -323,6 +330,9 @@ class LostReplicas:
                 for number, of_replica in enumerate(self._replicas):
                     if set(ranks) & set(of_replica):
                         self._say_dead((number, self._lives[number]))
+                # No replica goes on without them, and nobody here can start them again.
+                if self._store.get(ON) == b"all":
+                    post(self._store, "restart", None, self._events.count)
 
     def _member(self, local: int) -> Member:
         rank = self._ranks[local]

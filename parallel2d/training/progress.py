@@ -222,5 +222,6 @@ class WatchedMetrics:
         settings = ("metric", "mode", "min_delta")
         for name, watched in self._watched.items():
             before = state.get(name)
+            self._watched[name] = BestMetric(watched.metric, watched.mode, watched.min_delta)
             if before and all(before[key] == getattr(watched, key) for key in settings):
                 self._watched[name] = BestMetric(**before)

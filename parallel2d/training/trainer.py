@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.replicas import crossings
+from parallel2d.base.replicas import ReplicaLost, crossings
 from parallel2d.parallel.gradients import scale_gradients
 from parallel2d.parallel.mesh import mesh_shape, sum_over_data_ranks
 from parallel2d.parallel.parallelize.running_statistics import average_buffers
@@ -69,6 +69,7 @@ class Trainer:
         self.clock = PhaseClock(device)
         self.progress = Progress()
         self.preempted = False
+        self._is_first = True  # no step of this process is done
         self.parameters = [p for p in updated_parameters(model) if p.requires_grad]
         self._agreement = StepAgreement(
             model, mesh, self.parameters, device, config.sync.compare_every
@@ -116,28 +117,41 @@ class Trainer:
             self.begin(feed)
             if self.membership is not None:
                 self.membership.start()
-            is_first = True
-            while self.upcoming is not None and not self.preempted:
-                if self.membership is not None:
-                    self.membership.before_step(feed)
-                before = self.progress.step
-                try:
-                    self.step(feed)
-                except Exception as error:
-                    error.step_of_run = self.progress.step + 1  # type: ignore[attr-defined]
-                    raise
-                if is_first and self.progress.step > before:
-                    self.callbacks.first_step_done()
-                    is_first = False
-                if self.progress.step % self.config.train.gc_every == 0:
-                    gc.collect()
-            self.checkpointer.finish()
+            while not self._train(feed):
+                pass
             if self.membership is not None:
                 self.membership.take_roles()
             self._end()
         finally:
             gc.enable()
             feed.close()
+
+    def _train(self, feed: BatchFeed) -> bool:
+        """All steps. False where replicas were lost without which no other goes on."""
+        membership = self.membership
+        try:
+            while self.upcoming is not None and not self.preempted:
+                if membership is not None:
+                    membership.before_step(feed)
+                before = self.progress.step
+                try:
+                    self.step(feed)
+                except Exception as error:
+                    error.step_of_run = self.progress.step + 1  # type: ignore[attr-defined]
+                    raise
+                if self._is_first and self.progress.step > before:
+                    self.callbacks.first_step_done()
+                    self._is_first = False
+                if self.progress.step % self.config.train.gc_every == 0:
+                    gc.collect()
+            self.checkpointer.finish()
+        except ReplicaLost:
+            if membership is None or not membership.replicas.needs_all:
+                raise
+            self.preempted = False
+            membership.lose_state()
+            return False
+        return True
 
     def has_steps(self) -> bool:
         """Whether `run` will train, unless the data end here."""

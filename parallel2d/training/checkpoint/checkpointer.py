@@ -146,6 +146,8 @@ class Checkpointer:
     def follow(self, step: int) -> None:
         """The run goes on from ``step``, whose state came from elsewhere."""
         self._last_step = self._base = step
+        if self.copies is not None:
+            self.copies.follow()
 
     @property
     def age_steps(self) -> int:
@@ -162,9 +164,9 @@ class Checkpointer:
         restarted), its own come first.
 
         Args:
-            restarted: these workers replace others of the same run. They go on from its newest
-                checkpoint, or from a newer copy, whatever ``config.resume`` was for the first
-                workers. It is enough that one rank passes True.
+            restarted: these workers replace others of the same run, or go back. They go on from its
+                newest checkpoint, or from a newer copy, whatever ``config.resume`` was for the
+                first workers. It is enough that one rank passes True.
             settings: parameter groups take the lr, betas and weight decay that were saved, which a
                 scheduler of torch goes on from. By default they keep those they were built with.
             begin: false leaves the run's folders as they are until `begin` is called, for callers
@@ -176,6 +178,9 @@ class Checkpointer:
         Raises `ConfigError`: all checkpoints are damaged, the path is no checkpoint, or model or
         optimizer do not fit.
         """
+        self.collect()
+        self._has_lost = False
+        self.group.stay()
         restarted = any(self.group.all_gather(restarted))
         self._resume = Resume(
             self.config, self.store, self.group, self.model, self.optimizer, self.copies, settings

@@ -105,6 +105,14 @@ class Recorder:
             self._write(*self._emitted)
         log.info("rank %d writes from step %d on", dist.get_rank(), step + 1)
 
+    def go_back(self, step: int) -> None:
+        """The run goes on from ``step`` again, and rows that were written stand."""
+        if self.writer and self._emitted:
+            row, _ = self._emitted
+            self._stands = max(self._stands, row[keys.STEP])
+            self._goodput.resume(step, row, None)
+        self._emitted = None
+
     def start_step(self, step: int) -> None:
         """Begins the measurement of ``step`` on this rank."""
         self._step = step
