@@ -50,6 +50,7 @@ class Trained(Protocol):
     checkpointer: Checkpointer
     upcoming: StepBatch | None
     upcoming_tokens: int
+    preempted: bool
     forward_crosses: bool
 
     def begin(self, feed: BatchFeed) -> None: ...
@@ -314,20 +315,22 @@ class Membership:
             replicas.give_up()
         if state is None:
             os._exit(LEFT_OUT)  # there is nothing to go back to: all start again
-        self._totals[keys.REPLICAS_JOINED] += len(replicas.joined)
-        replicas.joined = []
-        self._planned = self._dealt = replicas.generation
+        step = state["step"]
+        if before > step:
+            self.take_roles()  # the rows of these steps stand
         trainer.load_state_dict(state)
-        step = trainer.progress.step
         replicas.applied = Applied(step, [])
         trainer.recorder.go_back(step)
         self.take_roles()
-        self._totals = broadcast(self._totals)
         feed.restart(trainer.plan, trainer.progress.samples)
         trainer.begin(feed)
         seconds = time.perf_counter() - begin
+        self._totals[keys.REPLICAS_JOINED] += len(replicas.joined)
         self._totals[keys.REPLICAS_LOST_S] += seconds
         self._totals[keys.REPEATED_SAMPLES] += (before - step) * trainer.plan.global_batch_size
+        self._totals = broadcast(self._totals)
+        replicas.joined = []
+        self._planned = self._dealt = replicas.generation
         self._say(f"from step {before} back to step {step} after {seconds:.2f} s")
 
     # A replica that joins, and its donor
@@ -399,5 +402,8 @@ class Membership:
             self._receiver = None
         self.replicas.in_step = False
         self.replicas.applied = Applied(None, [])
-        self.trainer.upcoming = self._nothing()  # there is a next step
+        self.trainer.upcoming, self.trainer.preempted = (
+            self._nothing(),
+            False,
+        )  # there is a next step
         self._discard_gradients()

@@ -28,6 +28,13 @@ class Progress:
     skipped: int = 0  # steps whose update was omitted because something was not finite
     skipped_in_a_row: int = 0
 
+    def count(self, step: int, samples: int, outcome: StepOutcome) -> None:
+        """``step`` is done, and ``samples`` are consumed."""
+        self.step, self.samples = step, samples
+        self.tokens += outcome.tokens
+        self.skipped += not outcome.finite
+        self.skipped_in_a_row = 0 if outcome.finite else self.skipped_in_a_row + 1
+
 
 # Not frozen: a step makes one for every rank, and a frozen one takes four times as long to make.
 @dataclass(slots=True)

@@ -63,8 +63,8 @@ class Presence:
 
     def __init__(self, store: Any, rank: int, together: int, life: int, timeout: timedelta) -> None:
         self.store, self.rank, self.life, self.timeout = store, rank, life, timeout
-        self.on = self.needs_all = self.in_step = False
-        self.arrived = self.lost = self.is_divided = False
+        self.on = self.needs_all = self.is_divided = False
+        self.in_step = self.arrived = self.lost = False
         self.ranks: list[list[int]] = [list(range(together))]
         self.hosts: list[str] = []
         if life:
@@ -75,9 +75,8 @@ class Presence:
         self.members: list[Member] = [(0, life)]
         self.generation = self.met = -1
         self.joined: list[Member] = []
-        self.donor = 0
         self.applied = Applied(0, [])
-        self.begun = 0
+        self.donor = self.begun = 0
         self.calls = 0  # collectives of the world outside of steps
         self.stop_requested: Callable[[], bool] = lambda: False  # of this rank
         self._last: list[Tensor] = []  # results of the last one
@@ -301,8 +300,8 @@ class Presence:
     def regroup(self, *, admit: bool, least: int = 1) -> list[float] | None:
         """Forms the next generation of those who are there; with ``admit``, and where all do so,
         those too that wait to join, once there are ``least`` replicas or a rank was asked to stop.
-        Returns the sums of the step after the last one applied here where other replicas have
-        applied it. Collective over the ranks of this replica."""
+        Returns the sums of the step after the last one applied here where others have applied it.
+        Collective over the ranks of this replica."""
         while True:
             old = self.generation
             record = self._next_record(old, admit, least)

@@ -119,9 +119,7 @@ class Checkpointer:
         # The agreement of a step must not mix with the messages of a save that runs beside it.
         self._votes = Group.new() if config.enabled and config.every_minutes else None
         self.store = open_store(config.folder or _folder_in(run_dir))
-        self.blocked_s = 0.0
-        self.bytes_written = 0
-        self.failures = 0
+        self.blocked_s, self.bytes_written, self.failures = 0.0, 0, 0
         self.published: list[int] = []
         self._known_good: set[int] = set()
         self._resume: Resume | None = None
@@ -179,7 +177,6 @@ class Checkpointer:
         optimizer do not fit.
         """
         self.collect()
-        self._has_lost = False
         self.group.stay()
         restarted = any(self.group.all_gather(restarted))
         self._resume = Resume(
@@ -243,11 +240,8 @@ class Checkpointer:
                 else:
                     log.warning("there is no checkpoint of the best step so far; it is forgotten")
             except Exception as fault:
-                log.warning(
-                    "%s cannot be read, and the best step so far is forgotten: %s",
-                    self.store.root,
-                    describe_error(fault),
-                )
+                what, why = f"{self.store.root} cannot be read", describe_error(fault)
+                log.warning("%s, and the best step so far is forgotten: %s", what, why)
         if not self.group.broadcast(bool(self._best)):
             state["best"] = None
 
