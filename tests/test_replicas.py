@@ -185,9 +185,7 @@ def test_all_go_back_for_what_a_lost_replica_alone_had(tmp_path, sent):
     found, log = jobs.rows(tmp_path / "run"), (tmp_path / "run/train.log").read_text()
     assert re.findall(r" back to step (\d+)", log)[0] == "8"
     assert found[-1]["replicas/joined"] == log.count(" back to step ") == 2
-    assert found[-1]["replicas/repeated_samples"] <= 3 * 8, (
-        "at most checkpoint.memory_every - 1 steps"
-    )
+    assert found[-1]["replicas/repeated_samples"] <= 2 * 4 * 8, "at most memory_every steps a kill"
     assert not list((tmp_path / "run").glob("metrics.before-restart-*"))
     words += [f"train.steps={len(found)}", "metrics.log_every=1", f"hydra.run.dir={tmp_path}/quiet"]
     subprocess.run(command(tmp_path, *words), cwd=tmp_path, check=True, capture_output=True)
