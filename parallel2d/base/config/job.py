@@ -234,7 +234,7 @@ class CheckpointConfig:
     memory_every: int | str = option(
         "auto",
         "Steps between copies of the state in the nodes' shared memory, for restarts on the same "
-        "mesh; 0: none. They cost 2x each rank's part. auto: 10 where all workers restart. "
+        "mesh; 0: none. They cost 2x each rank's part. auto: 10 where all restart or go back. "
         "Two replicas cover lost nodes, one lost workers",
         min=0,
     )
