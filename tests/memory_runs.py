@@ -83,7 +83,6 @@ def life(
             "draws": draws,
             "log": heard,
             "on": net is not None and net.on,
-            "newest": net.newest if net is not None else None,
             "age": saver.age_steps,
             "averages": averages_of(model, average) if average else None,
         }

@@ -304,7 +304,7 @@ def test_a_manifest_that_was_made_up_is_passed_over(cluster):
 
 
 def test_auto_is_on_where_workers_are_restarted(cluster):
-    assert said(cluster.run("AABB", until=1, every="auto"), "TORCHELASTIC_MAX_RESTARTS is 0")
+    assert not any(life["on"] for life in cluster.run("AABB", until=1, every="auto"))
     answers = cluster.ranks.run(4, _auto, str(cluster.run_dir), str(cluster.node("A")), HYBRID)
     assert [life["on"] for life in answers] == [True] * 4
     assert said(answers, "memory copies on: one every 10 steps")

@@ -241,8 +241,6 @@ class LostReplicas:
         self._read()
         if is_due:
             self._watch_nodes()
-        if self._events.restarts:
-            return False
         if not all(itertools.starmap(self._is_no_end, self._processes.items())):
             return False
         self._read()
@@ -257,11 +255,11 @@ class LostReplicas:
         return True
 
     def _has_begun(self) -> bool:
-        """Whether replicas may be lost: all are built."""
+        """Whether replicas may be lost: all are built, and not to start again together."""
         if not self._replicas and self._store.check([ON]):
             self._replicas = json.loads(self._store.get(RANKS))["ranks"]
             self._lives = dict.fromkeys(range(len(self._replicas)), 0)
-        return bool(self._replicas)
+        return bool(self._replicas) and not self._events.restarts
 
     def _is_no_end(self, local: int, process: Any) -> bool:
         """Looks at one process, and says that its replica is lost if so. False where its failure

@@ -134,6 +134,8 @@ def build_trainer(
         device_type=device.type,
     )
     replicas = current()
+    if replicas is not None:
+        replicas.needs_all = config.strategy.splits_updates
     # Tensor ranks of one data rank draw the same numbers: they drop the same activations.
     seed_everything(config.train.seed + data_coordinate(mesh), config.train.deterministic)
     # After a restart there may be another number of ranks, which need not divide the batch.
@@ -151,24 +153,20 @@ def build_trainer(
     comes_back = replicas is not None and replicas.life > 0
     writes = runtime.is_first and not quiet and not comes_back
     facts = describe_run(job, runtime, mesh, data, parts, layout, writes)
-    saved, loss = config.checkpoint, ModelLoss(config, parts)  # asks the plain module
+    loss = ModelLoss(config, parts)  # asks the plain module
     model, optimizer = _shard(config, parts, layout, mesh, topology)
     loss.chunked_head = _chunked_head(config, model, facts.head)
     loss.learn(model, data.train, device)
     for stream in data.streams:
         stream.prepare_by(loss.prepare)
-    copies = None
-    # Where replicas have the whole state, nobody needs a copy before all are lost.
-    if replicas is None or config.strategy.splits_updates or saved.memory_every != "auto":
-        copies = memory_copies(saved, job.run_dir, mesh)
     checkpointer = Checkpointer(
-        saved,
+        config.checkpoint,
         job.run_dir,
         mesh,
         model,
         optimizer,
         layout=_facts_of_checkpoint(config, facts, model),
-        copies=copies,
+        copies=memory_copies(config.checkpoint, job.run_dir, mesh),
     )
     trainer = Trainer(
         TrainerParts(

@@ -71,7 +71,6 @@ class Membership:
     ) -> None:
         self.trainer, self.replicas, self._take_roles = trainer, replicas, take_roles
         self._least = min(trainer.config.launch.min_replicas, len(replicas.ranks))
-        replicas.needs_all = trainer.config.strategy.splits_updates
         if replicas.needs_all:
             self._least = len(replicas.ranks)
         self._planned = replicas.generation

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -41,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base import exchange, files
 from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.files import private_folders
-from parallel2d.base.replicas import ReplicaLost, is_present
+from parallel2d.base.replicas import ReplicaLost, current, is_present
 from parallel2d.base.topology import MEMORY_DIR
 from parallel2d.parallel.mesh import mesh_shape, ranks_of
 from parallel2d.parallel.weights.geometry import split_dims
@@ -74,20 +75,14 @@ def memory_copies(
     """The copies that ``config.memory_every`` asks for, for a `Checkpointer` of the same arguments;
     None for none. Rank 0 decides, since environments may differ. Collective."""
     group = Group.new()
-    every, why = config.memory_every, "checkpoint.memory_every=0"
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if not config.enabled:
-        every, why = 0, "checkpoint.enabled=false"
-    elif every == "auto" and restarts.isdecimal() and int(restarts):
-        every = AUTO_EVERY
-    elif every == "auto":
-        nothing = "nothing restarts this job's workers (TORCHELASTIC_MAX_RESTARTS is 0)"
-        every, why = 0, f"{nothing}; checkpoint.memory_every=N turns it on"
+    every = config.memory_every if config.enabled else 0
+    if every == "auto":
+        starts_again = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        # Else the others have the state.
+        is_needed = (replicas := current()) is None or replicas.needs_all
+        every = AUTO_EVERY if starts_again and is_needed else 0
     every = int(group.broadcast(every))
-    if every:
-        return MemoryCopies(every, os.fspath(run_dir), mesh, group)
-    group.say(f"memory copies off: {why}")
-    return None
+    return MemoryCopies(every, os.fspath(run_dir), mesh, group) if every else None
 
 
 def forget_copies(run_dir: str | os.PathLike[str]) -> None:
@@ -106,26 +101,24 @@ class MemoryCopies:
         run_dir: the run's folder, the same on all ranks.
         group: one of its own. The thread that finishes a copy communicates while the loop does.
 
-    Attributes:
-        on: whether copies are made.
-        newest: the step of the newest copy known to be complete on all nodes.
+    ``on``: whether copies are made.
     """
 
     def __init__(self, every: int, run_dir: str, mesh: DeviceMesh | None, group: Group) -> None:
         self.every, self.run_dir, self._group, self.on = every, run_dir, group, True
-        self.newest: int | None = None
         self._mesh: dict[str, Any] = {}
-        self._replicas = torch.tensor([[group.rank]])  # the ranks of each
+        self._rows = {group.rank: [group.rank]}  # of each rank those in its place of each replica
         if mesh is not None:
             self._mesh = mesh_shape(mesh).shown | {"ranks": mesh.mesh.flatten().tolist()}
-            self._replicas = ranks_of(mesh).flatten(1)
+            for row in ranks_of(mesh).flatten(1).T.tolist():
+                self._rows |= dict.fromkeys(row, row)
         # Step -> for each rank, which rank has its copy in reach, and where.
         self._sources: dict[int, dict[int, tuple[int, str]]] = {}
         self._opened: tuple[Any, ...] = ()  # start and step of what was loaded
         self._start = ""  # the name of this start, once it has begun
         self._slots: list[Slot] = []  # two, used in turn; then two for copies of another rank
         self._next = 0
-        self._due_now = self._is_measured = False
+        self._due_now = False
         self._thread: threading.Thread | None = None
         self._root = self._folder = ""
         name = group.broadcast(hashlib.sha256(os.path.realpath(run_dir).encode()).hexdigest())
@@ -172,7 +165,7 @@ class MemoryCopies:
             for copy in filter(None, map(_COPY.fullmatch, paths)):
                 if copy[1] == start or (copy[1], int(copy[3])) == loaded:
                     by_rank = found.setdefault(int(copy[3]), {})
-                    for served in self._in_place_of(int(copy[5])) if copy[4] else [int(copy[5])]:
+                    for served in self._served(copy):
                         by_rank.setdefault(served, []).append((rank, copy.string))
         if found and mesh != self._mesh:
             log.warning("copies in memory are those of another mesh, and are not used on this one")
@@ -187,10 +180,10 @@ class MemoryCopies:
                 sources[step] = {rank: _nearest(rank, by_rank[rank]) for rank in reached}
         return sources
 
-    def _in_place_of(self, rank: int) -> list[int]:
-        """The ranks in this one's place of each replica."""
-        is_own = (self._replicas == rank).any(0)
-        return self._replicas[:, is_own].flatten().tolist()
+    def _served(self, copy: re.Match[str]) -> list[int]:
+        """The ranks whose state a copy has."""
+        rank = int(copy[5])
+        return self._rows.get(rank, []) if copy[4] else [rank]
 
     def open(self, step: int) -> Checkpoint:
         """The copy of ``step``, verified. Raises `DamagedCheckpointError` with the reason, on all
@@ -205,20 +198,25 @@ class MemoryCopies:
                 LocalState.from_bytes(*held[path])
 
         group.agree(read)
-        source, own = sources[rank]
         moved = sorted(to for to, (source, _) in sources.items() if source != to)
         if moved:
             sent = {to: held[sources[to][1]] for to in moved if sources[to][0] == rank}
-            sizes = {to: [block.numel() for block in blocks] for to, blocks in sent.items()}
-            (mine,) = [each[rank] for each in group.all_gather(sizes) if rank in each] or [[]]
-            blocks = [block for each in sent.values() for block in each]
-            totals = {to: sum(each) for to, each in sizes.items()}
-            received = self._send(torch.cat([_NOTHING, *blocks]), totals, {source: sum(mine)})
-            held.setdefault(own, list(received.split(mine)))
+            held.setdefault(sources[rank][1], self._distribute(sent, sources[rank][0]))
+        _, own = sources[rank]
         group.agree(lambda: opened.append(LocalState.from_bytes(*held[own])))
         group.say(f"{step_name(step)} is in memory; {len(moved)} ranks were sent their parts")
         self._opened = own.split("/")[0], step
         return opened[0]
+
+    def _distribute(self, sent: Mapping[int, list[Tensor]], source: int) -> list[Tensor]:
+        """Sends each rank in ``sent``, in their order, its blocks, and returns those that ``source``
+        sends to this one, if it does. Collective."""
+        sizes = {to: [block.numel() for block in blocks] for to, blocks in sent.items()}
+        found = [each.get(self._group.rank) for each in self._group.all_gather(sizes)]
+        mine = next(filter(None, found), [])
+        data = torch.cat([_NOTHING, *itertools.chain.from_iterable(sent.values())])
+        totals = {to: sum(each) for to, each in sizes.items()}
+        return list(self._send(data, totals, {source: sum(mine)}).split(mine))
 
     def _send(self, data: Tensor, to: Mapping[int, int], source: Mapping[int, int]) -> Tensor:
         """Sends each rank in ``to`` so many bytes of ``data``, in the order of the ranks, and
@@ -284,7 +282,7 @@ class MemoryCopies:
         if not self._start:
             self.begin(step - 1)
         # What replicas split, or each has for itself, is needed of all of them.
-        several = len(self._replicas) > 1
+        several = len(self._rows[self._group.rank]) > 1
         splits = several and any("replicate" in split_dims(each) for each in state.shared.values())
         in_place = "" if splits or state.of_replica else "place-"
         manifest, fault = state.manifest, None
@@ -297,18 +295,13 @@ class MemoryCopies:
             fault = error
         self._group.stay()
         self._thread = threading.Thread(
-            target=self._complete,
+            target=self._finish_copy,
             args=(manifest, f"{in_place}{self._group.rank}", splits, fault),
             name=f"memory copy {step}",
             daemon=True,
         )
         self._thread.start()
         self._due_now = False
-
-    def _complete(self, *of_copy: Any) -> None:
-        # Where a rank has ended the loop hears of it too.
-        with contextlib.suppress(Exception):
-            self._finish_copy(*of_copy)
 
     def _finish_copy(
         self, manifest: Manifest, of: str, splits: bool, fault: Exception | None
@@ -323,20 +316,21 @@ class MemoryCopies:
                 raise fault
             own.publish(name.format(of), manifest)
 
-        if not self._try(publish):
-            return
-        if splits and not self._keep(own.data, manifest, kept, name):
-            return
-        # What was loaded, and is needed no longer.
-        for start in Path(self._folder).glob("*"):
-            if start.name != self._start:
-                shutil.rmtree(start, ignore_errors=True)
-        # This copy stays until the one in the other slot is complete.
-        self.newest, self._next = manifest.step, 1 - self._next
+        with contextlib.suppress(Exception):  # where a rank has ended: the loop hears of it too
+            if not self._try(publish):
+                return
+            if splits and not self._keep(own.data, manifest, kept, name):
+                return
+            # What was loaded, and is needed no longer.
+            for start in Path(self._folder).glob("*"):
+                if start.name != self._start:
+                    shutil.rmtree(start, ignore_errors=True)
+            # This copy stays until the one in the other slot is complete.
+            self._next = 1 - self._next
 
     def _keep(self, data: Tensor, manifest: Manifest, kept: Slot, name: str) -> bool:
         """Makes a copy of what a rank of another replica has, as that does of this rank's."""
-        row = self._in_place_of(self._group.rank)
+        row = self._rows[self._group.rank]
         # Half of the replicas further: on another node, unless all are on one.
         here, away = row.index(self._group.rank), len(row) // 2
         to, source = row[(here + away) % len(row)], row[here - away]
@@ -355,7 +349,7 @@ class MemoryCopies:
 
     def _check_room(self, blocks: Sequence[Tensor], splits: bool) -> None:
         """Raises `CheckpointError` unless two copies fit on this node, before the first is made."""
-        if self._is_measured:
+        if self._slots[0].data.numel():
             return
         # Ranks of one node see each other's folders, and their parts are alike.
         ranks = len(os.listdir(os.path.join(self._folder, self._start)))
@@ -366,7 +360,6 @@ class MemoryCopies:
                 f"{free:.1f} MiB of shared memory to give, and two copies need {mib:.1f} MiB; "
                 "make it larger (in a container: --shm-size), or set checkpoint.memory_every=0"
             )
-        self._is_measured = True
         self._group.say(f"memory copies: {mib:.1f} MiB of memory on this node")
 
     def wait(self) -> None:
