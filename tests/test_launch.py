@@ -84,7 +84,7 @@ def test_killed_workers_are_started_again_and_nothing_is_lost(tmp_path):
         *words,
         "checkpoint.every=50",
         "checkpoint.memory_every=4",
-        "launch.max_restarts=2",
+        "launch.max_restarts=5",
     ]
     process = subprocess.Popen(restarted, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     kill_server(process, tmp_path / "run")

@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
+from parallel2d.base.replicas.generations import LEFT_OUT
 from parallel2d.base.topology import LIFE
 from parallel2d.launching.agreement import PUBLISHED
 from parallel2d.launching.failures import RankFailure, read_error_file
@@ -269,6 +270,8 @@ class LostReplicas:
             self._end_if_stopped(local, process)
         elif code == self._told_to_stop:
             return False
+        elif code == LEFT_OUT:  # no failure of its own
+            self._say_dead(self._member(local))
         elif code and not self._is_dead(self._member(local)):
             error = read_error_file(self._error_files[local])
             failure = RankFailure(self._ranks[local], code, error)

@@ -389,9 +389,8 @@ def _nodes(config: TrainConfig) -> _Problems:
         first is not None and first < launch.timeout,
         f"launch.first_step_timeout={first} must be at least launch.timeout={launch.timeout}",
     )
-    needs_all = config.strategy.splits_updates or not config.replicas_survive
     yield (
-        launch.min_replicas > 1 and needs_all,
+        launch.min_replicas > 1 and (config.strategy.splits_updates or not config.replicas_survive),
         f"launch.min_replicas={launch.min_replicas} has no effect here: this job needs all of its "
         "replicas (docs/failures.md says which do not)",
     )

@@ -355,8 +355,7 @@ class Presence:
         if self._events.broken < old:
             post(self.store, "break", old, self._events.count)
         at = {
-            "step": self.applied.step,
-            "sums": self.applied.sums,
+            **self.applied._asdict(),
             "calls": self.calls,
             "last": list(map(as_text, self._last)),
             "admit": admit,

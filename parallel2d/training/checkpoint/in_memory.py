@@ -209,11 +209,11 @@ class MemoryCopies:
         return opened[0]
 
     def _distribute(self, sent: Mapping[int, list[Tensor]], source: int) -> list[Tensor]:
-        """Sends each rank in ``sent``, in their order, its blocks, and returns those that ``source``
-        sends to this one, if it does. Collective."""
+        """Sends each rank in ``sent``, which are in order, its blocks, and returns those that
+        ``source`` sends to this one, if it does. Collective."""
         sizes = {to: [block.numel() for block in blocks] for to, blocks in sent.items()}
         found = [each.get(self._group.rank) for each in self._group.all_gather(sizes)]
-        mine = next(filter(None, found), [])
+        mine: list[int] = next(filter(None, found), [])
         data = torch.cat([_NOTHING, *itertools.chain.from_iterable(sent.values())])
         totals = {to: sum(each) for to, each in sizes.items()}
         return list(self._send(data, totals, {source: sum(mine)}).split(mine))

@@ -108,10 +108,9 @@ class Recorder:
 
     def go_back(self, step: int) -> None:
         """The run goes on from ``step`` again; rows that were written stand."""
-        if self._emitted:
-            row, _ = self._emitted
-            self._stands = max(self._stands, row[keys.STEP])
-            self._goodput.resume(step, row, None)
+        row, _ = self._emitted or ({keys.STEP: 0}, ())
+        self._stands = max(self._stands, row[keys.STEP])
+        self._goodput.resume(step, row, None)
         self._emitted, self._was_short = None, True
 
     def start_step(self, step: int) -> None:
