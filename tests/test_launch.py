@@ -80,13 +80,8 @@ def test_killed_workers_are_started_again_and_nothing_is_lost(tmp_path):
     Its sync method keeps state between steps: outer momentum, residuals, a fragment on its way."""
     method = ["mesh.replicate=2", "sync=diloco", "sync.every=7", "sync.fragments=2", "sync.delay=3", "sync.wire=int4"]  # fmt: skip
     words = command(tmp_path, "train.steps=80", *method)
-    restarted = [
-        *words,
-        "checkpoint.every=50",
-        "checkpoint.memory_every=4",
-        "launch.max_restarts=5",
-    ]
-    process = subprocess.Popen(restarted, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    copied = ["checkpoint.every=50", "checkpoint.memory_every=4", "launch.max_restarts=5"]
+    process = subprocess.Popen([*words, *copied], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     kill_server(process, tmp_path / "run")
     errors = process.communicate(timeout=120)[1]
     assert process.returncode == 0, errors
