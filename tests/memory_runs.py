@@ -83,7 +83,6 @@ def life(
             "draws": draws,
             "log": heard,
             "on": net is not None and net.on,
-            "newest": net.newest if net is not None else None,
             "age": saver.age_steps,
             "averages": averages_of(model, average) if average else None,
         }
@@ -141,12 +140,11 @@ def full_on_the_second_copy(net: Any) -> None:
 
 def change_what_is_sent(net: Any) -> None:
     """Every state that is sent from rank to rank arrives with another last byte."""
-    send = torch.distributed.send
+    send = net._send
 
-    def changed(piece: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        if piece.dtype == torch.uint8 and piece[-1] != ord("}"):  # where manifests end
-            piece = piece.clone()
+    def changed(piece: torch.Tensor, *args: Any) -> torch.Tensor:
+        if len(piece):
             piece[-1] ^= 1
-        send(piece, *args, **kwargs)
+        return send(piece, *args)
 
-    mock.patch.object(torch.distributed, "send", changed).start()
+    net._send = changed

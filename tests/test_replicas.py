@@ -91,6 +91,7 @@ def kill(job, *victims):
             process.kill()
 
 
+COPIED = ("checkpoint.memory_every=4",)
 MUON, INT4 = ("optimizer=muon",), ("sync.wire=int4", "sync.warmup=0")
 OWN = ("optimizer=custom", "optimizer.target=owned:build", "optimizer.weight_decay=0")
 OWNED = """
@@ -103,7 +104,7 @@ def build(groups):
 
 # What replicas send each other beside gradients, and a job of one process with the same losses
 @pytest.mark.parametrize(("sent", "alone"), [
-    ((), ()), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((MUON, MUON), (OWN, OWN), (INT4, ())))
+    (COPIED, ()), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((MUON, MUON), (OWN, OWN), (INT4, ())))
 ], ids=["gradients", "muon", "own", "int4"])  # fmt: skip
 def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path, sent, alone):
     """Rank 0 is killed, which writes and speaks: rank 1 goes on in the same process, and takes that over."""
@@ -136,6 +137,46 @@ def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path, sent, alone):
         words += [*alone, f"hydra.run.dir={tmp_path}/alone"]
         subprocess.run(command(tmp_path, *words), cwd=tmp_path, check=True, capture_output=True)
         assert compare(found, jobs.rows(tmp_path / "alone")) < 1e-10
+
+
+# Rank 3 is killed in the middle of an update, of which the others have a part
+SPLIT = """
+from parallel2d.parallel.sync.methods.split_updates import OwnedParameters
+gather, updates = OwnedParameters.after_update, []
+def dying(self):
+    updates.append(self)
+    if (os.environ["RANK"], os.environ.get("PARALLEL2D_LIFE", "0"), len(updates)) == ("3", "0", 11):
+        os.kill(os.getpid(), 9)
+    gather(self)
+OwnedParameters.after_update = dying
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [SGD[:1], ("sync.wire=bf16",)], ids=["sgd", "adamw, bf16"])
+def test_all_go_back_for_what_a_lost_replica_alone_had(tmp_path, sent):
+    """To copies in memory, in the same processes: the history is that of a job without kills."""
+    words = ["strategy=hybrid_full", "launch.nproc_per_node=4", "mesh.replicate=2", "mesh.shard=2"]
+    words += ["sync.compare_every=1", *sent]
+    more = ["launch.max_restarts=3", "checkpoint.memory_every=4"]
+    with training(tmp_path, *words, *more, hooks=SLOWLY + "import os" + SPLIT) as job:
+        jobs.wait_for(lambda: last_row(tmp_path)[0] > 18)
+        first = jobs.ranks_of(job.pid)
+        kill(job, 0)
+        at, _ = last_row(tmp_path)
+        jobs.wait_for(lambda: last_row(tmp_path)[0] > at + 6)
+        assert jobs.ranks_of(job.pid)[2:] == first[2:]
+    found, log = jobs.rows(tmp_path / "run"), (tmp_path / "run/train.log").read_text()
+    assert re.findall(r" back to step (\d+)", log)[0] == "8"
+    assert found[-1]["replicas/joined"] == log.count(" back to step ") == 2
+    assert found[-1]["replicas/repeated_samples"] <= 2 * 4 * 8, "at most memory_every steps a kill"
+    assert not list((tmp_path / "run").glob("metrics.before-restart-*"))
+    words += [f"train.steps={len(found)}", "metrics.log_every=1", f"hydra.run.dir={tmp_path}/quiet"]
+    subprocess.run(command(tmp_path, *words), cwd=tmp_path, check=True, capture_output=True)
+    expected = jobs.rows(tmp_path / "quiet")
+    assert compare(found, expected) < 1e-10
+    norms = [[row["grad_norm"] for row in rows] for rows in (found, expected)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-10, abs=0)
 
 
 @pytest.mark.slow

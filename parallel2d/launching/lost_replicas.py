@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
+from parallel2d.base.replicas.generations import LEFT_OUT
 from parallel2d.base.topology import LIFE
 from parallel2d.launching.agreement import PUBLISHED
 from parallel2d.launching.failures import RankFailure, read_error_file
@@ -164,13 +165,18 @@ def _ranks_at_begin(store: Any) -> set[int]:
     return set(itertools.chain.from_iterable(replicas[number] for number, _ in members))
 
 
-def _take_place(store: Any, prefix: str, node: int, nodes: int, size: int, beat: str) -> Vacancy:
-    """``beat``: the last one of the node that is lost; empty where there was none."""
+def _take_place(
+    store: Any, prefix: str, node: int, nodes: int, size: int, beat: str
+) -> Vacancy | None:
+    """None where all start again. ``beat``: the last one of the node that is lost; empty where
+    there was none."""
     ranks = json.loads(beat)[0] if beat else list(range(node * size, (node + 1) * size))
     store.set(_BEAT.format(node), json.dumps([ranks, time.monotonic(), nodes]))
     events = Events(store)
     while events.read(0.0):
         pass
+    if events.restarts:
+        return None
     replicas = json.loads(store.get(RANKS))["ranks"]
     lives = {}
     for number, of_replica in enumerate(replicas):
@@ -250,11 +256,11 @@ class LostReplicas:
         return True
 
     def _has_begun(self) -> bool:
-        """Whether replicas may be lost: all are built."""
+        """Whether replicas may be lost: all are built, and not to start again together."""
         if not self._replicas and self._store.check([ON]):
             self._replicas = json.loads(self._store.get(RANKS))["ranks"]
             self._lives = dict.fromkeys(range(len(self._replicas)), 0)
-        return bool(self._replicas)
+        return bool(self._replicas) and not self._events.restarts
 
     def _is_no_end(self, local: int, process: Any) -> bool:
         """Looks at one process, and says that its replica is lost if so. False where its failure
@@ -264,6 +270,8 @@ class LostReplicas:
             self._end_if_stopped(local, process)
         elif code == self._told_to_stop:
             return False
+        elif code == LEFT_OUT:  # no failure of its own
+            self._say_dead(self._member(local))
         elif code and not self._is_dead(self._member(local)):
             error = read_error_file(self._error_files[local])
             failure = RankFailure(self._ranks[local], code, error)
@@ -323,6 +331,9 @@ class LostReplicas:
                 for number, of_replica in enumerate(self._replicas):
                     if set(ranks) & set(of_replica):
                         self._say_dead((number, self._lives[number]))
+                # No replica goes on without them, and nobody here can start them again.
+                if self._store.get(ON) == b"all":
+                    post(self._store, "restart", None, self._events.count)
 
     def _member(self, local: int) -> Member:
         rank = self._ranks[local]

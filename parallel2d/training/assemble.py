@@ -134,6 +134,8 @@ def build_trainer(
         device_type=device.type,
     )
     replicas = current()
+    if replicas is not None:
+        replicas.needs_all = config.strategy.splits_updates
     # Tensor ranks of one data rank draw the same numbers: they drop the same activations.
     seed_everything(config.train.seed + data_coordinate(mesh), config.train.deterministic)
     # After a restart there may be another number of ranks, which need not divide the batch.
@@ -164,7 +166,7 @@ def build_trainer(
         model,
         optimizer,
         layout=_facts_of_checkpoint(config, facts, model),
-        copies=None if replicas else memory_copies(config.checkpoint, job.run_dir, mesh),
+        copies=memory_copies(config.checkpoint, job.run_dir, mesh),
     )
     trainer = Trainer(
         TrainerParts(

@@ -7,6 +7,8 @@ in which it gets the state; see [Note: nobody waits for a replica that joins] in
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -16,8 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import TrainConfig
-from parallel2d.base.replicas import Applied, Presence, absent_ranks
+from parallel2d.base.exchange import broadcast
+from parallel2d.base.replicas import Applied, Presence, ReplicaLost, absent_ranks
 from parallel2d.base.replicas.events import Member, post
+from parallel2d.base.replicas.generations import LEFT_OUT
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
@@ -46,8 +50,10 @@ class Trained(Protocol):
     checkpointer: Checkpointer
     upcoming: StepBatch | None
     upcoming_tokens: int
+    preempted: bool
     forward_crosses: bool
 
+    def begin(self, feed: BatchFeed) -> None: ...
     def take(self, feed: BatchFeed) -> StepBatch | None: ...
     def forward_backward(self, batch: StepBatch, tokens: int) -> Tensor: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -65,6 +71,8 @@ class Membership:
     ) -> None:
         self.trainer, self.replicas, self._take_roles = trainer, replicas, take_roles
         self._least = min(trainer.config.launch.min_replicas, len(replicas.ranks))
+        if replicas.needs_all:
+            self._least = len(replicas.ranks)
         self._planned = replicas.generation
         self._dealt: int | None = None
         self._readers: list[Member] = []  # among whom batches from the feed are dealt
@@ -123,7 +131,10 @@ class Membership:
         """Where all are between two steps: replicas join and leave."""
         joins, leaving = self._joins, self._leaving
         while not (self.has_state or self.is_joining):
-            self._join(feed)
+            if self.replicas.needs_all:
+                self._go_back(feed)
+            else:
+                self._join(feed)
         if self.is_joining:
             return
         if self.replicas.replica in leaving:
@@ -156,8 +167,8 @@ class Membership:
         """After a step that not all have agreed on: the sums of its agreement where others have
         applied it; None where all compute it again, after this."""
         begin = time.perf_counter()
-        if self.is_joining:
-            self._ask_again()
+        if self.is_joining or self.replicas.needs_all:
+            self.lose_state()
             return None
         sums = self._regroup(admit=False)
         self.take_roles()
@@ -285,6 +296,42 @@ class Membership:
         discard_accumulated(self.trainer.model)
         self.trainer.optimizer.zero_grad()
 
+    def _go_back(self, feed: BatchFeed) -> None:
+        """All have waited for those that were lost, and load what all would after a restart; see
+        [Note: memory copies]. Raises `ReplicaLost`."""
+        trainer, replicas = self.trainer, self.replicas
+        begin, before = time.perf_counter(), trainer.progress.step
+        while True:
+            replicas.regroup(admit=True, least=self._least)
+            if len(replicas.members) < self._least:  # a rank was told to stop meanwhile
+                replicas.leave(trainer.config.launch.requeue_exit_code)
+            replicas.met = replicas.generation
+            state = None
+            with contextlib.suppress(ReplicaLost):
+                state = trainer.checkpointer.restore(restarted=True)
+            if replicas.vote(not replicas.lost):
+                break
+            replicas.give_up()
+        if state is None:
+            os._exit(LEFT_OUT)  # there is nothing to go back to: all start again
+        step = state["step"]
+        if before > step:
+            self.take_roles()  # the rows of these steps stand
+        trainer.load_state_dict(state)
+        replicas.applied = Applied(step, [])
+        trainer.recorder.go_back(step)
+        self.take_roles()
+        feed.restart(trainer.plan, trainer.progress.samples)
+        trainer.begin(feed)
+        seconds = time.perf_counter() - begin
+        self._totals[keys.REPLICAS_JOINED] += len(replicas.joined)
+        self._totals[keys.REPLICAS_LOST_S] += seconds
+        self._totals[keys.REPEATED_SAMPLES] += (before - step) * trainer.plan.global_batch_size
+        self._totals = broadcast(self._totals)
+        replicas.joined = []
+        self._planned = self._dealt = replicas.generation
+        self._say(f"from step {before} back to step {step} after {seconds:.2f} s")
+
     # A replica that joins, and its donor
 
     def _join(self, feed: BatchFeed) -> None:
@@ -339,19 +386,23 @@ class Membership:
             sender.finish()
         self._senders = []
         if self._receiver is not None and not self.replicas.vote(self._receiver.finish()):
-            self._ask_again()
+            self.lose_state()
             return False
         self._receiver = None
         self.replicas.joined = []
         return True
 
-    def _ask_again(self) -> None:
-        """Gives up a step in which this replica was to get the state."""
-        assert self._receiver is not None
+    def lose_state(self) -> None:
+        """Gives up a step in which this replica was to get the state, or after which none goes on
+        without the others: it asks for the state in the next one."""
         self.replicas.give_up()
-        self._receiver.finish()
-        self._receiver = None
+        if self._receiver is not None:
+            self._receiver.finish()
+            self._receiver = None
         self.replicas.in_step = False
         self.replicas.applied = Applied(None, [])
-        self.trainer.upcoming = self._nothing()  # there is a next step
+        self.trainer.upcoming, self.trainer.preempted = (
+            self._nothing(),
+            False,
+        )  # there is a next step
         self._discard_gradients()

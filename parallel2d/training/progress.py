@@ -28,6 +28,13 @@ class Progress:
     skipped: int = 0  # steps whose update was omitted because something was not finite
     skipped_in_a_row: int = 0
 
+    def count(self, step: int, samples: int, outcome: StepOutcome) -> None:
+        """``step`` is done, and ``samples`` are consumed."""
+        self.step, self.samples = step, samples
+        self.tokens += outcome.tokens
+        self.skipped += not outcome.finite
+        self.skipped_in_a_row = 0 if outcome.finite else self.skipped_in_a_row + 1
+
 
 # Not frozen: a step makes one for every rank, and a frozen one takes four times as long to make.
 @dataclass(slots=True)
@@ -222,5 +229,6 @@ class WatchedMetrics:
         settings = ("metric", "mode", "min_delta")
         for name, watched in self._watched.items():
             before = state.get(name)
+            self._watched[name] = BestMetric(watched.metric, watched.mode, watched.min_delta)
             if before and all(before[key] == getattr(watched, key) for key in settings):
                 self._watched[name] = BestMetric(**before)

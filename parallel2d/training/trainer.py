@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.replicas import crossings
+from parallel2d.base.replicas import ReplicaLost, crossings
 from parallel2d.parallel.gradients import scale_gradients
 from parallel2d.parallel.mesh import mesh_shape, sum_over_data_ranks
 from parallel2d.parallel.parallelize.running_statistics import average_buffers
@@ -116,21 +116,7 @@ class Trainer:
             self.begin(feed)
             if self.membership is not None:
                 self.membership.start()
-            is_first = True
-            while self.upcoming is not None and not self.preempted:
-                if self.membership is not None:
-                    self.membership.before_step(feed)
-                before = self.progress.step
-                try:
-                    self.step(feed)
-                except Exception as error:
-                    error.step_of_run = self.progress.step + 1  # type: ignore[attr-defined]
-                    raise
-                if is_first and self.progress.step > before:
-                    self.callbacks.first_step_done()
-                    is_first = False
-                if self.progress.step % self.config.train.gc_every == 0:
-                    gc.collect()
+            self._take_steps(feed)
             self.checkpointer.finish()
             if self.membership is not None:
                 self.membership.take_roles()
@@ -138,6 +124,27 @@ class Trainer:
         finally:
             gc.enable()
             feed.close()
+
+    def _take_steps(self, feed: BatchFeed) -> None:
+        membership, is_first = self.membership, True
+        while self.upcoming is not None and not self.preempted:
+            try:
+                if membership is not None:
+                    membership.before_step(feed)
+                before = self.progress.step
+                self.step(feed)
+                if is_first and self.progress.step > before:
+                    self.callbacks.first_step_done()
+                    is_first = False
+                if self.progress.step % self.config.train.gc_every == 0:
+                    gc.collect()
+            except ReplicaLost:
+                if membership is None or not membership.replicas.needs_all:
+                    raise
+                membership.lose_state()
+            except Exception as error:
+                error.step_of_run = self.progress.step + 1  # type: ignore[attr-defined]
+                raise
 
     def has_steps(self) -> bool:
         """Whether `run` will train, unless the data end here."""
@@ -153,7 +160,7 @@ class Trainer:
         self.upcoming = self.take(feed) if self.has_steps() else None
         if self.upcoming is not None:
             self.loss.compare_head(self.model, self.upcoming.micro_batches[0])
-        tokens = _valid_tokens(self.upcoming)
+        tokens = self.upcoming.valid_tokens if self.upcoming else 0
         count = torch.tensor([tokens], dtype=torch.float64, device=self.device)
         self.upcoming_tokens = int(sum_over_data_ranks(count, self.mesh).item())
         self.hooks.start(self.progress.step)
@@ -403,7 +410,7 @@ class Trainer:
             loss=summed,
             tokens=batch.valid_tokens,
             sample_hash=batch.sample_hash,
-            upcoming_tokens=_valid_tokens(self.upcoming),
+            upcoming_tokens=self.upcoming.valid_tokens if self.upcoming else 0,
             stop_requested=self.callbacks.stop_requested(),
             save_is_due=self.checkpointer.time_is_up(),
             report=self._measured,
@@ -431,20 +438,11 @@ class Trainer:
 
     def _count(self, step: int, batch: StepBatch, outcome: StepOutcome) -> None:
         """Raises `ConfigError` after too many non-finite steps in a row."""
-        progress = self.progress
-        progress.step = step
-        progress.samples = batch.position
-        progress.tokens += outcome.tokens
-        progress.skipped += not outcome.finite
-        progress.skipped_in_a_row = 0 if outcome.finite else progress.skipped_in_a_row + 1
+        self.progress.count(step, batch.position, outcome)
         limit = self.config.train.max_skipped_steps
-        if progress.skipped_in_a_row >= limit:
+        if self.progress.skipped_in_a_row >= limit:
             raise ConfigError(
                 f"loss or gradient was not finite in {limit} steps in a row "
                 f"(train.max_skipped_steps), the last one step {step}: lower "
                 f"optimizer.lr={self.config.optimizer.lr} or use a wider precision"
             )
-
-
-def _valid_tokens(batch: StepBatch | None) -> int:
-    return batch.valid_tokens if batch is not None else 0

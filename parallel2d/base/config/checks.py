@@ -390,9 +390,9 @@ def _nodes(config: TrainConfig) -> _Problems:
         f"launch.first_step_timeout={first} must be at least launch.timeout={launch.timeout}",
     )
     yield (
-        launch.min_replicas > 1 and not config.replicas_survive,
-        f"launch.min_replicas={launch.min_replicas} has no effect here: all replicas of this job "
-        "restart together (docs/failures.md says which do not)",
+        launch.min_replicas > 1 and (config.strategy.splits_updates or not config.replicas_survive),
+        f"launch.min_replicas={launch.min_replicas} has no effect here: this job needs all of its "
+        "replicas (docs/failures.md says which do not)",
     )
     try:
         _, largest = launch.node_range

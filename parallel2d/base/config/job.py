@@ -234,7 +234,7 @@ class CheckpointConfig:
     memory_every: int | str = option(
         "auto",
         "Steps between copies of the state in the nodes' shared memory, for restarts on the same "
-        "mesh; 0: none. They cost 2x each rank's part. auto: 10 where all workers restart. "
+        "mesh; 0: none. They cost 2x each rank's part. auto: 10 where all restart or go back. "
         "Two replicas cover lost nodes, one lost workers",
         min=0,
     )
@@ -359,12 +359,10 @@ class TrainConfig:
     @property
     def replicas_survive(self) -> bool:
         """Whether replicas may be lost one by one: each has the whole state, but for what it did
-        not send of its last gradients."""
-        sync, strategy = self.sync, self.strategy
-        alone = strategy.replicates and not strategy.splits_updates
-        has_no_copies = self.checkpoint.memory_every in ("auto", 0)
+        not send of its last gradients; where they split updates, the others wait for it."""
         certifies = self.train.certify or self.train.certify_only
-        return alone and sync.engine == "parallel2d" and has_no_copies and not certifies
+        own_engine = self.sync.engine == "parallel2d"
+        return self.strategy.replicates and own_engine and not certifies
 
     def parallel(self) -> ParallelConfig:
         """The part that `parallel2d.parallelize` reads."""

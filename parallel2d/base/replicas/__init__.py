@@ -22,6 +22,9 @@ the first generation are the replicas that are there, and it joins as one that c
 Outside of a step a collective over the world is repeated by those who are there until all of them
 have its result, the same on all. What else crosses replicas there, such as the outer steps of
 ``sync=diloco``, is begun again until all who are there have it whole (`arrive`).
+
+Where replicas split the state (`Presence.needs_all`), the others wait for one that is lost, and all
+load copies: nothing that they have done since, half applied or not, is used.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ Member = tuple[int, int]  # a replica and its life
 
 def post(store: Any, kind: str, what: Any, begin: int = 0) -> None:
     """Appends an event, which all ranks and launchers read in one order: ``dead`` and ``join`` of a
-    `Member`, ``break`` of a generation, ``stop`` of a wait after it. A sender that is killed leaves
-    no hole."""
+    `Member`, ``break`` of a generation, ``stop`` of a wait after it, ``restart`` of all. A sender
+    that is killed leaves no hole."""
     text = json.dumps([kind, what, os.urandom(4).hex()])
     while store.compare_set(_EVENT.format(begin), "", text).decode() != text:
         begin += 1
@@ -45,7 +45,7 @@ class Events:
         self.store, self.count, self.broken, self.stopped = store, 0, -1, -1
         self.dead: set[Member] = set()
         self.joining: set[Member] = set()
-        self.ended = False
+        self.ended = self.restarts = False
 
     def read(self, wait_s: float) -> bool:
         """Takes the next event; false where none has come within ``wait_s`` seconds."""
@@ -69,6 +69,8 @@ class Events:
             self.stopped = max(self.stopped, what)
         elif kind == "end":
             self.ended = True
+        elif kind == "restart":
+            self.restarts = True
         return True
 
 
@@ -84,20 +86,21 @@ def from_text(text: str) -> Tensor:
 
 
 def next_record(
-    told: Mapping[Member, Mapping[str, Any]], joining: set[Member]
+    told: Mapping[Member, Mapping[str, Any]], joining: set[Member], needs_all: bool
 ) -> dict[str, Any] | None:
     """The next generation's record; None where nobody has the state. ``told``: by those who are
-    left, the eldest first, where each is; ``joining``: who waits to be let in."""
-    have = [each for each in told if told[each]["step"] is not None]
+    left, the eldest first, where each is; ``joining``: who waits to be let in; ``needs_all``: the
+    state is none of a replica's own."""
+    have = [each for each in told if needs_all or told[each]["step"] is not None]
     if not have:
         return None
     joiners: list[Member] = []
     if all(told[each]["admit"] for each in have):
         joiners = sorted(joining.difference(have))
-    furthest = max(map(told.__getitem__, have), key=lambda each: (each["step"], each["calls"]))
+    furthest = max(map(told.__getitem__, have), key=lambda at: (at["step"] or 0, at["calls"]))
     return {
         "members": [*have, *joiners],
         "joiners": joiners,
-        "first": furthest["step"] + 1,
+        "first": (furthest["step"] or 0) + 1,
         **{key: furthest[key] for key in ("sums", "calls", "last")},
     }

@@ -35,6 +35,7 @@ from parallel2d.base.replicas.lasting_groups import (
     Attempt,
     NotArrived,
     PolledWork,
+    ReplicaLost,
     World,
 )
 
@@ -48,6 +49,7 @@ class Presence:
 
     Attributes:
         on: replicas may come and go; before `start` a lost rank is an error of all.
+        needs_all: none goes on without the others: outside of steps a loss is `ReplicaLost`.
         ranks: of each replica; one alone until `divide`.
         members: those that are there, the eldest first; ``present``: their ranks.
         in_step: what crosses replicas belongs to a step, which may be repeated.
@@ -61,7 +63,8 @@ class Presence:
 
     def __init__(self, store: Any, rank: int, together: int, life: int, timeout: timedelta) -> None:
         self.store, self.rank, self.life, self.timeout = store, rank, life, timeout
-        self.on = self.in_step = self.arrived = self.lost = self.is_divided = False
+        self.on = self.needs_all = self.is_divided = False
+        self.in_step = self.arrived = self.lost = False
         self.ranks: list[list[int]] = [list(range(together))]
         self.hosts: list[str] = []
         if life:
@@ -72,9 +75,8 @@ class Presence:
         self.members: list[Member] = [(0, life)]
         self.generation = self.met = -1
         self.joined: list[Member] = []
-        self.donor = 0
         self.applied = Applied(0, [])
-        self.begun = 0
+        self.donor = self.begun = 0
         self.calls = 0  # collectives of the world outside of steps
         self.stop_requested: Callable[[], bool] = lambda: False  # of this rank
         self._last: list[Tensor] = []  # results of the last one
@@ -158,22 +160,22 @@ class Presence:
         threading.Thread(target=self._follow, name="replicas", daemon=True).start()
         if not self.life and self.store.add("replicas/started", 1) == len(self.present):
             self.store.set(LATEST, "0")
-            self.store.set(ON, "1")
+            self.store.set(ON, "all" if self.needs_all else "any")
 
     def _follow(self) -> None:
         events = self._events
         try:
             while True:
                 if events.read(3600.0):
-                    if self.own in events.dead:
+                    if self.own in events.dead or events.restarts:
                         os._exit(LEFT_OUT)
                     self._look()
         except Exception:  # the store is gone, which the next generation would need
             self.give_up()
 
     def _look(self) -> None:
-        gone = any(each in self._events.dead for each in self.members)
-        if gone or self._events.broken >= self.generation >= 0:
+        is_broken = self._events.broken >= self.generation >= 0
+        if is_broken or self._events.dead.intersection(self.members):
             self.give_up()
 
     def give_up(self) -> None:
@@ -248,8 +250,7 @@ class Presence:
         """Runs a collective of ``world`` among those who are there, again and again until all of
         them have its result, the same on all."""
         if not self.on:
-            tried = attempt()
-            tried.start(world.inner).wait()
+            (tried := attempt()).start(world.inner).wait()
             tried.succeed()
             return
         number = self.calls + 1
@@ -258,6 +259,8 @@ class Presence:
             self.met = self.generation
             if self.vote(self.begin(world.inner, tried.start, tried).wait()):
                 break
+            if self.needs_all:
+                raise ReplicaLost("a replica was lost")
             self.regroup(admit=False)
             if self.calls == number:  # others have it, and have told
                 for buffer, values in zip(tried.buffers, self._last, strict=True):
@@ -297,8 +300,8 @@ class Presence:
     def regroup(self, *, admit: bool, least: int = 1) -> list[float] | None:
         """Forms the next generation of those who are there; with ``admit``, and where all do so,
         those too that wait to join, once there are ``least`` replicas or a rank was asked to stop.
-        Returns the sums of the step after the last one applied here where other replicas have
-        applied it. Collective over the ranks of this replica."""
+        Returns the sums of the step after the last one applied here where others have applied it.
+        Collective over the ranks of this replica."""
         while True:
             old = self.generation
             record = self._next_record(old, admit, least)
@@ -352,8 +355,7 @@ class Presence:
         if self._events.broken < old:
             post(self.store, "break", old, self._events.count)
         at = {
-            "step": self.applied.step,
-            "sums": self.applied.sums,
+            **self.applied._asdict(),
             "calls": self.calls,
             "last": list(map(as_text, self._last)),
             "admit": admit,
@@ -369,7 +371,7 @@ class Presence:
         if not self.store.check(keys):
             return
         told = dict(zip(left, map(json.loads, map(self.store.get, keys)), strict=True))
-        record = next_record(told, self._events.joining - dead)
+        record = next_record(told, self._events.joining - dead, self.needs_all)
         if record is None:
             os._exit(LEFT_OUT)  # nobody has the state: all start again from a checkpoint
         is_enough = len(record["members"]) >= least or self._events.stopped >= old

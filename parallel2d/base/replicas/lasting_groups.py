@@ -92,12 +92,13 @@ class _Lasting(ProcessGroup):
 
     def run(self, name: str, *arguments: Any) -> Any:
         """Starts the collective ``name`` of the group inside. Its ``wait`` raises `ReplicaLost`
-        outside of a step, where nothing would show that it has no result."""
+        outside of a step, where nothing would show that it has no result; where all replicas are
+        needed, whatever follows shows it."""
         if not self.replicas.on:
             return getattr(self.inner, name)(*arguments)
         self.replicas.begun += 1
         work = self.replicas.begin(self.inner, name, arguments)
-        if not self.replicas.in_step:
+        if not (self.replicas.in_step or self.replicas.needs_all):
             work.required = name
         return work
 
@@ -255,6 +256,11 @@ class Everyone(World):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         return self.reduce_outside(tensors, opts or dist.AllreduceOptions())
+
+    def alltoall_base(self, *arguments: Any) -> Any:
+        return self.settle(lambda: Attempt([], [], lambda group: group.alltoall_base(*arguments)))
+
+    all_to_all_single: Any = alltoall_base
 
 
 class NotArrived(PolledWork):

@@ -119,9 +119,7 @@ class Checkpointer:
         # The agreement of a step must not mix with the messages of a save that runs beside it.
         self._votes = Group.new() if config.enabled and config.every_minutes else None
         self.store = open_store(config.folder or _folder_in(run_dir))
-        self.blocked_s = 0.0
-        self.bytes_written = 0
-        self.failures = 0
+        self.blocked_s, self.bytes_written, self.failures = 0.0, 0, 0
         self.published: list[int] = []
         self._known_good: set[int] = set()
         self._resume: Resume | None = None
@@ -146,6 +144,8 @@ class Checkpointer:
     def follow(self, step: int) -> None:
         """The run goes on from ``step``, whose state came from elsewhere."""
         self._last_step = self._base = step
+        if self.copies is not None:
+            self.copies.follow()
 
     @property
     def age_steps(self) -> int:
@@ -162,9 +162,9 @@ class Checkpointer:
         restarted), its own come first.
 
         Args:
-            restarted: these workers replace others of the same run. They go on from its newest
-                checkpoint, or from a newer copy, whatever ``config.resume`` was for the first
-                workers. It is enough that one rank passes True.
+            restarted: these workers replace others of the same run, or go back. They go on from its
+                newest checkpoint, or from a newer copy, whatever ``config.resume`` was for the
+                first workers. It is enough that one rank passes True.
             settings: parameter groups take the lr, betas and weight decay that were saved, which a
                 scheduler of torch goes on from. By default they keep those they were built with.
             begin: false leaves the run's folders as they are until `begin` is called, for callers
@@ -176,6 +176,8 @@ class Checkpointer:
         Raises `ConfigError`: all checkpoints are damaged, the path is no checkpoint, or model or
         optimizer do not fit.
         """
+        self.collect()
+        self.group.stay()
         restarted = any(self.group.all_gather(restarted))
         self._resume = Resume(
             self.config, self.store, self.group, self.model, self.optimizer, self.copies, settings
@@ -238,11 +240,8 @@ class Checkpointer:
                 else:
                     log.warning("there is no checkpoint of the best step so far; it is forgotten")
             except Exception as fault:
-                log.warning(
-                    "%s cannot be read, and the best step so far is forgotten: %s",
-                    self.store.root,
-                    describe_error(fault),
-                )
+                what, why = f"{self.store.root} cannot be read", describe_error(fault)
+                log.warning("%s, and the best step so far is forgotten: %s", what, why)
         if not self.group.broadcast(bool(self._best)):
             state["best"] = None
 

@@ -9,7 +9,6 @@ import mmap
 import os
 import stat
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -51,8 +50,13 @@ def free_bytes(place: str) -> int:
 
 
 def used(path: str) -> int:
-    """Bytes that the files below ``path`` occupy."""
-    return 512 * sum(each.lstat().st_blocks for each in Path(path).rglob("*"))
+    """Bytes that the files below ``path`` occupy, which other ranks may rename meanwhile."""
+    blocks = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                blocks += os.lstat(os.path.join(folder, name)).st_blocks
+    return 512 * blocks
 
 
 def read_copy(folder: str) -> list[Tensor]:

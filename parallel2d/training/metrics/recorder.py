@@ -23,6 +23,7 @@ from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.communication import CommunicationMeter
 from parallel2d.training.metrics.console import ConsoleDisplay
 from parallel2d.training.metrics.phases import StepProfiler
+from parallel2d.training.metrics.row_file import seconds_in
 from parallel2d.training.metrics.watch import Position
 from parallel2d.training.metrics.writer import MetricsWriter
 from parallel2d.training.progress import Progress, RankReport, StepOutcome
@@ -104,6 +105,13 @@ class Recorder:
         if self._emitted:
             self._write(*self._emitted)
         log.info("rank %d writes from step %d on", dist.get_rank(), step + 1)
+
+    def go_back(self, step: int) -> None:
+        """The run goes on from ``step`` again; rows that were written stand."""
+        row, _ = self._emitted or ({keys.STEP: 0}, ())
+        self._stands = max(self._stands, row[keys.STEP])
+        self._goodput.resume(step, row, None)
+        self._emitted, self._was_short = None, True
 
     def start_step(self, step: int) -> None:
         """Begins the measurement of ``step`` on this rank."""
@@ -402,20 +410,20 @@ class Goodput:
         if not last_row or keys.WALL_S not in last_row:
             return
         for cause in keys.LOSSES:
-            self._lost[cause] = _seconds(last_row, keys.lost_key(cause))
-        self._useful = _seconds(last_row, keys.USEFUL_S)
+            self._lost[cause] = seconds_in(last_row, keys.lost_key(cause))
+        self._useful = seconds_in(last_row, keys.USEFUL_S)
         if last_row[keys.STEP] > step:
             kept = kept_row or {keys.STEP: 0}
             # Rows may be some steps apart: the time between two is divided evenly over them.
             share = (last_row[keys.STEP] - step) / (last_row[keys.STEP] - kept[keys.STEP])
-            again = share * max(0.0, self._useful - _seconds(kept, keys.USEFUL_S))
+            again = share * max(0.0, self._useful - seconds_in(kept, keys.USEFUL_S))
             self._useful -= again
             self._lost["repeated"] += again
         pause = 0.0
         if restarted:
-            pause = max(0.0, time.time() - max(not_before, _seconds(last_row, keys.UNIX_S)))
+            pause = max(0.0, time.time() - max(not_before, seconds_in(last_row, keys.UNIX_S)))
         self._lost["restart"] += pause
-        self._begun = time.time() - _seconds(last_row, keys.WALL_S) - pause
+        self._begun = time.time() - seconds_in(last_row, keys.WALL_S) - pause
 
     def add(self, seconds: dict[str, float], *, first: bool) -> None:
         """One step. The whole first step of a process (compilation, first touch of memory) counts
@@ -440,11 +448,3 @@ class Goodput:
             keys.UNIX_S: now,
             **{keys.lost_key(cause): seconds for cause, seconds in self._lost.items()},
         }
-
-
-def _seconds(row: dict[str, Any], key: str) -> float:
-    """0 for a value that no run writes: the file may have been changed."""
-    value: Any = row.get(key)
-    if type(value) not in (int, float) or not 0 <= value < 1e12:
-        return 0.0
-    return float(value)

@@ -24,6 +24,14 @@ def parse_row(line: bytes) -> Row | None:
     return row if isinstance(row, dict) and type(row.get(STEP)) is int else None
 
 
+def seconds_in(row: Row, key: str) -> float:
+    """0 for a value that no run writes: the file may have been changed."""
+    value: Any = row.get(key)
+    if type(value) not in (int, float) or not 0 <= value < 1e12:
+        return 0.0
+    return float(value)
+
+
 def set_aside_after(path: str, from_step: int) -> tuple[Row | None, Row | None]:
     """Keeps rows up to ``from_step`` in place, and moves later ones, whose steps a restart undid,
     to a file beside it. Raises OSError.

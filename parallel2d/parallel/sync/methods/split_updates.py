@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
-from parallel2d.parallel.mesh import axis_names, ranks_of
+from parallel2d.parallel.mesh import axis_names, mesh_shape, ranks_of
 from parallel2d.parallel.model_structure import update_as
 from parallel2d.parallel.sync.engine.buckets import Bucket, Wait, fill_buckets
 from parallel2d.parallel.sync.engine.group_state import clear_gradients, keep_until_done
@@ -99,7 +99,7 @@ class OwnedParameters(UpdateFollower):
         self._model = model
         self._wire = None if wire is None else wire.dtype
         self._bucket_bytes = bucket_bytes
-        self._replicas = model.group.size()
+        self.replicas = mesh_shape(model.mesh).replicate
         self._replica = dist.get_group_rank(model.group, dist.get_rank())
         # The axes from the inside out: the order in which a parameter is split when replicas split
         # what the others leave. Placements on the usual order would need torch's strided shards,
@@ -206,7 +206,7 @@ class OwnedParameters(UpdateFollower):
     def rows(self, local: Tensor, replica: int) -> Tensor:
         """The rows of a local tensor that ``replica`` owns, a view."""
         rows = local.shape[0]
-        size = -(-rows // self._replicas)  # rounded up; the last ones have fewer, or none
+        size = -(-rows // self.replicas)  # rounded up; the last ones have fewer, or none
         begin = min(replica * size, rows)
         return local.narrow(0, begin, min(size, rows - begin))
 
@@ -270,12 +270,12 @@ class OwnedParameters(UpdateFollower):
         if self._wire is not None:
             sent = sent.to(self._wire)
         sent = torch.nn.functional.pad(sent, (0, largest - sent.numel()))
-        received = sent.new_empty(self._replicas * sent.numel())
+        received = sent.new_empty(self.replicas * sent.numel())
         work = dist.all_gather_single(received, sent, group=self._model.group, async_op=True)
 
         def wait() -> None:
             work.wait()
-            for replica, piece in enumerate(received.chunk(self._replicas)):
+            for replica, piece in enumerate(received.chunk(self.replicas)):
                 # Views of the owned rows hold their values already.
                 if replica == self._replica and self._wire is None:
                     continue
@@ -302,7 +302,7 @@ class ScatterToOwners:
 
     def start(self, bucket: Bucket) -> Wait:
         """Begins to average the owned rows of the bucket over the replicas."""
-        replicas = self.group.size()
+        replicas = self.owners.replicas
         own_replica = dist.get_group_rank(self.group, dist.get_rank())
         gradients = bucket.parts()
         shapes = [self.owners.rows(each, own_replica).shape for each in gradients]
