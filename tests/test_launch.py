@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,8 +16,6 @@ import jobs
 import psutil
 import pytest
 from jobs import wait_for
-from torch.distributed.elastic.agent.server import WorkerSpec
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
@@ -29,10 +26,9 @@ from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import new_secret
 from parallel2d.base.store.server import StoreServer
 from parallel2d.base.topology import AGENT
-from parallel2d.launching import agreement, elastic_internals, launcher
+from parallel2d.launching import agreement, launcher
 from parallel2d.launching.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
-from parallel2d.launching.elastic_internals import ElasticAgent
-from parallel2d.launching.rendezvous import find_rendezvous, own_rendezvous
+from parallel2d.launching.rendezvous import find_rendezvous
 from parallel2d.parallel.mesh import Topology
 from parallel2d.parallel.mesh_sizes import MeshSpec
 from parallel2d.training.metrics import watch
@@ -179,30 +175,6 @@ def test_a_name_is_new_once_its_job_has_ended(server):
     assert find_rendezvous(alone).name == "mine-0", "a node that joins the same job"
     first.end()
     assert find_rendezvous(alone).name == "mine-1"
-
-
-def test_private_names_of_torch_elastic_are_there_and_reached_by_one_file_alone(tmp_path):
-    rendezvous = own_rendezvous(str(tmp_path))
-    handler = rendezvous.handler(LaunchConfig())
-    spec = WorkerSpec("worker", 1, handler, entrypoint=sys.executable)
-    owners = [ElasticAgent(spec, DefaultLogsSpecs()), handler]
-    assert all(isinstance(*pair) for pair in zip(owners, elastic_internals.KEPT, strict=True))
-    kept = zip(owners, elastic_internals.KEPT.values(), strict=True)
-    tables = [*elastic_internals.REACHED, *kept]
-    missing = [
-        (owner, name) for owner, names in tables for name in names if not hasattr(owner, name)
-    ]
-    assert not missing, "torch lacks them: see parallel2d/launch/elastic_internals.py"
-    rendezvous.close()
-
-    listed = set().union(*(names for _, names in tables))
-    own = Path(elastic_internals.__file__)
-    paths = own.parents[1].rglob("*.py")
-    found = {path: set(re.findall(r"\b_[a-zA-Z]\w+", path.read_text())) for path in paths}
-    assert found.pop(own) == listed | {"_OF_AGENT"}
-    # Names of single words are those of others too.
-    rare = listed - {"_start", "_shutdown"}
-    assert {path.name: names & rare for path, names in found.items() if names & rare} == {}
 
 
 def _serve(told, secret: str) -> None:
