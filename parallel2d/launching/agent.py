@@ -42,7 +42,7 @@ from parallel2d.launching.lost_replicas import Latecomer, LostReplicas
 from parallel2d.launching.node_ranks import GRACE_AFTER_FAILURE_S, NodeRanks
 from parallel2d.launching.processes import Signalled
 from parallel2d.launching.rendezvous import Rendezvous
-from parallel2d.launching.round import JobEnded, Place, Round
+from parallel2d.launching.round import FIRST_CALL_S, LAST_CALL_S, JobEnded, Place, Round
 
 LONGEST_PAUSE_S = 60.0
 _LOOK_S = 0.1  # between two looks at the ranks
@@ -75,7 +75,8 @@ class NodeWorkers:
     ``folder``: exists as long as this launcher. ``logs``: where ranks beside the first write what
     they print; None: to the console. ``main``: what each calls with ``words``
     ("package.module:function"). ``save``: whether they can; ``have_saved``: after a signal;
-    ``have_left``: after one, and the other replicas go on."""
+    ``have_left``: after one, and the other replicas go on; ``starts``: how often all have started.
+    """
 
     words: Sequence[str]
     size: int
@@ -86,6 +87,7 @@ class NodeWorkers:
     save: bool = False
     have_saved: bool = False
     have_left: bool = False
+    starts: int = 0
 
     def __post_init__(self) -> None:
         limit = self.settings.max_restarts
@@ -134,7 +136,7 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
             try:
                 node.run()
             except JobEnded:
-                if node.starts:
+                if workers.starts:
                     raise
                 workers.say("the job has ended, and had no place for this node")
             except Signalled:
@@ -156,13 +158,12 @@ class _End(enum.Enum):
 
 
 class _Node:
-    """The loop of one launcher. ``starts``: how often all its ranks were started."""
+    """The loop of one launcher."""
 
     def __init__(self, workers: NodeWorkers, rendezvous: Rendezvous, current: Round) -> None:
         self.workers, self._rendezvous, self._round = workers, rendezvous, current
         folder = workers.logs or os.path.join(workers.folder, "logs")
         self.ranks = NodeRanks(workers.main, workers.words, folder, bool(workers.logs))
-        self.starts = 0
         self._lost: LostReplicas | None = None
 
     def run(self) -> None:
@@ -171,7 +172,8 @@ class _Node:
         late = Latecomer(self._round, self._rendezvous.store, self.workers.say)
         try:
             while True:
-                place = self._round.join(late.wanted)
+                call_s = LAST_CALL_S if self.workers.starts else FIRST_CALL_S
+                place = self._round.join(call_s, late.wanted)
                 lost = self._start(place)
                 end = self._watch(lost)
                 if end is _End.DONE:
@@ -208,7 +210,7 @@ class _Node:
             "GROUP_WORLD_SIZE": place.nodes,
             "MASTER_ADDR": place.first.address,
             "MASTER_PORT": place.first.port,
-            "TORCHELASTIC_RESTART_COUNT": self.starts,
+            "TORCHELASTIC_RESTART_COUNT": self.workers.starts,
             "TORCHELASTIC_MAX_RESTARTS": self.workers.restarts.limit,
             "TORCHELASTIC_RUN_ID": self._rendezvous.name,
             "TORCHELASTIC_USE_AGENT_STORE": False,
@@ -219,8 +221,8 @@ class _Node:
             given = {name: str(value) for name, value in {**of_all, **of_one}.items()}
             environments.append({**os.environ, **given})
         self._lost = lost
-        self.starts += 1
-        self.ranks.start(self.starts, environments)
+        self.workers.starts += 1
+        self.ranks.start(self.workers.starts, environments)
         return lost
 
     def _watch(self, lost: LostReplicas) -> _End:

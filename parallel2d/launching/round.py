@@ -30,8 +30,8 @@ from parallel2d.launching.failures import WorkersFailed
 from parallel2d.launching.rendezvous import Rendezvous
 
 _BEAT_S, _SILENT_LOOKS = 0.5, 6
-_FIRST_CALL_S = 20.0  # in the first round of a job, once the smallest number of nodes is there
-_LAST_CALL_S = 3.0  # in others
+# In which other nodes may still come, once the smallest number is there
+FIRST_CALL_S, LAST_CALL_S = 20.0, 3.0
 _END_S = 60.0  # that the first node to end waits for the others
 
 
@@ -116,6 +116,7 @@ class Round:
         # By name: the last beat, in how many looks it was the same, and whether it ever changed
         self._heard: dict[str, tuple[bytes, int, bool]] = {}
         self._enough_at: float | None = None
+        self._call_s = 0.0
         self._is_over = threading.Event()
 
     def __enter__(self) -> Round:
@@ -183,13 +184,14 @@ class Round:
 
     # Coming and going
 
-    def join(self, late: Callable[[], State]) -> Place:
-        """Waits until this launcher takes part in a round that is closed. ``late``: what one wants
-        that comes while a round goes on without it: the state as it is, to wait; with itself in a
-        place; or `next`. Raises `JobEnded`, and `WorkersFailed` when too few nodes come."""
+    def join(self, call_s: float, late: Callable[[], State]) -> Place:
+        """Waits until this launcher takes part in a round that is closed, for those that may still
+        come ``call_s`` seconds longer. ``late``: what one wants that comes while a round goes on
+        without it: the state as it is, to wait; with itself in a place; or `next`. Raises
+        `JobEnded`, and `WorkersFailed` when too few nodes come."""
         self.own = self.own._replace(start=self.own.start + 1, port=_free_port(self.own.address))
         is_late, begin, came = False, time.monotonic(), set[str]()
-        self._enough_at = None
+        self._enough_at, self._call_s = None, call_s
         while True:
             self.look()
             if self.takes_part and not self.is_open:
@@ -242,8 +244,7 @@ class Round:
             return False
         now = time.monotonic()
         self._enough_at = self._enough_at or now
-        last_call_s = _LAST_CALL_S if self.state.before else _FIRST_CALL_S
-        return now > self._enough_at + last_call_s and all(map(self.is_silent, missing))
+        return now > self._enough_at + self._call_s and all(map(self.is_silent, missing))
 
     def _replace(self, wanted: State) -> bool:
         """Whether nobody has changed the state before."""
