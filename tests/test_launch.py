@@ -1,5 +1,7 @@
 """Launching without a cluster: restarts, what bounds them, sizes of a mesh whose nodes come and go, who listens where."""
 
+import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -9,8 +11,10 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jobs
 import psutil
@@ -27,8 +31,11 @@ from parallel2d.base.store.secret import new_secret
 from parallel2d.base.store.server import StoreServer
 from parallel2d.base.topology import AGENT
 from parallel2d.launching import agreement, launcher
+from parallel2d.launching import round as rounds
 from parallel2d.launching.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
-from parallel2d.launching.rendezvous import find_rendezvous
+from parallel2d.launching.failures import WorkersFailed
+from parallel2d.launching.rendezvous import find_rendezvous, own_rendezvous
+from parallel2d.launching.round import JobEnded
 from parallel2d.parallel.mesh import Topology
 from parallel2d.parallel.mesh_sizes import MeshSpec
 from parallel2d.training.metrics import watch
@@ -175,6 +182,87 @@ def test_a_name_is_new_once_its_job_has_ended(server):
     assert find_rendezvous(alone).name == "mine-0", "a node that joins the same job"
     first.end()
     assert find_rendezvous(alone).name == "mine-1"
+
+
+@pytest.fixture
+def meet(tmp_path, monkeypatch):
+    """Launchers of one job that beat fast, each with as many ranks as its number says; ``join`` has those that are given join at once."""
+    monkeypatch.setattr(rounds, "_BEAT_S", 0.02)
+    rendezvous = own_rendezvous(str(tmp_path))
+    settings = LaunchConfig(nnodes="2:3", rendezvous_timeout=1.0)
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(8) as pool:
+        stack.callback(rendezvous.close)
+
+        def launcher(size):
+            return stack.enter_context(rounds.Round(rendezvous, size, settings))
+
+        def join(*launchers, call_s=0.1, late=None):
+            joined = [pool.submit(each.join, call_s, late) for each in launchers]
+            return [each.result(30) for each in joined]
+
+        yield SimpleNamespace(launcher=launcher, join=join, rendezvous=rendezvous)
+
+
+def look_until(launchers, condition):
+    def holds():
+        for each in launchers:
+            each.look()
+        return condition()
+
+    wait_for(holds)
+
+
+def test_nodes_start_together_once_all_are_there_or_the_last_call_is_over(meet):
+    first, second, third = map(meet.launcher, (2, 1, 2))
+    meet.join(first, second, third, call_s=1000.0)
+    assert first.state == second.state == third.state
+    ranks = itertools.chain.from_iterable(map(first.ranks_of, first.state.members))
+    assert list(ranks) == [0, 1, 2, 3, 4]
+    prefix = first.state.prefix
+    third.__exit__()
+    meet.rendezvous.store.set(f"{prefix}of-a-rank", "1")
+    meet.join(first, second)  # the one that is silent is not waited for
+    look_until([third], lambda: third.state == first.state == second.state)
+    assert [each.takes_part for each in (first, second, third)] == [True, True, False]
+    assert first.state.prefix != prefix
+    assert not meet.rendezvous.store.check([f"{prefix}of-a-rank"])
+
+
+def test_a_round_waits_for_those_who_are_alive_and_begins_without_others(meet):
+    first, second, third = map(meet.launcher, (1, 1, 1))
+    meet.join(first, second)
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(each.join, 0.0, each.next) for each in (third, first)]
+        look_until([second], lambda: second.is_open and len(second.state.members) == 2)
+        assert not second.takes_part, "its ranks end, and it comes"
+        with pytest.raises(TimeoutError):
+            waits[0].result(0.5)
+        second.__exit__()
+        for each in waits:
+            each.result(30)
+    assert third.state.members == tuple(sorted((first.own, third.own)))
+
+
+def test_a_place_is_taken_and_who_had_it_sees_that(meet):
+    first, second, third = map(meet.launcher, (2, 2, 2))
+    meet.join(first, second)
+    gone = next(each for each in first.state.members if each.name == second.own.name)
+    second.__exit__()
+    look_until([first], lambda: first.is_silent(second.own.name))
+    meet.join(third, late=lambda: third.with_place(third.state.members.index(gone)))
+    look_until([first, second], lambda: third.own in second.state.members)
+    assert [each.takes_part for each in (first, second)] == [True, False]
+    assert third.ranks_of(third.own) != first.ranks_of(first.own)
+
+
+def test_a_node_that_is_alone_says_who_came_and_one_that_comes_too_late_says_so(meet):
+    first, second = map(meet.launcher, (1, 1))
+    with pytest.raises(WorkersFailed, match=f"after 1 s 1 of launch.nnodes=2:3 nodes were at .*{os.uname().nodename}"):  # fmt: skip
+        meet.join(first)
+    assert first.state.members == ()
+    meet.rendezvous.end()
+    with pytest.raises(JobEnded, match="ended by another node"):
+        meet.join(second)
 
 
 def _serve(told, secret: str) -> None:

@@ -42,7 +42,7 @@ from parallel2d.launching.lost_replicas import Latecomer, LostReplicas
 from parallel2d.launching.node_ranks import GRACE_AFTER_FAILURE_S, NodeRanks
 from parallel2d.launching.processes import Signalled
 from parallel2d.launching.rendezvous import Rendezvous
-from parallel2d.launching.round import FIRST_CALL_S, LAST_CALL_S, JobEnded, Place, Round
+from parallel2d.launching.round import FIRST_CALL_S, LAST_CALL_S, JobEnded, Round
 
 LONGEST_PAUSE_S = 60.0
 _LOOK_S = 0.1  # between two looks at the ranks
@@ -173,8 +173,8 @@ class _Node:
         try:
             while True:
                 call_s = LAST_CALL_S if self.workers.starts else FIRST_CALL_S
-                place = self._round.join(call_s, late.wanted)
-                lost = self._start(place)
+                self._round.join(call_s, late.wanted)
+                lost = self._start()
                 end = self._watch(lost)
                 if end is _End.DONE:
                     # A node whose replicas were lost may not come so far.
@@ -182,45 +182,42 @@ class _Node:
                         self._round.await_others()
                     self._end_job()
                     return
-                self._end_ranks(end, place, lost)
+                self._end_ranks(end, lost)
         except Signalled as stopped:
             raise self._pass_on(stopped) from None
         finally:
             self.ranks.end(signal.SIGTERM, grace_s)
 
-    def _start(self, place: Place) -> LostReplicas:
-        """Starts the ranks of this node in its place."""
-        settings = self.workers.settings
-        store = PrefixStore(place.prefix, self._rendezvous.store)
-        told = settings.requeue_exit_code
-        lost = LostReplicas(self._round, store, self.ranks, self._may_go_on, told)
-        lives = {}
-        if place.is_late:
-            lives = lost.enter(place.ranks)
-            self.workers.say(
-                f"taking a place that is free, with ranks {place.ranks}: the others go on"
-            )
+    def _start(self) -> LostReplicas:
+        """Starts the ranks of this node in their places."""
+        state, ranks = self._round.state, self._round.ranks_of(self._round.own)
+        store = PrefixStore(state.prefix, self._rendezvous.store)
+        told = self.workers.settings.requeue_exit_code
+        self._lost = lost = LostReplicas(self._round, store, self.ranks, self._may_go_on, told)
+        lives: dict[int, int] = {}
+        if lost.is_late:
+            lives = lost.enter()
+            self.workers.say(f"taking a place that is free, with ranks {ranks}: the others go on")
         of_all = {
             **self._rendezvous.environment,
-            PREFIX: place.prefix,
+            PREFIX: state.prefix,
             # The variables that torchrun gives a worker
-            "WORLD_SIZE": len(lives) or place.world_size,
+            "WORLD_SIZE": len(lives) or sum(each.size for each in state.members),
             "LOCAL_WORLD_SIZE": self.workers.size,
-            "GROUP_RANK": place.node,
-            "GROUP_WORLD_SIZE": place.nodes,
-            "MASTER_ADDR": place.first.address,
-            "MASTER_PORT": place.first.port,
+            "GROUP_RANK": state.members.index(self._round.own),
+            "GROUP_WORLD_SIZE": len(state.members),
+            "MASTER_ADDR": state.members[0].address,
+            "MASTER_PORT": state.members[0].port,
             "TORCHELASTIC_RESTART_COUNT": self.workers.starts,
             "TORCHELASTIC_MAX_RESTARTS": self.workers.restarts.limit,
             "TORCHELASTIC_RUN_ID": self._rendezvous.name,
             "TORCHELASTIC_USE_AGENT_STORE": False,
         }
         environments = []
-        for local, rank in enumerate(place.ranks):
+        for local, rank in enumerate(ranks):
             of_one = {"RANK": rank, "LOCAL_RANK": local, LIFE: lives.get(rank, 0)}
             given = {name: str(value) for name, value in {**of_all, **of_one}.items()}
             environments.append({**os.environ, **given})
-        self._lost = lost
         self.workers.starts += 1
         self.ranks.start(self.workers.starts, environments)
         return lost
@@ -242,7 +239,7 @@ class _Node:
             if not self._round.takes_part:
                 return _End.NODES_CHANGED if self._round.is_open else _End.WITHOUT_US
 
-    def _end_ranks(self, end: _End, place: Place, lost: LostReplicas) -> None:
+    def _end_ranks(self, end: _End, lost: LostReplicas) -> None:
         """Ends the ranks of this node for a new start, or raises the error that ends the job."""
         workers, grace_s = self.workers, self.workers.settings.grace_s
         if end is _End.FAILED:
@@ -250,7 +247,7 @@ class _Node:
             pause = None if lost.ends_job else self._pause_after(failures)
             if pause is None:
                 error = self._explain(first_failure(failures))
-                if not place.is_late:  # else the others may go on
+                if not lost.is_late:  # else the others may go on
                     self._end_job()
                 raise error
             time.sleep(pause)

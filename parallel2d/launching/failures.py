@@ -117,22 +117,16 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
 
 
 def write_error_file(error: RankError) -> None:
-    """Leaves the error where its launcher looks for it, in the form that torchrun reads too."""
+    """Leaves the error where its launcher looks for it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        extra = {
-            "py_callstack": error.text,
-            "timestamp": str(int(error.time)),
-            "parallel2d": asdict(error),
-        }
-        with open(path, "w") as file:
-            json.dump({"message": {"message": error.last_line, "extraInfo": extra}}, file)
+        Path(path).write_text(json.dumps(asdict(error)))
 
 
 def read_error_file(path: str) -> RankError | None:
     """Returns what `write_error_file` wrote, or None."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return RankError(**json.loads(Path(path).read_text())["message"]["extraInfo"]["parallel2d"])
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return RankError(**json.loads(Path(path).read_text()))
     return None
 
 

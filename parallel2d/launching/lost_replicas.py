@@ -92,7 +92,7 @@ class LostReplicas:
     """Of the round that one launcher runs ``ranks`` in. ``store``: of the ranks;
     ``may_go_on(failure)``: whether a rank that failed is no reason to end or restart all;
     ``told_to_stop``: the exit code of ranks that were; ``ends_job``: the program or a sample is at
-    fault."""
+    fault; ``is_late``: the others have started before."""
 
     def __init__(
         self,
@@ -111,21 +111,21 @@ class LostReplicas:
         self._silent: set[str] = set()
         self._stopped: dict[int, float] = {}
         self._starts: dict[int, list[float]] = {}  # of each replica, in the last minute
+        self.is_late = self._has_begun()
 
-    def enter(self, ranks: Sequence[int]) -> dict[int, int]:
-        """Lets the replicas of ``ranks``, which are to start in a job that goes on, begin a new
-        life. Returns the lives of all ranks."""
-        self._has_begun()
+    def enter(self) -> dict[int, int]:
+        """Lets the replicas of this launcher, which comes late, begin a new life. Returns the lives
+        of all ranks."""
         self._read()
-        lives = {}
-        for number, of_replica in enumerate(self._replicas):
+        own, lives = set(self._round.ranks_of(self._round.own)), {}
+        for number, ranks in enumerate(self._replicas):
             dead = [life for replica, life in self._events.dead if replica == number]
             self._lives[number] = max(dead, default=-1) + 1
             # Whoever counts in its life is lost, though nobody may have noticed yet.
-            if set(of_replica) & set(ranks):
+            if own & set(ranks):
                 self._say_dead((number, self._lives[number]))
                 self._lives[number] += 1
-            lives.update(dict.fromkeys(of_replica, self._lives[number]))
+            lives.update(dict.fromkeys(ranks, self._lives[number]))
         return lives
 
     def replace(self) -> bool:

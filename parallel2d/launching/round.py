@@ -20,8 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.distributed import DistNetworkError, DistStoreError
 
@@ -50,6 +49,9 @@ class Launcher(NamedTuple):
     size: int
 
 
+_KINDS = [str, str, int, int, int]
+
+
 class State(NamedTuple):
     """Of a round. ``prefix``: what its ranks' keys begin with, empty while it is open; ``before``:
     names of the launchers of the round before it, and ``old_prefix`` of that."""
@@ -64,39 +66,13 @@ class State(NamedTuple):
         """Raises `WorkersFailed` for what json.dumps does not make of one."""
         try:
             prefix, members, before, old_prefix = json.loads(text) if text else cls()
-            return cls(
-                _of(str, prefix),
-                tuple(_launcher(*each) for each in members),
-                tuple(_of(str, name) for name in before),
-                _of(str, old_prefix),
-            )
+            state = cls(prefix, tuple(Launcher(*each) for each in members), (*before,), old_prefix)
+            is_text = {str} == set(map(type, (prefix, old_prefix, *before)))
+            if not is_text or any(list(map(type, each)) != _KINDS for each in state.members):
+                raise TypeError("a value of another kind")
         except (ValueError, TypeError, RecursionError) as error:
             raise WorkersFailed(f"the state of the rendezvous is damaged: {error}") from None
-
-
-def _launcher(address: Any, name: Any, start: Any, port: Any, size: Any) -> Launcher:
-    numbers = _of(int, start), _of(int, port), _of(int, size)
-    return Launcher(_of(str, address), _of(str, name), *numbers)
-
-
-def _of(kind: type, value: Any) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} is no {kind.__name__}")
-    return value
-
-
-@dataclass(frozen=True)
-class Place:
-    """What this launcher runs in a round. ``first``: the launcher of node 0; ``is_late``: the
-    others have started before."""
-
-    prefix: str
-    node: int
-    nodes: int
-    ranks: list[int]
-    world_size: int
-    first: Launcher
-    is_late: bool
+        return state
 
 
 class Round:
@@ -184,32 +160,31 @@ class Round:
 
     # Coming and going
 
-    def join(self, call_s: float, late: Callable[[], State]) -> Place:
+    def join(self, call_s: float, late: Callable[[], State]) -> None:
         """Waits until this launcher takes part in a round that is closed, for those that may still
         come ``call_s`` seconds longer. ``late``: what one wants that comes while a round goes on
         without it: the state as it is, to wait; with itself in a place; or `next`. Raises
         `JobEnded`, and `WorkersFailed` when too few nodes come."""
         self.own = self.own._replace(start=self.own.start + 1, port=_free_port(self.own.address))
-        is_late, begin, came = False, time.monotonic(), set[str]()
+        begin, came = time.monotonic(), set[str]()
         self._enough_at, self._call_s = None, call_s
         while True:
             self.look()
             if self.takes_part and not self.is_open:
-                return self._place(is_late)
+                return
             if self._rendezvous.has_ended:
                 raise JobEnded("the job was ended by another node; see the error there")
-            is_late, wanted = not self.is_open, self._wanted(late)
+            wanted = self._wanted(late)
             if wanted != self.state:
                 if not self._replace(wanted):  # others want to change it too
                     time.sleep(random.random() * _BEAT_S)
                 continue
             now = time.monotonic()
-            if is_late:
+            if not self.is_open:
                 self._enough_at, begin = None, now
-            else:
-                came.update(each.name.partition("/")[0] for each in self.state.members)
-                if self._enough_at is None and now > begin + self._settings.rendezvous_timeout:
-                    self._give_up(came)
+            came.update(each.name.partition("/")[0] for each in self.state.members)
+            if self._enough_at is None and now > begin + self._settings.rendezvous_timeout:
+                self._give_up(came)
             time.sleep(max(0.0, self._look_at - now))
 
     def next(self) -> State:
@@ -263,18 +238,6 @@ class Round:
             f"after {settings.rendezvous_timeout:.0f} s {len(came)} of "
             f"launch.nnodes={settings.nnodes} nodes were at {self._rendezvous.endpoint} "
             f"({', '.join(sorted(came))}); the launchers of the others say why they cannot reach it"
-        )
-
-    def _place(self, is_late: bool) -> Place:
-        members = self.state.members
-        return Place(
-            self.state.prefix,
-            members.index(self.own),
-            self.largest if is_late else len(members),
-            self.ranks_of(self.own),
-            sum(each.size for each in members),
-            members[0],
-            is_late,
         )
 
     def await_others(self) -> None:
