@@ -33,7 +33,6 @@ from parallel2d.base.topology import AGENT
 from parallel2d.launching import agreement, launcher
 from parallel2d.launching import round as rounds
 from parallel2d.launching.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
-from parallel2d.launching.failures import WorkersFailed
 from parallel2d.launching.rendezvous import find_rendezvous, own_rendezvous
 from parallel2d.launching.round import JobEnded
 from parallel2d.parallel.mesh import Topology
@@ -185,84 +184,67 @@ def test_a_name_is_new_once_its_job_has_ended(server):
 
 
 @pytest.fixture
-def meet(tmp_path, monkeypatch):
-    """Launchers of one job that beat fast, each with as many ranks as its number says; ``join`` has those that are given join at once."""
+def job(tmp_path, monkeypatch):
+    """``launcher(size)`` of a job that beats fast; ``join(*launchers)`` at once; ``wait_for(condition, *launchers)`` while these look."""
     monkeypatch.setattr(rounds, "_BEAT_S", 0.02)
-    rendezvous = own_rendezvous(str(tmp_path))
-    settings = LaunchConfig(nnodes="2:3", rendezvous_timeout=1.0)
+    at, settings = own_rendezvous(str(tmp_path)), LaunchConfig(nnodes="2:3", rendezvous_timeout=1.0)
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(8) as pool:
-        stack.callback(rendezvous.close)
-
-        def launcher(size):
-            return stack.enter_context(rounds.Round(rendezvous, size, settings))
+        stack.callback(at.close)
 
         def join(*launchers, call_s=0.1, late=None):
-            joined = [pool.submit(each.join, call_s, late) for each in launchers]
-            return [each.result(30) for each in joined]
+            joined = [pool.submit(each.join, call_s, late or each.next) for each in launchers]
+            return lambda seconds=30: [each.result(seconds) for each in joined]
 
-        yield SimpleNamespace(launcher=launcher, join=join, rendezvous=rendezvous)
+        def look(holds, launcher):
+            wait_for(lambda: launcher.look() or holds())
 
+        def launcher(size):
+            return stack.enter_context(rounds.Round(at, size, settings))
 
-def look_until(launchers, condition):
-    def holds():
-        for each in launchers:
-            each.look()
-        return condition()
-
-    wait_for(holds)
+        yield SimpleNamespace(launcher=launcher, join=join, wait_for=look, rendezvous=at)
 
 
-def test_nodes_start_together_once_all_are_there_or_the_last_call_is_over(meet):
-    first, second, third = map(meet.launcher, (2, 1, 2))
-    meet.join(first, second, third, call_s=1000.0)
+def test_nodes_start_together_once_all_are_there_or_the_last_call_is_over(job):
+    first, second, third = map(job.launcher, (2, 1, 2))
+    job.join(first, second, third, call_s=1000.0)()
     assert first.state == second.state == third.state
     ranks = itertools.chain.from_iterable(map(first.ranks_of, first.state.members))
     assert list(ranks) == [0, 1, 2, 3, 4]
-    prefix = first.state.prefix
+    job.rendezvous.store.set(f"{first.state.prefix}of-a-rank", "1")
     third.__exit__()
-    meet.rendezvous.store.set(f"{prefix}of-a-rank", "1")
-    meet.join(first, second)  # the one that is silent is not waited for
-    look_until([third], lambda: third.state == first.state == second.state)
+    job.join(first, second)()  # the one that is silent is not waited for
+    job.wait_for(lambda: third.state == first.state == second.state, third)
     assert [each.takes_part for each in (first, second, third)] == [True, True, False]
-    assert first.state.prefix != prefix
-    assert not meet.rendezvous.store.check([f"{prefix}of-a-rank"])
+    assert not job.rendezvous.store.check([f"{third.state.old_prefix}of-a-rank"])
+    job.rendezvous.end()
+    with pytest.raises(JobEnded, match="ended by another node"):
+        job.join(third)()
 
 
-def test_a_round_waits_for_those_who_are_alive_and_begins_without_others(meet):
-    first, second, third = map(meet.launcher, (1, 1, 1))
-    meet.join(first, second)
-    with ThreadPoolExecutor(2) as pool:
-        waits = [pool.submit(each.join, 0.0, each.next) for each in (third, first)]
-        look_until([second], lambda: second.is_open and len(second.state.members) == 2)
-        assert not second.takes_part, "its ranks end, and it comes"
-        with pytest.raises(TimeoutError):
-            waits[0].result(0.5)
-        second.__exit__()
-        for each in waits:
-            each.result(30)
+def test_a_round_waits_for_those_who_are_alive_and_begins_without_others(job):
+    first, second, third = map(job.launcher, (1, 1, 1))
+    job.join(first, second)()
+    joined = job.join(first, third, call_s=0.0)
+    job.wait_for(lambda: second.is_open and len(second.state.members) == 2, second)
+    assert not second.takes_part, "its ranks end, and it comes"
+    with pytest.raises(TimeoutError):
+        joined(0.5)
+    second.__exit__()
+    joined()
     assert third.state.members == tuple(sorted((first.own, third.own)))
 
 
-def test_a_place_is_taken_and_who_had_it_sees_that(meet):
-    first, second, third = map(meet.launcher, (2, 2, 2))
-    meet.join(first, second)
-    gone = next(each for each in first.state.members if each.name == second.own.name)
+def test_a_place_is_taken_and_who_had_it_sees_that(job):
+    first, second, third = map(job.launcher, (2, 2, 2))
+    job.join(first, second)()
     second.__exit__()
-    look_until([first], lambda: first.is_silent(second.own.name))
-    meet.join(third, late=lambda: third.with_place(third.state.members.index(gone)))
-    look_until([first, second], lambda: third.own in second.state.members)
-    assert [each.takes_part for each in (first, second)] == [True, False]
-    assert third.ranks_of(third.own) != first.ranks_of(first.own)
-
-
-def test_a_node_that_is_alone_says_who_came_and_one_that_comes_too_late_says_so(meet):
-    first, second = map(meet.launcher, (1, 1))
-    with pytest.raises(WorkersFailed, match=f"after 1 s 1 of launch.nnodes=2:3 nodes were at .*{os.uname().nodename}"):  # fmt: skip
-        meet.join(first)
-    assert first.state.members == ()
-    meet.rendezvous.end()
-    with pytest.raises(JobEnded, match="ended by another node"):
-        meet.join(second)
+    job.wait_for(lambda: first.is_silent(second.own.name), first)
+    place = first.state.members.index(second.own)
+    job.join(third, late=lambda: third.with_place(place))()
+    job.wait_for(lambda: third.own == first.state.members[place], first)
+    job.wait_for(lambda: not second.takes_part, second)
+    assert first.takes_part
+    assert not second.is_open
 
 
 def _serve(told, secret: str) -> None:
