@@ -387,7 +387,7 @@ def test_connections_that_say_nothing_are_dropped(server, client, strangers, mon
 
 
 def test_a_state_of_the_rendezvous_that_is_none_is_refused():
-    damaged = [pickle.dumps([]), b"[]", b"{}", b'"text"', b"[" * 100_000, b"nan", b"\xff"]
+    damaged = [b"\x80\x04]\x94.", b"[]", b"{}", b'"text"', b"[" * 100_000, b"nan", b"\xff"]
     for state in [*damaged, b'["", [["here", "me", 1.5, 2, 3]], [], ""]', b'[1, [], [], ""]']:
         with pytest.raises(WorkersFailed, match="the state of the rendezvous is damaged"):
             State.from_text(state)
