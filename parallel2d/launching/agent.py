@@ -218,8 +218,8 @@ class _Node:
             of_one = {"RANK": rank, "LOCAL_RANK": local, LIFE: lives.get(rank, 0)}
             given = {name: str(value) for name, value in {**of_all, **of_one}.items()}
             environments.append({**os.environ, **given})
-        self.workers.starts += 1
         self.ranks.start(self.workers.starts, environments)
+        self.workers.starts += 1
         return lost
 
     def _watch(self, lost: LostReplicas) -> _End:
