@@ -304,11 +304,13 @@ class _Node:
         """Seconds until all ranks start again; None where they do not."""
         workers, restarts = self.workers, self.workers.restarts
         if any(each.exit_code == workers.settings.requeue_exit_code for each in failures):
+            if not restarts.limit:
+                raise Signalled(signal.SIGTERM)  # that a rank got is as one to the launcher
             workers.say(
                 "a rank was asked to stop, and all have saved; continuing with the nodes that are "
                 "left"
             )
-            return 0.0 if restarts.limit else None
+            return 0.0
         failure = first_failure(failures)
         if failure.error and failure.error.config_error:
             return None
