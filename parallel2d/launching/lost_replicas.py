@@ -41,23 +41,19 @@ class Latecomer:
         """The state with this launcher in the place of one that is lost, or was never there, in a
         job that goes on without it; the next round where all are to start again with it; else the
         state as it is, to wait. Raises `ConfigError` for a node that does not fit."""
-        state, store = self._round.state, PrefixStore(self._round.state.prefix, self._store)
+        state = self._round.state
         if not all(self._round.is_heard(each.name) for each in state.members):
             return state  # until it has spoken, or is lost
         lost = [each for each in state.members if self._round.is_silent(each.name)]
         if len(lost) == len(state.members):
             return self._round.next()
-        published = store.check([PUBLISHED])
-        job = (json.loads(store.get(PUBLISHED)) if published else None) or {}
-        may_lack_nodes, has_begun = bool(job.get("ranks")), store.check([ON, LATEST])
-        if has_begun:
-            place = self._free_place(job, lost)
-            if place is not None:
-                return self._round.with_place(place)
-            starts_again = not may_lack_nodes
-        else:  # it needs all that start together
-            starts_again = bool(lost) or bool(job and not may_lack_nodes)
-        if starts_again and (lost or len(state.members) < self._round.largest):
+        store = PrefixStore(state.prefix, self._store)
+        job, has_begun = _published(store), store.check([ON, LATEST])
+        place = self._free_place(job, lost) if has_begun else None
+        if place is not None:
+            return self._round.with_place(place)
+        has_room = bool(lost) or len(state.members) < self._round.largest
+        if has_room and _starts_again(job, has_begun, bool(lost)):
             return self._round.next()
         if not self._has_said:
             self._say("waiting until the job has started, or has a place for this node")
@@ -73,6 +69,19 @@ class Latecomer:
             if each.size == own.size:
                 return members.index(each)
         return len(members) if may_lack_nodes and len(members) < nodes else None
+
+
+def _published(store: Any) -> dict[str, Any]:
+    found = json.loads(store.get(PUBLISHED)) if store.check([PUBLISHED]) else None
+    return found or {}
+
+
+def _starts_again(job: dict[str, Any], has_begun: bool, has_lost: bool) -> bool:
+    """Whether all ranks of ``job``, which has no place for another node as it is, have to start
+    again for that one: it may lack nodes only once it has begun."""
+    if job.get("ranks"):
+        return has_lost and not has_begun
+    return has_lost or has_begun or bool(job)
 
 
 def _check_fit(job: dict[str, Any], size: int, nodes: int) -> None:
