@@ -205,6 +205,9 @@ def job(tmp_path, monkeypatch):
 
 
 def test_nodes_start_together_once_all_are_there_or_the_last_call_is_over(job):
+    gone = rounds.State(members=(rounds.Launcher("127.0.0.1", "gone", 1, 1, 1),))
+    job.rendezvous.store.set("parallel2d/beat/parallel2d/gone", "7")  # and never another one
+    job.rendezvous.store.set("parallel2d/round/parallel2d", json.dumps(gone))
     first, second, third = map(job.launcher, (2, 1, 2))
     job.join(first, second, third, call_s=1000.0)()
     assert first.state == second.state == third.state

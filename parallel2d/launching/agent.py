@@ -228,7 +228,7 @@ class _Node:
         while True:
             time.sleep(_LOOK_S)
             codes = self.ranks.codes()
-            if not any(code != 0 for code in codes):
+            if all(code == 0 for code in codes):
                 return _End.DONE  # the store may have ended with another node
             if any(codes) and not limit:
                 return _End.FAILED

@@ -89,8 +89,10 @@ class Round:
         self.own = Launcher(rendezvous.interface.address, name, 0, 0, size)
         self._text, self.state = b"", State()
         self._look_at = 0.0
-        # By name: the last beat, in how many looks it was the same, and whether it ever changed
+        # By name: the last beat, in how many looks it was the same, and whether it is known to have
+        # been alive: its beat has changed, or it has come since the first look
         self._heard: dict[str, tuple[bytes, int, bool]] = {}
+        self._has_looked = False
         self._enough_at: float | None = None
         self._call_s = 0.0
         self._is_over = threading.Event()
@@ -125,11 +127,12 @@ class Round:
         keys = [self._beat_key.format(name) for name in others]
         # Each has sent one before it came.
         for name, beat in zip(others, self._store.multi_get(keys) if keys else (), strict=True):
-            last, looks, has_changed = self._heard.get(name, (beat, -1, False))
+            last, looks, was_alive = self._heard.get(name, (beat, -1, self._has_looked))
             if beat == last:
-                self._heard[name] = beat, looks + 1, has_changed
+                self._heard[name] = beat, looks + 1, was_alive
             else:
                 self._heard[name] = beat, 0, True
+        self._has_looked = True
 
     def _take(self, text: bytes) -> None:
         if self._text and not text:
@@ -207,7 +210,9 @@ class Round:
             return self.next() if has_taken_part else late()
         here = [each for each in others if not self.is_silent(each.name)] + [own]
         missing = set(state.before) - {each.name for each in here}
-        if len(here) == self.largest or self._is_last_call_over(len(here), missing):
+        is_over = len(here) == self.largest or self._is_last_call_over(len(here), missing)
+        # Who has ended while it waited counts until it is silent.
+        if is_over and all(each == own or self.is_heard(each.name) for each in here):
             prefix = f"{self._rendezvous.ranks_prefix}{uuid.uuid4().hex}/"
             return state._replace(prefix=prefix, members=tuple(sorted(here)))
         return state._replace(members=tuple(sorted(here)))
