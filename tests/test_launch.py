@@ -82,12 +82,8 @@ def test_killed_workers_are_started_again_and_nothing_is_lost(tmp_path):
     Its sync method keeps state between steps: outer momentum, residuals, a fragment on its way."""
     method = ["mesh.replicate=2", "sync=diloco", "sync.every=7", "sync.fragments=2", "sync.delay=3", "sync.wire=int4"]  # fmt: skip
     words = command(tmp_path, "train.steps=80", *method)
-    restarted = [
-        *words,
-        "checkpoint.every=50",
-        "checkpoint.memory_every=4",
-        "launch.max_restarts=2",
-    ]
+    more = ["checkpoint.every=50", "checkpoint.memory_every=4", "launch.max_restarts=2"]
+    restarted = [*words, *more]
     process = subprocess.Popen(restarted, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     for victim in ("rank 1", "the server"):
         kill_one(process, tmp_path / "run", victim)

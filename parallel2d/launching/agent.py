@@ -142,7 +142,9 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
             except Signalled:
                 ended_well = {0, workers.settings.requeue_exit_code} & set(node.ranks.codes())
                 workers.have_saved = workers.save and bool(ended_well)
-                workers.have_left = bool(ended_well) and node.has_left()
+                workers.have_left = (
+                    bool(ended_well) and node.lost is not None and node.lost.has_left()
+                )
                 raise
     except (DistNetworkError, DistStoreError) as error:
         raise StoreLost(str(error).splitlines()[0]) from None
@@ -164,7 +166,7 @@ class _Node:
         self.workers, self._rendezvous, self._round = workers, rendezvous, current
         folder = workers.logs or os.path.join(workers.folder, "logs")
         self.ranks = NodeRanks(workers.main, workers.words, folder, bool(workers.logs))
-        self._lost: LostReplicas | None = None
+        self.lost: LostReplicas | None = None
 
     def run(self) -> None:
         """Starts the ranks, again and again, until the job ends or is to end."""
@@ -193,7 +195,7 @@ class _Node:
         state, ranks = self._round.state, self._round.ranks_of(self._round.own)
         store = PrefixStore(state.prefix, self._rendezvous.store)
         told = self.workers.settings.requeue_exit_code
-        self._lost = lost = LostReplicas(self._round, store, self.ranks, self._may_go_on, told)
+        self.lost = lost = LostReplicas(self._round, store, self.ranks, self._may_go_on, told)
         lives: dict[int, int] = {}
         if lost.is_late:
             lives = lost.enter()
@@ -283,12 +285,6 @@ class _Node:
                 stopped, number = another, another.number
                 if number == signal.SIGINT:
                     number, grace_s = signal.SIGKILL, GRACE_AFTER_FAILURE_S
-
-    def has_left(self) -> bool:
-        """Whether the others go on without the ranks of this node, which were told to stop."""
-        with contextlib.suppress(DistNetworkError, DistStoreError):  # it ended with another node
-            return self._lost is not None and self._lost.has_left()
-        return False
 
     def _may_go_on(self, failure: RankFailure) -> bool:
         """Whether all but its replica go on after this failure of a rank."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import PrefixStore
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
@@ -187,7 +187,8 @@ class LostReplicas:
 
     def has_left(self) -> bool:
         """Whether all replicas of this launcher have told the others to go on without them."""
-        self._read()
+        with contextlib.suppress(DistNetworkError, DistStoreError):  # it ended with another node
+            self._read()
         own = [self._member(local) for local in self._ranks.numbers] if self._replicas else []
         return bool(own) and all(map(self._is_dead, own))
 

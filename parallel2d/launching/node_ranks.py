@@ -24,17 +24,15 @@ class NodeRanks:
     ``numbers``, their ranks in the job."""
 
     def __init__(self, main: str, words: Sequence[str], folder: str, has_logs: bool) -> None:
-        self._main, self._words, self._parent, self._has_logs = main, words, folder, has_logs
-        self._folder = ""
+        self._main, self._words, self._has_logs = main, words, has_logs
+        os.makedirs(folder, exist_ok=True)
+        self._folder = tempfile.mkdtemp(prefix="start_", dir=folder)
         self._environments: dict[int, dict[str, str]] = {}
         self.processes: dict[int, RankProcess] = {}
         self.numbers: dict[int, int] = {}
 
     def start(self, attempt: int, environments: Sequence[Mapping[str, str]]) -> None:
         """Starts all. ``attempt``: another number than at the starts before."""
-        if not self._folder:
-            os.makedirs(self._parent, exist_ok=True)
-            self._folder = tempfile.mkdtemp(prefix="start_", dir=self._parent)
         self.processes, self.numbers = {}, {}
         for local, environment in enumerate(environments):
             folder = os.path.join(self._folder, f"attempt_{attempt}", str(local))
