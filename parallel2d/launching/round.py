@@ -84,7 +84,7 @@ class Round:
         self._rendezvous, self._store, self._settings = rendezvous, rendezvous.store, settings
         self._smallest, self.largest = settings.node_range
         self._key = f"parallel2d/round/{rendezvous.name}"
-        self._beat_key = f"parallel2d/beat/{rendezvous.name}/{{}}"
+        self._beats = f"parallel2d/beat/{rendezvous.name}/"
         name = f"{socket.gethostname()}/{uuid.uuid4().hex}"
         self.own = Launcher(rendezvous.interface.address, name, 0, 0, size)
         self._text, self.state = b"", State()
@@ -98,7 +98,7 @@ class Round:
         self._is_over = threading.Event()
 
     def __enter__(self) -> Round:
-        self._store.set(self._beat_key.format(self.own.name), "0")
+        self._store.set(self._beats + self.own.name, "0")
         threading.Thread(target=self._beat, name="beats", daemon=True).start()
         return self
 
@@ -111,7 +111,7 @@ class Round:
                 return
             # The launcher itself sees that the store is lost.
             with contextlib.suppress(DistNetworkError, DistStoreError):
-                self._store.set(self._beat_key.format(self.own.name), str(count))
+                self._store.set(self._beats + self.own.name, str(count))
 
     # Who is there
 
@@ -124,7 +124,7 @@ class Round:
         self._take(self._store.compare_set(self._key, "", ""))
         names = {each.name for each in self.state.members}.union(self.state.before)
         others = sorted(names - {self.own.name})
-        keys = [self._beat_key.format(name) for name in others]
+        keys = [self._beats + name for name in others]
         # Each has sent one before it came.
         for name, beat in zip(others, self._store.multi_get(keys) if keys else (), strict=True):
             last, looks, was_alive = self._heard.get(name, (beat, -1, self._has_looked))
