@@ -235,11 +235,13 @@ class _Node:
             if any(codes) and not limit:
                 return _End.FAILED
             self._round.look()
+            if not (self._round.takes_part or self._round.is_open):
+                return _End.WITHOUT_US  # before it starts ranks whose place another has taken
             goes_on = bool(limit) and lost.replace()
             if any(codes) and not goes_on:
                 return _End.FAILED
             if not self._round.takes_part:
-                return _End.NODES_CHANGED if self._round.is_open else _End.WITHOUT_US
+                return _End.NODES_CHANGED
 
     def _end_ranks(self, end: _End, lost: LostReplicas) -> None:
         """Ends the ranks of this node for a new start, or raises the error that ends the job."""
