@@ -33,8 +33,9 @@ from parallel2d.base.topology import AGENT
 from parallel2d.launching import agreement, launcher
 from parallel2d.launching import round as rounds
 from parallel2d.launching.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
+from parallel2d.launching.failures import WorkersFailed
 from parallel2d.launching.rendezvous import find_rendezvous, own_rendezvous
-from parallel2d.launching.round import JobEnded
+from parallel2d.launching.round import JobDone
 from parallel2d.parallel.mesh import Topology
 from parallel2d.parallel.mesh_sizes import MeshSpec
 from parallel2d.training.metrics import watch
@@ -83,8 +84,7 @@ def test_killed_workers_are_started_again_and_nothing_is_lost(tmp_path):
     method = ["mesh.replicate=2", "sync=diloco", "sync.every=7", "sync.fragments=2", "sync.delay=3", "sync.wire=int4"]  # fmt: skip
     words = command(tmp_path, "train.steps=80", *method)
     more = ["checkpoint.every=50", "checkpoint.memory_every=4", "launch.max_restarts=2"]
-    restarted = [*words, *more]
-    process = subprocess.Popen(restarted, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*words, *more], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     for victim in ("rank 1", "the server"):
         kill_one(process, tmp_path / "run", victim)
     errors = process.communicate(timeout=120)[1]
@@ -214,9 +214,10 @@ def test_nodes_start_together_once_all_are_there_or_the_last_call_is_over(job):
     job.wait_for(lambda: third.state == first.state == second.state, third)
     assert [each.takes_part for each in (first, second, third)] == [True, True, False]
     assert not job.rendezvous.store.check([f"{third.state.old_prefix}of-a-rank"])
-    job.rendezvous.end()
-    with pytest.raises(JobEnded, match="ended by another node"):
-        job.join(third)()
+    for how, error in (("failed", WorkersFailed), ("well", JobDone)):
+        job.rendezvous.end(how)
+        with pytest.raises(error):
+            job.join(third)()
 
 
 def test_a_round_waits_for_those_who_are_alive_and_begins_without_others(job):

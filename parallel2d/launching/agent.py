@@ -42,7 +42,7 @@ from parallel2d.launching.lost_replicas import Latecomer, LostReplicas
 from parallel2d.launching.node_ranks import GRACE_AFTER_FAILURE_S, NodeRanks
 from parallel2d.launching.processes import Signalled
 from parallel2d.launching.rendezvous import Rendezvous
-from parallel2d.launching.round import FIRST_CALL_S, LAST_CALL_S, JobEnded, Round
+from parallel2d.launching.round import FIRST_CALL_S, LAST_CALL_S, JobDone, Round
 
 LONGEST_PAUSE_S = 60.0
 _LOOK_S = 0.1  # between two looks at the ranks
@@ -135,9 +135,7 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
             node = _Node(workers, rendezvous, current)
             try:
                 node.run()
-            except JobEnded:
-                if workers.starts:
-                    raise
+            except JobDone:
                 workers.say("the job has ended, and had no place for this node")
             except Signalled:
                 ended_well = {0, workers.settings.requeue_exit_code} & set(node.ranks.codes())
@@ -182,7 +180,7 @@ class _Node:
                     # A node whose replicas were lost may not come so far.
                     if not lost.has_lost:
                         self._round.await_others()
-                    self._end_job()
+                    self._end_job("well")
                     return
                 self._end_ranks(end, lost)
         except Signalled as stopped:
@@ -252,7 +250,7 @@ class _Node:
             if pause is None:
                 error = self._explain(first_failure(failures))
                 if not lost.is_late:  # else the others may go on
-                    self._end_job()
+                    self._end_job("failed")
                 raise error
             time.sleep(pause)
         elif end is _End.NODES_CHANGED:
@@ -269,9 +267,9 @@ class _Node:
             )
             self.ranks.end(signal.SIGKILL, GRACE_AFTER_FAILURE_S)
 
-    def _end_job(self) -> None:
+    def _end_job(self, how: str) -> None:
         with contextlib.suppress(DistNetworkError, DistStoreError):  # it ended with another node
-            self._rendezvous.end()
+            self._rendezvous.end(how)
 
     def _pass_on(self, stopped: Signalled) -> Signalled:
         """Sends the ranks the signal that this process got, and waits for their end. Returns the

@@ -51,13 +51,14 @@ class Rendezvous:
         return f"parallel2d/ranks/{self.name}/"
 
     @property
-    def has_ended(self) -> bool:
-        """Whether a node has ended the job."""
-        return self.store.check([f"{_CLOSED}/{self.name}"])
+    def end_of_job(self) -> str | None:
+        """How a node has ended the job: ``well`` or ``failed``; None as long as it goes on."""
+        key = f"{_CLOSED}/{self.name}"
+        return self.store.get(key).decode() if self.store.check([key]) else None
 
-    def end(self) -> None:
+    def end(self, how: str = "well") -> None:
         """Marks the job as ended: the next one of its name takes another number."""
-        self.store.set(f"{_CLOSED}/{self.name}", "closed")
+        self.store.set(f"{_CLOSED}/{self.name}", how)
         self.store.delete_all(self.ranks_prefix)
 
     def close(self) -> None:

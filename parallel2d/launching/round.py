@@ -34,8 +34,8 @@ FIRST_CALL_S, LAST_CALL_S = 20.0, 3.0
 _END_S = 60.0  # that the first node to end waits for the others
 
 
-class JobEnded(WorkersFailed):
-    """Another node has ended the job."""
+class JobDone(Exception):  # noqa: N818 (named after what happened)
+    """The job has ended well on other nodes."""
 
 
 class Launcher(NamedTuple):
@@ -167,7 +167,7 @@ class Round:
         """Waits until this launcher takes part in a round that is closed, for those that may still
         come ``call_s`` seconds longer. ``late``: what one wants that comes while a round goes on
         without it: the state as it is, to wait; with itself in a place; or `next`. Raises
-        `JobEnded`, and `WorkersFailed` when too few nodes come."""
+        `JobDone`, and `WorkersFailed` for a job that failed or when too few nodes come."""
         self.own = self.own._replace(start=self.own.start + 1, port=_free_port(self.own.address))
         begin, came = time.monotonic(), set[str]()
         self._enough_at, self._call_s = None, call_s
@@ -175,8 +175,11 @@ class Round:
             self.look()
             if self.takes_part and not self.is_open:
                 return
-            if self._rendezvous.has_ended:
-                raise JobEnded("the job was ended by another node; see the error there")
+            end = self._rendezvous.end_of_job
+            if end == "well":
+                raise JobDone
+            if end is not None:
+                raise WorkersFailed("the job was ended by another node; see the error there")
             wanted = self._wanted(late)
             if wanted != self.state:
                 if not self._replace(wanted):  # others want to change it too
@@ -252,7 +255,7 @@ class Round:
             self._store.add(key, 1)
             while time.monotonic() < deadline and self.takes_part:
                 there = [each for each in self.state.members if not self.is_silent(each.name)]
-                if self._rendezvous.has_ended or self._store.add(key, 0) >= len(there):
+                if self._rendezvous.end_of_job or self._store.add(key, 0) >= len(there):
                     return
                 time.sleep(_BEAT_S / 5)
                 self.look()
