@@ -206,28 +206,30 @@ class Round:
 
     def _wanted(self, late: Callable[[], State]) -> State:
         """What the state is to be next, as it seems from here."""
-        state, own = self.state, self.own
-        others = [each for each in state.members if each.name != own.name]
+        state = self.state
+        others = [each for each in state.members if each.name != self.own.name]
         if not self.is_open:
             has_taken_part = len(others) < len(state.members)
             return self.next() if has_taken_part else late()
-        here = [each for each in others if not self.is_silent(each.name)] + [own]
-        missing = set(state.before) - {each.name for each in here}
-        is_over = len(here) == self.largest or self._is_last_call_over(len(here), missing)
-        # Who has ended while it waited counts until it is silent.
-        if is_over and all(each == own or self.is_heard(each.name) for each in here):
+        here = [each for each in others if not self.is_silent(each.name)] + [self.own]
+        prefix = ""
+        if self._is_complete({each.name for each in here}):
             prefix = f"{self._rendezvous.ranks_prefix}{uuid.uuid4().hex}/"
-            return state._replace(prefix=prefix, members=tuple(sorted(here)))
-        return state._replace(members=tuple(sorted(here)))
+        return state._replace(prefix=prefix, members=tuple(sorted(here)))
 
-    def _is_last_call_over(self, count: int, missing: set[str]) -> bool:
-        """Whether ``count`` launchers are to start without those that may still come."""
-        if count < self._smallest:
+    def _is_complete(self, names: set[str]) -> bool:
+        """Whether the launchers of these names are to start, without others that may still come."""
+        now = time.monotonic()
+        if len(names) < self._smallest:
             self._enough_at = None
             return False
-        now = time.monotonic()
         self._enough_at = self._enough_at or now
-        return now > self._enough_at + self._call_s and all(map(self.is_silent, missing))
+        # Who has ended while it waited counts until it is silent.
+        if not all(map(self.is_heard, names - {self.own.name})):
+            return False
+        is_over = now > self._enough_at + self._call_s
+        missing = set(self.state.before) - names
+        return len(names) == self.largest or (is_over and all(map(self.is_silent, missing)))
 
     def _replace(self, wanted: State) -> bool:
         """Whether nobody has changed the state before."""
