@@ -1,24 +1,25 @@
 """Launching without a cluster: restarts, what bounds them, sizes of a mesh whose nodes come and go, who listens where."""
 
+import contextlib
+import itertools
 import json
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jobs
 import psutil
 import pytest
 from jobs import wait_for
-from torch.distributed.elastic.agent.server import WorkerSpec
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
@@ -29,10 +30,12 @@ from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import new_secret
 from parallel2d.base.store.server import StoreServer
 from parallel2d.base.topology import AGENT
-from parallel2d.launching import agreement, elastic_internals, launcher
+from parallel2d.launching import agreement, launcher
+from parallel2d.launching import round as rounds
 from parallel2d.launching.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
-from parallel2d.launching.elastic_internals import ElasticAgent
+from parallel2d.launching.failures import WorkersFailed
 from parallel2d.launching.rendezvous import find_rendezvous, own_rendezvous
+from parallel2d.launching.round import JobDone
 from parallel2d.parallel.mesh import Topology
 from parallel2d.parallel.mesh_sizes import MeshSpec
 from parallel2d.training.metrics import watch
@@ -174,28 +177,68 @@ def test_a_name_is_new_once_its_job_has_ended(server):
     assert find_rendezvous(alone).name == "mine-1"
 
 
-def test_private_names_of_torch_elastic_are_there_and_reached_by_one_file_alone(tmp_path):
-    rendezvous = own_rendezvous(str(tmp_path))
-    handler = rendezvous.handler(LaunchConfig())
-    spec = WorkerSpec("worker", 1, handler, entrypoint=sys.executable)
-    owners = [ElasticAgent(spec, DefaultLogsSpecs()), handler]
-    assert all(isinstance(*pair) for pair in zip(owners, elastic_internals.KEPT, strict=True))
-    kept = zip(owners, elastic_internals.KEPT.values(), strict=True)
-    tables = [*elastic_internals.REACHED, *kept]
-    missing = [
-        (owner, name) for owner, names in tables for name in names if not hasattr(owner, name)
-    ]
-    assert not missing, "torch lacks them: see parallel2d/launch/elastic_internals.py"
-    rendezvous.close()
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """``launcher(size)`` of a job that beats fast; ``join(*launchers)`` at once; ``wait_for(condition, *launchers)`` while these look."""
+    monkeypatch.setattr(rounds, "_BEAT_S", 0.02)
+    at, settings = own_rendezvous(str(tmp_path)), LaunchConfig(nnodes="2:3", rendezvous_timeout=1.0)
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(8) as pool:
+        stack.callback(at.close)
 
-    listed = set().union(*(names for _, names in tables))
-    own = Path(elastic_internals.__file__)
-    paths = own.parents[1].rglob("*.py")
-    found = {path: set(re.findall(r"\b_[a-zA-Z]\w+", path.read_text())) for path in paths}
-    assert found.pop(own) == listed | {"_OF_AGENT"}
-    # Names of single words are those of others too.
-    rare = listed - {"_start", "_shutdown"}
-    assert {path.name: names & rare for path, names in found.items() if names & rare} == {}
+        def join(*launchers, call_s=0.1, late=None):
+            joined = [pool.submit(each.join, call_s, late or each.next) for each in launchers]
+            return lambda seconds=30: [each.result(seconds) for each in joined]
+
+        def look(holds, launcher):
+            wait_for(lambda: launcher.look() or holds())
+
+        def launcher(size):
+            return stack.enter_context(rounds.Round(at, size, settings))
+
+        yield SimpleNamespace(launcher=launcher, join=join, wait_for=look, rendezvous=at)
+
+
+def test_nodes_start_together_once_all_are_there_or_the_last_call_is_over(job):
+    gone = rounds.State(members=(rounds.Launcher("127.0.0.1", "gone", 1, 1, 1),))
+    job.rendezvous.store.set("parallel2d/beat/parallel2d/gone", "7")  # and never another one
+    job.rendezvous.store.set("parallel2d/round/parallel2d", json.dumps(gone))
+    first, second, third = map(job.launcher, (2, 1, 2))
+    job.join(first, second, third, call_s=1000.0)()
+    assert first.state == second.state == third.state
+    assert [*itertools.chain(*map(first.ranks_of, first.state.members))] == list(range(5))
+    job.rendezvous.store.set(f"{first.state.prefix}of-a-rank", "1")
+    third.__exit__()
+    job.join(first, second)()  # the one that is silent is not waited for
+    job.wait_for(lambda: third.state == first.state == second.state, third)
+    assert [each.takes_part for each in (first, second, third)] == [True, True, False]
+    assert not job.rendezvous.store.check([f"{third.state.old_prefix}of-a-rank"])
+    for how, error in (("failed", WorkersFailed), ("well", JobDone)):
+        job.rendezvous.end(how)
+        with pytest.raises(error):
+            job.join(third)()
+
+
+def test_a_round_waits_for_those_who_are_alive_and_begins_without_others(job):
+    first, second, third = map(job.launcher, (1, 1, 1))
+    job.join(first, second)()
+    joined = job.join(first, third, call_s=0.0)
+    job.wait_for(lambda: second.is_open and len(second.state.members) == 2, second)
+    with pytest.raises(TimeoutError):
+        joined(0.5)
+    second.__exit__()
+    joined()
+    assert third.state.members == tuple(sorted((first.own, third.own)))
+
+
+def test_a_place_is_taken_and_who_had_it_sees_that(job):
+    first, second, third = map(job.launcher, (2, 2, 2))
+    job.join(first, second)()
+    second.__exit__()
+    job.wait_for(lambda: first.is_silent(second.own.name), first)
+    place = first.state.members.index(second.own)
+    job.join(third, late=lambda: third.with_place(place))()
+    job.wait_for(lambda: first.takes_part and third.own == first.state.members[place], first)
+    job.wait_for(lambda: not (second.takes_part or second.is_open), second)
 
 
 def _serve(told, secret: str) -> None:

@@ -1,6 +1,7 @@
 """Replicas that come and go while the others train, on one machine; several nodes are in `test_faults`."""
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -10,8 +11,8 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jobs
@@ -85,6 +86,15 @@ def last_row(folder):
     return row["step"], row["replicas/present"]
 
 
+def differs(folder, *words):
+    """By how much the losses do from those of one process; all steps and batches are the same."""
+    found = jobs.rows(folder / "run")
+    words += ("launch.nproc_per_node=1", "checkpoint.enabled=false", "metrics.log_every=1")
+    words += (f"train.steps={len(found)}", f"hydra.run.dir={folder}/alone")
+    subprocess.run(command(folder, *words), cwd=folder, check=True, capture_output=True)
+    return compare(found, jobs.rows(folder / "alone"))
+
+
 def kill(job, *victims):
     for process in psutil.Process(job.pid).children(recursive=True):
         if process.name() in [f"rank {each}" for each in victims]:
@@ -127,16 +137,7 @@ def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path, sent, alone):
     assert "Its replica starts again, the others go on" in text
     assert "Traceback" not in text
     if alone:
-        found = jobs.rows(tmp_path / "run")
-        words = [
-            "strategy=ddp",
-            "launch.nproc_per_node=1",
-            f"train.steps={len(found)}",
-            "metrics.log_every=1",
-        ]
-        words += [*alone, f"hydra.run.dir={tmp_path}/alone"]
-        subprocess.run(command(tmp_path, *words), cwd=tmp_path, check=True, capture_output=True)
-        assert compare(found, jobs.rows(tmp_path / "alone")) < 1e-10
+        assert differs(tmp_path, "strategy=ddp", *alone) < 1e-10
 
 
 # Rank 3 is killed in the middle of an update, of which the others have a part
@@ -153,7 +154,9 @@ OwnedParameters.after_update = dying
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [SGD[:1], ("sync.wire=bf16",)], ids=["sgd", "adamw, bf16"])
+@pytest.mark.parametrize(
+    "sent", [("optimizer=sgd",), ("sync.wire=bf16",)], ids=["sgd", "adamw, bf16"]
+)
 def test_all_go_back_for_what_a_lost_replica_alone_had(tmp_path, sent):
     """To copies in memory, in the same processes: the history is that of a job without kills."""
     words = ["strategy=hybrid_full", "launch.nproc_per_node=4", "mesh.replicate=2", "mesh.shard=2"]
@@ -197,11 +200,7 @@ def test_a_replica_that_is_lost_while_another_gets_the_state(tmp_path):
             kill(job, *then)
             wait_for(2 - len({*then} - {first}))
         wait_for(3)
-    found = jobs.rows(tmp_path / "run")
-    words += ["launch.nproc_per_node=1", f"train.steps={len(found)}", "metrics.log_every=1"]
-    words += [f"hydra.run.dir={tmp_path}/alone"]
-    subprocess.run(command(tmp_path, *words), cwd=tmp_path, check=True, capture_output=True)
-    assert compare(found, jobs.rows(tmp_path / "alone")) < 1e-12
+    assert differs(tmp_path, *words) < 1e-12
 
 
 @pytest.mark.soak
@@ -229,17 +228,13 @@ def test_ranks_that_are_killed_at_random_moments_change_nothing(tmp_path, strate
             others = {*ranks[:first], *ranks[first + shards :]}
             assert others <= set(jobs.ranks_of(job.pid)), f"PARALLEL2D_SEED={seed}"
         jobs.wait_for(lambda: last_row(tmp_path)[1] == replicas)
-    rows = jobs.rows(tmp_path / "run")
-    words += ["launch.nproc_per_node=1", "checkpoint.enabled=false", f"train.steps={len(rows)}"]
-    words += ["metrics.log_every=1", f"hydra.run.dir={tmp_path}/one"]
-    subprocess.run(command(tmp_path, *words), cwd=tmp_path, check=True, capture_output=True)
-    for row, expected in zip(rows, jobs.rows(tmp_path / "one"), strict=True):
-        assert row["data/batch_hash"] == expected["data/batch_hash"]
-        for key in ("loss", "grad_norm"):
-            assert row[key] == pytest.approx(expected[key], rel=1e-10), (seed, row["step"], key)
+    assert differs(tmp_path, *words) < 1e-10, seed
+    rows = zip(jobs.rows(tmp_path / "run"), jobs.rows(tmp_path / "alone"), strict=True)
+    for row, expected in rows:
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10), seed
     log = (tmp_path / "run/train.log").read_text()
     seconds = sorted(map(float, re.findall(r"(?:again|to its end) after ([\d.]+) s", log)))
-    print(f"\n{len(rows)} steps, lost in {len(seconds)} of them (s, median and 95 %):")
+    print(f"\n{row['step']} steps, lost in {len(seconds)} of them (s, median and 95 %):")
     print(statistics.median(seconds), seconds[int(len(seconds) * 0.95)])
     assert statistics.median(seconds) < 1.0
 
@@ -255,14 +250,9 @@ def test_events_have_one_order_for_all():
     server = StoreServer.at("127.0.0.1", 0, secret := new_secret())
     store = StoreClient(server.address, secret)
     try:
-        posts = [
-            threading.Thread(target=post, args=(store, "dead", (replica, life)))
-            for replica, life in itertools.product(range(4), range(5))
-        ]
-        for each in posts:
-            each.start()
-        for each in posts:
-            each.join()
+        with ThreadPoolExecutor(20) as pool:
+            members = itertools.product(range(4), range(5))
+            list(pool.map(functools.partial(post, store, "dead"), members))
         post(store, "join", (1, 5))
         post(store, "break", 7)
         read = [Events(store), Events(store)]
@@ -281,29 +271,22 @@ def test_events_have_one_order_for_all():
 def test_a_loop_of_ones_own_goes_on(tmp_path):
     """Both replicas are lost once, the first of them with the rank that prints. Steps and losses are those of one start."""
     script = (Path(__file__).parent.parent / "examples/own_loop.py").read_text()
-    script = script.replace("STEPS, GLOBAL", "_, GLOBAL").replace(
-        "def build_model", "STEPS = 80\n\n\ndef build_model", 1
-    )
+    script = script.replace("STEPS, GLOBAL", "_, GLOBAL")
+    script = script.replace("def build_model", "STEPS = 80\n\n\ndef build_model", 1)
     (tmp_path / "plain.py").write_text(script)
-    slowly = "        norm = clip_gradient_norm"
-    (tmp_path / "slow.py").write_text(
-        script.replace(slowly, f"        __import__('time').sleep(0.1)\n{slowly}")
-    )
+    norm = "        norm = clip_gradient_norm"
+    script = script.replace(norm, f"        __import__('time').sleep(0.1)\n{norm}")
+    (tmp_path / "slow.py").write_text(script)
 
     def start(name):
         words = ["run", "launch.nproc_per_node=4", "launch.max_restarts=5", str(tmp_path / name)]
-        with (
-            open(tmp_path / f"{name}.txt", "w") as said,
-            open(tmp_path / f"{name}.err", "w") as errors,
-        ):
-            return subprocess.Popen(
-                [sys.executable, "-m", "parallel2d.launch", *words], stdout=said, stderr=errors
-            )
+        with open(tmp_path / f"{name}.txt", "w") as said:
+            started = [sys.executable, "-m", "parallel2d.launch", *words]
+            return subprocess.Popen(started, stdout=said, stderr=subprocess.STDOUT)
 
     def losses(name):
-        return dict(
-            re.findall(r"step +(\d+) loss ([\d.]+)", (tmp_path / f"{name}.txt").read_text())
-        )
+        text = (tmp_path / f"{name}.txt").read_text()
+        return dict(re.findall(r"step +(\d+) loss ([\d.]+)", text))
 
     assert start("plain.py").wait(300) == 0
     job = start("slow.py")
@@ -313,24 +296,19 @@ def test_a_loop_of_ones_own_goes_on(tmp_path):
             before = jobs.ranks_of(job.pid)
             os.kill(before[victim], signal.SIGKILL)
             others = slice(0, 2) if victim > 1 else slice(2, 4)
-            jobs.wait_for(
-                lambda old=before: (
-                    len({*old} - {*jobs.ranks_of(job.pid)}) == 2
-                    and len(jobs.ranks_of(job.pid)) == 4
-                )
-            )
+            jobs.wait_for(lambda old=before: len({*old} & {*jobs.ranks_of(job.pid)}) == 2)
+            jobs.wait_for(lambda: len(jobs.ranks_of(job.pid)) == 4)
             assert before[others] == jobs.ranks_of(job.pid)[others]
-        assert job.wait(300) == 0, (tmp_path / "slow.py.err").read_text()
+        assert job.wait(300) == 0, (tmp_path / "slow.py.txt").read_text()
     finally:
         job.kill()
-    text = (tmp_path / "slow.py.err").read_text()
+    text = (tmp_path / "slow.py.txt").read_text()
     assert text.count("Its replica starts again, the others go on") == 2
     assert "Traceback" not in text
     found, expected = losses("slow.py"), losses("plain.py")
     assert list(found) == list(expected) == [str(step) for step in range(1, 81)]
-    assert [float(each) for each in found.values()] == pytest.approx(
-        [float(each) for each in expected.values()], abs=1.1e-4
-    )
+    expected = pytest.approx([*map(float, expected.values())], abs=1.1e-4)
+    assert [*map(float, found.values())] == expected
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The store where ranks and nodes meet: what it does for those who know the secret, and what others can do to it."""
 
-import json
 import os
 import pickle
 import random
@@ -17,7 +16,6 @@ import pytest
 import torch.distributed as dist
 from jobs import wait_for
 from listening import in_table, listeners
-from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
@@ -30,6 +28,8 @@ from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.server import StoreServer
 from parallel2d.launch import main
 from parallel2d.launching import rendezvous
+from parallel2d.launching.failures import WorkersFailed
+from parallel2d.launching.round import State
 
 SECRET = "the members of this job know this"
 
@@ -386,25 +386,11 @@ def test_connections_that_say_nothing_are_dropped(server, client, strangers, mon
     assert strangers == []
 
 
-def test_a_pickle_in_the_store_is_not_read(client, tmp_path):
-    ran = tmp_path / "ran"
-
-    class Runs:
-        def __reduce__(self):
-            return os.system, (f"touch {ran}",)
-
-    damaged = [pickle.dumps(Runs()), b"[]", b"{}", b'"text"', b"[" * 100_000, b"nan", b"\xff"]
-    for state in [*damaged, _told(round=1.5), _told(deadline=3)]:
-        client.set("parallel2d/rendezvous/job", state)
-        backend = rendezvous.JsonBackend(client, "job")
-        with pytest.raises(RendezvousStateError, match="damaged"):
-            backend.get_state()
-    assert not ran.exists()
-
-
-def _told(**changed) -> bytes:
-    state = rendezvous.RendezvousState()
-    return json.dumps({**json.loads(rendezvous.to_json(state)), **changed}).encode()
+def test_a_state_of_the_rendezvous_that_is_none_is_refused():
+    damaged = [b"\x80\x04]\x94.", b"[]", b"{}", b'"text"', b"[" * 100_000, b"nan", b"\xff"]
+    for state in [*damaged, b'["", [["here", "me", 1.5, 2, 3]], [], ""]', b'[1, [], [], ""]']:
+        with pytest.raises(WorkersFailed, match="the state of the rendezvous is damaged"):
+            State.from_text(state)
 
 
 def test_a_secret_is_made_read_and_refused_if_others_may_know_it(tmp_path, capsys, monkeypatch):

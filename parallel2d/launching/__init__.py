@@ -1,8 +1,7 @@
 """Starts the ranks of a job: all of them on this machine, or this node's share on several.
 
-A process that torchrun or srun started is a rank already; any other starts ranks with torch's
-elastic agent. However they were started, all ranks get the same `Job`, which was composed once, and
-one run directory.
+A process that torchrun or srun started is a rank already; any other starts ranks. However they were
+started, all ranks get the same `Job`, which was composed once, and one run directory.
 """
 
 from parallel2d.base.topology import RankIdentity, find_rank, first_host

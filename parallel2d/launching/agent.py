@@ -1,7 +1,7 @@
 """One node's launcher: `run_node` starts its ranks, watches them, and starts them again.
 
-torch's elastic agent does the work. This module decides whether, when and how a group of workers
-starts again, and turns a failure into one exception with the error of the rank that failed first.
+It decides whether and when they start again, and turns a failure into one exception with the error
+of the rank that failed first. Which nodes start together is agreed on in `Round`.
 
 [Note: three reasons to start again] A worker failed: the others of this node are ended at once,
 since they wait for it in vain; see [Note: a storm of restarts]. The nodes changed, because one
@@ -19,7 +19,7 @@ ones after 1, 2, 4 ... seconds, a minute at most.
 from __future__ import annotations
 
 import contextlib
-import functools
+import enum
 import os
 import signal
 import socket
@@ -28,13 +28,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
-from torch.distributed.elastic.agent.server import WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.api import RunResult
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.rendezvous import RendezvousError
 
 from parallel2d.base import files
 from parallel2d.base.config import LaunchConfig
@@ -42,19 +37,15 @@ from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.files import private_folders as folders
 from parallel2d.base.topology import AGENT, LIFE, MEMORY_DIR, PREFIX, SHARED_MEMORY
 from parallel2d.launching.agreement import folder_errors_explained
-from parallel2d.launching.elastic_internals import (
-    GRACE_AFTER_FAILURE_S,
-    ElasticAgent,
-    StartedProcesses,
-    goes_on_without_this_node,
-    stop_heartbeats,
-)
 from parallel2d.launching.failures import RankFailure, StoreLost, WorkersFailed, first_failure
-from parallel2d.launching.lost_replicas import LostReplicas, Vacancy, find_vacancy
-from parallel2d.launching.rank_processes import start_rank
-from parallel2d.launching.rendezvous import Rendezvous, ReturnHandler
+from parallel2d.launching.lost_replicas import Latecomer, LostReplicas
+from parallel2d.launching.node_ranks import GRACE_AFTER_FAILURE_S, NodeRanks
+from parallel2d.launching.processes import Signalled
+from parallel2d.launching.rendezvous import Rendezvous
+from parallel2d.launching.round import FIRST_CALL_S, LAST_CALL_S, JobDone, Round
 
 LONGEST_PAUSE_S = 60.0
+_LOOK_S = 0.1  # between two looks at the ranks
 _FAILURE = "parallel2d/failure-of-job"  # the node that is first to claim it shows the error
 
 
@@ -84,7 +75,8 @@ class NodeWorkers:
     ``folder``: exists as long as this launcher. ``logs``: where ranks beside the first write what
     they print; None: to the console. ``main``: what each calls with ``words``
     ("package.module:function"). ``save``: whether they can; ``have_saved``: after a signal;
-    ``have_left``: after one, and the other replicas go on."""
+    ``have_left``: after one, and the other replicas go on; ``starts``: how often all have started.
+    """
 
     words: Sequence[str]
     size: int
@@ -95,6 +87,7 @@ class NodeWorkers:
     save: bool = False
     have_saved: bool = False
     have_left: bool = False
+    starts: int = 0
 
     def __post_init__(self) -> None:
         limit = self.settings.max_restarts
@@ -123,8 +116,7 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
     with folder_errors_explained():
         paths = {name: folders.open_folder(os.getpid(), place) for name, place in places.items()}
     before = dict(os.environ)
-    # torch 2.13 reuses the agent's store across restarts: workers would read dead peers' addresses.
-    os.environ.update(environment, **paths, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    os.environ.update(environment, **paths)
     try:
         yield paths[AGENT]
     finally:
@@ -135,188 +127,164 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
 
 
 def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
-    """Runs this node's ranks until the job ends, in the place of a node that is not there if others
-    go on without it. As `_run_round`, and raises `ConfigError` for a node that does not fit."""
-    nodes = workers.settings.node_range[1]
-    if workers.restarts.limit and nodes > 1:
-        try:
-            vacancy = find_vacancy(
-                rendezvous.store, rendezvous.latest_prefix, workers.size, nodes, workers.say
-            )
-        except (DistNetworkError, DistStoreError) as error:
-            raise _explain_rendezvous(workers, rendezvous, error) from None
-        if vacancy is not None:
-            workers.say(
-                f"taking a place that is free, with ranks {vacancy.ranks}: the others go on"
-            )
-            try:
-                _run_round(workers, rendezvous, vacancy)
-                return
-            except _Restart:
-                workers.say("all ranks start again; joining the others")
-    _run_round(workers, rendezvous, None)
-
-
-class _Restart(Exception):  # noqa: N818 (named after what happens)
-    """All nodes start again, and this one was in the place of another."""
-
-
-def _run_round(workers: NodeWorkers, rendezvous: Rendezvous, vacancy: Vacancy | None) -> None:
     """Runs this node's ranks until the job ends. See [Note: three reasons to start again]. Raises
     `ConfigError` or `WorkersFailed` with the error of the rank that failed first, `StoreLost`, and
-    torch's SignalException when this process got a signal to end and has ended its workers."""
-    os.environ.update(
-        rendezvous.environment,
-        TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-    )
-    handler: Any = rendezvous.handler(workers.settings)
-    if vacancy is not None:
-        address = rendezvous.interface.address
-        handler = ReturnHandler(
-            rendezvous.store, vacancy.node, vacancy.nodes, rendezvous.name, address
-        )
-    rendezvous.announce_host()
-    spec = WorkerSpec(
-        role="worker",
-        local_world_size=workers.size,
-        entrypoint=workers.main,
-        args=tuple(workers.words),
-        rdzv_handler=handler,
-        max_restarts=workers.restarts.limit,
-        monitor_interval=0.1,
-        local_addr=rendezvous.interface.address,
-    )
-    redirects = dict.fromkeys(range(1, workers.size), Std.ALL) if workers.logs else Std.NONE
-    folder = workers.logs or os.path.join(workers.folder, "logs")
-    logs = DefaultLogsSpecs(folder, redirects=redirects)
-    agent = _Agent(workers, rendezvous, spec, logs, vacancy)
-    over = True
+    `Signalled` when this process got a signal to end and has ended its ranks."""
     try:
-        result = agent.run()
-        if result is not None and result.is_failed():
-            over = vacancy is None  # else the others may go on
-            raise _explain_failure(workers, rendezvous, first_failure(result.failures))
-    except _Restart:
-        over = False
-        raise
-    except SignalException:
-        over = False  # closing would keep a node that is only being replaced from coming back
-        ended_well = {0, workers.settings.requeue_exit_code} & set(agent.exit_codes())
-        workers.have_saved = workers.save and bool(ended_well)
-        workers.have_left = bool(ended_well) and agent.has_left()
-        raise
-    except (RendezvousError, DistNetworkError, DistStoreError) as error:
-        over = False
-        raise _explain_rendezvous(workers, rendezvous, error) from None
-    finally:
-        # Else the heartbeats' thread may hold the handler's last reference, and wait for itself.
-        stop_heartbeats(handler)
-        if over:
-            with contextlib.suppress(Exception):  # the store may have ended with another node
-                rendezvous.end()
-                handler.shutdown()
+        with Round(rendezvous, workers.size, workers.settings) as current:
+            node = _Node(workers, rendezvous, current)
+            try:
+                node.run()
+            except JobDone:
+                workers.say("the job has ended, and had no place for this node")
+            except Signalled:
+                ended_well = {0, workers.settings.requeue_exit_code} & set(node.ranks.codes())
+                workers.have_saved = workers.save and bool(ended_well)
+                workers.have_left = (
+                    bool(ended_well) and node.lost is not None and node.lost.has_left()
+                )
+                raise
+    except (DistNetworkError, DistStoreError) as error:
+        raise StoreLost(str(error).splitlines()[0]) from None
 
 
-class _Agent(ElasticAgent):
-    """torch's agent with our reasons to start again; it calls the methods below from its loop."""
+class _End(enum.Enum):
+    """Why the ranks of this node do not go on as they are."""
 
-    def __init__(
-        self,
-        workers: NodeWorkers,
-        rendezvous: Rendezvous,
-        spec: WorkerSpec,
-        logs: DefaultLogsSpecs,
-        vacancy: Vacancy | None,
-    ) -> None:
-        grace_s = workers.settings.grace_s
-        super().__init__(spec, logs, exit_barrier_timeout=60, shutdown_timeout=grace_s)
-        self.workers, self.rendezvous, self.logs = workers, rendezvous, logs
-        self._pause, self._evicted = 0.0, False
-        self._lost: LostReplicas | None = None
-        self._vacancy = vacancy
-        if vacancy is not None:
-            self.given_ranks = vacancy.ranks
-            self.given_size = sum(map(len, vacancy.replicas))
+    DONE = enum.auto()
+    FAILED = enum.auto()
+    NODES_CHANGED = enum.auto()
+    WITHOUT_US = enum.auto()
 
-    def new_processes(self, group: Any) -> StartedProcesses:
-        vacancy = self._vacancy
-        os.environ[PREFIX] = vacancy.prefix if vacancy else self.rendezvous.ranks_prefix(group)
-        spec = group.spec
-        # The variables that torchrun gives a worker
+
+class _Node:
+    """The loop of one launcher."""
+
+    def __init__(self, workers: NodeWorkers, rendezvous: Rendezvous, current: Round) -> None:
+        self.workers, self._rendezvous, self._round = workers, rendezvous, current
+        folder = workers.logs or os.path.join(workers.folder, "logs")
+        self.ranks = NodeRanks(workers.main, workers.words, folder, bool(workers.logs))
+        self.lost: LostReplicas | None = None
+
+    def run(self) -> None:
+        """Starts the ranks, again and again, until the job ends or is to end."""
+        grace_s = self.workers.settings.grace_s
+        late = Latecomer(self._round, self._rendezvous.store, self.workers.say)
+        try:
+            while True:
+                call_s = LAST_CALL_S if self.workers.starts else FIRST_CALL_S
+                self._round.join(call_s, late.wanted)
+                lost = self._start()
+                end = self._watch(lost)
+                if end is _End.DONE:
+                    # A node whose replicas were lost may not come so far.
+                    if not lost.has_lost:
+                        self._round.await_others()
+                    self._end_job("well")
+                    return
+                self._end_ranks(end, lost)
+        except Signalled as stopped:
+            raise self._pass_on(stopped) from None
+        finally:
+            self.ranks.end(signal.SIGTERM, grace_s)
+
+    def _start(self) -> LostReplicas:
+        """Starts the ranks of this node in their places."""
+        state, ranks = self._round.state, self._round.ranks_of(self._round.own)
+        store = PrefixStore(state.prefix, self._rendezvous.store)
+        told = self.workers.settings.requeue_exit_code
+        self.lost = lost = LostReplicas(self._round, store, self.ranks, self._may_go_on, told)
+        lives: dict[int, int] = {}
+        if lost.is_late:
+            lives = lost.enter()
+            self.workers.say(f"taking a place that is free, with ranks {ranks}: the others go on")
         of_all = {
-            "GROUP_RANK": group.group_rank,
-            "GROUP_WORLD_SIZE": group.group_world_size,
-            "LOCAL_WORLD_SIZE": spec.local_world_size,
-            "MASTER_ADDR": group.master_addr,
-            "MASTER_PORT": group.master_port,
-            "TORCHELASTIC_RESTART_COUNT": spec.max_restarts - self.remaining_restarts,
-            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
-            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            **self._rendezvous.environment,
+            PREFIX: state.prefix,
+            # The variables that torchrun gives a worker
+            "WORLD_SIZE": len(lives) or sum(each.size for each in state.members),
+            "LOCAL_WORLD_SIZE": self.workers.size,
+            "GROUP_RANK": state.members.index(self._round.own),
+            "GROUP_WORLD_SIZE": len(state.members),
+            "MASTER_ADDR": state.members[0].address,
+            "MASTER_PORT": state.members[0].port,
+            "TORCHELASTIC_RESTART_COUNT": self.workers.starts,
+            "TORCHELASTIC_MAX_RESTARTS": self.workers.restarts.limit,
+            "TORCHELASTIC_RUN_ID": self._rendezvous.name,
             "TORCHELASTIC_USE_AGENT_STORE": False,
         }
-        environments = {}
-        for worker in group.workers:
-            of_one = {
-                "RANK": worker.global_rank,
-                "LOCAL_RANK": worker.local_rank,
-                "WORLD_SIZE": worker.world_size,
-                LIFE: vacancy.life_of(worker.global_rank) if vacancy else 0,
-            }
+        environments = []
+        for local, rank in enumerate(ranks):
+            of_one = {"RANK": rank, "LOCAL_RANK": local, LIFE: lives.get(rank, 0)}
             given = {name: str(value) for name, value in {**of_all, **of_one}.items()}
-            environments[worker.local_rank] = {**os.environ, **given}
-        start = functools.partial(start_rank, spec.entrypoint, spec.args)
-        self._lost = None
-        return StartedProcesses(start, environments, self.logs)
+            environments.append({**os.environ, **given})
+        self.ranks.start(self.workers.starts, environments)
+        self.workers.starts += 1
+        return lost
 
-    def monitor_workers(self, group: Any) -> RunResult:
-        if self.workers.restarts.limit and self._lost_replicas(group).replace():
-            self.waits_for_others = not self._lost_replicas(group).has_lost
-            return RunResult(state=WorkerState.HEALTHY)
-        result = super().monitor_workers(group)
-        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            ends = self._lost is not None and self._lost.ends_job
-            starts_again = not ends and self._may_start_again(result.failures)
-            self.remaining_restarts = 1 if starts_again else 0
-        # torch's agent does not check this; see also [Note: two halves of a job].
-        elif result.state == WorkerState.HEALTHY and goes_on_without_this_node(
-            group.spec.rdzv_handler
-        ):
-            self.workers.say(
+    def _watch(self, lost: LostReplicas) -> _End:
+        """Replaces replicas that are lost, until all ranks have to end."""
+        limit = self.workers.restarts.limit
+        while True:
+            time.sleep(_LOOK_S)
+            codes = self.ranks.codes()
+            if all(code == 0 for code in codes):
+                return _End.DONE  # the store may have ended with another node
+            if any(codes) and not limit:
+                return _End.FAILED
+            self._round.look()
+            if not (self._round.takes_part or self._round.is_open):
+                return _End.WITHOUT_US  # before it starts ranks whose place another has taken
+            goes_on = bool(limit) and lost.replace()
+            if any(codes) and not goes_on:
+                return _End.FAILED
+            if not self._round.takes_part:
+                return _End.NODES_CHANGED
+
+    def _end_ranks(self, end: _End, lost: LostReplicas) -> None:
+        """Ends the ranks of this node for a new start, or raises the error that ends the job."""
+        workers, grace_s = self.workers, self.workers.settings.grace_s
+        if end is _End.FAILED:
+            failures = self.ranks.end_after_failure()
+            pause = None if lost.ends_job else self._pause_after(failures)
+            if pause is None:
+                error = self._explain(first_failure(failures))
+                if not lost.is_late:  # else the others may go on
+                    self._end_job("failed")
+                raise error
+            time.sleep(pause)
+        elif end is _End.NODES_CHANGED:
+            workers.say(
+                "the nodes of this job have changed; saving, and starting again with all that are "
+                "there"
+            )
+            self.ranks.end(signal.SIGTERM, grace_s)
+        else:
+            # What its ranks have done since is done again elsewhere: they must not save it.
+            workers.say(
                 "the other nodes considered this one lost and went on; ending its ranks and "
                 "rejoining"
             )
-            self.remaining_restarts, self._pause, self._evicted = 1, 0.0, True
-            return RunResult(state=WorkerState.UNHEALTHY)
-        return result
+            self.ranks.end(signal.SIGKILL, GRACE_AFTER_FAILURE_S)
 
-    def _lost_replicas(self, group: Any) -> LostReplicas:
-        started = self.started
-        if self._lost is None:
+    def _end_job(self, how: str) -> None:
+        with contextlib.suppress(DistNetworkError, DistStoreError):  # it ended with another node
+            self._rendezvous.end(how)
 
-            def again(local: int, variables: dict[str, str]) -> None:
-                process = started.start_again(local, variables)
-                group.workers[local].id = process.pid
-
-            self._lost = LostReplicas(
-                PrefixStore(os.environ[PREFIX], self.rendezvous.store),
-                started.subprocess_handlers,
-                {worker.local_rank: worker.global_rank for worker in group.workers},
-                started.error_files,
-                again,
-                self._may_go_on,
-                group.group_rank,
-                self.workers.settings.node_range[1],
-                group.group_world_size,
-                self._vacancy,
-                self.workers.settings.requeue_exit_code,
-            )
-        return self._lost
-
-    def has_left(self) -> bool:
-        """Whether the others go on without the ranks of this node, which were told to stop."""
-        with contextlib.suppress(Exception):  # the store may have ended
-            return self._lost is not None and self._lost.has_left()
-        return False
+    def _pass_on(self, stopped: Signalled) -> Signalled:
+        """Sends the ranks the signal that this process got, and waits for their end. Returns the
+        last signal that came meanwhile: another Ctrl-C ends them at once."""
+        number, grace_s = stopped.number, float(self.workers.settings.grace_s)
+        if number == signal.SIGINT and self.workers.save and self.workers.last_step() > 0:
+            self.workers.say("saving after the running step; Ctrl-C again ends at once")
+        while True:
+            try:
+                self.ranks.end(number, grace_s)
+                return stopped
+            except Signalled as another:
+                stopped, number = another, another.number
+                if number == signal.SIGINT:
+                    number, grace_s = signal.SIGKILL, GRACE_AFTER_FAILURE_S
 
     def _may_go_on(self, failure: RankFailure) -> bool:
         """Whether all but its replica go on after this failure of a rank."""
@@ -328,100 +296,53 @@ class _Agent(ElasticAgent):
         workers.say(f"rank {failure.rank}: {failure}. Its replica starts again, the others go on")
         return True
 
-    def _may_start_again(self, failures: dict[int, Any]) -> bool:
+    def _pause_after(self, failures: Sequence[RankFailure]) -> float | None:
+        """Seconds until all ranks start again; None where they do not."""
         workers, restarts = self.workers, self.workers.restarts
-        saved = workers.settings.requeue_exit_code
-        if any(failure.exitcode == saved for failure in failures.values()):
-            self._pause = 0.0
+        if any(each.exit_code == workers.settings.requeue_exit_code for each in failures):
+            if not restarts.limit:
+                raise Signalled(signal.SIGTERM)  # that a rank got is as one to the launcher
             workers.say(
                 "a rank was asked to stop, and all have saved; continuing with the nodes that are "
                 "left"
             )
-            return restarts.limit > 0
+            return 0.0
         failure = first_failure(failures)
         if failure.error and failure.error.config_error:
-            return False
+            return None
         pause = restarts.after_failure()
-        if pause is None:
-            return False
-        self._pause = pause
-        wait = f" in {pause:.0f} s" if pause else ""
-        left = counted(restarts.limit - restarts.in_a_row, "attempt")
-        workers.say(f"rank {failure.rank}: {failure}. Restarting{wait}; {left} left")
-        return True
+        if pause is not None:
+            wait = f" in {pause:.0f} s" if pause else ""
+            left = counted(restarts.limit - restarts.in_a_row, "attempt")
+            workers.say(f"rank {failure.rank}: {failure}. Restarting{wait}; {left} left")
+        return pause
 
-    def interrupted(self) -> None:
-        if self.workers.save and self.workers.last_step() > 0:
-            self.workers.say("saving after the running step; Ctrl-C again ends at once")
-
-    def stop_workers(self, group: Any) -> None:
-        # What its ranks have done since is done again elsewhere: they must not save it.
-        if self._evicted:
-            self._evicted = False
-            self.shut_down(signal.SIGKILL, GRACE_AFTER_FAILURE_S)
-        elif group.state == WorkerState.HEALTHY:
-            self.workers.say(
-                "the nodes of this job have changed; saving, and starting again with all that are "
-                "there"
+    def _explain(self, failure: RankFailure) -> Exception:
+        """The end of a job: on one node the error of the rank that failed first, others refer to
+        it."""
+        workers, error = self.workers, failure.error
+        is_alone = workers.settings.node_range == (1, 1)
+        if not (is_alone or self._claims_the_report(failure.lost_a_peer)):
+            return WorkersFailed(
+                f"the ranks of {socket.gethostname()} ended because a rank on another node failed; "
+                "see the error there"
             )
-            self.shut_down(timeout=self.workers.settings.grace_s)
-        else:
-            self.shut_down(timeout=GRACE_AFTER_FAILURE_S)
+        if error and error.config_error:
+            return ConfigError(error.text)
+        text = error.text if error else str(failure)
+        if error is None or not error.complete:
+            text = f"rank {failure.rank} failed first:\n{text}"
+        restarts = workers.restarts
+        if restarts.in_a_row > restarts.limit > 0:
+            text += f"\n{restarts.limit} restarts brought no step further"
+        if workers.logs:
+            text += f"\nlogs of the other ranks: {workers.logs}"
+        return WorkersFailed(text)
 
-    def restart_workers(self, group: Any) -> None:
-        failed = group.state != WorkerState.HEALTHY
-        self.stop_workers(group)
-        if self._vacancy is not None:
-            raise _Restart
-        if failed and self._pause:
-            time.sleep(self._pause)
-        group.state = WorkerState.STOPPED
-        self.initialize_workers(group)
-
-
-def _explain_failure(
-    workers: NodeWorkers, rendezvous: Rendezvous, failure: RankFailure
-) -> Exception:
-    """The end of a job: on one node the error of the rank that failed first, others refer to it."""
-    is_alone = workers.settings.node_range == (1, 1)
-    if not (is_alone or _claims_the_report(rendezvous, failure.lost_a_peer)):
-        return WorkersFailed(
-            f"the ranks of {socket.gethostname()} ended because a rank on another node failed; see "
-            "the error there"
-        )
-    error, restarts = failure.error, workers.restarts
-    if error and error.config_error:
-        return ConfigError(error.text)
-    text = error.text if error else str(failure)
-    if error is None or not error.complete:
-        text = f"rank {failure.rank} failed first:\n{text}"
-    if restarts.in_a_row > restarts.limit > 0:
-        text += f"\n{restarts.limit} restarts brought no step further"
-    if workers.logs:
-        text += f"\nlogs of the other ranks: {workers.logs}"
-    return WorkersFailed(text)
-
-
-def _claims_the_report(rendezvous: Rendezvous, lost_a_peer: bool) -> bool:
-    """Whether this node is the one to report the error."""
-    if lost_a_peer:  # another node may have more to report, and comes first then
-        time.sleep(1.5)
-    with contextlib.suppress(Exception):  # the store may have ended with its node
-        return rendezvous.store.add(f"{_FAILURE}/{rendezvous.name}", 1) == 1
-    return True
-
-
-def _explain_rendezvous(
-    workers: NodeWorkers, rendezvous: Rendezvous, error: Exception
-) -> Exception:
-    kind, settings = type(error).__name__, workers.settings
-    if kind == "RendezvousClosedError":
-        return WorkersFailed("the job was ended by another node; see the error there")
-    if kind == "RendezvousTimeoutError":
-        there = rendezvous.hosts_there()
-        return WorkersFailed(
-            f"after {settings.rendezvous_timeout:.0f} s {len(there)} of "
-            f"launch.nnodes={settings.nnodes} nodes were at {rendezvous.endpoint} "
-            f"({', '.join(there)}); the launchers of the others say why they cannot reach it"
-        )
-    return StoreLost(str(error).splitlines()[0])
+    def _claims_the_report(self, lost_a_peer: bool) -> bool:
+        """Whether this node is the one to report the error."""
+        if lost_a_peer:  # another node may have more to report, and comes first then
+            time.sleep(1.5)
+        with contextlib.suppress(DistNetworkError, DistStoreError):  # it ended with its node
+            return self._rendezvous.store.add(f"{_FAILURE}/{self._rendezvous.name}", 1) == 1
+        return True

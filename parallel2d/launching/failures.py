@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -105,40 +105,28 @@ class RankFailure:
         return f"killed ({signal.Signals(-code).name}{cause})"
 
 
-def first_failure(failures: dict[int, Any]) -> RankFailure:
-    """The failure that came first. ``failures``: torch's records, by rank."""
-    found, reported, killed = [], [], []
-    for rank, record in sorted(failures.items(), key=lambda item: item[1].timestamp):
-        failure = RankFailure(rank, record.exitcode, read_error_file(record.error_file))
-        found.append(failure)
-        if failure.error:
-            reported.append(failure)
-        elif failure.exit_code < 0:
-            killed.append(failure)
+def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
+    """The failure that came first, of those of one node, in the order in which they were seen."""
+    reported = [each for each in failures if each.error]
+    killed = [each for each in failures if not each.error and each.exit_code < 0]
     # A rank that was killed leaves no error file, and its peers have only lost a connection.
     if killed and all(map(attrgetter("lost_a_peer"), reported)):
         return killed[0]
-    # torch's times are whole seconds, within which one failure makes others.
-    return min(reported, key=attrgetter("error.time")) if reported else found[0]
+    # Several may have failed between two looks.
+    return min(reported, key=attrgetter("error.time")) if reported else failures[0]
 
 
 def write_error_file(error: RankError) -> None:
-    """Leaves the error where torch's elastic agent looks for it, in the form that it reads."""
+    """Leaves the error where its launcher looks for it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        extra = {
-            "py_callstack": error.text,
-            "timestamp": str(int(error.time)),
-            "parallel2d": asdict(error),
-        }
-        with open(path, "w") as file:
-            json.dump({"message": {"message": error.last_line, "extraInfo": extra}}, file)
+        Path(path).write_text(json.dumps(asdict(error)))
 
 
 def read_error_file(path: str) -> RankError | None:
     """Returns what `write_error_file` wrote, or None."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return RankError(**json.loads(Path(path).read_text())["message"]["extraInfo"]["parallel2d"])
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return RankError(**json.loads(Path(path).read_text()))
     return None
 
 

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import glob
 import json
-import logging
 import os
 import signal
 import sys
@@ -34,6 +33,7 @@ from parallel2d.launching.failures import (
     read_error_file,
 )
 from parallel2d.launching.network_interface import GLOO, NCCL
+from parallel2d.launching.processes import Signalled, signals_raised
 from parallel2d.launching.rank_processes import start_rank
 
 if TYPE_CHECKING:
@@ -140,8 +140,6 @@ def start_node(
                     "warning: launch.insecure=true: whoever reaches this store decides what the "
                     "ranks run"
                 )
-        if settings.elastic:
-            rendezvous.wait_for_all(settings)
         run_dir = functools.partial(recorded_run_dir, folder)
         stack.enter_context(_stop_explained(workers, config.checkpoint.folder, run_dir))
         while True:
@@ -168,16 +166,11 @@ def _stop_explained(
 ) -> Iterator[None]:
     """When this process gets a signal to stop, raises the exception for what came of it. ``folder``
     of checkpoints; None: the one in ``run_dir``, which may be known only later."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    # each has a level of its own, so that of the parent has no effect
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        yield
-    except SignalException as error:
-        is_interrupt = error.sigval == signal.SIGINT
+        with signals_raised():
+            yield
+    except Signalled as error:
+        is_interrupt = error.number == signal.SIGINT
         newest = _newest_checkpoint(folder, run_dir())
         if workers.have_left or (workers.have_saved and newest):
             what = "interrupted" if is_interrupt else "asked to stop"
@@ -187,8 +180,7 @@ def _stop_explained(
         lost = _what_is_lost(workers, newest)
         if is_interrupt:
             raise KeyboardInterrupt(f"interrupted {lost}; all workers have ended") from None
-        name = signal.Signals(error.sigval).name
-        raise StoppedBySignal(f"stopped by {name} {lost}") from None
+        raise StoppedBySignal(f"stopped by {error.number.name} {lost}") from None
 
 
 def _what_is_lost(workers: NodeWorkers, newest: str | None) -> str:

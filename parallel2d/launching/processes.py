@@ -1,6 +1,6 @@
 """The processes of a node: `workers_per_node` counts its ranks, `end_with_parent` ends a process
 with its parent, `set_process_name` names it; `open_standard_streams` and `keep_others_from_writing`
-come before it opens files."""
+come before it opens files. `signals_raised`: in a launcher, signals are exceptions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
@@ -26,6 +29,33 @@ BATCH_SIGNALS = {
 }
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl(2), from <linux/prctl.h>
+
+
+class Signalled(BaseException):
+    """A launcher got a signal to end."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
+@contextlib.contextmanager
+def signals_raised() -> Iterator[None]:
+    """Inside, in the main thread, signals that end a launcher or ask it to save are raised as
+    `Signalled`."""
+
+    def stop(number: int, frame: Any) -> NoReturn:
+        raise Signalled(signal.Signals(number))
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {n: signal.signal(n, stop) for n in BATCH_SIGNALS - {signal.SIGUSR2}}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            # None: it was not installed from Python, and cannot be put back
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def workers_per_node(config: LaunchConfig) -> int:

@@ -43,11 +43,10 @@ _REPORT_S = 0.02  # between two looks of the server at the ranks that run
 
 
 class RankProcess:
-    """One rank, as torch's agent wants a process: ``pid``, `poll`, `wait`, `close`."""
+    """One rank: ``pid``, `poll`, `wait`, `close`."""
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self.pid, self._connection = pid, connection
-        self.proc = self  # the agent reads a handler's process
 
     def poll(self) -> int | None:
         """Its exit code, below 0 for a signal; None while it runs; `LOST` when its server ended."""
