@@ -50,9 +50,7 @@ class Latecomer:
             return self._round.next()
         store = PrefixStore(state.prefix, self._store)
         job, has_begun = _published(store), store.check([ON, LATEST])
-        if has_begun and _all_events(store).restarts:
-            return self._round.next()
-        place = self._free_place(job, lost) if has_begun else None
+        place = self._free_place(job, lost, store) if has_begun else None
         if place is not None:
             return self._round.with_place(place)
         has_room = bool(lost) or len(state.members) < self._round.largest
@@ -63,7 +61,9 @@ class Latecomer:
             self._has_said = True
         return state
 
-    def _free_place(self, job: dict[str, Any], lost: Sequence[Launcher]) -> int | None:
+    def _free_place(self, job: dict[str, Any], lost: Sequence[Launcher], store: Any) -> int | None:
+        if _all_events(store).restarts:
+            return None  # the others open a round for that
         own, members, nodes = self._round.own, self._round.state.members, self._round.largest
         may_lack_nodes = bool(job.get("ranks"))
         if may_lack_nodes:

@@ -329,12 +329,9 @@ class Presence:
             group.inner = None
         self._buried = [each for each in self._buried if not each[1].is_completed()]
         number = old + 1
-        leads = self.place == 0 and old >= 0
-        if leads:
-            self._tell(old, admit)
+        self._tell(old, admit)
         while True:
-            if leads:
-                self._lead(old, least)
+            self._lead(old, least)
             try:
                 self.store.wait([RECORD.format(number)], timedelta(seconds=0.02))
             except DistStoreError:
@@ -351,7 +348,9 @@ class Presence:
             number += 1
 
     def _tell(self, old: int, admit: bool) -> None:
-        """Says where this replica is at the end of generation ``old``."""
+        """Says where this replica is at the end of generation ``old``, if it was in that."""
+        if self.place or old < 0:
+            return
         if self._events.broken < old:
             post(self.store, "break", old, self._events.count)
         at = {
@@ -365,13 +364,14 @@ class Presence:
     def _lead(self, old: int, least: int) -> None:
         """Writes the next generation's record, once all who are left have said where they are, if
         this replica is the eldest of them that has the state."""
-        dead = self._events.dead
-        left = [each for each in self.members if each not in dead]
+        if self.place or old < 0:
+            return
+        left = [each for each in self.members if each not in self._events.dead]
         keys = [_AT.format(old, *each) for each in left]
         if not self.store.check(keys):
             return
         told = dict(zip(left, map(json.loads, map(self.store.get, keys)), strict=True))
-        record = next_record(told, self._events.joining - dead, self.needs_all)
+        record = next_record(told, self._events.joining - self._events.dead, self.needs_all)
         if record is None:
             os._exit(LEFT_OUT)  # nobody has the state: all start again from a checkpoint
         is_enough = len(record["members"]) >= least or self._events.stopped >= old
