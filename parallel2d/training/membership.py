@@ -401,8 +401,6 @@ class Membership:
             self._receiver = None
         self.replicas.in_step = False
         self.replicas.applied = Applied(None, [])
-        self.trainer.upcoming, self.trainer.preempted = (
-            self._nothing(),
-            False,
-        )  # there is a next step
+        self.trainer.upcoming = self._nothing()  # there is a next step
+        self.trainer.preempted = False
         self._discard_gradients()
