@@ -293,7 +293,10 @@ class _Node:
             return False
         if restarts.after_failure() is None:
             return False
-        workers.say(f"rank {failure.rank}: {failure}. Its replica starts again, the others go on")
+        others = "wait" if self.lost is not None and self.lost.needs_all else "go on"
+        workers.say(
+            f"rank {failure.rank}: {failure}. Its replica starts again, the others {others}"
+        )
         return True
 
     def _pause_after(self, failures: Sequence[RankFailure]) -> float | None:

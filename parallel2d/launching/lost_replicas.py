@@ -112,7 +112,7 @@ class LostReplicas:
     """Of the round that one launcher runs ``ranks`` in. ``store``: of the ranks;
     ``may_go_on(failure)``: whether a rank that failed is no reason to end or restart all;
     ``told_to_stop``: the exit code of ranks that were; ``ends_job``: the program or a sample is at
-    fault; ``is_late``: the others have started before."""
+    fault; ``is_late``: the others have started before; ``needs_all``: they wait for a lost one."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class LostReplicas:
         self._events = Events(store)
         self._replicas: list[list[int]] = []
         self._lives: dict[int, int] = {}
-        self.ends_job = False
+        self.ends_job = self.needs_all = False
         self._silent: set[str] = set()
         self._stopped: dict[int, float] = {}
         self._starts: dict[int, list[float]] = {}  # of each replica, in the last minute
@@ -173,6 +173,7 @@ class LostReplicas:
         if not self._replicas and self._store.check([ON]):
             self._replicas = json.loads(self._store.get(RANKS))["ranks"]
             self._lives = dict.fromkeys(range(len(self._replicas)), 0)
+            self.needs_all = self._store.get(ON) == b"all"
         return bool(self._replicas) and not self._events.restarts
 
     def _is_no_end(self, local: int) -> bool:
@@ -234,7 +235,7 @@ class LostReplicas:
                     if ranks & set(of_replica):
                         self._say_dead((number, self._lives[number]))
                 # No replica goes on without them, and nobody here can start them again.
-                if self._store.get(ON) == b"all":
+                if self.needs_all:
                     post(self._store, "restart", None, self._events.count)
 
     def _member(self, local: int) -> Member:

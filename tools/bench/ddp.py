@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 import torch.nn.functional as F
 
-from tools.bench.overhead import cpu_seconds
+from tools.bench.overhead import cpu_seconds, start
 
 WORLD, VOCABULARY = 2, 320
 IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
@@ -92,19 +92,6 @@ def worker(kind: str, rank: int, arguments: argparse.Namespace, folder: str, pip
     dist.destroy_process_group()
 
 
-def start(kind: str, arguments: argparse.Namespace, folder: str) -> list[tuple[Any, Any]]:
-    """Process and pipe of each rank."""
-    context = torch.multiprocessing.get_context("spawn")
-    workers = []
-    for rank in range(WORLD):
-        ours, theirs = context.Pipe()
-        given = (kind, rank, arguments, folder, theirs)
-        process = context.Process(target=worker, args=given, daemon=True)
-        process.start()
-        workers.append((process, ours))
-    return workers
-
-
 def turn(workers: list[tuple[Any, Any]], steps: int) -> tuple[float, float]:
     """CPU-seconds of all ranks and seconds of a step."""
     for _, pipe in workers:
@@ -127,7 +114,8 @@ def main() -> None:
     arguments = parser.parse_args()
     ratios = []
     with tempfile.TemporaryDirectory() as folder:
-        worlds = {kind: start(kind, arguments, folder) for kind in ("torch", "ours")}
+        kinds = ("torch", "ours")
+        worlds = {kind: start(worker, WORLD, kind, arguments, folder) for kind in kinds}
         first = {kind: [pipe.recv() for _, pipe in ranks] for kind, ranks in worlds.items()}
         assert torch.allclose(*map(torch.tensor, first.values()), rtol=1e-4), first
         for number in range(arguments.pairs):

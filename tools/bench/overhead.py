@@ -18,6 +18,7 @@ import resource
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -164,11 +165,13 @@ def worker(kind: str, rank: int, arguments: argparse.Namespace, folder: str, pip
     dist.destroy_process_group()
 
 
-def start(kind: str, arguments: argparse.Namespace, folder: str) -> list[tuple[Any, Any]]:
-    """Four workers, warmed up and waiting: process and pipe of each."""
+def start(
+    worker: Callable[..., None], world: int, kind: str, arguments: argparse.Namespace, folder: str
+) -> list[tuple[Any, Any]]:
+    """Process and pipe of each of ``world`` workers, which send something once they are warm."""
     context = torch.multiprocessing.get_context("spawn")
     workers = []
-    for rank in range(WORLD):
+    for rank in range(world):
         ours, theirs = context.Pipe()
         process = context.Process(
             target=worker, args=(kind, rank, arguments, folder, theirs), daemon=True
@@ -176,8 +179,6 @@ def start(kind: str, arguments: argparse.Namespace, folder: str) -> list[tuple[A
         process.start()
         theirs.close()
         workers.append((process, ours))
-    for _, pipe in workers:
-        pipe.recv()
     return workers
 
 
@@ -200,7 +201,11 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        worlds = {kind: start(kind, arguments, folder) for kind in (arguments.against, "ours")}
+        kinds = (arguments.against, "ours")
+        worlds = {kind: start(worker, WORLD, kind, arguments, folder) for kind in kinds}
+        for workers in worlds.values():
+            for _, pipe in workers:
+                pipe.recv()
         pairs = []
         for number in range(arguments.rounds):
             order = list(worlds) if number % 2 else list(worlds)[::-1]

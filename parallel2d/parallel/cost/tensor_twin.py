@@ -30,6 +30,7 @@ from parallel2d.parallel.parallelize.context_parallel import (
 from parallel2d.parallel.parallelize.layout import Layout
 from parallel2d.parallel.parallelize.precision import cast_storage
 from parallel2d.parallel.parallelize.tensor_parallel import split_layers
+from parallel2d.parallel.weights.geometry import as_part
 
 ALL_AT_ONCE = 2**62  # logits
 LossOfBatch = Callable[[nn.Module, Any, Any], Tensor]  # of a model, inputs and targets
@@ -79,15 +80,7 @@ def _fake(value: Tensor, device_type: str) -> Tensor:
     local = value._local_tensor if isinstance(value, DTensor) else value
     fake: Tensor = torch.empty(local.shape, dtype=local.dtype, device=device_type)
     if isinstance(value, DTensor):
-        fake = DTensor.from_local(
-            fake,
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            # Given, since torch would take the parts of all ranks to be equal in size.
-            shape=value.shape,
-            stride=value.stride(),
-        )
+        fake = as_part(fake, value)
     if isinstance(value, nn.Parameter):
         return nn.Parameter(fake, value.requires_grad)
     return fake

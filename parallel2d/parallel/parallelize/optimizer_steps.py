@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals.computations import without_explanations
 from parallel2d.parallel.fsdp_internals.group_watch import part_of, quick_reads
+from parallel2d.parallel.weights.geometry import as_part
 from parallel2d.parallel.weights.whole_tensors import copy_part
 
 # An attribute of an optimizer: the state in which nothing is left to cut. Loading makes another.
@@ -140,14 +141,7 @@ def _take_over(
         if key in entries and part_of(entries[key]) is value:
             continue
         if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.ndim:
-            entries[key] = DTensor.from_local(
-                value,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            entries[key] = as_part(value, parameter)
         else:
             entries[key] = value
 

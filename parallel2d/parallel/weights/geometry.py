@@ -134,6 +134,20 @@ def first_position(tensor: Tensor) -> int:
     return local_region(tensor).position_in(tensor.shape)
 
 
+def as_part(local: Tensor, whole: DTensor) -> DTensor:
+    """``local`` as this rank's part of a tensor that has the shape of ``whole`` and is split as
+    that."""
+    # The shape is given, since torch would take the parts of all ranks to be equal in size.
+    return DTensor.from_local(
+        local,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """The part of ``tensor`` that this rank holds: everything when it is no `DTensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
