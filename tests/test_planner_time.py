@@ -189,6 +189,11 @@ def test_neighbours_of_one_kind_share_a_bucket(sizes, kinds, expected):
     assert fill_buckets(sizes, list(kinds), 4) == expected
 
 
+def test_the_first_and_the_last_bucket_are_small():
+    mib = 2**20
+    assert fill_buckets([mib] * 7, "a" * 7, 4 * mib) == [[0], [1, 2, 3, 4], [5], [6]]
+
+
 # Estimates of a job
 
 SMALL = (

@@ -1,6 +1,6 @@
 """Step time of one model on two nodes joined by a slow link: flat sharding, and hybrid by torch's second axis and by ours.
 
-    python tools/bench/slow_link.py [--rate 200mbit] [--rounds 4] [--trace FOLDER]
+    python -m tools.bench.slow_link [--rate 200mbit] [--rounds 4] [--trace FOLDER]
 
 Nodes are network namespaces of this machine (docs/cluster.md); needs root. All layouts live in one job and take turns, so that what
 else the machine does falls on all. The bare wire is the time in which the link carries the gradients of a node, without a model.

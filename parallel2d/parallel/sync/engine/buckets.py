@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel2d.base.memory import keep_freed_memory
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
 from parallel2d.parallel.sync.engine.group_state import GroupState, keep_until_done
 from parallel2d.parallel.sync.wires import Wire
@@ -141,13 +142,12 @@ def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 
 class Reduction(Protocol):
-    """A way to reduce a bucket over the replicate axis.
+    """A way to reduce a bucket over the replicate axis."""
 
-    ``most_in_flight``: how many reductions may have started and not ended; None: any number,
-    because they hold no memory.
-    """
-
-    most_in_flight: int | None
+    @property
+    def most_in_flight(self) -> int | None:
+        """How many reductions may have started and not ended; None: any number, because they hold
+        no memory."""
 
     def start(self, bucket: Bucket) -> Wait:
         """Begins to average ``bucket.buffer()`` over the replicas: in place, or for the owners of
@@ -178,9 +178,7 @@ class BucketQueue:
         if self.device_type != "cpu":
             self._stream = torch.Stream(self.device_type)
         else:
-            # glibc keeps freed blocks up to the size of the largest one so far, and 32 MiB at most.
-            # Otherwise each step pays for the pages of its buckets anew.
-            torch.empty(31 * 2**20, dtype=torch.uint8)
+            keep_freed_memory()
         # Those of this global batch; empty until the first is needed.
         self._buckets: list[Bucket] = []
         # The index of the bucket that is started next.
@@ -267,16 +265,24 @@ class BucketQueue:
             yield
 
 
+# Of the first bucket, which then starts early, as in DistributedDataParallel, and of the last one,
+# for which everything waits.
+_OUTER_BYTES = 2**20
+
+
 def fill_buckets(sizes: Sequence[int], kinds: Sequence[object], most_bytes: int) -> list[list[int]]:
     """Puts neighbours of one kind together, until a bucket is large enough. ``sizes``: bytes of the
     gradients of each group. Returns the indexes of the groups of each bucket. A group that is
-    larger than ``most_bytes`` has a bucket of its own."""
+    larger than ``most_bytes`` has a bucket of its own. The first bucket and the last have 1 MiB at
+    most, or one group."""
     buckets: list[list[int]] = []
-    filled = 0
+    room = 0
     for index, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
-        if not buckets or kind != kinds[index - 1] or filled + size > most_bytes:
+        if not buckets or kind != kinds[index - 1] or size > room:
+            room = most_bytes if buckets else min(most_bytes, _OUTER_BYTES)
             buckets.append([])
-            filled = 0
         buckets[-1].append(index)
-        filled += size
+        room -= size
+    if buckets and len(buckets[-1]) > 1 and sum(sizes[each] for each in buckets[-1]) > _OUTER_BYTES:
+        buckets.append([buckets[-1].pop()])
     return buckets

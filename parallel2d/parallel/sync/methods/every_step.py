@@ -13,7 +13,7 @@ from torch import Tensor
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
-from parallel2d.parallel.sync.engine.buckets import Bucket, Wait
+from parallel2d.parallel.sync.engine.buckets import Bucket, Reduction, Wait
 from parallel2d.parallel.sync.methods.method import (
     ExpectedState,
     GroupTraffic,
@@ -76,8 +76,8 @@ class EveryStep(SyncMethod):
         # What is not rounded is reduced in place.
         if item >= 4:
             return 0
-        # As many values as are in two buckets, once as they are sent and once as they are received
-        return min(sum(sums), 2 * max([*sums, self.bucket_bytes])) * item // 2
+        # As they are sent and as they are received; see `RoundedReduction.most_in_flight`.
+        return min(sum(sums) * item // 2, 2 * max([*sums, self.bucket_bytes]))
 
     def start(self, model: ReplicatedModel) -> Started:
         updates = UpdateFollower()
@@ -90,8 +90,14 @@ class EveryStep(SyncMethod):
         if self.keeps_residuals:
             updates = residuals = Residuals(model)
         exact = AllReduce(model.group)
-        rounded = RoundedReduction(model.group, model.keys, model.hidden, self.warmup, residuals)
-        return Started(updates, lambda wire: rounded if wire.rounds else exact)
+
+        def reduction_for(wire: Wire) -> Reduction:
+            if not wire.rounds:
+                return exact
+            sent = _WARM if model.keys.step <= self.warmup else wire
+            return RoundedReduction(model.group, sent, model.keys, model.hidden, residuals)
+
+        return Started(updates, reduction_for)
 
     def expected_gradient(
         self, values: Sequence[Tensor], cut: Sequence[Region], name: str, state: ExpectedState
@@ -151,19 +157,25 @@ class AllReduce:
 class RoundedReduction:
     """Sends what the wire rounds, and adds in fp32; see [Note: rounded exchange].
 
-    ``hidden``: FQNs of the hidden matrices; ``warmup``: steps that are sent in bf16 first;
-    ``residuals``: for wires that keep the rest.
+    ``hidden``: FQNs of the hidden matrices; ``residuals``: for wires that keep the rest.
     """
 
     group: dist.ProcessGroup
+    wire: Wire
     keys: RoundingKeys
     hidden: Container[str]
-    warmup: float = 0.0
     residuals: Residuals | None = None
-    most_in_flight: int | None = 2  # each holds two buffers in what is sent
+
+    @property
+    def most_in_flight(self) -> int:
+        """As many as take the memory of two in 16 bits: each holds what it sends and receives."""
+        if self.wire.keeps_rest and self.group.size() > 2:
+            # Until the means are sent, it holds the rest of all values too.
+            return 2
+        return 32 // self.wire.bits
 
     def start(self, bucket: Bucket) -> Wait:
-        wire = _WARM if self.keys.step <= self.warmup else bucket.wire
+        wire = self.wire
         if wire.dtype is not None:
             # A cast needs to know nothing about parameters.
             whole = [bucket.buffer()]
