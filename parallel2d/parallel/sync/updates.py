@@ -179,7 +179,7 @@ class HookReduction:
     # Hooks may start further collectives, and all replicas must start them in one order.
     most_in_flight: int | None = 1
 
-    def start(self, bucket: Bucket) -> Wait:
+    def start(self, bucket: Bucket) -> list[Wait]:
         flat = bucket.buffer()
         answer = self.hook(self.state, bucket)
 
@@ -198,4 +198,4 @@ class HookReduction:
             if result.data_ptr() != flat.data_ptr():
                 flat.copy_(result.view(-1))
 
-        return wait
+        return [wait]

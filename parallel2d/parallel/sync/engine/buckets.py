@@ -18,7 +18,9 @@ from parallel2d.parallel.sync.engine.group_state import GroupState, keep_until_d
 from parallel2d.parallel.sync.wires import Wire
 from parallel2d.parallel.weights.geometry import as_real, pieces_of
 
-Wait = Callable[[], None]  # returns when the gradients of this replica are the mean
+Wait = Callable[[], None]
+# Buckets that start between the first message of one and its second, which needs the answers
+_BETWEEN = 2
 
 
 class Bucket:
@@ -149,9 +151,11 @@ class Reduction(Protocol):
         """How many reductions may have started and not ended; None: any number, because they hold
         no memory."""
 
-    def start(self, bucket: Bucket) -> Wait:
+    def start(self, bucket: Bucket) -> list[Wait]:
         """Begins to average ``bucket.buffer()`` over the replicas: in place, or for the owners of
-        the parameters. Collective: every replica starts the same buckets in the same order."""
+        the parameters. Collective: every replica starts the same buckets in the same order.
+        Returns what is left to do, in order: each waits for what was begun before. After the last
+        the gradients are the mean."""
 
 
 @dataclass(eq=False)
@@ -183,7 +187,7 @@ class BucketQueue:
         self._buckets: list[Bucket] = []
         # The index of the bucket that is started next.
         self._next = 0
-        self._in_flight: list[tuple[Bucket, Wait]] = []
+        self._in_flight: list[tuple[Bucket, list[Wait]]] = []
 
     def start_final(self) -> None:
         """Starts buckets in their order, up to the first with a group that is not final yet."""
@@ -242,14 +246,24 @@ class BucketQueue:
             with torch.profiler.record_function(f"replicate: bucket {bucket.index()}"):
                 self._in_flight.append((bucket, reduction.start(bucket)))
         self._next += 1
+        self._go_on_with_all_but(_BETWEEN)
+
+    def _go_on_with_all_but(self, left: int) -> None:
+        """Has the oldest reductions send all that they send. The order is that of the starts, and
+        so the same on every replica."""
+        for _, waits in self._in_flight[: max(len(self._in_flight) - left, 0)]:
+            while len(waits) > 1:
+                with self._on_stream():
+                    waits.pop(0)()
 
     def _await_all_but(self, left: int) -> None:
         """Ends the oldest reductions until at most ``left`` are in flight."""
+        self._go_on_with_all_but(left)
         while len(self._in_flight) > left:
-            bucket, wait = self._in_flight.pop(0)
+            bucket, waits = self._in_flight.pop(0)
             name = f"replicate: wait {bucket.index()}"
             with self._on_stream(), torch.profiler.record_function(name):
-                wait()
+                waits.pop()()
                 # Means of earlier backward passes are complete. They are added after the reduction.
                 for state in bucket.states:
                     state.add_means()

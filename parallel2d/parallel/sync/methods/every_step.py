@@ -26,7 +26,7 @@ from parallel2d.parallel.sync.methods.method import (
 from parallel2d.parallel.sync.methods.residuals import Residuals, as_stored
 from parallel2d.parallel.sync.wires import RESIDUAL_DECAY, WIRES, Wire
 from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys, blocks_of
-from parallel2d.parallel.sync.wires.exchange import Exchange, expected_mean
+from parallel2d.parallel.sync.wires.exchange import Exchange, Part, expected_mean
 from parallel2d.parallel.weights.geometry import Region
 
 _WARM = WIRES["bf16"]  # the wire of the first steps, where ``sync.wire`` is too coarse for them
@@ -138,7 +138,7 @@ class AllReduce:
     group: dist.ProcessGroup
     most_in_flight: int | None = None
 
-    def start(self, bucket: Bucket) -> Wait:
+    def start(self, bucket: Bucket) -> list[Wait]:
         flat = sent = bucket.buffer()
         # Nothing is sent in a dtype that is wider than the gradients.
         if bucket.wire.item_bytes < flat.dtype.itemsize:
@@ -150,7 +150,7 @@ class AllReduce:
             if sent is not flat:
                 flat.copy_(sent)
 
-        return wait
+        return [wait]
 
 
 @dataclass
@@ -169,36 +169,27 @@ class RoundedReduction:
     @property
     def most_in_flight(self) -> int:
         """As many as take the memory of two in 16 bits: each holds what it sends and receives."""
-        if self.wire.keeps_rest and self.group.size() > 2:
-            # Until the means are sent, it holds the rest of all values too.
-            return 2
         return 32 // self.wire.bits
 
-    def start(self, bucket: Bucket) -> Wait:
-        wire = self.wire
-        if wire.dtype is not None:
+    def start(self, bucket: Bucket) -> list[Wait]:
+        if self.wire.dtype is not None:
             # A cast needs to know nothing about parameters.
             whole = [bucket.buffer()]
-            coder = wire.coder(whole, ())
-            return Exchange(self.group, coder, coder.rows(whole), whole).finish
-        by_wire: dict[Wire, list[tuple[FSDPParameter, Tensor]]] = defaultdict(list)
-        for parameter, gradient in zip(bucket.trained, bucket.parts(), strict=True):
-            own = wire.of_gradient(hidden=parameter.name in self.hidden)
-            by_wire[own].append((parameter, gradient))
-        again = any(state.adds_to_means for state in bucket.states)
-        exchanges = [self._exchange(each, by_wire[each], again) for each in by_wire]
+            coder = self.wire.coder(whole, ())
+            parts = [Part(coder, coder.rows(whole), whole)]
+        else:
+            by_wire: dict[Wire, list[tuple[FSDPParameter, Tensor]]] = defaultdict(list)
+            for parameter, gradient in zip(bucket.trained, bucket.parts(), strict=True):
+                own = self.wire.of_gradient(hidden=parameter.name in self.hidden)
+                by_wire[own].append((parameter, gradient))
+            again = any(state.adds_to_means for state in bucket.states)
+            parts = [self._part(each, by_wire[each], again) for each in by_wire]
+        exchange = Exchange(self.group, parts)
+        return [exchange.send_means, exchange.finish]
 
-        def wait() -> None:
-            for exchange in exchanges:
-                exchange.send_means()
-            for exchange in exchanges:
-                exchange.finish()
-
-        return wait
-
-    def _exchange(
+    def _part(
         self, wire: Wire, members: Sequence[tuple[FSDPParameter, Tensor]], again: bool
-    ) -> Exchange:
+    ) -> Part:
         gradients = [gradient for _, gradient in members]
         pieces = [Piece(self.keys.of(each.name), each.start) for each, _ in members]
         coder = wire.coder(gradients, pieces)
@@ -209,4 +200,4 @@ class RoundedReduction:
             counts = {each.name: blocks_of(gradient.numel()) for each, gradient in members}
             self.residuals.add_to(rows, counts, again=again)
             keep = functools.partial(self.residuals.keep, counts=counts)
-        return Exchange(self.group, coder, rows, gradients, keep)
+        return Part(coder, rows, gradients, keep)

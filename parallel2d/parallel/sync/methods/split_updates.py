@@ -300,7 +300,7 @@ class ScatterToOwners:
     owners: OwnedParameters
     most_in_flight: int | None = 2
 
-    def start(self, bucket: Bucket) -> Wait:
+    def start(self, bucket: Bucket) -> list[Wait]:
         """Begins to average the owned rows of the bucket over the replicas."""
         replicas = self.owners.replicas
         own_replica = dist.get_group_rank(self.group, dist.get_rank())
@@ -338,4 +338,4 @@ class ScatterToOwners:
             for parameter, rows in zip(bucket.trained, pieces_of(mean, shapes), strict=True):
                 self.owners.take_gradient(parameter, rows)
 
-        return wait
+        return [wait]

@@ -15,6 +15,7 @@ it once. An owner has the same share of every tensor, so who keeps what depends 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -34,98 +35,136 @@ from parallel2d.parallel.sync.wires.blocks import (
 from parallel2d.parallel.weights.geometry import Region, as_real, pieces_of
 
 
-class Exchange:
-    """One average over the replicas of ``group``, begun when it is made. Collective: all replicas
-    make them, and call their methods, in the same order.
+@dataclass(eq=False)
+class Part:
+    """The values of an exchange that have one form.
 
     ``rows``: this replica's values, as ``coder`` makes them of tensors; they may be overwritten.
-    `finish` writes the mean into ``results``. ``keep``: is given what rounding has taken away, as
-    rows, before `finish` ends; None: nobody wants it.
+    The mean is written into ``results``. ``keep``: is given what rounding has taken away, as rows;
+    None: nobody wants it.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        coder: Coder,
-        rows: Tensor,
-        results: Sequence[Tensor],
-        keep: Callable[[Tensor], None] | None = None,
-    ) -> None:
-        self._group = group
-        self._coder = coder
-        self._results = results
-        self._keep = keep
-        self._replicas = group.size()
-        self._replica = group.rank()
-        self._dtype = torch.promote_types(rows.dtype, torch.float32)
-        # Whether the means are on their way to all replicas; two replicas send none.
-        self._means_sent = self._replicas == 2
-        self._count = len(rows)
+    coder: Coder
+    rows: Tensor
+    results: Sequence[Tensor]
+    keep: Callable[[Tensor], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._count = len(self.rows)
+        self._dtype = torch.promote_types(self.rows.dtype, torch.float32)
         # Where rows are that are dealt out; None: in their order
         self._places: Tensor | None = None
-        if self._replicas != 2:
-            rows = self._dealt(rows)
-        sent = coder.encode(rows, 0, contribution_stage(self._replica))
-        if keep is not None:
-            rows -= coder.decode(sent, rows.dtype)
-            self._rest = rows
-        if self._replicas == 2:
-            if keep is not None:
-                keep(rows)
-            self._received = sent.new_empty(2 * len(sent), sent.shape[1])
-            self._work = dist.all_gather_single(self._received, sent, group=group, async_op=True)
-        else:
-            self._received = torch.empty_like(sent)
-            self._work = dist.all_to_all_single(self._received, sent, group=group, async_op=True)
 
-    def _dealt(self, rows: Tensor) -> Tensor:
+    def contribution(self, replica: int, owners: int) -> Tensor:
+        """[owners, values of each] of this replica, as they are sent."""
+        rows = self.rows if owners == 1 else self._dealt(owners)
+        del self.rows
+        sent = self.coder.encode(rows, 0, contribution_stage(replica))
+        if self.keep is not None:
+            rows -= self.coder.decode(sent, rows.dtype)
+            self._rest = rows
+        self._row_length = sent.shape[1]
+        return sent.view(owners, -1)
+
+    def _dealt(self, owners: int) -> Tensor:
         """The rows in an order in which every replica owns the next so many."""
-        if self._keep is None:
-            return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % self._replicas))
-        assert isinstance(self._coder, BlockCoder)
-        places, most = self._coder.places(self._replicas)
-        self._places = places.to(rows.device)
-        return rows.new_zeros(self._replicas * most, BLOCK).index_copy_(0, self._places, rows)
+        if self.keep is None:
+            return torch.nn.functional.pad(self.rows, (0, 0, 0, -len(self.rows) % owners))
+        assert isinstance(self.coder, BlockCoder)
+        places, most = self.coder.places(owners)
+        self._places = places.to(self.rows.device)
+        dealt = self.rows.new_zeros(owners * most, BLOCK)
+        return dealt.index_copy_(0, self._places, self.rows)
 
     def _collected(self, rows: Tensor) -> Tensor:
         """The rows as they were before `_dealt`."""
         return rows[: self._count] if self._places is None else rows[self._places]
+
+    def mean_of(self, received: Tensor) -> Tensor:
+        """The mean of [replicas, values], what the replicas have sent of the same rows."""
+        contributions = received.reshape(len(received), -1, self._row_length)
+        total = self.coder.decode(contributions[0], self._dtype)
+        # One after the other, in the same order everywhere: the sum has the same bits everywhere.
+        for contribution in contributions[1:]:
+            total += self.coder.decode(contribution, self._dtype)
+        return total.div_(len(contributions))
+
+    def own_mean(self, received: Tensor, replica: int) -> Tensor:
+        """As it is sent, the mean of the rows that this ``replica`` owns."""
+        mean = self.mean_of(received)
+        first = replica * len(mean)
+        sent = self.coder.encode(mean, first, MEAN_STAGE)
+        if self.keep is not None:
+            mean -= self.coder.decode(sent, self._dtype)
+            self._rest[first : first + len(mean)] += mean.mul_(len(received))
+        return sent.view(-1)
+
+    def keep_rest(self) -> None:
+        """Hands over what rounding has taken away."""
+        if self.keep is not None:
+            self.keep(self._collected(self._rest))
+            del self._rest
+
+    def means(self, received: Tensor) -> Tensor:
+        """The rows of [replicas, values], what each has sent as the mean of the rows it owns."""
+        return self.coder.decode(received.reshape(-1, self._row_length), self._dtype)
+
+    def put_back(self, mean: Tensor) -> None:
+        """Writes the mean into the results."""
+        self.coder.put_back(self._collected(mean), self.results)
+
+
+class Exchange:
+    """One average over the replicas of ``group``, begun when it is made. Collective: all replicas
+    make them, and call their methods, in the same order. ``parts``: of one message; their coders
+    send one dtype."""
+
+    def __init__(self, group: dist.ProcessGroup, parts: Sequence[Part]) -> None:
+        self._group = group
+        self._parts = parts
+        self._replicas = group.size()
+        self._replica = group.rank()
+        # Whether the means are on their way to all replicas; two replicas send none.
+        self._means_sent = self._replicas == 2
+        owners = 1 if self._means_sent else self._replicas
+        sent = [part.contribution(self._replica, owners) for part in parts]
+        self._lengths = [each.shape[1] for each in sent]
+        message = sent[0] if len(sent) == 1 else torch.cat(sent, dim=1)
+        self._received = message.new_empty(self._replicas, message.shape[1])
+        if self._means_sent:
+            self._keep_rests()
+            self._gather(message.view(-1))
+        else:
+            self._work = dist.all_to_all_single(self._received, message, group=group, async_op=True)
+
+    def _gather(self, message: Tensor) -> None:
+        received = self._received.view(-1)
+        self._work = dist.all_gather_single(received, message, group=self._group, async_op=True)
+
+    def _keep_rests(self) -> None:
+        for part in self._parts:
+            part.keep_rest()
+
+    def _received_by_part(self) -> list[tuple[Part, Tensor]]:
+        """What has arrived, [replicas, values], of each part."""
+        self._work.wait()
+        return list(zip(self._parts, self._received.split(self._lengths, dim=1), strict=True))
 
     def send_means(self) -> None:
         """Waits for the contributions to this replica's piece, and begins to send their mean."""
         if self._means_sent:
             return
         self._means_sent = True
-        self._work.wait()
-        first = self._replica * len(self._received) // self._replicas
-        mean = self._mean_of_received()
-        sent = self._coder.encode(mean, first, MEAN_STAGE)
+        means = [part.own_mean(piece, self._replica) for part, piece in self._received_by_part()]
         # The contributions have been read: their memory takes the means.
-        self._work = dist.all_gather_single(self._received, sent, group=self._group, async_op=True)
-        if self._keep is not None:
-            mean -= self._coder.decode(sent, self._dtype)
-            self._rest[first : first + len(mean)] += mean.mul_(self._replicas)
-            self._keep(self._collected(self._rest))
-            del self._rest
+        self._gather(torch.cat(means))
+        self._keep_rests()
 
     def finish(self) -> None:
         """Waits for the mean and writes it into the results."""
         self.send_means()
-        self._work.wait()
-        if self._replicas == 2:
-            mean = self._mean_of_received()
-        else:
-            mean = self._coder.decode(self._received, self._dtype)
-        self._coder.put_back(self._collected(mean), self._results)
-
-    def _mean_of_received(self) -> Tensor:
-        """The mean of what the replicas have sent of the same rows."""
-        contributions = self._received.chunk(self._replicas)
-        total = self._coder.decode(contributions[0], self._dtype)
-        # One after the other, in the same order everywhere: the sum has the same bits everywhere.
-        for contribution in contributions[1:]:
-            total += self._coder.decode(contribution, self._dtype)
-        return total.div_(self._replicas)
+        for part, piece in self._received_by_part():
+            part.put_back(part.mean_of(piece) if self._replicas == 2 else part.means(piece))
 
 
 class ExactMean:
