@@ -21,8 +21,9 @@ DILOCO = {"name": "diloco", "every": 5}
 METHODS = {
     "fp32": ("hybrid", {}),
     "bf16": ("hybrid", {"wire": "bf16"}),
-    "int8": ("hybrid", {"wire": "int8"}),
-    "int4": ("hybrid", {"wire": "int4", "warmup": 1}),
+    # A bucket for each group: more than are in flight
+    "int8": ("hybrid", {"wire": "int8", "bucket_mib": 0.001}),
+    "int4": ("hybrid", {"wire": "int4", "warmup": 1, "bucket_mib": 0.001}),
     "split": ("hybrid_full", {}),
     "split_bf16": ("hybrid_full", {"wire": "bf16"}),
     "diloco": ("hybrid", DILOCO),
