@@ -38,19 +38,19 @@ CASES = [
     (
         ("trian.steps=5", "train.stepz=5", "steps=5", "nothing.alike=1", "model.path=x", "early_stopping=true"),
         ["unknown key trian.steps", "did you mean train.steps?", "did you mean train.steps or profile.steps?",
-         "unknown key nothing.alike (given as nothing.alike=1)", "unknown key early_stopping", "it belongs to model=hf"],
+         "unknown key nothing.alike (given as nothing.alike=1)", "unknown key early_stopping", "models of family hf have it"],
     ),
     (("--strategy", "fsdp"), ["--strategy is no option of this command", "such as strategy=VALUE"]),
     (("experiment=big",), ["no experiment 'big'; pass --config-dir DIR"]),
-    (("model=custom", "model.dim=3"), ["it belongs to model=llama_8b and its other sizes"]),
+    (("model=custom", "model.dim=3"), ["models of family llama have it"]),
     (("+extra.key=5",), ["unknown key extra"]),
-    (("+train.extra=5", "+plan.pictures=1"), ["unknown key train.extra", "plan.pictures is gone: "]),
+    (("+train.extra=5", "train.zzzz=1"), ["unknown key train.extra", "--help train lists keys"]),
     (
-        ("strategy=hybird", "compile=true", "precision=32", "optimizer=AdamW", "model=lama_debug", "bucketing=blocks", "sync=auto", "data=images", "model.loss=a:b"),
+        ("strategy=hybird", "compile=true", "precision=32", "optimizer=AdamW", "model=lama_debug", "bucketing=blocks"),
         ["strategy=hybird", "did you mean hybrid", "compile=true is not one of block, none", "precision=32", "did you mean fp32",
-         "did you mean adamw", "did you mean llama_debug", "did you mean block", "sync=auto is gone: name a method", "data=images is gone: use data=custom", "model.loss is gone: train.loss"],
+         "did you mean adamw", "did you mean llama_debug", "did you mean block"],
     ),
-    (("optimizer=null", "plan.sync_loss=1", "optimizer=adafactor"), ["optimizer=adafactor is gone: use optimizer=custom", "optimizer=null is not one of", "plan.sync_loss is gone: name a method"]),
+    (("optimizer=null",), ["optimizer=null is not one of"]),
     (("-m", "compile=true,none"), ["compile=true is not one of block, none"]),
     (
         ("train.steps=abc", "train.seq_len=1.5", "optimizer.lr=fast", "train.deterministic=maybe", "mesh=3",
@@ -63,10 +63,10 @@ CASES = [
         ("train.steps=-3", "optimizer.lr=inf", "optimizer.betas=[0.9,inf]", f"train.seed={2**64}", "model.n_layers=1000000000",
          "precision.param=bf8", "metrics.console=loud", "launch.nproc_per_node=0", "sync.wire=sparse", "precision.output=fp8",
          "train.epochs=0", "scheduler.floor=2", "mesh.replicate=two", "train.stop.metric=validation/lose"),
-        ["train.steps=-3 must be at least 1", "optimizer.lr=inf must be finite", "optimizer.betas=[0.9, inf] must be finite",
+        ["train.steps=-3 must be a whole number, at least 1", "optimizer.lr=inf must be finite", "optimizer.betas=[0.9, inf] must be finite",
          f"train.seed={2**64}", "at most 9223372036854775807", "model.n_layers=1000000000", "at most 10000", "fp64, fp32, bf16, fp16",
-         "rich, plain, silent", "a whole number of at least 1, or auto", "sync.wire=sparse is gone: ", "bf16, fp16, or null",
-         "train.epochs=0 must be at least 1, or null", "scheduler.floor=2.0", "mesh.replicate=two must be a whole number of at least 1, or auto", "did you mean validation/loss"],
+         "rich, plain, silent", "a whole number, at least 1, or auto", "sync.wire=sparse is not one of", "bf16, fp16, or null",
+         "train.epochs=0 must be a whole number or null, at least 1", "scheduler.floor=2.0", "mesh.replicate=two must be a whole number, at least 1, or auto", "did you mean validation/loss"],
     ),
     (("hydra.run.dir=",), ["hydra.run.dir is empty"]),
     (("++hydra.run.dir=''",), ["hydra.run.dir is empty"]),
@@ -135,11 +135,11 @@ def test_wrong_words_are_one_clear_message(words, expected, capsys):
     (("sync=diloco", "sync.every=4", "sync.fragments=5"), "at most sync.every=4"),
     (("train.stop.metric=accuracy",), "train.stop.metric=accuracy is never measured"),
     (("checkpoint.keep_best=validation/wiki/loss",), "never measured"),
-    (("checkpoint.keep_best=validation/loss", "train.validate_every=0"), "never measured with train.validate_every=0"),
-    (("checkpoint.keep_best=validation/loss", "train.validate_every=1", "data.validation_fraction=0"), "never measured with data.validation_fraction=0"),
+    (("checkpoint.keep_best=validation/loss", "train.validate_every=0"), "it may be loss, grad_norm, or a metric"),
+    (("checkpoint.keep_best=validation/loss", "train.validate_every=1", "data.validation_fraction=0"), "it may be loss, grad_norm, or a metric"),
     (("checkpoint.keep_best=loss", "checkpoint.enabled=false"), "does not go with checkpoint.enabled=false: nothing is saved"),
     (("train.stop.patience=2",), "no effect without train.stop.metric"),
-    (("train.stop.metric=loss", "train.stop.patience=0"), "train.stop.patience=0 must be at least 1"),
+    (("train.stop.metric=loss", "train.stop.patience=0"), "train.stop.patience=0 must be a whole number, at least 1"),
     (("train.stop.metric=loss", "train.stop.mode=low"), "train.stop.mode=low is not one of min, max"),
     (("train.hooks=[{every: 5}]",), "an entry has the form package.module:Class"),
     (("train.hooks=[7]",), "an entry has the form package.module:Class"),
@@ -158,7 +158,7 @@ def test_wrong_words_are_one_clear_message(words, expected, capsys):
     (("launch.min_replicas=2", "strategy=hybrid_full"), "launch.min_replicas=2 has no effect here"),
     (("launch.first_step_timeout=1",), "must be at least launch.timeout"),
     (("model.n_heads=128", "model.n_kv_heads=1"), "= 1 must be even"),
-    (("model.n_heads=0",), "model.n_heads=0 must be at least 1"),
+    (("model.n_heads=0",), "model.n_heads=0 must be a whole number, at least 1"),
     (("model=hf", "model.path=a", "model.architecture=b"), "model=hf needs either"),
     (("model=hf", "model.path=a", "data.intra_document_masking=true"), "take no document ids"),
     (("model=hf", "model.path=a", "model.adapter=[r]"), "must be arguments of peft.LoraConfig"),
@@ -194,8 +194,8 @@ def conditional_fields():
 
 def other_value(item):
     """A value that the field may have and that is not its default."""
-    values = [*item.metadata.get("choices", ()), 2, 0.25, -0.5, "a:b", True, ["a"]]
-    kinds = {"str": str, "bool": bool, "list": list, "Any": str}
+    values = [*item.metadata.get("choices", ()), 2, 0.25, -0.5, "a:b", True, ["a"], {"a": 1}]
+    kinds = {"str": str, "bool": bool, "list": list, "dict": dict, "Any": str}
     kind = kinds.get(re.split(r"\W", item.type)[0], (int, float))
     if "read_by" in item.metadata and item.type.startswith("list[float"):
         return [0.5, 0.5]

@@ -237,10 +237,6 @@ _GROUP_KEYS = ("pattern", "lr_scale", "weight_decay", "algorithm")
 
 def _optimizer(config: TrainConfig) -> _Problems:
     optimizer = config.optimizer
-    yield (
-        optimizer.name == "custom" and optimizer.target is None,
-        "optimizer.target is required with optimizer=custom: package.module:build",
-    )
     betas = optimizer.betas
     are_shares = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
     yield not are_shares, f"optimizer.betas={betas} must be two numbers in [0, 1)"
@@ -348,35 +344,28 @@ def _steps(config: TrainConfig) -> _Problems:
 
 # What ends and saves a run by what was measured
 
-_SET_LOSS = re.compile(r"validation/(?P<name>[A-Za-z0-9_.-]+)/loss")
-
 
 def _best(config: TrainConfig) -> _Problems:
     """Metrics, of validation or of a hook, that this job never measures."""
     data, train = config.data, config.train
-    named = [f"validation/{name}/loss" for name in data.validation]
-    measured = ["loss", "grad_norm", "validation/loss", *named]
-    held_out = data.__dataclass_fields__["validation_fraction"]
-    holds_out = data.validation_fraction or not is_read(data, held_out)
+    measured = ["loss", "grad_norm"]
+    if train.validate_every:
+        held_out = data.__dataclass_fields__["validation_fraction"]
+        if data.validation_fraction or not is_read(data, held_out):
+            measured.append("validation/loss")
+        measured += [f"validation/{name}/loss" for name in data.validation]
     asked = {
         "train.stop.metric": train.stop.metric,
         "checkpoint.keep_best": config.checkpoint.keep_best,
     }
     for key, metric in asked.items():
-        if metric is None or metric in ("loss", "grad_norm"):
-            continue
-        if metric not in measured:
-            yield (
-                # A hook may measure anything but the loss of a set that is not there.
-                not train.hooks or _SET_LOSS.fullmatch(metric),
-                f"{key}={metric} is never measured: it may be {', '.join(measured)}, or a metric "
-                f"of train.hooks{did_you_mean(metric, measured)}",
-            )
-        elif train.validate_every == 0:
-            yield True, f"{key}={metric} is never measured with train.validate_every=0"
-        else:
-            line = f"{key}={metric} is never measured with data.validation_fraction=0"
-            yield metric == "validation/loss" and not holds_out, line
+        # A hook may measure anything but the loss of a set that is not there.
+        is_from_hook = train.hooks and not re.fullmatch("validation/(.*/)?loss", str(metric))
+        yield (
+            metric is not None and metric not in measured and not is_from_hook,
+            f"{key}={metric} is never measured in this job: it may be {', '.join(measured)}, or a "
+            f"metric of train.hooks{did_you_mean(metric, measured)}",
+        )
 
 
 # The launcher and the machines

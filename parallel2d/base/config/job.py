@@ -25,7 +25,6 @@ from parallel2d.base.config.parallel import (
 )
 from parallel2d.base.errors import ConfigError
 
-OPTIMIZER_NAMES = ("adamw", "adam", "sgd", "muon", "custom")
 _adam = partial(option, read_by=("adamw", "adam", "muon"))
 _momentum = partial(option, read_by=("sgd", "muon"))
 _muon = partial(option, read_by=("muon",))
@@ -41,14 +40,7 @@ class OptimizerConfig:
     each on one rank, sent in bf16; embeddings, head, norms, biases by AdamW. ``custom``: your own.
     """
 
-    name: str = option(
-        "adamw",
-        choices=OPTIMIZER_NAMES,
-        gone={
-            "adafactor": "use optimizer=custom optimizer.target=adafactor:build, with examples/ on "
-            "PYTHONPATH"
-        },
-    )
+    name: str = option("adamw", choices=("adamw", "adam", "sgd", "muon", "custom"))
     lr: float = option(0.001, "Learning rate at its peak; the scheduler scales it", above=0)
     betas: list[float] = _adam(
         [0.9, 0.95], "Decay of the first and the second moment per step; with muon, of its AdamW"
@@ -89,7 +81,10 @@ class OptimizerConfig:
         5, "Newton-Schulz iterations per update, 3 matrix products each", between=(1, 99)
     )
     target: str | None = _custom(
-        None, "package.module:build(groups, **arguments) -> torch.optim.Optimizer", reference=True
+        None,
+        "package.module:build(groups, **arguments) -> torch.optim.Optimizer",
+        reference=True,
+        required_by=("custom",),
     )
     arguments: dict[str, Any] = _custom({}, "Of the function: optimizer.arguments.beta=0.9")
 

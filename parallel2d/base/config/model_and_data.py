@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -100,7 +100,6 @@ class DataConfig:
         "stdlib",
         "Set by the group: data=hf",
         choices=("stdlib", "text", "tokens", "hf", "bin", "custom"),
-        gone={"images": "use data=custom data.target=images:build, with examples/ on PYTHONPATH"},
     )
     path: str | None = option(
         None,
@@ -108,6 +107,7 @@ class DataConfig:
         "too); tokens: a folder of `python -m parallel2d.data prepare`; hf: a data set's name, or "
         "a saved one; bin: a file of token ids as uint16, nothing else, as nanoGPT writes them",
         read_by=("text", "tokens", "hf", "bin"),
+        required_by=("text", "hf", "bin"),
     )
     mixture: list[Any] = option(
         [], "Instead of path: [{path: A, weight: 0.7}, {path: B, weight: 0.3}]", read_by=("tokens",)
@@ -161,6 +161,7 @@ class DataConfig:
         "package.module:build(**arguments), returns a data set. It has `__len__` and "
         "`__getitem__`; or a pair with a function that makes a batch of a list of samples",
         reference=True,
+        required_by=("custom",),
     )
     arguments: dict[str, Any] = _custom({}, "Of the function: data.arguments.folder=pictures")
 
@@ -193,31 +194,12 @@ def validation_set(data: DataConfig, entry: dict[str, Any]) -> DataConfig:
     return replace(own, **entry)
 
 
-_PATHS = {
-    "text": "a file, folder or glob",
-    "hf": "a data set's name, or the folder of a saved one",
-    "bin": "a file of token ids as uint16",
-}
 _SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
-# What the values of an entry of data.validation may be, by the annotation of the field.
-_KINDS: Mapping[str, tuple[type, ...]] = {
-    "str": (str,),
-    "str | None": (str, type(None)),
-    "int": (int,),
-    "int | str": (int, str),
-    "float": (int, float),
-    "list[Any]": (list,),
-    "dict[str, Any]": (dict,),
-}
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:
     """Yields a line for each contradiction between keys of ``data``, and for each problem of a set
     of ``data.validation``."""
-    if data.name in _PATHS and not data.path:
-        yield f"data.path is required with data={data.name}: {_PATHS[data.name]}"
-    if data.name == "custom" and data.target is None:
-        yield "data.target is required with data=custom: package.module:build"
     if data.name == "tokens" and bool(data.path) == bool(data.mixture):
         yield (
             "data=tokens needs either data.path, a prepared folder, or data.mixture=[{path: A, "
@@ -245,23 +227,17 @@ def _validation_set_problems(data: DataConfig, where: str, name: str, entry: Any
     if not isinstance(entry, dict):
         yield f"{where}={entry} must have the form {{path: PATH, name: text}}, with keys of data.*"
         return
-    of_keys = list(_entry_problems(data, where, entry))
-    yield from of_keys
-    if of_keys:
-        return
-    own = validation_set(data, entry)
-    if (own.name == "custom") != (data.name == "custom"):
-        yield f"{where}.name={own.name} and data={data.name}: all sets are custom, or none"
-    yield from field_problems(own, where + ".")
-    for problem in data_problems(own):
-        yield f"{where}: {problem}"
-
-
-def _entry_problems(data: DataConfig, where: str, entry: Mapping[str, Any]) -> Iterator[str]:
-    kinds = {item.name: str(item.type) for item in fields(data) if item.name in ENTRY_KEYS}
-    for key, value in entry.items():
-        if key not in kinds:
+    for key in entry:
+        if key not in ENTRY_KEYS:
             near = did_you_mean(key, ENTRY_KEYS)
             yield f"{where}.{key}: a set may have {', '.join(ENTRY_KEYS)}{near}"
-        elif not isinstance(value, _KINDS[kinds[key]]):
-            yield f"{where}.{key}={value} is no value of data.{key}"
+            return
+    own = validation_set(data, entry)
+    of_fields = list(field_problems(own, where + "."))
+    yield from of_fields
+    if of_fields:
+        return
+    if (own.name == "custom") != (data.name == "custom"):
+        yield f"{where}.name={own.name} and data={data.name}: all sets are custom, or none"
+    for problem in data_problems(own):
+        yield f"{where}: {problem}"

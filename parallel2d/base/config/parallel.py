@@ -259,7 +259,6 @@ class CompileConfig:
     )
 
 
-SYNC_NAMES = ("every_step", "diloco")
 # By wire, what takes it: the methods, and the strategy that splits updates
 SYNC_WIRES = {
     "auto": ("every_step", "hybrid_full", "diloco"),
@@ -282,18 +281,13 @@ class SyncConfig:
     and applied to the parameters that all replicas share.
     """
 
-    name: str = option(
-        "every_step",
-        choices=SYNC_NAMES,
-        gone={"auto": "name a method: sync=every_step, or sync=diloco for a slow network"},
-    )
+    name: str = option("every_step", choices=("every_step", "diloco"))
     wire: str = option(
         "auto",
         "Form in which replicas send, whatever the shard axis does. auto = precision.reduce with "
         "every_step, fp32 with diloco; bf16 = half the bytes of fp32; int8 = a quarter, rounded "
         "at random in blocks of 256; int4 = an eighth, with what was not sent in the next message",
         choices=tuple(SYNC_WIRES),
-        gone={"sparse": "it cost loss and time; for few bytes use sync=diloco sync.wire=int4"},
     )
     warmup: float | int = option(
         0.015,
