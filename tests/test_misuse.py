@@ -418,7 +418,7 @@ def test_raw_errors_are_messages(ranks):
     assert "load_state" in whole
     with pytest.raises(ValueError, match="norm_type=0 must be above 0"):
         clip_gradient_norm([], 1.0, norm_type=0)
-    with pytest.raises(WorkerError, match=r"strategy='ddpp' is not one of .*did you mean ddp\?"):
+    with pytest.raises(WorkerError, match=r"strategy=ddpp is not one of .*did you mean ddp\?"):
         ranks.run(2, build_mesh, None, "ddpp")
     # As long as torch corrupts it
     with pytest.raises(ConfigError, match="cpu_offload=true with 2 replicas .*pull request 180665"):

@@ -29,7 +29,7 @@ from parallel2d.base.config.options import (
     is_read,
     is_reference,
 )
-from parallel2d.base.config.parallel import SYNC_WIRES, TENSOR_WORDS, ParallelConfig
+from parallel2d.base.config.parallel import TENSOR_WORDS, ParallelConfig
 from parallel2d.base.errors import ConfigError, did_you_mean
 
 _Config = TypeVar("_Config", bound=TrainConfig | ParallelConfig)
@@ -39,13 +39,11 @@ _Conflicts = tuple[tuple[str, str, str], ...]
 _Problems = Iterator[tuple[object, str]]
 
 
-def _wires_not_taken(taker: str, setting: str, reason: str) -> list[tuple[str, str, str]]:
-    """Rows for the wires that ``taker`` has no use for, by the table `SYNC_WIRES`."""
-    names = [wire for wire, takers in SYNC_WIRES.items() if taker not in takers]
-    return [(f"sync.wire={name}", setting, reason) for name in names]
-
-
 _FP8_INPUTS = "products take precision.param=bf16 (or fp32)"
+_FEW_BITS = (
+    "updated parameters cross the replicate axis too, and so few bits cannot hold them; use "
+    "sync.wire=bf16"
+)
 _BOTH_CHOOSE = "both choose modules: give one of them"
 _PARALLEL_CONFLICTS: _Conflicts = (
     ("precision.float8", "precision.param=fp64", _FP8_INPUTS),
@@ -59,12 +57,8 @@ _PARALLEL_CONFLICTS: _Conflicts = (
         "sync.during_accumulation=full",
         "use sync.during_accumulation=reduce_scatter_only or none",
     ),
-    *_wires_not_taken(
-        "hybrid_full",
-        "strategy=hybrid_full",
-        "updated parameters cross the replicate axis too, and so few bits cannot hold them; use "
-        "sync.wire=bf16",
-    ),
+    ("sync.wire=int8", "strategy=hybrid_full", _FEW_BITS),
+    ("sync.wire=int4", "strategy=hybrid_full", _FEW_BITS),
     ("sync.engine=torch", "sync=diloco", "use sync.engine=parallel2d"),
     ("sync.engine=torch", "sync.wire", "use sync.wire=auto, or sync.engine=parallel2d"),
     ("sync.during_accumulation=full", "sync=diloco", "it is for sync=every_step"),
@@ -76,6 +70,7 @@ _PARALLEL_CONFLICTS: _Conflicts = (
     ),
 )
 _JOB_CONFLICTS: _Conflicts = (
+    ("data.intra_document_masking", "model.family=hf", "these models take no document ids"),
     (
         "optimizer.implementation=fused",
         "optimizer=sgd",
@@ -179,10 +174,6 @@ def _library_model(config: TrainConfig) -> _Problems:
     yield (
         (model.path is None) == (model.architecture is None),
         "model=hf needs either model.path, a folder, or model.architecture, such as llama",
-    )
-    yield (
-        config.data.intra_document_masking,
-        "data.intra_document_masking=true: models of model=hf take no document ids",
     )
     adapter, tensor = model.adapter, config.mesh.tensor
     if adapter is None:
@@ -379,7 +370,8 @@ def _nodes(config: TrainConfig) -> _Problems:
         f"launch.first_step_timeout={first} must be at least launch.timeout={launch.timeout}",
     )
     yield (
-        launch.min_replicas > 1 and (config.strategy.splits_updates or not config.replicas_survive),
+        launch.min_replicas > 1
+        and (config.strategy.placement.splits_updates or not config.replicas_survive),
         f"launch.min_replicas={launch.min_replicas} has no effect here: this job needs all of its "
         "replicas (docs/failures.md says which do not)",
     )

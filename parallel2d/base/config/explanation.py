@@ -51,7 +51,10 @@ def _read(
         try:
             override = OverridesParser.create(loader).parse_override(word)
         except HydraException as unreadable:
-            wrong.append(_unreadable(word, unreadable))
+            # The first line names the character; the others draw it.
+            reason = str(unreadable).splitlines()[0]
+            advice = "write key=value, and quote special characters"
+            wrong.append(f"{word} cannot be read ({reason}); {advice}")
             continue
         key = override.key_or_group
         is_sweep = override.is_sweep_override()
@@ -67,19 +70,6 @@ def _read(
         elif not key.startswith("hydra") and not is_sweep:
             values.append(override)
     return wrong, chosen, values
-
-
-def _unreadable(word: str, error: HydraException) -> str:
-    # The first line names the character; the others draw it.
-    reason = str(error).splitlines()[0]
-    advice = "write key=value, and quote special characters"
-    # Quoting does not help in a plan, whose patterns Hydra reads as lists and mappings.
-    if word.lstrip("+").startswith("model.tensor_plan="):
-        advice = (
-            "patterns may hold * ? and [abc] here; others go in a YAML file or come from "
-            "package.module:function"
-        )
-    return f"{word} cannot be read ({reason}); {advice}"
 
 
 def _unknown_choice(group: str, choice: str, choices: Sequence[str]) -> str:

@@ -184,24 +184,18 @@ def _key(name: str, item: dataclasses.Field[Any]) -> Documented:
     text = item.metadata["text"]
     if not text and choices:
         text = f"Set by the group: {name.removesuffix('.name')}={choices[-1]}"
-    # Where few of the choices read the key they stand first, else behind it.
     readers = item.metadata.get("read_by", ())
-    if item.metadata.get("of", "name") == "name" and readers:
-        few = len(readers) <= 2
-        text = f"{', '.join(readers)}: {text}" if few else f"{text}. Read by {', '.join(readers)}"
+    if readers and "of" not in item.metadata:
+        text = f"{', '.join(readers)}: {text}"
     return Documented(name, text, allowed(item), choices, default_of(item))
 
 
 def _row(documented: Documented, values: Mapping[str, Any], topic: str) -> tuple[str, str]:
-    """A key with its value and meaning. What is allowed stands there for a key that was asked for,
-    and where no group lists it."""
+    """A key with its value, its meaning and what is allowed; whole for a key that was asked for."""
     value: Any = functools.reduce(operator.getitem, documented.key.split("."), values)
     setting = documented.key + (" (required)" if value == REQUIRED else f"={as_word(value)}")
-    if topic == documented.key:
-        return setting, f"{documented.text} ({documented.allowed})"
-    if documented.key.endswith(".name") or not documented.choices:
-        return setting, documented.summary
-    return setting, f"{documented.summary} ({documented.allowed})"
+    text = documented.text if topic == documented.key else documented.summary
+    return setting, f"{text} ({documented.allowed})"
 
 
 _wrap = functools.partial(textwrap.wrap, width=WIDTH, break_on_hyphens=False)

@@ -36,9 +36,7 @@ class CustomModel:
     """Your own ``nn.Module``: ``model=custom model.target=package.module:factory``."""
 
     family: str = option("custom", "Set by the group: model=custom")
-    target: str = _reference(
-        "???", "package.module:factory; called with `arguments`, returns an nn.Module"
-    )
+    target: str = _reference("???", "package.module:factory(**arguments), returns an nn.Module")
     arguments: dict[str, Any] = option({}, "Arguments of the factory: model.arguments.depth=12")
     init: str | None = _reference(
         None, "package.module:function(module, name), sets its tensors; null: the factory does"
@@ -59,26 +57,16 @@ class HuggingFaceModel:
 
     family: str = option("hf", "Set by the group: model=hf")
     path: str | None = option(None, "Local folder with config.json; its safetensors are loaded")
-    architecture: str | None = option(
-        None, "Instead of path, a model type of the library: qwen3; weights come from the seed"
-    )
-    arguments: dict[str, Any] = option(
-        {}, "Set on the model's configuration: model.arguments.num_hidden_layers=4"
-    )
+    architecture: str | None = option(None, "Model type such as qwen3; weights are by the seed")
+    arguments: dict[str, Any] = option({}, "Of its configuration: model.arguments.hidden_size=64")
     head: str = option(
         "auto",
         "Which of the library's models is built; auto: that of config.json, or the first",
         choices=("auto", "causal_lm", "masked_lm", "seq2seq_lm", "image_classification", "base"),
     )
-    load_weights: bool = option(
-        True, "Load the weights of the folder; false: weights come from the seed all the same"
-    )
-    tensor_plan: Any = option(
-        None, "As of model=custom; null: the plan that the library ships with the model, if any"
-    )
-    adapter: Any = option(
-        None, "Trained beside the frozen model: {r: 8, target_modules: [q_proj]} of peft.LoraConfig"
-    )
+    load_weights: bool = option(True, "Load the weights of the folder; false: those of the seed")
+    tensor_plan: Any = option(None, "As of model=custom; null: the library's own plan, if any")
+    adapter: Any = option(None, "Arguments of peft.LoraConfig, trained on the frozen model")
 
 
 # What `model` holds, by `model.family`.
@@ -96,11 +84,7 @@ class DataConfig:
     """What is read and how documents become sequences. Global batch k is a function of seed, data
     and k alone."""
 
-    name: str = option(
-        "stdlib",
-        "Set by the group: data=hf",
-        choices=("stdlib", "text", "tokens", "hf", "bin", "custom"),
-    )
+    name: str = option("stdlib", choices=("stdlib", "text", "tokens", "hf", "bin", "custom"))
     path: str | None = option(
         None,
         "What is read. text: a file, folder or glob of text, .jsonl or .parquet (.gz and .zst "
@@ -112,12 +96,8 @@ class DataConfig:
     mixture: list[Any] = option(
         [], "Instead of path: [{path: A, weight: 0.7}, {path: B, weight: 0.3}]", read_by=("tokens",)
     )
-    tokenizer: str = _prepared(
-        "bytes", "bytes, or the path of a tokenizer.json; the model's vocabulary must hold its ids"
-    )
-    end_token: str | None = _prepared(
-        None, "Token that ends a document; null: the tokenizer.json's usual one, or one id more"
-    )
+    tokenizer: str = _prepared("bytes", "bytes, or a tokenizer.json that the vocabulary can hold")
+    end_token: str | None = _prepared(None, "Ends a document; null: the usual one, or an id more")
     text_field: str = _rows(
         "text", "Field of a row with its text, in place of `prompt` and `completion` or `segments`"
     )
@@ -129,9 +109,7 @@ class DataConfig:
     validation_fraction: float = _prepared(
         0.02, "Share that is held out for validation, by hash of content", between=(0, 0.5)
     )
-    max_bad_rows: int = _rows(
-        0, "Rows that may be unreadable; more of them are an error with file and line", min=0
-    )
+    max_bad_rows: int = _rows(0, "Rows that may be unreadable; more are an error with line", min=0)
     packing: str = _sequences(
         "packed", "Documents one behind the other, or one a sequence", choices=("packed", "padded")
     )
@@ -153,9 +131,7 @@ class DataConfig:
         min=1,
         read_by=("stdlib", "text", "hf", "custom"),
     )
-    cache_dir: str | None = _prepared(
-        None, "Where prepared data are; null: parallel2d in the user's cache folder"
-    )
+    cache_dir: str | None = _prepared(None, "Of prepared data; null: in the user's cache folder")
     target: str | None = _custom(
         None,
         "package.module:build(**arguments), returns a data set. It has `__len__` and "

@@ -84,7 +84,9 @@ def value_problem(key: str, value: Any, item: Field[Any]) -> str | None:
         return f"{key} is required and was not given"
     if value is None and "None" in _kinds(item):
         return None
-    if _has_infinite(value) and not constraint.get("infinite"):
+    # Whole numbers of Python are never infinite, and may be too large for a float.
+    is_infinite = isinstance(value, float) and not math.isfinite(value)
+    if is_infinite and not constraint.get("infinite"):
         return f"{key}={value} must be finite"
     if "choices" in constraint:
         return choice_problem(key, value, constraint["choices"], "None" in _kinds(item))
@@ -94,15 +96,6 @@ def value_problem(key: str, value: Any, item: Field[Any]) -> str | None:
 def _kinds(item: Field[Any]) -> list[str]:
     """Of ``list[int] | None`` ``list`` and ``None``."""
     return [kind.partition("[")[0] for kind in str(item.type).split(" | ")]
-
-
-def _has_infinite(value: Any) -> bool:
-    """Whether a number, or one in a list, is infinite or not a number."""
-    # Such as betas; lists may hold anything, further lists included.
-    if isinstance(value, list | tuple):
-        return any(map(_has_infinite, value))
-    # Whole numbers of Python are never infinite, and may be too large for a float.
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _fits(value: Any, item: Field[Any]) -> bool:
@@ -225,11 +218,8 @@ def load_reference(key: str, reference: str) -> Any:
         sys.path.append(os.getcwd())
     try:
         found: Any = pkgutil.resolve_name(reference)
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         raise ConfigError(f"{key}={reference} cannot be imported: {error}") from None
-    except AttributeError:
-        module_name, _, name = reference.partition(":")
-        raise ConfigError(f"{key}={reference}: module {module_name} has no {name}") from None
     if not callable(found):
         raise ConfigError(f"{key}={reference} is not callable")
     return found
