@@ -48,10 +48,7 @@ class Composition:
     def start(self, task: Task) -> None:
         """Makes the run directory and calls ``task``. Raises `ConfigError` where it cannot."""
         if not self._composed.hydra.run.dir:
-            raise ConfigError(
-                "hydra.run.dir is empty: it would be the current folder; name one, or omit it for "
-                "a new one"
-            )
+            raise ConfigError("hydra.run.dir is empty; name a folder, or omit it for a new one")
         _check_links(self._composed.hydra.run.dir)
         # What `hydra.main` does after it has composed.
         config = {"config": self._composed, "config_name": self._composed.hydra.job.config_name}
@@ -87,17 +84,11 @@ def compose(arguments: Sequence[str]) -> Composition | None:
         if composed.hydra.mode == RunMode.MULTIRUN:
             return None
         composed.hydra.mode = RunMode.RUN
+        ours = composed.copy()
+        with open_dict(ours):
+            del ours["hydra"]
         options = place_options(parsed)
-        config = to_config(without_hydra(composed))
-        return Composition(config, (*options, *words), composed, options)
-
-
-def without_hydra(composed: DictConfig) -> DictConfig:
-    """A copy that has our keys alone."""
-    ours = composed.copy()
-    with open_dict(ours):
-        del ours["hydra"]
-    return ours
+        return Composition(to_config(ours), (*options, *words), composed, options)
 
 
 @contextlib.contextmanager
@@ -152,11 +143,10 @@ def _to_dataclasses(composed: DictConfig) -> TrainConfig:
     return config
 
 
-def survey(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """What ``arguments`` choose, as plain data with ``???`` where a value must be given, and the
+def survey(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    """What the words choose, as plain data with ``???`` where a value must be given, and the
     choices of each group. Values are not checked, and words with several values for a sweep are
     omitted. Raises `ConfigError` for words that do not compose."""
-    parsed = read_words(arguments)
     chosen = [word for word in parsed.overrides if not may_sweep([word])]
     with wrong_words_explained(parsed), initialized(parsed.config_dir) as hydra_instance:
         composed = hydra_instance.compose_config(parsed.config_name, chosen, RunMode.RUN)
@@ -192,9 +182,7 @@ def folder_errors_explained() -> Iterator[None]:
     except OSError as error:
         if isinstance(error, HydraException):  # a config that does not exist is both
             raise
-        raise ConfigError(
-            f"hydra.run.dir: the run directory cannot be made or written: {error}"
-        ) from None
+        raise ConfigError(f"hydra.run.dir: the run directory cannot be made: {error}") from None
 
 
 def _check_links(folder: str) -> None:

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from parallel2d.base.config.model_and_data import FAMILIES
 from parallel2d.base.config.options import allowed, choice_problem
 from parallel2d.base.config.schema import choices_by_group, initialized
-from parallel2d.base.errors import did_you_mean, nearest
+from parallel2d.base.errors import did_you_mean, nearest_words
 
 
 def explain(parsed: argparse.Namespace, error: Exception) -> str:
@@ -133,8 +133,8 @@ def unknown_key(
     if parent in keys:
         others = {other: name for other, name in others.items() if other == f"{parent}.{name}"}
     # steps is train.steps or profile.steps.
-    close = nearest(last, others.values())
-    meant = [other for other, name in others.items() if name == close]
+    close = nearest_words(last, others.values(), count=1)
+    meant = [other for other, name in others.items() if name in close]
     if meant:
         return f"{line}; did you mean {' or '.join(meant)}?"
     lists = f"--help {parent}" if parent in keys else "--help all"

@@ -1,5 +1,5 @@
-"""Answers that a command gives instead of running: `information`, of which `help_page` is what
-``--help`` shows. `sections` has the meaning of every key, also for the documentation."""
+"""Answers that a command gives instead of running: `information`. `sections` has the meaning of
+every key, also for the documentation."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from parallel2d.base.config.composition import survey
 from parallel2d.base.config.job import TrainConfig
 from parallel2d.base.config.model_and_data import FAMILIES
 from parallel2d.base.config.options import REQUIRED, allowed, as_word, default_of
+from parallel2d.base.config.words import read_words
 from parallel2d.base.errors import ConfigError, did_you_mean
 
 WIDTH = 100
@@ -67,17 +68,6 @@ class Documented:
         return _SENTENCE_END.split(self.text, maxsplit=1)[0].rstrip(".")
 
 
-def information(words: Sequence[str], program: str, purpose: str) -> str | None:
-    """The text that ``words`` ask for by ``--help`` or ``--version``; None for those of a
-    job. ``program``: how the command was called. ``purpose``: what it does, for ``--help``. Raises
-    `ConfigError` for arguments that do not compose."""
-    if "--version" in words:
-        return version()
-    if not {"-h", "--help"}.isdisjoint(words):
-        return help_page(words, program, purpose)
-    return None
-
-
 def show(text: str) -> None:
     """Prints ``text``. A reader that ends before, such as ``| head``, is no error."""
     try:
@@ -97,13 +87,21 @@ def version() -> str:
         ) from None
 
 
-def help_page(words: Sequence[str], program: str, purpose: str) -> str:
-    """At most `WIDTH` columns wide. Values are those that the overrides among ``words`` compose to;
-    of the others, each is a key or a group that is explained, or ``all`` for every key. Without any
-    it is one screen. ``program``: how the command was called. ``purpose``: what it does, in a
-    sentence. Raises `ConfigError` for overrides that do not compose and for unknown names."""
-    topics = [word for word in words if "=" not in word and not word.startswith("-")]
-    values, groups = survey([word for word in words if word not in topics])
+def information(words: Sequence[str], program: str, purpose: str) -> str | None:
+    """The text that ``words`` ask for by ``--help`` or ``--version``; None for those of a job.
+
+    Help is at most `WIDTH` columns wide. Values are those that the overrides among ``words``
+    compose to; of the others, each is a key or a group that is explained, or ``all`` for every key.
+    Without any it is one screen. ``program``: how the command was called. ``purpose``: what it
+    does. Raises `ConfigError` for overrides that do not compose and for unknown names."""
+    if "--version" in words:
+        return version()
+    if {"-h", "--help"}.isdisjoint(words):
+        return None
+    parsed = read_words(words)
+    topics = [word for word in parsed.overrides if "=" not in word]
+    parsed.overrides = [word for word in parsed.overrides if "=" in word]
+    values, groups = survey(parsed)
     if not topics:
         return _screen(program, purpose, groups, values["hydra"]["runtime"]["choices"])
     lines: list[str] = []

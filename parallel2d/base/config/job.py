@@ -42,9 +42,7 @@ class OptimizerConfig:
 
     name: str = option("adamw", choices=("adamw", "adam", "sgd", "muon", "custom"))
     lr: float = option(0.001, "Learning rate at its peak; the scheduler scales it", above=0)
-    betas: list[float] = _adam(
-        [0.9, 0.95], "Decay of the first and the second moment per step; with muon, of its AdamW"
-    )
+    betas: list[float] = _adam([0.9, 0.95], "Decay of both moments; with muon, of its AdamW")
     eps: float = _adam(1e-08, "Added to the root of the second moment; with muon, AdamW's", above=0)
     weight_decay: float = option(0.1, "Decay of matrices; adam, sgd: part of the gradient", min=0)
     clip_norm: float = option(
@@ -116,9 +114,7 @@ class StopConfig:
     metric: str | None = option(None, "Metric that must improve, also of a hook; null: never stop")
     patience: int = option(5, "Measurements in a row that may be no better", min=1, needs="metric")
     min_delta: float = option(0.0, "Better by less than this is not better", min=0, needs="metric")
-    mode: str = option(
-        "min", "Whether small or large values are better", choices=("min", "max"), needs="metric"
-    )
+    mode: str = option("min", "Which values are better", choices=("min", "max"), needs="metric")
 
 
 @dataclass
@@ -148,10 +144,7 @@ class LoopConfig:
     loss_chunk: int | None = option(None, "Tokens whose logits exist at a time; null: all", min=1)
     z_loss: float = option(0.0, "Weight in a token's loss of the squared log-sum-exp", min=0)
     ema: float | None = option(
-        None,
-        "Decay of averages of the weights (EMA), which are validated and saved too; null: none",
-        above=0,
-        max=0.999999,
+        None, "Decay of averages of the weights, validated and saved too", above=0, max=0.999999
     )
     validate_every: int = option(100, "Steps between validations; 0: never", min=0)
     validate_batches: int = option(4, "Global batches per validation", min=1)
@@ -208,9 +201,8 @@ class CheckpointConfig:
     max_failures: int = option(3, "Saves in a row that may fail before the run does", min=1)
     memory_every: int | str = option(
         "auto",
-        "Steps between copies of the state in the nodes' shared memory, for restarts on the same "
-        "mesh; 0: none. They cost 2x each rank's part. auto: 10 where all restart or go back. "
-        "Two replicas cover lost nodes, one lost workers",
+        "Steps between copies of the state in shared memory, for restarts (docs/checkpoints.md); "
+        "0: none. They cost 2x each rank's part. auto: 10 where all restart or go back",
         min=0,
     )
     folder: str | None = option(None, "Place such as s3://bucket/run (fsspec); null: the run dir")
@@ -234,9 +226,7 @@ class LaunchConfig:
     )
     insecure: bool = option(False, "No secret: whoever reaches the endpoint decides what runs")
     rendezvous_timeout: float = option(600.0, "Seconds to wait for a store and enough nodes", min=1)
-    max_restarts: int | str = option(
-        "auto", "Failures without a step in between. auto: 0 on one node, 5 on several", min=0
-    )
+    max_restarts: int | str = option("auto", "Failures in a row; auto: 0 on a node, else 5", min=0)
     min_replicas: int = option(1, "Replicas that train on if others are lost; below: wait", min=1)
     timeout: float = option(600.0, "Seconds that a collective may wait for a late rank", above=0)
     first_step_timeout: float | None = option(

@@ -89,7 +89,7 @@ class DataConfig:
         None,
         "What is read. text: a file, folder or glob of text, .jsonl or .parquet (.gz and .zst "
         "too); tokens: a folder of `python -m parallel2d.data prepare`; hf: a data set's name, or "
-        "a saved one; bin: a file of token ids as uint16, nothing else, as nanoGPT writes them",
+        "a saved one; bin: a file of token ids as uint16",
         read_by=("text", "tokens", "hf", "bin"),
         required_by=("text", "hf", "bin"),
     )
@@ -102,7 +102,7 @@ class DataConfig:
         "text", "Field of a row with its text, in place of `prompt` and `completion` or `segments`"
     )
     document_kib: int = option(
-        64, "KiB from which text files are cut at line ends", min=1, read_by=("text",)
+        64, "KiB from which files are cut, by line", min=1, read_by=("text",)
     )
     subset: str | None = _hf(None, "The data set's configuration")
     split: str = _hf("train", "The part that is read; documents are held out of it by hash")
@@ -120,8 +120,7 @@ class DataConfig:
     epochs: int = option(0, "Times that the data is read until the run ends; 0: no end", min=0)
     end: str = option(
         "drop",
-        "Last global batch that is not full: omitted, padded with weight zero, or filled from the "
-        "start",
+        "Last global batch that is not full: omitted, padded with weight zero, or filled",
         choices=("drop", "pad", "wrap"),
         needs="epochs",
     )
@@ -181,7 +180,9 @@ def data_problems(data: DataConfig) -> Iterator[str]:
             "data=tokens needs either data.path, a prepared folder, or data.mixture=[{path: A, "
             "weight: 0.7}, ...]"
         )
-    yield from _mixture_problems(data.mixture)
+    for entry in data.mixture:
+        if not isinstance(entry, dict) or set(entry) != {"path", "weight"}:
+            yield f"data.mixture has {entry}; an entry has the form {{path: A, weight: 1}}"
     if data.packing == "padded" and data.intra_document_masking:
         yield (
             "data.intra_document_masking=true has no effect with data.packing=padded: a sequence "
@@ -189,12 +190,6 @@ def data_problems(data: DataConfig) -> Iterator[str]:
         )
     for name, entry in data.validation.items():
         yield from _validation_set_problems(data, f"data.validation.{name}", str(name), entry)
-
-
-def _mixture_problems(mixture: list[Any]) -> Iterator[str]:
-    for entry in mixture:
-        if not isinstance(entry, dict) or set(entry) != {"path", "weight"}:
-            yield f"data.mixture has {entry}; an entry has the form {{path: A, weight: 1}}"
 
 
 def _validation_set_problems(data: DataConfig, where: str, name: str, entry: Any) -> Iterator[str]:

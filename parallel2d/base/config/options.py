@@ -98,6 +98,11 @@ def _kinds(item: Field[Any]) -> list[str]:
     return [kind.partition("[")[0] for kind in str(item.type).split(" | ")]
 
 
+def _types(kind: str) -> tuple[str, tuple[type, ...]]:
+    """What values of the kind are called, and their types; a dataclass stands for itself."""
+    return _KINDS.get(kind, (kind, ()))
+
+
 def _fits(value: Any, item: Field[Any]) -> bool:
     kinds, limits = _kinds(item), _limits(item.metadata)
     if value is not None and item.metadata.get("reference"):
@@ -107,7 +112,7 @@ def _fits(value: Any, item: Field[Any]) -> bool:
     # To Python a boolean is an integer.
     if isinstance(value, bool) and {"bool", "Any"}.isdisjoint(kinds):
         return False
-    is_of_kind = any(isinstance(value, _KINDS[kind][1]) for kind in kinds)
+    is_of_kind = any(isinstance(value, _types(kind)[1]) for kind in kinds)
     return is_of_kind and all(holds(value, limit) for _, holds, limit in limits)
 
 
@@ -129,7 +134,7 @@ def allowed(item: Field[Any]) -> str:
     # A number may be written as a whole one.
     if "float" in kinds and "int" in kinds:
         kinds.remove("int")
-    names = {kind: _KINDS[kind][0] for kind in kinds}
+    names = {kind: _types(kind)[0] for kind in kinds}
     if item.metadata.get("reference"):
         names["str"] = "package.module:name"
     return ", ".join([_either(list(names.values())), *parts])

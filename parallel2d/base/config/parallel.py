@@ -15,7 +15,6 @@ from parallel2d.base.config.options import choice_problem, option
 from parallel2d.base.errors import ConfigError
 
 AXES = ("replicate", "shard", "context", "tensor")  # of the mesh, outermost to innermost
-DTYPES = ("fp64", "fp32", "bf16", "fp16")
 # What a tensor-parallel plan may say of a module; see parallel/parallelize/tensor_parallel.py.
 TENSOR_WORDS = (
     *("colwise", "rowwise", "sequence", "replicate"),
@@ -62,15 +61,13 @@ AUTOMATIC = "auto"  # strategy=auto: chosen by the planner before ranks build an
 
 @dataclass
 class StrategyConfig:
-    """What each mesh axis does to parameters, gradients and optimizer state.
+    """What each mesh axis does to parameters, gradients and optimizer state, as in `PLACEMENTS`.
 
-    `PLACEMENTS` has it as a table. ``ddp`` keeps a full copy per rank. ``zero3`` shards parameters
-    over all ranks and frees them after each module's forward; ``zero2`` keeps them gathered until
-    backward is done (fewer all-gathers, more memory). The hybrids do the same inside the shard axis
-    and all-reduce the sharded gradient over the replicate axis. ``hybrid_full`` also splits the
-    gradients and the optimizer state over the replicas, for the same bytes: gradients are reduced
-    to the replica that updates them, and the updated parameters are gathered. ``auto`` is the one
-    that the planner finds, with its mesh; `parallelize` does not take it.
+    ``ddp`` keeps a full copy per rank. ``zero3`` shards parameters over all ranks and frees them
+    after each module's forward; ``zero2`` keeps them gathered until backward is done. The hybrids
+    do the same inside the shard axis and all-reduce the sharded gradient over the replicate axis.
+    ``hybrid_full`` also splits gradients and optimizer state over the replicas, for the same bytes.
+    ``auto`` is the one that the planner finds, with its mesh; `parallelize` does not take it.
     """
 
     name: str = option("hybrid", choices=(*STRATEGY_NAMES, AUTOMATIC))
@@ -114,16 +111,15 @@ class PrefetchConfig:
     """How early parameters are gathered: how many groups ahead of the one that computes, in the
     order in which they run.
 
-    A group costs one all-gather whenever it is issued; each step ahead keeps one more group's whole
-    parameters in memory. A number larger than that of the groups means all of them. Nothing is
-    gathered, and so nothing prefetched, without a shard axis.
+    Each step ahead keeps one more group's whole parameters in memory. A number larger than that of
+    the groups means all of them.
     """
 
     forward: int = option(0, "Groups gathered ahead in forward; 0: each when it is reached", min=0)
     backward: int = option(1, "Groups gathered ahead in backward; 0: each when it begins", min=0)
 
 
-_dtype = partial(option, choices=DTYPES)
+_dtype = partial(option, choices=("fp64", "fp32", "bf16", "fp16"))
 
 
 @dataclass
@@ -151,9 +147,8 @@ class PrecisionConfig:
     )
     float8: str = option(
         "none",
-        "Matrix products of Linear layers inside blocks in 8-bit floats, with a scale per tensor "
-        "or row. Rows are more accurate and slower. Needs torchao, a GPU of capability 8.9 and "
-        "compile=block",
+        "Linear layers of blocks in 8-bit floats, with a scale per tensor or row. Rows are more "
+        "accurate and slower. Needs torchao, a GPU of capability 8.9 and compile=block",
         choices=("none", "tensorwise", "rowwise"),
     )
     float8_exclude: list[str] = option(
@@ -173,12 +168,6 @@ PRECISIONS = {
 }
 
 
-KEPT_OPERATORS = (
-    *("mm", "bmm", "addmm", "scaled_dot_product_*"),
-    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"),
-)
-
-
 _blocks = partial(option, read_by=("full", "selective"))
 
 
@@ -191,7 +180,10 @@ class ActivationCheckpointingConfig:
     name: str = option("none", choices=("none", "full", "selective", "budget"))
     every: int = _blocks(1, "Checkpoint one block in so many; 2: half the saving and cost", min=1)
     keep: list[str] = option(
-        list(KEPT_OPERATORS),
+        [
+            *("mm", "bmm", "addmm", "scaled_dot_product_*"),
+            *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"),
+        ],
         "Operators whose results stay in memory. By default those that are expensive to compute, "
         "small against what they save",
         read_by=("selective",),
@@ -214,9 +206,7 @@ class CompileConfig:
     (one compilation serves all equal blocks)."""
 
     name: str = option("none", choices=("none", "block"))
-    backend: str = option(
-        "inductor", "A backend of torch.compile; inductor needs a C++ compiler", read_by=("block",)
-    )
+    backend: str = option("inductor", "Backend; inductor needs a C++ compiler", read_by=("block",))
 
 
 _diloco = partial(option, read_by=("diloco",))
