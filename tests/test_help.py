@@ -14,7 +14,7 @@ import pytest
 from parallel2d import ConfigError, __main__
 from parallel2d.__main__ import COMMANDS
 from parallel2d.base.config.composition import compose
-from parallel2d.base.config.help_page import Documented, information, sections
+from parallel2d.base.config.help_page import information, sections
 from parallel2d.base.config.model_and_data import FAMILIES
 from parallel2d.base.config.options import REQUIRED
 from parallel2d.train import main as train
@@ -60,8 +60,6 @@ def test_a_key_has_its_type_constraint_choices_readers_and_default():
     assert found["", "sync.delay"].text.startswith("diloco: Steps that")
     assert found["", "optimizer.betas"].text.startswith("adamw, adam, muon: Decay")
     assert found["", "sync.name"].text == "Set by the group: sync=diloco"
-    summary = Documented("", "Reads a.jsonl; or b.c. Then more. And more").summary
-    assert summary == "Reads a.jsonl; or b.c"
 
 
 def test_help_shows_every_key_with_the_value_that_the_words_give():

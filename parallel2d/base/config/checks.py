@@ -141,12 +141,10 @@ def _llama(config: TrainConfig) -> _Problems:
         return
     heads = f"model.n_heads={model.n_heads}"
     head_dim, rest = divmod(model.dim, model.n_heads)
+    # Rotary embedding turns pairs.
     is_odd = not rest and head_dim % 2
     yield rest, f"model.dim={model.dim} must be a multiple of {heads}"
-    yield (
-        is_odd,
-        f"model.dim / model.n_heads = {head_dim} must be even: rotary embedding turns pairs",
-    )
+    yield is_odd, f"model.dim / model.n_heads = {head_dim} must be even"
     # Grouped-query attention: each key and value head serves equally many query heads.
     unserved = model.n_heads % model.n_kv_heads
     yield unserved, f"{heads} must be a multiple of model.n_kv_heads={model.n_kv_heads}"
@@ -175,10 +173,7 @@ def _library_model(config: TrainConfig) -> _Problems:
         model.path is None or not model.load_weights,
         "model.adapter needs model.path and model.load_weights=true: weights that are kept",
     )
-    yield (
-        tensor not in (1, "auto"),
-        f"mesh.tensor={tensor}: a model with model.adapter needs mesh.tensor=1",
-    )
+    yield tensor not in (1, "auto"), f"mesh.tensor={tensor}: model.adapter needs mesh.tensor=1"
 
 
 def _tensor_plan(config: TrainConfig) -> _Problems:

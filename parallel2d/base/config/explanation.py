@@ -66,8 +66,8 @@ def _read(
             # Of several choices for a sweep any has the keys.
             if not unknown and not is_sweep:
                 chosen.append(f"{key}={text}")
-        # Hydra checks its own keys, and each job of a sweep is checked when it is composed.
-        elif not key.startswith("hydra") and not is_sweep:
+        # Hydra checks its own keys.
+        elif not key.startswith("hydra"):
             values.append(override)
     return wrong, chosen, values
 
@@ -93,6 +93,9 @@ def _try_value(
         return f"{word}: keys cannot be removed, only set"
     if key not in keys:
         return unknown_key(key, str(word), keys, groups)
+    # Each job of a sweep is checked when it is composed.
+    if override.is_sweep_override():
+        return None
     # model=llama sets a group, optimizer=3 would replace all keys below it.
     node = OmegaConf.select(base, key, throw_on_missing=False)
     if OmegaConf.is_dict(node) and not isinstance(override.value(), dict):
