@@ -26,11 +26,11 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "int": ("a whole number", (int,)),
     "float": ("a number", (int, float)),
     "bool": ("true or false", (bool,)),
-    "str": ("text", (str,)),
+    "str": ("text", (str, os.PathLike)),
     "None": ("null", (type(None),)),
     "Any": ("anything", (object,)),
     "list": ("a list [a,b]", (list, tuple)),
-    "dict": ("a mapping {a: b}", (dict,)),
+    "dict": ("a mapping {a: b}", (Mapping,)),
 }
 
 
@@ -136,7 +136,7 @@ def allowed(item: Field[Any]) -> str:
         kinds.remove("int")
     names = {kind: _types(kind)[0] for kind in kinds}
     if item.metadata.get("reference"):
-        names["str"] = "package.module:name"
+        names[kinds[0]] = "package.module:name"
     return ", ".join([_either(list(names.values())), *parts])
 
 
