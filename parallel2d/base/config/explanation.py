@@ -121,27 +121,30 @@ def unknown_key(
     """What is said of a ``word`` that sets a ``key`` that is none of ``keys``: where it belongs,
     the nearest, or what lists those that there are."""
     line = f"unknown key {key}" + (f" (given as {word})" if word != key else "")
-    section, _, name = key.partition(".")
-    name = name.partition(".")[0]
+    section, _, rest = key.partition(".")
+    name = rest.partition(".")[0]
     if section == "model" and f"model.{name}" not in keys:
         owners = [family for family, kind in FAMILIES.items() if name in vars(kind())]
         if owners:
             return f"{line}: models of family {' or '.join(owners)} have it"
     # A whole key that is spelled alike is a better guess than one whose last part is.
-    near = did_you_mean(key, [*keys, *groups], 0.8)
+    near = did_you_mean(key, [*keys, *groups], 0.8) or _near_last_part(key, keys)
     if near:
         return line + near
+    parent = key.rpartition(".")[0]
+    lists = f"--help {parent}" if parent in keys else "--help all"
+    return f"{line}; {lists} lists keys, docs/coming-from.md those of other frameworks"
+
+
+def _near_last_part(key: str, keys: Collection[str]) -> str:
+    """``steps`` is train.steps or profile.steps; a key of a group is one of the same group."""
     parent, _, last = key.rpartition(".")
     others = {other: other.rpartition(".")[2] for other in keys}
     if parent in keys:
         others = {other: name for other, name in others.items() if other == f"{parent}.{name}"}
-    # steps is train.steps or profile.steps.
     close = nearest_words(last, others.values(), count=1)
     meant = [other for other, name in others.items() if name in close]
-    if meant:
-        return f"{line}; did you mean {' or '.join(meant)}?"
-    lists = f"--help {parent}" if parent in keys else "--help all"
-    return f"{line}; {lists} lists keys, docs/coming-from.md those of other frameworks"
+    return f"; did you mean {' or '.join(meant)}?" if meant else ""
 
 
 def dotted_keys(config: DictConfig, prefix: str = "") -> dict[str, bool]:

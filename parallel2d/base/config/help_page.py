@@ -106,19 +106,21 @@ def information(words: Sequence[str], program: str, purpose: str) -> str | None:
         return _screen(program, purpose, groups, values["hydra"]["runtime"]["choices"])
     lines: list[str] = []
     for topic in topics:
-        if topic in groups:
-            lines.append(f"{topic}: one of {' '.join(groups[topic])}")
-        found = list(_about(topic, values))
+        found = list(_about(topic, values, groups))
         if not found:
             keys = [each.key for section in sections() for each in section.keys]
             known = [*groups, *keys]
             raise ConfigError(f"--help {topic}: no such key{did_you_mean(topic, known)}")
         lines += found
-    return "\n".join(lines[:-1])
+    return "\n".join(lines).rstrip()
 
 
-def _about(topic: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """A table for each section with keys that are ``topic``, or in it."""
+def _about(
+    topic: str, values: Mapping[str, Any], groups: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+    """The choices of ``topic``; a table for each section with keys that are it, or in it."""
+    if topic in groups:
+        yield f"{topic}: one of {' '.join(groups[topic])}"
     for section in sections():
         if section.family not in ("", values["model"]["family"]):
             continue
