@@ -46,8 +46,6 @@ def _information(first: str, program: str) -> str:
         from parallel2d.base.config.help_page import version
 
         return version()
-    if first in ("-sc", "--shell-completion"):
-        raise ConfigError(f"{first} of {program} is gone: docs/command-line.md has Hydra's own")
     if not first:
         raise ConfigError(f"a command is missing\n{_help(program)}")
     near = did_you_mean(first, COMMANDS)

@@ -29,11 +29,6 @@ _LAUNCHING: dict[str, tuple[str, type, str]] = {
     "timeout": ("launch.rendezvous_timeout", float, "seconds to wait for others (default 60)"),
     "secret-file": ("launch.secret_file", str, "of the job (default: PARALLEL2D_SECRET, or none)"),
 }
-_GONE = {
-    "--calibrate": "--write FILE measures the same beside the check",
-    "--node-rank": "nodes are numbered as they meet",
-    "--name": "launch.job_id=NAME tells jobs at one store apart",
-}
 
 
 def parser(program: str) -> argparse.ArgumentParser:
@@ -85,10 +80,6 @@ def main(
 
 def understand(words: Sequence[str], program: str) -> tuple[argparse.Namespace, TrainConfig]:
     """The arguments, and the job that they describe. Raises `ConfigError`."""
-    for word in words:
-        name = word.partition("=")[0]
-        if name in _GONE:
-            raise ConfigError(f"{name} is gone: {_GONE[name]}")
     given = parser(program).parse_intermixed_args(words)
     keys = ["launch.rendezvous_timeout=60", "launch.insecure=true", *given.words]
     for key, _, _ in _LAUNCHING.values():

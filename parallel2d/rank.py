@@ -103,7 +103,7 @@ def _may_lack_nodes(config: TrainConfig, identity: RankIdentity, nodes: int, loc
 
     from parallel2d.parallel.mesh_sizes import resolve_mesh
 
-    needs_all = config.strategy.splits_updates
+    needs_all = config.strategy.placement.splits_updates
     if torch.cuda.is_available() or needs_all or not _survives(config, identity):
         return False
     replicas = resolve_mesh(config, Topology.equal_hosts(nodes, local)).replicate

@@ -39,7 +39,7 @@ def config_of(words):
 
     from parallel2d.base.config.composition import to_config
     from parallel2d.base.config.schema import PRESETS
-    from parallel2d.base.config.words import hydra_words
+    from parallel2d.base.config.words import read_words
 
     choices = [
         word
@@ -47,9 +47,9 @@ def config_of(words):
         if word.partition("=")[0] in {*PRESETS, "model", "data", "experiment"}
     ]
     composed = _with_choices(*choices).copy()
-    for word in hydra_words(
+    for word in read_words(
         [word for word in words if word not in choices and not word.startswith("hydra.")]
-    ):
+    ).overrides:
         override = OverridesParser.create().parse_override(word)
         options = {"merge": True, "force_add": word.startswith("+")}
         OmegaConf.update(composed, override.key_or_group, override.value(), **options)

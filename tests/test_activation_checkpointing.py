@@ -153,8 +153,8 @@ def test_a_budget_keeps_less_the_smaller_it_is():
 
 
 @pytest.mark.parametrize(("config", "message"), [
-    ({"activation_checkpointing": "budget"}, "budget needs compile=block with compile.backend=inductor or .*got compile=none"),
-    ({"activation_checkpointing": "budget", "compile": CompileConfig("block", "eager")}, "got compile=block, compile.backend=eager"),
+    ({"activation_checkpointing": "budget"}, "budget needs compile=block with compile.backend=inductor or "),
+    ({"activation_checkpointing": "budget", "compile": CompileConfig("block", "eager")}, "compile.backend=inductor or"),
     ({"activation_checkpointing": ActivationCheckpointingConfig("full", blocks=["A"], policy=few_heads)}, "give one of them"),
 ])  # fmt: skip
 def test_contradictions_are_refused(config, message):

@@ -214,7 +214,7 @@ def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
 
 @pytest.mark.parametrize(("entries", "message"), [
     (["nowhere:Hook"], "train.hooks=nowhere:Hook cannot be imported"),
-    (["test_hooks:Nothing"], "module test_hooks has no Nothing"),
+    (["test_hooks:Nothing"], "has no attribute 'Nothing'"),
     (["test_hooks:SAMPLE"], "is not callable"),
     (["test_hooks:call_once"], "is no class derived from parallel2d.hooks.Hook"),
     ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),

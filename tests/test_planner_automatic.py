@@ -60,11 +60,11 @@ def test_without_figures_of_the_machines_nothing_is_chosen():
 
 
 def test_a_loop_of_ones_own_names_its_strategy():
-    with pytest.raises(ConfigError, match="'auto' is not one of ddp"):
+    with pytest.raises(ConfigError, match="strategy=auto is not one of ddp"):
         ParallelConfig("auto")
     config = ParallelConfig(StrategyConfig("auto"))
     with pytest.raises(ConfigError, match="strategy=auto was not resolved"):
-        _ = config.strategy.shards
+        _ = config.strategy.placement.shards
     with pytest.raises(ConfigError, match="in code, name one"):
         check_arguments(torch.nn.Linear(2, 2), _mesh(), config)
 

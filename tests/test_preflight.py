@@ -218,9 +218,6 @@ def test_links_that_no_axis_shows_alone_give_no_file(ranks, tmp_path):
     (["--largest-mib=nan"], "--largest-mib=nan must be from"),
     (["--write=mine.json"], "must end with .yaml"),
     (["--write=none/mine.yaml"], "cannot be written"),
-    (["--calibrate=mine.yaml"], "--calibrate is gone: --write FILE"),
-    (["--nnodes=2", "--node-rank", "1"], "--node-rank is gone"),
-    (["--name=word"], "launch.job_id=NAME"),
 ])  # fmt: skip
 def test_wrong_arguments_end_with_2(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

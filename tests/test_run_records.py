@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import OmegaConf
 from test_command_line import SMALL, execute, folder, rows  # noqa: F401
 
 from parallel2d.base.config import Job, LlamaModel, TrainConfig
-from parallel2d.base.config.sweep import Outcome, outcomes, table
+from parallel2d.base.config.sweep import table
 from parallel2d.base.errors import ConfigError
 from parallel2d.instruments.report.page import markdown
 from parallel2d.instruments.report.runs import parts_of, read_run
@@ -264,24 +266,19 @@ def test_another_rate_is_said_and_a_log_is_escaped():
 
 def test_a_sweep_is_told_best_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    values = {0: 2.5, 1: None, 2: 1.5}
-    for number, value in values.items():
-        run_dir = tmp_path / "sweep" / str(number)
-        run_dir.mkdir(parents=True)
-        error = None if value else "it failed"
-        Outcome(number, ("a=1", f"b={number}"), value, error, str(run_dir)).write()
-    found = outcomes(str(tmp_path / "sweep"), 0.0)
-    assert [each.value for each in found] == [2.5, None, 1.5]
-    lines = [line.split() for line in table(found, "loss")]
-    assert lines == [
+    jobs = []
+    for number, value in enumerate((2.5, ConfigError("it failed"), 1.5)):
+        job = {"num": number}
+        runtime = {"output_dir": str(tmp_path / "sweep" / str(number))}
+        done = JobReturn(["a=1", f"b={number}"], hydra_cfg=OmegaConf.create({"hydra": {"job": job, "runtime": runtime}}))  # fmt: skip
+        done.return_value, done.status = value, JobStatus.COMPLETED
+        jobs.append(done)
+    assert [line.split() for line in table(jobs, "loss")] == [
         ["job", "loss", "settings", "run", "directory"],
         ["#2", "1.5", "b=2", "sweep/2"],
         ["#0", "2.5", "b=0", "sweep/0"],
         ["#1", "failed", "b=1", "sweep/1"],
     ]
-    assert table(found, "loss", descending=True)[1].split()[0] == "#0"
-    assert outcomes(str(tmp_path / "sweep"), time.time() + 60) == []
-    assert outcomes(str(tmp_path / "nowhere"), 0.0) == []
 
 
 SWEEP = ("-m", *SMALL, "launch.nproc_per_node=1", "metrics.console=silent", "hydra.sweep.dir=sweep")
@@ -305,8 +302,6 @@ def test_optuna_minimizes_the_objective(folder):  # noqa: F811
     best = yaml.safe_load((folder / "sweep/optimization_results.yaml").read_text())
     values = [rows(folder / "sweep" / str(job))[-1]["validation/loss"] for job in range(3)]
     assert best["best_value"] == pytest.approx(min(values), abs=1e-9)
-    first = next(line for line in done.stderr.splitlines() if line.startswith("#"))
-    assert first.split()[0] == f"#{values.index(min(values))}"
     words += ("train.validate_every=0", "hydra.sweep.dir=two", "hydra.sweeper.n_trials=1")
     unmeasured = execute(folder, *SWEEP, *words)
     assert unmeasured.returncode == 2

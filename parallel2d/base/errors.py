@@ -22,16 +22,11 @@ class EndsSweep(Exception):  # noqa: N818 (named after what follows)
     """A job that was stopped: no other job of its sweep begins."""
 
 
-def nearest(word: object, choices: Iterable[object], alike: float = 0.6) -> str | None:
-    """The one of ``choices`` that is spelled most like ``word``, or None. ``alike``: how alike they
-    must be, from 0 to 1 (`difflib.get_close_matches`)."""
-    return next(iter(nearest_words(word, choices, count=1, alike=alike)), None)
-
-
 def nearest_words(
     word: object, choices: Iterable[object], *, count: int = 3, alike: float = 0.6
 ) -> list[str]:
-    """Up to ``count`` of ``choices``, those spelled most like ``word`` first; see `nearest`."""
+    """Up to ``count`` of ``choices``, those spelled most like ``word`` first. ``alike``: how alike
+    they must be, from 0 to 1 (`difflib.get_close_matches`)."""
     # Upper and lower case are alike.
     words = {str(choice).lower(): str(choice) for choice in choices}
     found = difflib.get_close_matches(str(word).lower(), words, n=count, cutoff=alike)
@@ -40,8 +35,8 @@ def nearest_words(
 
 def did_you_mean(word: object, choices: Iterable[object], alike: float = 0.6) -> str:
     """``; did you mean WORD?`` with the nearest of ``choices``; empty when none is near."""
-    near = nearest(word, choices, alike)
-    return f"; did you mean {near}?" if near else ""
+    near = nearest_words(word, choices, count=1, alike=alike)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def counted(number: int, noun: str) -> str:

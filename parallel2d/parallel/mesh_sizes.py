@@ -73,7 +73,7 @@ class MeshSpec:
         expected = self.resolve(strategy, Topology.equal_hosts(nodes, math.gcd(*sizes)))
         if expected.world_size == topology.world_size:
             return self.resolve(strategy, topology)
-        is_hybrid = strategy.replicates and strategy.shards
+        is_hybrid = strategy.placement.replicates and strategy.placement.shards
         shard = expected.shard if is_hybrid else "auto"
         shape = replace(self, replicate="auto", shard=shard).resolve(strategy, topology)
         note = f"{len(sizes)} of {nodes} nodes are there: {shape}"
@@ -82,15 +82,15 @@ class MeshSpec:
     def refuse_contradiction(self, strategy: StrategyConfig) -> None:
         """Raises `ConfigError` for an axis that ``strategy`` does not have."""
         for axis, size, has_axis, reason in (
-            ("shard", self.shard, strategy.shards, "keeps a full copy per rank"),
-            ("replicate", self.replicate, strategy.replicates, "shards over all ranks"),
+            ("shard", self.shard, strategy.placement.shards, "keeps a full copy per rank"),
+            ("replicate", self.replicate, strategy.placement.replicates, "shards over all ranks"),
         ):
             if not has_axis and size not in ("auto", 1):
                 raise ConfigError(
                     f"strategy={strategy.name} {reason}, so mesh.{axis}={size} must be 1 or auto; "
-                    f"did you mean strategy={strategy.with_both_axes}?"
+                    "strategy=hybrid and hybrid_zero2 have both axes"
                 )
-        if not strategy.shards and self.context not in ("auto", 1):
+        if not strategy.placement.shards and self.context not in ("auto", 1):
             raise ConfigError(
                 f"strategy={strategy.name} keeps a full copy per rank, and mesh.context="
                 f"{self.context} shards parameters over the ranks that share a sequence; choose "
@@ -124,9 +124,9 @@ class MeshSpec:
     ) -> tuple[int, int, list[str]]:
         """Sizes of replicate and shard, whose product may be wrong, and notes about decisions."""
         rest = topology.world_size // inner.ranks
-        if not strategy.shards:
+        if not strategy.placement.shards:
             return _size_or(self.replicate, rest), 1, []
-        if not strategy.replicates:
+        if not strategy.placement.replicates:
             return 1, _size_or(self.shard, rest), []
         sizes = {"replicate": self.replicate, "shard": self.shard}
         given = {axis: int(size) for axis, size in sizes.items() if size != "auto"}

@@ -135,7 +135,7 @@ def build_trainer(
     )
     replicas = current()
     if replicas is not None:
-        replicas.needs_all = config.strategy.splits_updates
+        replicas.needs_all = config.strategy.placement.splits_updates
     # Tensor ranks of one data rank draw the same numbers: they drop the same activations.
     seed_everything(config.train.seed + data_coordinate(mesh), config.train.deterministic)
     # After a restart there may be another number of ranks, which need not divide the batch.

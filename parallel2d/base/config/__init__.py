@@ -8,69 +8,35 @@ schema that the command line is checked against. `parallel` says how a model is 
 
 from __future__ import annotations
 
-from parallel2d.base.config.cluster import ClusterConfig, DeviceConfig, LinkConfig, PeakConfig
-from parallel2d.base.config.job import (
-    OPTIMIZERS,
-    CheckpointConfig,
-    Job,
-    LaunchConfig,
-    OptimizerConfig,
-    SchedulerConfig,
-    TrainConfig,
-)
-from parallel2d.base.config.model_and_data import (
-    CustomModel,
-    DataConfig,
-    HuggingFaceModel,
-    LlamaModel,
-)
+from parallel2d.base.config.cluster import ClusterConfig as ClusterConfig
+from parallel2d.base.config.cluster import DeviceConfig as DeviceConfig
+from parallel2d.base.config.cluster import LinkConfig as LinkConfig
+from parallel2d.base.config.cluster import PeakConfig as PeakConfig
+from parallel2d.base.config.job import OPTIMIZERS as OPTIMIZERS
+from parallel2d.base.config.job import CheckpointConfig as CheckpointConfig
+from parallel2d.base.config.job import Job as Job
+from parallel2d.base.config.job import LaunchConfig as LaunchConfig
+from parallel2d.base.config.job import OptimizerConfig as OptimizerConfig
+from parallel2d.base.config.job import SchedulerConfig as SchedulerConfig
+from parallel2d.base.config.job import TrainConfig as TrainConfig
+from parallel2d.base.config.model_and_data import CustomModel as CustomModel
+from parallel2d.base.config.model_and_data import DataConfig as DataConfig
+from parallel2d.base.config.model_and_data import HuggingFaceModel as HuggingFaceModel
+from parallel2d.base.config.model_and_data import LlamaModel as LlamaModel
+from parallel2d.base.config.parallel import AXES as AXES
+from parallel2d.base.config.parallel import PRECISIONS as PRECISIONS
+from parallel2d.base.config.parallel import STRATEGIES as STRATEGIES
+from parallel2d.base.config.parallel import STRATEGY_NAMES as STRATEGY_NAMES
+from parallel2d.base.config.parallel import TENSOR_WORDS as TENSOR_WORDS
 from parallel2d.base.config.parallel import (
-    AXES,
-    PRECISIONS,
-    STRATEGIES,
-    STRATEGY_NAMES,
-    TENSOR_WORDS,
-    ActivationCheckpointingConfig,
-    BucketingConfig,
-    CompileConfig,
-    MeshConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    PrefetchConfig,
-    StrategyConfig,
-    SyncConfig,
-    named_strategy,
+    ActivationCheckpointingConfig as ActivationCheckpointingConfig,
 )
-
-__all__ = [
-    "AXES",
-    "OPTIMIZERS",
-    "PRECISIONS",
-    "STRATEGIES",
-    "STRATEGY_NAMES",
-    "TENSOR_WORDS",
-    "ActivationCheckpointingConfig",
-    "BucketingConfig",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "CompileConfig",
-    "CustomModel",
-    "DataConfig",
-    "DeviceConfig",
-    "HuggingFaceModel",
-    "Job",
-    "LaunchConfig",
-    "LinkConfig",
-    "LlamaModel",
-    "MeshConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PeakConfig",
-    "PrecisionConfig",
-    "PrefetchConfig",
-    "SchedulerConfig",
-    "StrategyConfig",
-    "SyncConfig",
-    "TrainConfig",
-    "named_strategy",
-]
+from parallel2d.base.config.parallel import BucketingConfig as BucketingConfig
+from parallel2d.base.config.parallel import CompileConfig as CompileConfig
+from parallel2d.base.config.parallel import MeshConfig as MeshConfig
+from parallel2d.base.config.parallel import ParallelConfig as ParallelConfig
+from parallel2d.base.config.parallel import PrecisionConfig as PrecisionConfig
+from parallel2d.base.config.parallel import PrefetchConfig as PrefetchConfig
+from parallel2d.base.config.parallel import StrategyConfig as StrategyConfig
+from parallel2d.base.config.parallel import SyncConfig as SyncConfig
+from parallel2d.base.config.parallel import named_strategy as named_strategy

@@ -38,12 +38,8 @@ class LinkConfig:
     """One end's connection. Both directions can be used at once. ``null``: not known, and then all
     three are: a bandwidth without a latency gives no time."""
 
-    up_gbit: float | None = option(
-        None, "1e9 bits per second that one end sends", above=0, needs="down_gbit"
-    )
-    down_gbit: float | None = option(
-        None, "1e9 bits per second that one end gets", above=0, needs="latency_us"
-    )
+    up_gbit: float | None = option(None, "1e9 bit/s sent by an end", above=0, needs="down_gbit")
+    down_gbit: float | None = option(None, "1e9 bit/s got by an end", above=0, needs="latency_us")
     latency_us: float | None = option(
         None, "Microseconds that a step of a collective adds", min=0, needs="up_gbit"
     )
@@ -73,16 +69,10 @@ class ClusterConfig:
 class PlanConfig:
     """What `python -m parallel2d.plan` does, and ``train`` instead of training."""
 
-    dry_run: bool = option(
-        False, "Print what this command would do, and start nothing: mesh, memory, bytes per axis"
-    )
+    dry_run: bool = option(False, "Print mesh, memory and bytes per axis, and start nothing")
     verify: bool = option(False, "Trace the peak of the parallelized model too; up to a minute")
     json: str | None = option(None, "A new file for all layouts of a search, as JSON")
     scaling: str | None = option(
-        None,
-        "Best layouts on 8 to 16,384 ranks, the global batch growing or not",
-        choices=("weak", "strong"),
+        None, "Layouts on 8 to 16,384 ranks; weak: the batch grows", choices=("weak", "strong")
     )
-    free_memory: float = option(
-        0.1, "Share of memory left free: for its context, NCCL and fragments", between=(0, 0.9)
-    )
+    free_memory: float = option(0.1, "Share left free, for NCCL and fragments", between=(0, 0.9))

@@ -6,10 +6,9 @@ several jobs, or ``--cfg``, to Hydra. `config.words` has what happens to the wor
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import itertools
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,12 +28,12 @@ from parallel2d.base.config.explanation import dotted_keys, explain, first_line,
 from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.config.model_and_data import FAMILIES
 from parallel2d.base.config.schema import choices_by_group, initialized
-from parallel2d.base.config.words import command_options, hydra_words, job_options, may_sweep
+from parallel2d.base.config.words import may_sweep, read_words
 from parallel2d.base.errors import ConfigError
 
-_FOLDER = re.compile(r"\+*hydra\.(run|sweep)\.dir=(?P<path>.*)")
-
 Task = Callable[[Job], float | None]
+# Options with which Hydra answers, or runs something else than one job.
+_NO_SINGLE_JOB = ("help", "hydra_help", "shell_completion", "cfg", "info", "multirun")
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,17 @@ class Composition:
     config: TrainConfig
     words: tuple[str, ...]
     _composed: DictConfig  # with Hydra's own part
-    _config_name: str
-    _options: tuple[str, ...] = ()  # that the words need to mean the same again
+    _options: tuple[str, ...]  # that the words need to mean the same again
 
     def start(self, task: Task) -> None:
         """Makes the run directory and calls ``task``. Raises `ConfigError` where it cannot."""
-        for word in self.words:
-            check_run_dir(word)
+        if not self._composed.hydra.run.dir:
+            raise ConfigError("hydra.run.dir is empty; name a folder, or omit it for a new one")
+        _check_links(self._composed.hydra.run.dir)
         # What `hydra.main` does after it has composed.
+        config = {"config": self._composed, "config_name": self._composed.hydra.job.config_name}
         callbacks = Callbacks(self._composed)
-        callbacks.on_run_start(config=self._composed, config_name=self._config_name)
+        callbacks.on_run_start(**config)
         with initialized(), folder_errors_explained():
             result = run_job(
                 task_function=lambda _: task(job_here(self.config, self._options)),
@@ -62,9 +62,7 @@ class Composition:
                 job_subdir_key=None,
                 hydra_context=HydraContext(GlobalHydra.instance().config_loader(), callbacks),
             )
-        callbacks.on_run_end(
-            config=self._composed, config_name=self._config_name, job_return=result
-        )
+        callbacks.on_run_end(**config, job_return=result)
         # Its public property would print the error in Hydra's own way.
         if result.status == JobStatus.FAILED:
             raise result._return_value
@@ -73,34 +71,36 @@ class Composition:
 def compose(arguments: Sequence[str]) -> Composition | None:
     """What ``arguments`` compose to, without any trace; None where they are no single job: ``-m``,
     ``--cfg``, several values for a key. Raises `ConfigError` for anything wrong with the words."""
-    words = hydra_words(arguments)
-    parsed = job_options(words)
-    if parsed is None:
+    parsed = read_words(arguments)
+    if any(map(vars(parsed).get, _NO_SINGLE_JOB)):
         return None
-    name = parsed.config_name or "train"
-    with wrong_words_explained(words):
+    name, words = parsed.config_name, parsed.overrides
+    with wrong_words_explained(parsed):
         with initialized(parsed.config_dir) as hydra_instance:
-            composed = hydra_instance.compose_config(name, parsed.overrides, run_mode=RunMode.RUN)
+            # A file may say that several values are a sweep.
+            if may_sweep(words) and hydra_instance.get_mode(name, words) == RunMode.MULTIRUN:
+                return None
+            composed = hydra_instance.compose_config(name, words, run_mode=RunMode.RUN)
         if composed.hydra.mode == RunMode.MULTIRUN:
             return None
         composed.hydra.mode = RunMode.RUN
-        task = composed.copy()
-        with open_dict(task):
-            del task["hydra"]
-        options = place_options(parsed.config_dir, parsed.config_name)
-        return Composition(to_config(task), tuple(words), composed, name, options)
+        ours = composed.copy()
+        with open_dict(ours):
+            del ours["hydra"]
+        options = place_options(parsed)
+        return Composition(to_config(ours), (*options, *words), composed, options)
 
 
 @contextlib.contextmanager
-def wrong_words_explained(words: Sequence[str]) -> Iterator[None]:
-    """Turns what Hydra raises for ``words`` into a `ConfigError`."""
+def wrong_words_explained(parsed: argparse.Namespace) -> Iterator[None]:
+    """Turns what Hydra raises for the words into a `ConfigError`."""
     try:
         yield
     except ConfigError:
         raise
     # ValueError: precision=32, compile=true
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(explain(words, error)) from None
+        raise ConfigError(explain(parsed, error)) from None
 
 
 def to_config(composed: DictConfig) -> TrainConfig:
@@ -139,31 +139,30 @@ def _to_dataclasses(composed: DictConfig) -> TrainConfig:
     unknown = [key for key, is_known in keys.items() if not is_known]
     if unknown:
         known = [key for key in keys if not key.startswith(tuple(unknown))]
-        raise ConfigError("\n".join(unknown_key(key, key, known) for key in unknown))
+        raise ConfigError("\n".join(unknown_key(key, key, known, {}) for key in unknown))
     return config
 
 
-def survey(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """What ``arguments`` choose, as plain data with ``???`` where a value must be given, and the
+def survey(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    """What the words choose, as plain data with ``???`` where a value must be given, and the
     choices of each group. Values are not checked, and words with several values for a sweep are
     omitted. Raises `ConfigError` for words that do not compose."""
-    words = hydra_words(arguments)
-    parsed = command_options(words)
-    if parsed is None:
-        raise ConfigError(f"{' '.join(words)} cannot be read; --help lists all options")
     chosen = [word for word in parsed.overrides if not may_sweep([word])]
-    with wrong_words_explained(words), initialized(parsed.config_dir) as hydra_instance:
-        name = parsed.config_name or "train"
-        composed = hydra_instance.compose_config(name, chosen, RunMode.RUN)
+    with wrong_words_explained(parsed), initialized(parsed.config_dir) as hydra_instance:
+        composed = hydra_instance.compose_config(parsed.config_name, chosen, RunMode.RUN)
         groups = choices_by_group(hydra_instance.config_loader)
     plain: Any = OmegaConf.to_container(composed, resolve=False)
     return plain, groups
 
 
-def place_options(config_dir: str | None, config_name: str | None) -> tuple[str, ...]:
+def place_options(parsed: argparse.Namespace) -> tuple[str, ...]:
     """The options that say where the configuration is; none for what was not given."""
-    given = {"--config-dir": config_dir, "--config-name": config_name}
-    return tuple(itertools.chain(*((name, value) for name, value in given.items() if value)))
+    options: list[str] = []
+    if parsed.config_dir:
+        options += ["--config-dir", parsed.config_dir]
+    if parsed.config_name != "train":
+        options += ["--config-name", parsed.config_name]
+    return tuple(options)
 
 
 def job_here(config: TrainConfig, options: tuple[str, ...]) -> Job:
@@ -183,23 +182,7 @@ def folder_errors_explained() -> Iterator[None]:
     except OSError as error:
         if isinstance(error, HydraException):  # a config that does not exist is both
             raise
-        raise ConfigError(
-            f"hydra.run.dir: the run directory cannot be made or written: {error}"
-        ) from None
-
-
-def check_run_dir(word: str) -> None:
-    """Raises `ConfigError` for an empty run directory, or one with links where a run writes."""
-    named = _FOLDER.fullmatch(word)
-    if named is None:
-        return
-    path = named["path"].strip(" '\"")
-    if not path:
-        raise ConfigError(
-            "hydra.run.dir is empty: it would be the current folder; name one, or omit it for "
-            "a new one"
-        )
-    _check_links(path)
+        raise ConfigError(f"hydra.run.dir: the run directory cannot be made: {error}") from None
 
 
 def _check_links(folder: str) -> None:

@@ -7,122 +7,95 @@ valid choice.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hydra import compose
-from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from parallel2d.base.config.model_and_data import FAMILIES, DataConfig
-from parallel2d.base.config.options import GONE_KEYS, allowed, gone
-from parallel2d.base.config.schema import PRESETS, choices_by_group, initialized
-from parallel2d.base.errors import did_you_mean, nearest
-
-# The choices of the group `model`, by family.
-_MODELS = {
-    "llama": "model=llama_8b and its other sizes",
-    "custom": "model=custom",
-    "hf": "model=hf",
-}
+from parallel2d.base.config.model_and_data import FAMILIES
+from parallel2d.base.config.options import allowed, choice_problem
+from parallel2d.base.config.schema import choices_by_group, initialized
+from parallel2d.base.errors import did_you_mean, nearest_words
 
 
-def explain(words: Sequence[str], error: Exception) -> str:
+def explain(parsed: argparse.Namespace, error: Exception) -> str:
     """One line per wrong word; the first lines of ``error`` where no single word is wrong."""
-    arguments = get_args_parser().parse_args(list(words))
-    if arguments.config_path:
-        return first_line(error)  # all files are in another place
-    with initialized(arguments.config_dir) as hydra_instance:
+    with initialized(parsed.config_dir) as hydra_instance:
         loader = hydra_instance.config_loader
         groups = choices_by_group(loader)
-        wrong, chosen, values = _read(arguments.overrides, loader, groups)
+        wrong, chosen, values = _read(parsed.overrides, loader, groups)
         try:
-            base = compose(arguments.config_name or "train", overrides=chosen)
+            base = compose(parsed.config_name, overrides=chosen)
         # Such as +strategy=ddp, which no single word shows, or a wrong value in one's own file.
         except (HydraException, OmegaConfBaseException, ValueError):
             return "\n".join(wrong) or first_line(error)
-        tried = [_try_value(base, groups, word, override) for word, override in values]
+        tried = [_try_value(base, groups, override) for override in values]
     return "\n".join([*wrong, *filter(None, tried)]) or first_line(error)
 
 
 def _read(
     words: Sequence[str], loader: Any, groups: Mapping[str, Sequence[str]]
-) -> tuple[list[str], list[str], list[tuple[str, Any]]]:
+) -> tuple[list[str], list[str], list[Override]]:
     """Lines for wrong words; choices of groups, whose keys are needed to try values; values."""
     wrong: list[str] = []
     chosen: list[str] = []
-    values: list[tuple[str, Any]] = []
+    values: list[Override] = []
     for word in words:
         # Each word on its own: Hydra's parser stops at the first that it cannot read.
         try:
             override = OverridesParser.create(loader).parse_override(word)
         except HydraException as unreadable:
-            wrong.append(_unreadable(word, unreadable))
+            # The first line names the character; the others draw it.
+            reason = str(unreadable).splitlines()[0]
+            advice = "write key=value, and quote special characters"
+            wrong.append(f"{word} cannot be read ({reason}); {advice}")
             continue
-        key = str(override.key_or_group)
+        key = override.key_or_group
+        is_sweep = override.is_sweep_override()
         if key in groups:
-            choices = _choices(override)
+            text = override.get_value_string()
+            choices = [part.strip() for part in text.split(",")] if is_sweep else [text]
             unknown = [choice for choice in choices if choice not in groups[key]]
             wrong += [_unknown_choice(key, choice, groups[key]) for choice in unknown]
             # Of several choices for a sweep any has the keys.
-            if not unknown and not override.is_sweep_override():
-                chosen.append(f"{key}={choices[0]}")
-        # Hydra checks its own keys, and each job of a sweep is checked when it is composed.
-        elif not key.startswith("hydra") and not override.is_sweep_override():
-            values.append((word, override))
+            if not unknown and not is_sweep:
+                chosen.append(f"{key}={text}")
+        # Hydra checks its own keys.
+        elif not key.startswith("hydra"):
+            values.append(override)
     return wrong, chosen, values
 
 
-def _unreadable(word: str, error: HydraException) -> str:
-    # The first line names the character; the others draw it.
-    reason = str(error).splitlines()[0]
-    advice = "write key=value, and quote special characters"
-    # Quoting does not help in a plan, whose patterns Hydra reads as lists and mappings.
-    if word.lstrip("+").startswith("model.tensor_plan="):
-        advice = (
-            "patterns may hold * ? and [abc] here; others go in a YAML file or come from "
-            "package.module:function"
-        )
-    return f"{word} cannot be read ({reason}); {advice}"
-
-
-def _choices(override: Any) -> list[str]:
-    """The choices of a config group that a word names: several in a sweep."""
-    if override.is_delete():
-        return [str(override.value())]
-    text = str(override.get_value_string())
-    return [part.strip() for part in text.split(",")] if override.is_sweep_override() else [text]
-
-
-def _unknown_choice(group: str, choice: str, allowed: Sequence[str]) -> str:
-    # The choices of data are files, with one class for all.
-    presets = {**PRESETS, "data": {"": DataConfig()}}
-    for preset in presets.get(group, {}).values():
-        named = preset.__dataclass_fields__.get("name")
-        if named is not None and choice in named.metadata.get("gone", ()):
-            return gone(group, choice, named.metadata)
+def _unknown_choice(group: str, choice: str, choices: Sequence[str]) -> str:
     if group == "experiment":
-        others = ", ".join(name for name in allowed if name != "none")
+        others = ", ".join(name for name in choices if name != "none")
         there = f"; there are {others}" if others else ""
         return (
             f"no experiment '{choice}'{there}; pass --config-dir DIR with experiment/{choice}.yaml"
         )
-    near = did_you_mean(choice, allowed)
-    return f"{group}={choice} is not one of {', '.join(allowed)}{near}"
+    return str(choice_problem(group, choice, choices))
 
 
-def _try_value(base: DictConfig, groups: Collection[str], word: str, override: Any) -> str | None:
-    """What is wrong with ``word``, which sets a key; None for nothing."""
-    key = override.key_or_group
+def _try_value(
+    base: DictConfig, groups: Mapping[str, Sequence[str]], override: Override
+) -> str | None:
+    """What is wrong with a word that sets a key; None for nothing."""
+    key, word = override.key_or_group, override.input_line
     keys = dotted_keys(base)
     # ~key: Hydra removes keys, and the schema has no place for a missing one.
     if override.is_delete():
         return f"{word}: keys cannot be removed, only set"
     if key not in keys:
-        return unknown_key(key, word, keys, groups)
+        return unknown_key(key, str(word), keys, groups)
+    # Each job of a sweep is checked when it is composed.
+    if override.is_sweep_override():
+        return None
     # model=llama sets a group, optimizer=3 would replace all keys below it.
     node = OmegaConf.select(base, key, throw_on_missing=False)
     if OmegaConf.is_dict(node) and not isinstance(override.value(), dict):
@@ -142,45 +115,36 @@ def _try_value(base: DictConfig, groups: Collection[str], word: str, override: A
     return None
 
 
-def unknown_key(key: str, word: str, keys: Collection[str], groups: Collection[str] = ()) -> str:
-    """What is said of a ``word`` that sets a ``key`` that is none of ``keys``: what is there
-    instead, where it belongs, or the nearest."""
-    if key in GONE_KEYS:
-        return f"{key} is gone: {GONE_KEYS[key]}"
+def unknown_key(
+    key: str, word: str, keys: Collection[str], groups: Mapping[str, Sequence[str]]
+) -> str:
+    """What is said of a ``word`` that sets a ``key`` that is none of ``keys``: where it belongs,
+    the nearest, or what lists those that there are."""
     line = f"unknown key {key}" + (f" (given as {word})" if word != key else "")
-    owners = _models_with(key, keys)
-    if owners:
-        return f"{line}: it belongs to {' or '.join(owners)}"
-    parent = key.rpartition(".")[0]
-    siblings: list[str] = []
-    if parent in keys:
-        siblings = [other for other in keys if other.rpartition(".")[0] == parent]
+    section, _, rest = key.partition(".")
+    name = rest.partition(".")[0]
+    if section == "model" and f"model.{name}" not in keys:
+        owners = [family for family, kind in FAMILIES.items() if name in vars(kind())]
+        if owners:
+            return f"{line}: models of family {' or '.join(owners)} have it"
     # A whole key that is spelled alike is a better guess than one whose last part is.
-    near = did_you_mean(key, [*keys, *groups], 0.8) or _near_last_part(key, siblings or keys)
-    if siblings:
-        return f"{line}{near}; {parent} has {', '.join(map(_last_part, siblings))}"
-    return line + (near or "; --help all lists them, docs/coming-from.md those of other frameworks")
+    near = did_you_mean(key, [*keys, *groups], 0.8) or _near_last_part(key, keys)
+    if near:
+        return line + near
+    parent = key.rpartition(".")[0]
+    lists = f"--help {parent}" if parent in keys else "--help all"
+    return f"{line}; {lists} lists keys, docs/coming-from.md those of other frameworks"
 
 
 def _near_last_part(key: str, keys: Collection[str]) -> str:
-    """By the last part of the keys alone: ``steps`` is train.steps or profile.steps."""
-    close = nearest(_last_part(key), map(_last_part, keys))
-    meant = [other for other in keys if _last_part(other) == close]
+    """``steps`` is train.steps or profile.steps; a key of a group is one of the same group."""
+    parent, _, last = key.rpartition(".")
+    others = {other: other.rpartition(".")[2] for other in keys}
+    if parent in keys:
+        others = {other: name for other, name in others.items() if other == f"{parent}.{name}"}
+    close = nearest_words(last, others.values(), count=1)
+    meant = [other for other, name in others.items() if name in close]
     return f"; did you mean {' or '.join(meant)}?" if meant else ""
-
-
-def _last_part(key: str) -> str:
-    return key.rpartition(".")[2]
-
-
-def _models_with(key: str, known: Collection[str]) -> list[str]:
-    """The choices of ``model`` that have the unknown ``key``; none where the one that was chosen,
-    with the keys ``known``, has its first part."""
-    section, _, rest = key.partition(".")
-    name = rest.partition(".")[0]
-    if section != "model" or f"model.{name}" in known:
-        return []
-    return [_MODELS[family] for family, kind in FAMILIES.items() if name in vars(kind())]
 
 
 def dotted_keys(config: DictConfig, prefix: str = "") -> dict[str, bool]:

@@ -1,5 +1,5 @@
-"""Answers that a command gives instead of running: `information`, of which `help_page` is what
-``--help`` shows. `sections` has the meaning of every key, also for the documentation."""
+"""Answers that a command gives instead of running: `information`. `sections` has the meaning of
+every key, also for the documentation."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from parallel2d.base.config.composition import survey
 from parallel2d.base.config.job import TrainConfig
 from parallel2d.base.config.model_and_data import FAMILIES
 from parallel2d.base.config.options import REQUIRED, allowed, as_word, default_of
+from parallel2d.base.config.words import read_words
 from parallel2d.base.errors import ConfigError, did_you_mean
 
 WIDTH = 100
@@ -67,17 +68,6 @@ class Documented:
         return _SENTENCE_END.split(self.text, maxsplit=1)[0].rstrip(".")
 
 
-def information(words: Sequence[str], program: str, purpose: str) -> str | None:
-    """The text that ``words`` ask for by ``--help`` or ``--version``; None for those of a
-    job. ``program``: how the command was called. ``purpose``: what it does, for ``--help``. Raises
-    `ConfigError` for arguments that do not compose."""
-    if "--version" in words:
-        return version()
-    if not {"-h", "--help"}.isdisjoint(words):
-        return help_page(words, program, purpose)
-    return None
-
-
 def show(text: str) -> None:
     """Prints ``text``. A reader that ends before, such as ``| head``, is no error."""
     try:
@@ -97,30 +87,40 @@ def version() -> str:
         ) from None
 
 
-def help_page(words: Sequence[str], program: str, purpose: str) -> str:
-    """At most `WIDTH` columns wide. Values are those that the overrides among ``words`` compose to;
-    of the others, each is a key or a group that is explained, or ``all`` for every key. Without any
-    it is one screen. ``program``: how the command was called. ``purpose``: what it does, in a
-    sentence. Raises `ConfigError` for overrides that do not compose and for unknown names."""
-    topics = [word for word in words if "=" not in word and not word.startswith("-")]
-    values, groups = survey([word for word in words if word not in topics])
+def information(words: Sequence[str], program: str, purpose: str) -> str | None:
+    """The text that ``words`` ask for by ``--help`` or ``--version``; None for those of a job.
+
+    Help is at most `WIDTH` columns wide. Values are those that the overrides among ``words``
+    compose to; of the others, each is a key or a group that is explained, or ``all`` for every key.
+    Without any it is one screen. ``program``: how the command was called. ``purpose``: what it
+    does. Raises `ConfigError` for overrides that do not compose and for unknown names."""
+    if "--version" in words:
+        return version()
+    if {"-h", "--help"}.isdisjoint(words):
+        return None
+    parsed = read_words(words)
+    topics = [word for word in parsed.overrides if "=" not in word]
+    parsed.overrides = [word for word in parsed.overrides if "=" in word]
+    values, groups = survey(parsed)
     if not topics:
         return _screen(program, purpose, groups, values["hydra"]["runtime"]["choices"])
     lines: list[str] = []
     for topic in topics:
-        if topic in groups:
-            lines.append(f"{topic}: one of {' '.join(groups[topic])}")
-        found = list(_about(topic, values))
+        found = list(_about(topic, values, groups))
         if not found:
             keys = [each.key for section in sections() for each in section.keys]
             known = [*groups, *keys]
             raise ConfigError(f"--help {topic}: no such key{did_you_mean(topic, known)}")
         lines += found
-    return "\n".join(lines[:-1])
+    return "\n".join(lines).rstrip()
 
 
-def _about(topic: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """A table for each section with keys that are ``topic``, or in it."""
+def _about(
+    topic: str, values: Mapping[str, Any], groups: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+    """The choices of ``topic``; a table for each section with keys that are it, or in it."""
+    if topic in groups:
+        yield f"{topic}: one of {' '.join(groups[topic])}"
     for section in sections():
         if section.family not in ("", values["model"]["family"]):
             continue
@@ -184,24 +184,18 @@ def _key(name: str, item: dataclasses.Field[Any]) -> Documented:
     text = item.metadata["text"]
     if not text and choices:
         text = f"Set by the group: {name.removesuffix('.name')}={choices[-1]}"
-    # Where few of the choices read the key they stand first, else behind it.
     readers = item.metadata.get("read_by", ())
-    if item.metadata.get("of", "name") == "name" and readers:
-        few = len(readers) <= 2
-        text = f"{', '.join(readers)}: {text}" if few else f"{text}. Read by {', '.join(readers)}"
+    if readers and "of" not in item.metadata:
+        text = f"{', '.join(readers)}: {text}"
     return Documented(name, text, allowed(item), choices, default_of(item))
 
 
 def _row(documented: Documented, values: Mapping[str, Any], topic: str) -> tuple[str, str]:
-    """A key with its value and meaning. What is allowed stands there for a key that was asked for,
-    and where no group lists it."""
+    """A key with its value, its meaning and what is allowed; whole for a key that was asked for."""
     value: Any = functools.reduce(operator.getitem, documented.key.split("."), values)
     setting = documented.key + (" (required)" if value == REQUIRED else f"={as_word(value)}")
-    if topic == documented.key:
-        return setting, f"{documented.text} ({documented.allowed})"
-    if documented.key.endswith(".name") or not documented.choices:
-        return setting, documented.summary
-    return setting, f"{documented.summary} ({documented.allowed})"
+    text = documented.text if topic == documented.key else documented.summary
+    return setting, f"{text} ({documented.allowed})"
 
 
 _wrap = functools.partial(textwrap.wrap, width=WIDTH, break_on_hyphens=False)

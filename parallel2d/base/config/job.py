@@ -25,7 +25,6 @@ from parallel2d.base.config.parallel import (
 )
 from parallel2d.base.errors import ConfigError
 
-OPTIMIZER_NAMES = ("adamw", "adam", "sgd", "muon", "custom")
 _adam = partial(option, read_by=("adamw", "adam", "muon"))
 _momentum = partial(option, read_by=("sgd", "muon"))
 _muon = partial(option, read_by=("muon",))
@@ -41,22 +40,11 @@ class OptimizerConfig:
     each on one rank, sent in bf16; embeddings, head, norms, biases by AdamW. ``custom``: your own.
     """
 
-    name: str = option(
-        "adamw",
-        choices=OPTIMIZER_NAMES,
-        gone={
-            "adafactor": "use optimizer=custom optimizer.target=adafactor:build, with examples/ on "
-            "PYTHONPATH"
-        },
-    )
+    name: str = option("adamw", choices=("adamw", "adam", "sgd", "muon", "custom"))
     lr: float = option(0.001, "Learning rate at its peak; the scheduler scales it", above=0)
-    betas: list[float] = _adam(
-        [0.9, 0.95], "Decay of the first and the second moment per step; with muon, of its AdamW"
-    )
+    betas: list[float] = _adam([0.9, 0.95], "Decay of both moments; with muon, of its AdamW")
     eps: float = _adam(1e-08, "Added to the root of the second moment; with muon, AdamW's", above=0)
-    weight_decay: float = option(
-        0.1, "Weight decay of matrices; added to the gradient by adam and sgd alone", min=0
-    )
+    weight_decay: float = option(0.1, "Decay of matrices; adam, sgd: part of the gradient", min=0)
     clip_norm: float = option(
         1.0, "Largest global 2-norm of the gradient; inf: never clipped", above=0, infinite=True
     )
@@ -85,11 +73,12 @@ class OptimizerConfig:
         "With match_rms_adamw one lr serves AdamW too; original wants 20 times the lr",
         choices=("match_rms_adamw", "original"),
     )
-    newton_schulz_steps: int = _muon(
-        5, "Newton-Schulz iterations per update, 3 matrix products each", between=(1, 99)
-    )
+    newton_schulz_steps: int = _muon(5, "Iterations per update, 3 products each", between=(1, 99))
     target: str | None = _custom(
-        None, "package.module:build(groups, **arguments) -> torch.optim.Optimizer", reference=True
+        None,
+        "package.module:build(groups, **arguments) -> torch.optim.Optimizer",
+        reference=True,
+        required_by=("custom",),
     )
     arguments: dict[str, Any] = _custom({}, "Of the function: optimizer.arguments.beta=0.9")
 
@@ -125,9 +114,7 @@ class StopConfig:
     metric: str | None = option(None, "Metric that must improve, also of a hook; null: never stop")
     patience: int = option(5, "Measurements in a row that may be no better", min=1, needs="metric")
     min_delta: float = option(0.0, "Better by less than this is not better", min=0, needs="metric")
-    mode: str = option(
-        "min", "Whether small or large values are better", choices=("min", "max"), needs="metric"
-    )
+    mode: str = option("min", "Which values are better", choices=("min", "max"), needs="metric")
 
 
 @dataclass
@@ -135,9 +122,7 @@ class LoopConfig:
     """The training loop. Batch sizes count samples, such as sequences; steps count from 1."""
 
     steps: int = option(300, "Steps of the run, one global batch each", min=1)
-    epochs: int | None = option(
-        None, "Passes over the data; set `steps` and `data.epochs`; null: ends after `steps`", min=1
-    )
+    epochs: int | None = option(None, "Passes over the data in place of `steps`; null: none", min=1)
     seed: int = option(0, "Decides initial weights, data order and dropout", between=(0, 2**63 - 1))
     global_batch_size: int = option(32, "Samples of a step on all ranks", min=1)
     micro_batch_size: int | str = option(
@@ -159,10 +144,7 @@ class LoopConfig:
     loss_chunk: int | None = option(None, "Tokens whose logits exist at a time; null: all", min=1)
     z_loss: float = option(0.0, "Weight in a token's loss of the squared log-sum-exp", min=0)
     ema: float | None = option(
-        None,
-        "Decay of averages of the weights (EMA), which are validated and saved too; null: none",
-        above=0,
-        max=0.999999,
+        None, "Decay of averages of the weights, validated and saved too", above=0, max=0.999999
     )
     validate_every: int = option(100, "Steps between validations; 0: never", min=0)
     validate_batches: int = option(4, "Global batches per validation", min=1)
@@ -184,14 +166,10 @@ class LoopConfig:
 class MetricsConfig:
     """What is written and shown."""
 
-    log_every: int = option(
-        1, "Steps between rows of metrics.jsonl; losses in between are reduced too", min=1
-    )
+    log_every: int = option(1, "Steps between rows of metrics.jsonl; all losses are reduced", min=1)
     console: str = option("rich", "How steps are shown", choices=("rich", "plain", "silent"))
     tensorboard: bool = option(True, "Write the same values to tensorboard/ in the run dir")
-    memory_history: bool = option(
-        False, "On GPU, record where memory was allocated, for the snapshot of an out-of-memory"
-    )
+    memory_history: bool = option(False, "On GPU, record allocations for an out-of-memory snapshot")
     communication: bool = option(True, "Count bytes, calls, seconds per axis; false: wrap nothing")
 
 
@@ -210,41 +188,26 @@ class CheckpointConfig:
     only, once per save."""
 
     enabled: bool = option(True, "Save checkpoints; false: nothing is saved, resume still works")
-    every: int = option(
-        100, "Steps between checkpoints, and most that a crash loses; 0: not by steps", min=0
-    )
-    every_minutes: float = option(
-        0.0, "Minutes between checkpoints, by rank 0's clock; 0: not by time", min=0
-    )
-    on_first_step: bool = option(
-        False, "Save after the first step of this process: finds out at once whether saving works"
-    )
+    every: int = option(100, "Steps between saves, most that a crash loses; 0: not by steps", min=0)
+    every_minutes: float = option(0.0, "Minutes between saves, of rank 0; 0: not by time", min=0)
+    on_first_step: bool = option(False, "Save after the first step too, which shows that it works")
     asynchronous: bool = option(True, "Write while training goes on; false: wait, no CPU copy")
     keep_last: int = option(3, "Newest checkpoints kept, with AdamW 3x parameters; 0: all", min=0)
-    keep_every: int = option(
-        0, "Checkpoints of steps that are multiples of it are never deleted; 0: none", min=0
-    )
-    keep_best: str | None = option(
-        None, "Metric whose best step is kept beside the newest; checkpoints/best.json names it"
-    )
+    keep_every: int = option(0, "Checkpoints of its multiples are never deleted; 0: none", min=0)
+    keep_best: str | None = option(None, "Metric whose best step is kept; best.json names it")
     keep_best_mode: str = option(
         "min", "Whether small or large values are better", choices=("min", "max"), needs="keep_best"
     )
     max_failures: int = option(3, "Saves in a row that may fail before the run does", min=1)
     memory_every: int | str = option(
         "auto",
-        "Steps between copies of the state in the nodes' shared memory, for restarts on the same "
-        "mesh; 0: none. They cost 2x each rank's part. auto: 10 where all restart or go back. "
-        "Two replicas cover lost nodes, one lost workers",
+        "Steps between copies of the state in shared memory, for restarts (docs/checkpoints.md); "
+        "0: none. They cost 2x each rank's part. auto: 10 where all restart or go back",
         min=0,
     )
-    folder: str | None = option(
-        None, "Where checkpoints are, such as s3://bucket/run (fsspec); null: in the run dir"
-    )
+    folder: str | None = option(None, "Place such as s3://bucket/run (fsspec); null: the run dir")
     resume: str = option("auto", "auto: the run dir's newest sound one; never: afresh; or a path")
-    load: str = option(
-        "all", "What is resumed; model_only: no optimizer", choices=("all", "model_only")
-    )
+    load: str = option("all", "What is resumed; all: optimizer too", choices=("all", "model_only"))
     strict: bool = option(True, "Refuse names and shapes that differ; false: skip and list them")
 
 
@@ -253,41 +216,24 @@ class LaunchConfig:
     """Starting workers when not under torchrun or srun: on this machine, or on every node where the
     same command is started."""
 
-    nproc_per_node: int | str = option(
-        "auto", "Workers of a node; auto: one per GPU, 4 on a machine without", min=1
-    )
+    nproc_per_node: int | str = option("auto", "Ranks of a node; auto: one per GPU, else 4", min=1)
     nnodes: int | str = option(1, "Nodes; 2:4: go on with fewer, grow again, with one loss curve")
-    rdzv_endpoint: str | None = option(
-        None, "HOST:PORT where nodes meet: an address of one of them, or of a store outside of them"
-    )
-    job_id: str | None = option(
-        None, "Tells jobs that share an endpoint apart, for a store outside"
-    )
+    rdzv_endpoint: str | None = option(None, "HOST:PORT where nodes meet: of one, or of a store")
+    job_id: str | None = option(None, "Tells jobs that share an endpoint apart")
     secret_file: str | None = option(
         None,
-        "File with the secret of the job's nodes; null: it is in PARALLEL2D_SECRET. `python -m "
-        "parallel2d.launch secret` makes one",
+        "File with the job's secret (parallel2d.launch secret); null: PARALLEL2D_SECRET has it",
     )
-    insecure: bool = option(
-        False, "Several nodes without a secret: whoever reaches the endpoint decides what runs"
-    )
-    rendezvous_timeout: float = option(
-        600.0, "Seconds to wait for the smallest number of nodes, and for the store", min=1
-    )
-    max_restarts: int | str = option(
-        "auto", "Failures without a step in between. auto: 0 on one node, 5 on several", min=0
-    )
-    min_replicas: int = option(
-        1, "Replicas with which training goes on while others are lost; below, it waits", min=1
-    )
+    insecure: bool = option(False, "No secret: whoever reaches the endpoint decides what runs")
+    rendezvous_timeout: float = option(600.0, "Seconds to wait for a store and enough nodes", min=1)
+    max_restarts: int | str = option("auto", "Failures in a row; auto: 0 on a node, else 5", min=0)
+    min_replicas: int = option(1, "Replicas that train on if others are lost; below: wait", min=1)
     timeout: float = option(600.0, "Seconds that a collective may wait for a late rank", above=0)
     first_step_timeout: float | None = option(
         None, "Seconds of the same in the first step; null: 1800, or `timeout` if larger"
     )
     grace_s: int = option(60, "Seconds that workers have to save after SIGTERM or SIGUSR1", min=1)
-    requeue_exit_code: int = option(
-        75, "Exit code of a run that saved after such a signal (EX_TEMPFAIL)", between=(1, 255)
-    )
+    requeue_exit_code: int = option(75, "Exit code once saved after a signal", between=(1, 255))
     host_id: str | None = option(None, "Host identity; null: host name and network namespace")
 
     @property
@@ -362,7 +308,7 @@ class TrainConfig:
         not send of its last gradients; where they split updates, the others wait for it."""
         certifies = self.train.certify or self.train.certify_only
         own_engine = self.sync.engine == "parallel2d"
-        return self.strategy.replicates and own_engine and not certifies
+        return self.strategy.placement.replicates and own_engine and not certifies
 
     def parallel(self) -> ParallelConfig:
         """The part that `parallel2d.parallelize` reads."""

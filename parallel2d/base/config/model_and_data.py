@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -36,9 +36,7 @@ class CustomModel:
     """Your own ``nn.Module``: ``model=custom model.target=package.module:factory``."""
 
     family: str = option("custom", "Set by the group: model=custom")
-    target: str = _reference(
-        "???", "package.module:factory; called with `arguments`, returns an nn.Module"
-    )
+    target: str = _reference("???", "package.module:factory(**arguments), returns an nn.Module")
     arguments: dict[str, Any] = option({}, "Arguments of the factory: model.arguments.depth=12")
     init: str | None = _reference(
         None, "package.module:function(module, name), sets its tensors; null: the factory does"
@@ -59,26 +57,16 @@ class HuggingFaceModel:
 
     family: str = option("hf", "Set by the group: model=hf")
     path: str | None = option(None, "Local folder with config.json; its safetensors are loaded")
-    architecture: str | None = option(
-        None, "Instead of path, a model type of the library: qwen3; weights come from the seed"
-    )
-    arguments: dict[str, Any] = option(
-        {}, "Set on the model's configuration: model.arguments.num_hidden_layers=4"
-    )
+    architecture: str | None = option(None, "Model type such as qwen3; weights are by the seed")
+    arguments: dict[str, Any] = option({}, "Of its configuration: model.arguments.hidden_size=64")
     head: str = option(
         "auto",
         "Which of the library's models is built; auto: that of config.json, or the first",
         choices=("auto", "causal_lm", "masked_lm", "seq2seq_lm", "image_classification", "base"),
     )
-    load_weights: bool = option(
-        True, "Load the weights of the folder; false: weights come from the seed all the same"
-    )
-    tensor_plan: Any = option(
-        None, "As of model=custom; null: the plan that the library ships with the model, if any"
-    )
-    adapter: Any = option(
-        None, "Trained beside the frozen model: {r: 8, target_modules: [q_proj]} of peft.LoraConfig"
-    )
+    load_weights: bool = option(True, "Load the weights of the folder; false: those of the seed")
+    tensor_plan: Any = option(None, "As of model=custom; null: the library's own plan, if any")
+    adapter: Any = option(None, "Arguments of peft.LoraConfig, trained on the frozen model")
 
 
 # What `model` holds, by `model.family`.
@@ -96,42 +84,32 @@ class DataConfig:
     """What is read and how documents become sequences. Global batch k is a function of seed, data
     and k alone."""
 
-    name: str = option(
-        "stdlib",
-        "Set by the group: data=hf",
-        choices=("stdlib", "text", "tokens", "hf", "bin", "custom"),
-        gone={"images": "use data=custom data.target=images:build, with examples/ on PYTHONPATH"},
-    )
+    name: str = option("stdlib", choices=("stdlib", "text", "tokens", "hf", "bin", "custom"))
     path: str | None = option(
         None,
         "What is read. text: a file, folder or glob of text, .jsonl or .parquet (.gz and .zst "
         "too); tokens: a folder of `python -m parallel2d.data prepare`; hf: a data set's name, or "
-        "a saved one; bin: a file of token ids as uint16, nothing else, as nanoGPT writes them",
+        "a saved one; bin: a file of token ids as uint16",
         read_by=("text", "tokens", "hf", "bin"),
+        required_by=("text", "hf", "bin"),
     )
     mixture: list[Any] = option(
         [], "Instead of path: [{path: A, weight: 0.7}, {path: B, weight: 0.3}]", read_by=("tokens",)
     )
-    tokenizer: str = _prepared(
-        "bytes", "bytes, or the path of a tokenizer.json; the model's vocabulary must hold its ids"
-    )
-    end_token: str | None = _prepared(
-        None, "Token that ends a document; null: the tokenizer.json's usual one, or one id more"
-    )
+    tokenizer: str = _prepared("bytes", "bytes, or a tokenizer.json that the vocabulary can hold")
+    end_token: str | None = _prepared(None, "Ends a document; null: the usual one, or an id more")
     text_field: str = _rows(
         "text", "Field of a row with its text, in place of `prompt` and `completion` or `segments`"
     )
     document_kib: int = option(
-        64, "KiB from which text files are cut at line ends", min=1, read_by=("text",)
+        64, "KiB from which files are cut, by line", min=1, read_by=("text",)
     )
     subset: str | None = _hf(None, "The data set's configuration")
     split: str = _hf("train", "The part that is read; documents are held out of it by hash")
     validation_fraction: float = _prepared(
         0.02, "Share that is held out for validation, by hash of content", between=(0, 0.5)
     )
-    max_bad_rows: int = _rows(
-        0, "Rows that may be unreadable; more of them are an error with file and line", min=0
-    )
+    max_bad_rows: int = _rows(0, "Rows that may be unreadable; more are an error with line", min=0)
     packing: str = _sequences(
         "packed", "Documents one behind the other, or one a sequence", choices=("packed", "padded")
     )
@@ -142,8 +120,7 @@ class DataConfig:
     epochs: int = option(0, "Times that the data is read until the run ends; 0: no end", min=0)
     end: str = option(
         "drop",
-        "Last global batch that is not full: omitted, padded with weight zero, or filled from the "
-        "start",
+        "Last global batch that is not full: omitted, padded with weight zero, or filled",
         choices=("drop", "pad", "wrap"),
         needs="epochs",
     )
@@ -153,14 +130,13 @@ class DataConfig:
         min=1,
         read_by=("stdlib", "text", "hf", "custom"),
     )
-    cache_dir: str | None = _prepared(
-        None, "Where prepared data are; null: parallel2d in the user's cache folder"
-    )
+    cache_dir: str | None = _prepared(None, "Of prepared data; null: in the user's cache folder")
     target: str | None = _custom(
         None,
         "package.module:build(**arguments), returns a data set. It has `__len__` and "
         "`__getitem__`; or a pair with a function that makes a batch of a list of samples",
         reference=True,
+        required_by=("custom",),
     )
     arguments: dict[str, Any] = _custom({}, "Of the function: data.arguments.folder=pictures")
 
@@ -193,37 +169,20 @@ def validation_set(data: DataConfig, entry: dict[str, Any]) -> DataConfig:
     return replace(own, **entry)
 
 
-_PATHS = {
-    "text": "a file, folder or glob",
-    "hf": "a data set's name, or the folder of a saved one",
-    "bin": "a file of token ids as uint16",
-}
 _SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
-# What the values of an entry of data.validation may be, by the annotation of the field.
-_KINDS: Mapping[str, tuple[type, ...]] = {
-    "str": (str,),
-    "str | None": (str, type(None)),
-    "int": (int,),
-    "int | str": (int, str),
-    "float": (int, float),
-    "list[Any]": (list,),
-    "dict[str, Any]": (dict,),
-}
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:
     """Yields a line for each contradiction between keys of ``data``, and for each problem of a set
     of ``data.validation``."""
-    if data.name in _PATHS and not data.path:
-        yield f"data.path is required with data={data.name}: {_PATHS[data.name]}"
-    if data.name == "custom" and data.target is None:
-        yield "data.target is required with data=custom: package.module:build"
     if data.name == "tokens" and bool(data.path) == bool(data.mixture):
         yield (
             "data=tokens needs either data.path, a prepared folder, or data.mixture=[{path: A, "
             "weight: 0.7}, ...]"
         )
-    yield from _mixture_problems(data.mixture)
+    for entry in data.mixture:
+        if not isinstance(entry, dict) or set(entry) != {"path", "weight"}:
+            yield f"data.mixture has {entry}; an entry has the form {{path: A, weight: 1}}"
     if data.packing == "padded" and data.intra_document_masking:
         yield (
             "data.intra_document_masking=true has no effect with data.packing=padded: a sequence "
@@ -233,35 +192,23 @@ def data_problems(data: DataConfig) -> Iterator[str]:
         yield from _validation_set_problems(data, f"data.validation.{name}", str(name), entry)
 
 
-def _mixture_problems(mixture: list[Any]) -> Iterator[str]:
-    for entry in mixture:
-        if not isinstance(entry, dict) or set(entry) != {"path", "weight"}:
-            yield f"data.mixture has {entry}; an entry has the form {{path: A, weight: 1}}"
-
-
 def _validation_set_problems(data: DataConfig, where: str, name: str, entry: Any) -> Iterator[str]:
     if not _SET_NAME.fullmatch(name):
         yield f"{where}: a set's name has letters, digits, '_', '.' and '-' alone"
     if not isinstance(entry, dict):
         yield f"{where}={entry} must have the form {{path: PATH, name: text}}, with keys of data.*"
         return
-    of_keys = list(_entry_problems(data, where, entry))
-    yield from of_keys
-    if of_keys:
-        return
-    own = validation_set(data, entry)
-    if (own.name == "custom") != (data.name == "custom"):
-        yield f"{where}.name={own.name} and data={data.name}: all sets are custom, or none"
-    yield from field_problems(own, where + ".")
-    for problem in data_problems(own):
-        yield f"{where}: {problem}"
-
-
-def _entry_problems(data: DataConfig, where: str, entry: Mapping[str, Any]) -> Iterator[str]:
-    kinds = {item.name: str(item.type) for item in fields(data) if item.name in ENTRY_KEYS}
-    for key, value in entry.items():
-        if key not in kinds:
+    for key in entry:
+        if key not in ENTRY_KEYS:
             near = did_you_mean(key, ENTRY_KEYS)
             yield f"{where}.{key}: a set may have {', '.join(ENTRY_KEYS)}{near}"
-        elif not isinstance(value, _KINDS[kinds[key]]):
-            yield f"{where}.{key}={value} is no value of data.{key}"
+            return
+    own = validation_set(data, entry)
+    of_fields = list(field_problems(own, where + "."))
+    yield from of_fields
+    if of_fields:
+        return
+    if (own.name == "custom") != (data.name == "custom"):
+        yield f"{where}.name={own.name} and data={data.name}: all sets are custom, or none"
+    for problem in data_problems(own):
+        yield f"{where}: {problem}"

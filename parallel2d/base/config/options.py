@@ -21,37 +21,16 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "above": ("above {}", operator.gt),
     "max": ("at most {}", operator.le),
 }
-_KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "None": "null",
-    "Any": "anything",
-    "list": "a list [a,b]",
-    "dict": "a mapping {a: b}",
-}
-# Keys that are gone -> what to use instead. A value that is gone stands at its field.
-_UNPLANNED = "the planner has no use for it; write the file again with preflight --write"
-_MEASURED = "the planner predicts a step, and a run measures its goodput"
-_IMAGES = "use data=custom data.target=images:build, with examples/ on PYTHONPATH"
-_ADAFACTOR = "optimizer.arguments has the settings of optimizer=custom"
-GONE_KEYS = {
-    "model.loss": "train.loss says it, for any model",
-    "data.image_size": _IMAGES,
-    "data.channels": _IMAGES,
-    "optimizer.beta2_decay": _ADAFACTOR,
-    "optimizer.clip_threshold": _ADAFACTOR,
-    "cluster.device.group_overhead_us": _UNPLANNED,
-    "cluster.device.wait_overhead_us": _UNPLANNED,
-    **{f"cluster.device.coding_gb_per_s.{wire}": _UNPLANNED for wire in ("bf16", "int8", "int4")},
-    "cluster.device.peak_tflops.fp8": "the planner prices no products in 8-bit floats",
-    "cluster.node_mtbf_hours": _MEASURED,
-    "plan.efficiency": "cluster.device.efficiency says it",
-    "plan.save_s": _MEASURED,
-    "plan.restart_s": _MEASURED,
-    "plan.pictures": "python -m parallel2d.plan prints a table, and plan.json=FILE has its numbers",
-    "plan.sync_loss": "name a method: sync=every_step, or sync=diloco for a slow network",
+# By the annotation of a field: what its values are called, and their types.
+_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "int": ("a whole number", (int,)),
+    "float": ("a number", (int, float)),
+    "bool": ("true or false", (bool,)),
+    "str": ("text", (str, os.PathLike)),
+    "None": ("null", (type(None),)),
+    "Any": ("anything", (object,)),
+    "list": ("a list [a,b]", (list, tuple)),
+    "dict": ("a mapping {a: b}", (Mapping,)),
 }
 
 
@@ -62,8 +41,8 @@ def option(default: Any, text: str = "", **constraint: Any) -> Any:
     Constraints: ``choices`` (tuple), ``min``, ``above``, ``max`` (numbers), ``between``
     (min and max), ``infinite=True`` (infinity is allowed), ``reference=True`` (a callable,
     or ``package.module:name``). ``read_by``: the values of the section's ``name``, or of its field
-    ``of``, with which the field has an effect. ``needs``: the field of the section that must be
-    given for it. ``gone``: {a former value: what to use instead}.
+    ``of``, with which the field has an effect. ``required_by``: those of ``name`` with which it
+    must be given. ``needs``: the field of the section that must be given for it.
     """
     if "between" in constraint:
         constraint["min"], constraint["max"] = constraint.pop("between")
@@ -79,7 +58,8 @@ def default_of(item: Field[Any]) -> Any:
 
 
 def field_problems(config: Any, prefix: str = "") -> Iterator[str]:
-    """Yields one line per field that breaks its own constraint, or is set and not read."""
+    """Yields one line per field that breaks its own constraint, is set and not read, or is not set
+    and required."""
     for item in fields(config):
         value = getattr(config, item.name)
         key = f"{prefix}{item.name}"
@@ -87,8 +67,12 @@ def field_problems(config: Any, prefix: str = "") -> Iterator[str]:
             yield from field_problems(value, f"{key}.")
             continue
         own = value_problem(key, value, item)
+        required_by = item.metadata.get("required_by", ())
         if own:
             yield own
+        elif required_by and not value and config.name in required_by:
+            chosen = _chosen(config, "name", prefix)
+            yield f"{key} is required with {chosen}: {item.metadata['text']}"
         elif value != default_of(item):
             yield from _unread_problems(config, item, prefix)
 
@@ -96,82 +80,68 @@ def field_problems(config: Any, prefix: str = "") -> Iterator[str]:
 def value_problem(key: str, value: Any, item: Field[Any]) -> str | None:
     """What is wrong with a ``value`` of the field, whatever the others hold; None for nothing."""
     constraint = item.metadata
-    kinds = str(item.type).split(" | ")
     if value == REQUIRED:
         return f"{key} is required and was not given"
-    if value is None and not {"None", "Any"}.isdisjoint(kinds):
+    if value is None and "None" in _kinds(item):
         return None
-    if _has_infinite(value) and not constraint.get("infinite"):
-        return f"{key}={value} must be finite"
-    # A list, because values such as mappings cannot be looked up in a dictionary.
-    if value in list(constraint.get("gone", ())):
-        return gone(key, value, constraint)
-    if constraint.get("reference") and not (callable(value) or is_reference(value)):
-        return f"{key}={value} must have the form package.module:name"
-    if "choices" in constraint:
-        return choice_problem(key, value, constraint["choices"], "None" in kinds)
-    if constraint.keys() & _BOUNDS.keys():
-        return _bound_problem(key, value, constraint, kinds)
-    return None
-
-
-def _has_infinite(value: Any) -> bool:
-    """Whether a number, or one in a list, is infinite or not a number."""
-    # Such as betas; lists may hold anything, further lists included.
-    if isinstance(value, list | tuple):
-        return any(map(_has_infinite, value))
     # Whole numbers of Python are never infinite, and may be too large for a float.
-    return isinstance(value, float) and not math.isfinite(value)
+    is_infinite = isinstance(value, float) and not math.isfinite(value)
+    if is_infinite and not constraint.get("infinite"):
+        return f"{key}={value} must be finite"
+    if "choices" in constraint:
+        return choice_problem(key, value, constraint["choices"], "None" in _kinds(item))
+    return None if _fits(value, item) else f"{key}={as_word(value)} must be {allowed(item)}"
 
 
-def _bound_problem(
-    key: str, value: Any, constraint: Mapping[str, Any], kinds: Collection[str]
-) -> str | None:
-    wanted = _bounds(constraint)
-    numbers: Any = (int, float)
-    if "str" in kinds:
-        if value == "auto":
-            return None
-        if "float" not in kinds:
-            numbers = int
-            wanted = f"a whole number of {wanted}"
-        wanted += ", or auto"
-    if "None" in kinds:
-        wanted += ", or null"
+def _kinds(item: Field[Any]) -> list[str]:
+    """Of ``list[int] | None`` ``list`` and ``None``."""
+    return [kind.partition("[")[0] for kind in str(item.type).split(" | ")]
+
+
+def _types(kind: str) -> tuple[str, tuple[type, ...]]:
+    """What values of the kind are called, and their types; a dataclass stands for itself."""
+    return _KINDS.get(kind, (kind, ()))
+
+
+def _fits(value: Any, item: Field[Any]) -> bool:
+    kinds, limits = _kinds(item), _limits(item.metadata)
+    if value is not None and item.metadata.get("reference"):
+        return callable(value) or is_reference(value)
+    if limits and isinstance(value, str):
+        return value == "auto" and "str" in kinds
     # To Python a boolean is an integer.
-    is_number = isinstance(value, numbers) and not isinstance(value, bool)
-    limits = _limits(constraint)
-    if is_number and all(holds(value, limit) for _, holds, limit in limits):
-        return None
-    return f"{key}={value} must be {wanted}"
+    if isinstance(value, bool) and {"bool", "Any"}.isdisjoint(kinds):
+        return False
+    is_of_kind = any(isinstance(value, _types(kind)[1]) for kind in kinds)
+    return is_of_kind and all(holds(value, limit) for _, holds, limit in limits)
 
 
 def allowed(item: Field[Any]) -> str:
     """What the field may be: of ``int | str`` with ``min=1`` ``a whole number, at least 1, or
     auto``."""
-    kinds = [kind.partition("[")[0] for kind in str(item.type).split(" | ")]
+    kinds, limits = _kinds(item), _limits(item.metadata)
     choices = list(map(str, item.metadata.get("choices", ())))
     if choices:
         return _either([*choices, "null"] if "None" in kinds else choices)
-    parts = list(filter(None, [_bounds(item.metadata)]))
+    parts = []
+    if limits:
+        parts.append(" and ".join(text.format(limit) for text, _, limit in limits))
     if item.metadata.get("infinite"):
         parts.append("or inf")
-    if parts and "str" in kinds:
+    if limits and "str" in kinds:
         kinds.remove("str")
         parts.append("or auto")
     # A number may be written as a whole one.
     if "float" in kinds and "int" in kinds:
         kinds.remove("int")
-    return ", ".join([_either(list(map(_KINDS.__getitem__, kinds))), *parts])
+    names = {kind: _types(kind)[0] for kind in kinds}
+    if item.metadata.get("reference"):
+        names[kinds[0]] = "package.module:name"
+    return ", ".join([_either(list(names.values())), *parts])
 
 
 def _either(words: list[str]) -> str:
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
-
-
-def _bounds(constraint: Mapping[str, Any]) -> str:
-    """Such as ``at least 0 and at most 1``; empty for any number."""
-    return " and ".join(text.format(limit) for text, _, limit in _limits(constraint))
 
 
 def _limits(constraint: Mapping[str, Any]) -> list[tuple[str, Callable[[Any, Any], bool], Any]]:
@@ -186,13 +156,17 @@ def _unread_problems(config: Any, item: Field[Any], prefix: str) -> Iterator[str
     if needed is not None and getattr(config, needed) == getattr(type(config)(), needed):
         yield f"{has_no_effect} without {prefix}{needed}"
     if not is_read(config, item):
-        of = item.metadata.get("of", "name")
-        chosen = f"{prefix}{of}"
-        # A section of the top is chosen by its own word: sync=diloco.
-        if of == "name" and prefix.count(".") == 1:
-            chosen = prefix.rstrip(".")
-        readers = ", ".join(item.metadata["read_by"])
-        yield f"{has_no_effect} with {chosen}={getattr(config, of)}, only with {readers}"
+        chosen = _chosen(config, item.metadata.get("of", "name"), prefix)
+        yield f"{has_no_effect} with {chosen}, only with {', '.join(item.metadata['read_by'])}"
+
+
+def _chosen(config: Any, field_name: str, prefix: str) -> str:
+    """The word that sets the field: ``sync=diloco`` or ``sync.wire=int4``."""
+    key = f"{prefix}{field_name}"
+    # A section of the top is chosen by its own word.
+    if field_name == "name" and prefix.count(".") == 1:
+        key = prefix.rstrip(".")
+    return f"{key}={getattr(config, field_name)}"
 
 
 def is_read(config: Any, item: Field[Any]) -> bool:
@@ -204,11 +178,6 @@ def is_read(config: Any, item: Field[Any]) -> bool:
     chosen = getattr(config, of)
     is_known = chosen in config.__dataclass_fields__[of].metadata.get("choices", ())
     return not is_known or chosen in item.metadata["read_by"]
-
-
-def gone(key: str, value: str, constraint: Mapping[str, Any]) -> str:
-    """What is said of a former ``value`` of ``key``."""
-    return f"{key}={value} is gone: {constraint['gone'][value]}"
 
 
 def choice_problem(
@@ -254,11 +223,8 @@ def load_reference(key: str, reference: str) -> Any:
         sys.path.append(os.getcwd())
     try:
         found: Any = pkgutil.resolve_name(reference)
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         raise ConfigError(f"{key}={reference} cannot be imported: {error}") from None
-    except AttributeError:
-        module_name, _, name = reference.partition(":")
-        raise ConfigError(f"{key}={reference}: module {module_name} has no {name}") from None
     if not callable(found):
         raise ConfigError(f"{key}={reference} is not callable")
     return found

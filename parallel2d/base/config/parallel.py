@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from parallel2d.base.config.options import option
-from parallel2d.base.errors import ConfigError, did_you_mean
+from parallel2d.base.config.options import choice_problem, option
+from parallel2d.base.errors import ConfigError
 
 AXES = ("replicate", "shard", "context", "tensor")  # of the mesh, outermost to innermost
-DTYPES = ("fp64", "fp32", "bf16", "fp16")
 # What a tensor-parallel plan may say of a module; see parallel/parallelize/tensor_parallel.py.
 TENSOR_WORDS = (
     *("colwise", "rowwise", "sequence", "replicate"),
@@ -30,15 +29,9 @@ class MeshConfig:
     """Sizes of the mesh axes, outermost to innermost. ``auto`` is resolved against the machines
     that are found."""
 
-    replicate: int | str = option(
-        "auto", "Whole copies of the model; only reduced gradients cross this axis", min=1
-    )
-    shard: int | str = option(
-        "auto", "Ranks that split parameters, gradients and optimizer state of one copy", min=1
-    )
-    context: int | str = option(
-        "auto", "Ranks that split the positions of each sequence; auto is 1", min=1
-    )
+    replicate: int | str = option("auto", "Copies of the model; only gradients cross this", min=1)
+    shard: int | str = option("auto", "Ranks that split one copy, optimizer state included", min=1)
+    context: int | str = option("auto", "Ranks that split each sequence; auto is 1", min=1)
     tensor: int | str = option("auto", "Ranks that split each matrix product; auto is 1", min=1)
     allow_cross_node: bool = option(
         False, "Accept a shard or tensor group across hosts that would fit in one: up to 4x traffic"
@@ -46,12 +39,12 @@ class MeshConfig:
 
 
 class Placement(NamedTuple):
-    """What is whole on a rank and what is a part; see the properties of `StrategyConfig`."""
+    """What is whole on a rank and what is a part."""
 
-    replicates: bool
-    shards: bool
-    reshard_after_forward: bool
-    splits_updates: bool
+    replicates: bool  # there may be several copies of the model: mesh.replicate above 1
+    shards: bool  # all three are split inside a copy: mesh.shard may be above 1
+    reshard_after_forward: bool  # gathered parameters, the root's too, are freed until backward
+    splits_updates: bool  # each replica updates its own part of the parameters
 
 
 PLACEMENTS = {
@@ -68,15 +61,13 @@ AUTOMATIC = "auto"  # strategy=auto: chosen by the planner before ranks build an
 
 @dataclass
 class StrategyConfig:
-    """What each mesh axis does to parameters, gradients and optimizer state.
+    """What each mesh axis does to parameters, gradients and optimizer state, as in `PLACEMENTS`.
 
-    `PLACEMENTS` has it as a table. ``ddp`` keeps a full copy per rank. ``zero3`` shards parameters
-    over all ranks and frees them after each module's forward; ``zero2`` keeps them gathered until
-    backward is done (fewer all-gathers, more memory). The hybrids do the same inside the shard axis
-    and all-reduce the sharded gradient over the replicate axis. ``hybrid_full`` also splits the
-    gradients and the optimizer state over the replicas, for the same bytes: gradients are reduced
-    to the replica that updates them, and the updated parameters are gathered. ``auto`` is the one
-    that the planner finds, with its mesh; `parallelize` does not take it.
+    ``ddp`` keeps a full copy per rank. ``zero3`` shards parameters over all ranks and frees them
+    after each module's forward; ``zero2`` keeps them gathered until backward is done. The hybrids
+    do the same inside the shard axis and all-reduce the sharded gradient over the replicate axis.
+    ``hybrid_full`` also splits gradients and optimizer state over the replicas, for the same bytes.
+    ``auto`` is the one that the planner finds, with its mesh; `parallelize` does not take it.
     """
 
     name: str = option("hybrid", choices=(*STRATEGY_NAMES, AUTOMATIC))
@@ -90,31 +81,6 @@ class StrategyConfig:
                 f"{', '.join(STRATEGY_NAMES)}"
             )
         return PLACEMENTS[self.name]
-
-    @property
-    def replicates(self) -> bool:
-        """Whether there may be several copies of the model: ``mesh.replicate`` above 1."""
-        return self.placement.replicates
-
-    @property
-    def shards(self) -> bool:
-        """Whether all three are split inside a copy: ``mesh.shard`` may be above 1."""
-        return self.placement.shards
-
-    @property
-    def reshard_after_forward(self) -> bool:
-        """Whether gathered parameters are freed until backward, the root group's included."""
-        return self.placement.reshard_after_forward
-
-    @property
-    def splits_updates(self) -> bool:
-        """Whether each replica updates its own part of the parameters."""
-        return self.placement.splits_updates
-
-    @property
-    def with_both_axes(self) -> str:
-        """The name of the strategy that does the same and has a shard and a replicate axis."""
-        return "hybrid" if self.reshard_after_forward else "hybrid_zero2"
 
 
 @dataclass
@@ -136,9 +102,7 @@ class BucketingConfig:
     )
     blocks: list[str] = option([], "Class names of blocks; empty: repeated structure is detected")
     policy: Any = option(
-        None,
-        "Which modules are blocks: package.module:function(module, name) -> bool",
-        reference=True,
+        None, "Blocks: package.module:function(module, name) -> bool", reference=True
     )
 
 
@@ -147,16 +111,15 @@ class PrefetchConfig:
     """How early parameters are gathered: how many groups ahead of the one that computes, in the
     order in which they run.
 
-    A group costs one all-gather whenever it is issued; each step ahead keeps one more group's whole
-    parameters in memory. A number larger than that of the groups means all of them. Nothing is
-    gathered, and so nothing prefetched, without a shard axis.
+    Each step ahead keeps one more group's whole parameters in memory. A number larger than that of
+    the groups means all of them.
     """
 
     forward: int = option(0, "Groups gathered ahead in forward; 0: each when it is reached", min=0)
     backward: int = option(1, "Groups gathered ahead in backward; 0: each when it begins", min=0)
 
 
-_dtype = partial(option, choices=DTYPES)
+_dtype = partial(option, choices=("fp64", "fp32", "bf16", "fp16"))
 
 
 @dataclass
@@ -170,9 +133,7 @@ class PrecisionConfig:
     loss_scaling: bool = option(False, "Dynamic loss scaling", read_by=("fp16",), of="param")
     output: str | None = _dtype(None, "Dtype of the root's outputs; null: as computed")
     buffers: str | None = _dtype(None, "Dtype of buffers; null: as built, fp64 with storage=fp64")
-    cast_forward_inputs: bool = option(
-        True, "Cast floating-point inputs to `param`; false: the model must match dtypes itself"
-    )
+    cast_forward_inputs: bool = option(True, "Cast inputs to `param`; false: the model must match")
     keep_low_precision_gradients: bool = option(
         False,
         "Leave gradients in `reduce` instead of casting them to `storage`. For optimizers of your "
@@ -186,9 +147,8 @@ class PrecisionConfig:
     )
     float8: str = option(
         "none",
-        "Matrix products of Linear layers inside blocks in 8-bit floats, with a scale per tensor "
-        "or row. Rows are more accurate and slower. Needs torchao, a GPU of capability 8.9 and "
-        "compile=block",
+        "Linear layers of blocks in 8-bit floats, with a scale per tensor or row. Rows are more "
+        "accurate and slower. Needs torchao, a GPU of capability 8.9 and compile=block",
         choices=("none", "tensorwise", "rowwise"),
     )
     float8_exclude: list[str] = option(
@@ -208,12 +168,6 @@ PRECISIONS = {
 }
 
 
-KEPT_OPERATORS = (
-    *("mm", "bmm", "addmm", "scaled_dot_product_*"),
-    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"),
-)
-
-
 _blocks = partial(option, read_by=("full", "selective"))
 
 
@@ -226,21 +180,19 @@ class ActivationCheckpointingConfig:
     name: str = option("none", choices=("none", "full", "selective", "budget"))
     every: int = _blocks(1, "Checkpoint one block in so many; 2: half the saving and cost", min=1)
     keep: list[str] = option(
-        list(KEPT_OPERATORS),
+        [
+            *("mm", "bmm", "addmm", "scaled_dot_product_*"),
+            *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"),
+        ],
         "Operators whose results stay in memory. By default those that are expensive to compute, "
         "small against what they save",
         read_by=("selective",),
     )
     memory_budget: float = option(
-        0.5,
-        "Share of activations kept; 0: recompute all, 1: none",
-        between=(0, 1),
-        read_by=("budget",),
+        0.5, "Share of activations kept; 0: none, 1: all", between=(0, 1), read_by=("budget",)
     )
     blocks: list[str] = _blocks([], "Class names of what is checkpointed, if not bucketing.blocks")
-    policy: Any = _blocks(
-        None, "Which modules are checkpointed, as bucketing.policy, not blocks", reference=True
-    )
+    policy: Any = _blocks(None, "Which modules, as bucketing.policy, not blocks", reference=True)
 
     @property
     def compiler_budget(self) -> float | None:
@@ -254,20 +206,7 @@ class CompileConfig:
     (one compilation serves all equal blocks)."""
 
     name: str = option("none", choices=("none", "block"))
-    backend: str = option(
-        "inductor", "A backend of torch.compile; inductor needs a C++ compiler", read_by=("block",)
-    )
-
-
-SYNC_NAMES = ("every_step", "diloco")
-# By wire, what takes it: the methods, and the strategy that splits updates
-SYNC_WIRES = {
-    "auto": ("every_step", "hybrid_full", "diloco"),
-    "fp32": ("every_step", "hybrid_full", "diloco"),
-    "bf16": ("every_step", "hybrid_full", "diloco"),
-    "int8": ("every_step", "diloco"),
-    "int4": ("every_step", "diloco"),
-}
+    backend: str = option("inductor", "Backend; inductor needs a C++ compiler", read_by=("block",))
 
 
 _diloco = partial(option, read_by=("diloco",))
@@ -282,18 +221,13 @@ class SyncConfig:
     and applied to the parameters that all replicas share.
     """
 
-    name: str = option(
-        "every_step",
-        choices=SYNC_NAMES,
-        gone={"auto": "name a method: sync=every_step, or sync=diloco for a slow network"},
-    )
+    name: str = option("every_step", choices=("every_step", "diloco"))
     wire: str = option(
         "auto",
         "Form in which replicas send, whatever the shard axis does. auto = precision.reduce with "
         "every_step, fp32 with diloco; bf16 = half the bytes of fp32; int8 = a quarter, rounded "
         "at random in blocks of 256; int4 = an eighth, with what was not sent in the next message",
-        choices=tuple(SYNC_WIRES),
-        gone={"sparse": "it cost loss and time; for few bytes use sync=diloco sync.wire=int4"},
+        choices=("auto", "fp32", "bf16", "int8", "int4"),
     )
     warmup: float | int = option(
         0.015,
@@ -308,15 +242,9 @@ class SyncConfig:
     mix: float | int | str = _diloco(
         "auto", "Share kept of its own parameters; auto = 0, or 0.5 with a delay", between=(0, 1)
     )
-    outer_lr: float | int | str = _diloco(
-        "auto", "Learning rate of the outer Nesterov step; auto = 0.7", above=0
-    )
-    outer_momentum: float | int | str = _diloco(
-        "auto", "Momentum of the outer Nesterov step; auto = 0.6", between=(0, 1)
-    )
-    compare_every: int = option(
-        50, "Steps between comparisons of the replicas, which must be equal; 0: never", min=0
-    )
+    outer_lr: float | int | str = _diloco("auto", "Of the outer Nesterov step; auto = 0.7", above=0)
+    outer_momentum: float | int | str = _diloco("auto", "Of that step; auto = 0.6", between=(0, 1))
+    compare_every: int = option(50, "Steps between comparisons of replicas; 0: never", min=0)
     during_accumulation: str = option(
         "reduce_scatter_only",
         "What each micro-batch reduces. full = over both axes (most bytes); reduce_scatter_only = "
@@ -329,9 +257,7 @@ class SyncConfig:
         "data, added in fp32 at least; torch = the second axis of fully_shard, for comparison",
         choices=("parallel2d", "torch"),
     )
-    bucket_mib: float = option(
-        4.0, "MiB of small groups' gradients that cross the replicate axis at once", above=0
-    )
+    bucket_mib: float = option(4.0, "MiB of gradients of small groups that cross at once", above=0)
 
 
 STRATEGIES = {name: StrategyConfig(name) for name in STRATEGY_NAMES}
@@ -370,8 +296,6 @@ class ParallelConfig:
         cpu_offload: bool = False,
         allow_cross_node: bool = False,
     ) -> None:
-        if not isinstance(cpu_offload, bool):
-            raise ConfigError(f"cpu_offload={cpu_offload} must be True or False")
         self.strategy = named_strategy(strategy)
         self.bucketing = _section("bucketing", bucketing, BucketingConfig)
         self.precision = _section("precision", precision, PrecisionConfig, PRECISIONS)
@@ -379,8 +303,8 @@ class ParallelConfig:
             "activation_checkpointing", activation_checkpointing, ActivationCheckpointingConfig
         )
         self.compile = _section("compile", compile, CompileConfig)
-        self.prefetch = _section("prefetch", prefetch or PrefetchConfig(), PrefetchConfig)
-        self.sync = _section("sync", sync or SyncConfig(), SyncConfig)
+        self.prefetch = _section("prefetch", prefetch, PrefetchConfig)
+        self.sync = _section("sync", sync, SyncConfig)
         self.cpu_offload = cpu_offload
         self.allow_cross_node = allow_cross_node
 
@@ -401,12 +325,13 @@ def _section(
     key: str, value: object, kind: type[_Section], named: Mapping[str, _Section] | None = None
 ) -> _Section:
     """``value``, or a copy of the preset that it names. Raises `ConfigError` for anything else."""
-    if named is None:
-        named = presets(kind)
+    named = named or presets(kind)
+    if value is None:
+        return kind()
     if isinstance(value, str) and named:
-        if value not in named:
-            near = did_you_mean(value, named, alike=0.5)
-            raise ConfigError(f"{key}={value!r} is not one of {', '.join(named)}{near}")
+        problem = choice_problem(key, value, named)
+        if problem:
+            raise ConfigError(problem)
         return dataclasses.replace(named[value])  # type: ignore[type-var]
     if not isinstance(value, kind):
         allowed = f"a preset name or {kind.__name__}" if named else kind.__name__

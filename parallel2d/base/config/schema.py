@@ -16,45 +16,28 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 
-from parallel2d.base.config.cluster import ClusterConfig
-from parallel2d.base.config.job import (
-    OPTIMIZERS,
-    CheckpointConfig,
-    LaunchConfig,
-    MetricsConfig,
-    ProfileConfig,
-    SchedulerConfig,
-    TrainConfig,
-)
+from parallel2d.base.config import cluster, job, parallel
 from parallel2d.base.config.model_and_data import FAMILIES
-from parallel2d.base.config.parallel import (
-    PRECISIONS,
-    ActivationCheckpointingConfig,
-    BucketingConfig,
-    CompileConfig,
-    StrategyConfig,
-    SyncConfig,
-    presets,
-)
+from parallel2d.base.config.parallel import presets
 from parallel2d.base.errors import ConfigError
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "strategy": presets(StrategyConfig),
-    "bucketing": presets(BucketingConfig),
-    "precision": dict(PRECISIONS),
-    "activation_checkpointing": presets(ActivationCheckpointingConfig),
-    "compile": presets(CompileConfig),
-    "sync": presets(SyncConfig),
-    "optimizer": dict(OPTIMIZERS),
-    "scheduler": presets(SchedulerConfig),
-    "checkpoint": {"default": CheckpointConfig()},
-    "metrics": {"default": MetricsConfig()},
-    "profile": {"default": ProfileConfig()},
-    "launch": {"local": LaunchConfig()},
+    "strategy": presets(parallel.StrategyConfig),
+    "bucketing": presets(parallel.BucketingConfig),
+    "precision": dict(parallel.PRECISIONS),
+    "activation_checkpointing": presets(parallel.ActivationCheckpointingConfig),
+    "compile": presets(parallel.CompileConfig),
+    "sync": presets(parallel.SyncConfig),
+    "optimizer": dict(job.OPTIMIZERS),
+    "scheduler": presets(job.SchedulerConfig),
+    "checkpoint": {"default": job.CheckpointConfig()},
+    "metrics": {"default": job.MetricsConfig()},
+    "profile": {"default": job.ProfileConfig()},
+    "launch": {"local": job.LaunchConfig()},
 }
 # What the files in conf/ build on, in a group of their own, from which nobody chooses.
 _SCHEMA_GROUP = "schema"
-_SCHEMAS = {"train": TrainConfig, "cluster": ClusterConfig, **FAMILIES}
+_SCHEMAS = {"train": job.TrainConfig, "cluster": cluster.ClusterConfig, **FAMILIES}
 
 
 @functools.cache

@@ -1,13 +1,12 @@
-"""The words of a command line as Hydra must see them (`hydra_words`), and its options."""
+"""The words of a command line as Hydra must see them: `read_words`."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from hydra._internal.utils import get_args_parser
@@ -23,85 +22,62 @@ _OPEN = (
     *("data.validation.", "data.validation=", "data.arguments.", "data.arguments="),
     *("optimizer.arguments.", "optimizer.arguments="),
 )
-# Options with which Hydra answers, or runs something else than one job.
-_NO_SINGLE_JOB = (
-    *("help", "hydra_help", "shell_completion", "cfg", "info"),
-    *("config_path", "experimental_rerun", "multirun"),
-)
 _BRACKET = re.compile(r"(?<!\\)([\[\]])")
 _EXPERIMENT = re.compile(r"^\+{1,2}(?=experiment=)")
 
 
-def hydra_words(arguments: Sequence[str]) -> list[str]:
-    """The words as Hydra must see them.
+def read_words(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a command line, and as ``overrides`` all other words, which may stand between
+    them. Raises `ConfigError` for an option that the command does not have or has no value for.
 
-    It wants ``++`` before a key that its schema does not have, such as the arguments of a model's
-    factory. In ``model.tensor_plan={layers.*.w[qkv]: colwise}`` brackets belong to the pattern,
-    which Hydra takes only with backslashes. ``+experiment=big``, which is right where the defaults
-    have no experiment, is ``experiment=big`` here: they have one. ``cluster=FILE.yaml`` becomes
-    ``cluster=local`` and the keys of that file. Raises `ConfigError` for a file that cannot be
-    read or is no cluster file.
+    Hydra wants ``++`` before a key that its schema does not have, such as the arguments of a
+    model's factory. In ``model.tensor_plan={layers.*.w[qkv]: colwise}`` brackets belong to the
+    pattern, which Hydra takes only with backslashes. ``+experiment=big``, which is right where the
+    defaults have no experiment, is ``experiment=big`` here: they have one. ``cluster=FILE.yaml``
+    becomes ``cluster=local`` and the keys of that file. Raises `ConfigError` for a file that cannot
+    be read or is no cluster file.
     """
-    from_files: list[str] = []
-    words: list[str] = []
-    for word in arguments:
-        word = _EXPERIMENT.sub("", word)
-        key, _, path = word.partition("=")
-        if key == "cluster" and path.endswith((".yaml", ".yml")):
-            try:
-                from_files += _words_of("cluster", _read(path))
-            except ConfigError as error:
-                raise ConfigError(f"cluster={path}: {error}") from None
-            word = "cluster=local"
-        elif word.lstrip("+").startswith("model.tensor_plan={"):
-            word = _BRACKET.sub(r"\\\1", word)
-        words.append(f"++{word}" if word.startswith(_OPEN) else word)
-    # Other words about the cluster stay, and win over what the file says.
-    return _overrides_first([*from_files, *words])
-
-
-def _overrides_first(words: list[str]) -> list[str]:
-    """``a=1 --cfg job b=2`` with the option last: Hydra takes overrides in one piece alone."""
-    try:
-        with contextlib.redirect_stdout(None), contextlib.redirect_stderr(None):
-            parsed, _ = get_args_parser().parse_known_intermixed_args(words)
-    except SystemExit:  # an option with a wrong value, which is told where it is used
-        return words
-    options = [word for word in words if word not in parsed.overrides]
-    return [*parsed.overrides, *options]
-
-
-def command_options(words: Sequence[str]) -> argparse.Namespace | None:
-    """The options and overrides among ``words``; None where an option has a value that Hydra
-    refuses. Raises `ConfigError` for an option that the command does not have."""
-    try:
-        with contextlib.redirect_stderr(None):
-            parsed, unknown = get_args_parser().parse_known_args(list(words))
-    except SystemExit:
-        return None
+    parser = get_args_parser()
+    parser.set_defaults(config_name="train")
+    parser.error = _refuse  # type: ignore[method-assign]
+    parsed, unknown = parser.parse_known_intermixed_args(list(arguments))
     if unknown:
         name = unknown[0].lstrip("-").partition("=")[0]
         raise ConfigError(
             f"{unknown[0]} is no option of this command: a setting is given as KEY=VALUE, such as "
             f"{name}=VALUE if that is one; --help all lists them"
         )
+    if parsed.experimental_rerun:
+        _refuse("--experimental-rerun is refused: it executes what the file contains")
+    if parsed.config_path:
+        _refuse("--config-path is refused: --config-dir has files beside ours")
+    from_files: list[str] = []
+    words: list[str] = []
+    for word in parsed.overrides:
+        word = _EXPERIMENT.sub("", word)
+        key, _, path = word.partition("=")
+        if key == "cluster" and path.endswith((".yaml", ".yml")):
+            from_files += _of_cluster_file(path)
+            word = "cluster=local"
+        elif word.lstrip("+").startswith("model.tensor_plan={"):
+            word = _BRACKET.sub(r"\\\1", word)
+        words.append(f"++{word}" if word.startswith(_OPEN) else word)
+    # Other words about the cluster stay, and win over what the file says.
+    parsed.overrides = [*from_files, *words]
     return parsed
 
 
-def job_options(words: Sequence[str]) -> argparse.Namespace | None:
-    """As `command_options`; None where Hydra answers or runs a sweep too."""
-    parsed = command_options(words)
-    if parsed is None or any(map(vars(parsed).get, _NO_SINGLE_JOB)):
-        return None
-    return None if may_sweep(parsed.overrides) else parsed
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(message)
 
 
 def may_sweep(words: Sequence[str]) -> bool:
-    """Whether a word has several values: a sweep, if Hydra was told so in a file."""
-    with contextlib.suppress(HydraException):
+    """Whether a word has several values: a sweep, if Hydra was told so."""
+    try:
         overrides = OverridesParser.create().parse_overrides(list(words))
-        return any(override.is_sweep_override() for override in overrides)
-    return False
+    except HydraException:
+        return False
+    return any(override.is_sweep_override() for override in overrides)
 
 
 def quoted(value: object) -> str:
@@ -113,22 +89,19 @@ def quoted(value: object) -> str:
     return as_word(value)
 
 
-def _read(path: str) -> dict[str, Any]:
+def _of_cluster_file(path: str) -> list[str]:
     try:
         if os.path.getsize(path) > 2**20:
             raise ConfigError("larger than 1 MiB, which no cluster file is")
         with open(path, encoding="utf-8") as stream:
             found = yaml.safe_load(stream)
-    except OSError as error:
-        raise ConfigError(error.strerror) from None
-    except (yaml.YAMLError, UnicodeDecodeError):
-        raise ConfigError("not YAML") from None
-    if not isinstance(found, dict):
-        raise ConfigError("no cluster file: it has no keys")
-    if "inter_node" in found:
-        raise ConfigError("of an earlier form: write it again with parallel2d.preflight --write")
-    found.pop("defaults", None)  # of no use apart from conf/cluster
-    return found
+        if not isinstance(found, dict):
+            raise ConfigError("no cluster file: it has no keys")
+        found.pop("defaults", None)  # of no use apart from conf/cluster
+        return _words_of("cluster", found)
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, ConfigError) as error:
+        reason = str(error).replace("\n", " ")
+        raise ConfigError(f"cluster={path}: {reason}") from None
 
 
 def _words_of(prefix: str, values: Mapping[Any, Any]) -> list[str]:

@@ -178,11 +178,11 @@ def _tensor_sizes(given: MeshConfig, costs: JobCosts, fixed: Collection[str]) ->
 def _suits(strategy: StrategyConfig, mesh: MeshConfig, is_chosen: bool) -> bool:
     """Whether ``strategy`` uses each axis that has more than one rank. With one rank on an axis a
     hybrid that nobody has chosen is one of the others."""
-    if not strategy.shards and mesh.context not in ("auto", 1):
+    if not strategy.placement.shards and mesh.context not in ("auto", 1):
         return False
-    if strategy.shards and strategy.replicates:
+    if strategy.placement.shards and strategy.placement.replicates:
         return is_chosen or 1 not in (mesh.shard, mesh.replicate)
-    return (mesh.replicate if strategy.shards else mesh.shard) == 1
+    return (mesh.replicate if strategy.placement.shards else mesh.shard) == 1
 
 
 def _micro_batches(config: TrainConfig, fixed: Collection[str], data_ranks: int) -> list[int]:

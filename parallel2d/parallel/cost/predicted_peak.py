@@ -100,7 +100,7 @@ class _Step:
         shape, config = layout.shape.sharding, layout.config
         self._events = events
         self._is_sharded = shape.shard > 1
-        self._frees = config.strategy.reshard_after_forward and self._is_sharded
+        self._frees = config.strategy.placement.reshard_after_forward and self._is_sharded
         self._ahead = config.prefetch.backward
         self._reduces_each = config.sync.during_accumulation != "none"
         self._groups = [_Group.of(group.parameters, shape.shard) for group in layout.groups]

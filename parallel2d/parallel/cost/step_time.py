@@ -231,7 +231,7 @@ class _Estimate:
         """The groups as forward runs them, the root first; seconds of gathers after the update."""
         layout, traffic = self._layout, self._traffic
         whole = sum(count * group.gathered_bytes for group, count in traffic.groups)
-        frees = layout.config.strategy.reshard_after_forward
+        frees = layout.config.strategy.placement.reshard_after_forward
         found: list[GroupSeconds] = []
         in_order: list[GroupTraffic] = []
         after_update = 0.0

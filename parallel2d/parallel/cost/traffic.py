@@ -79,7 +79,7 @@ class AxisTraffic:
         """
         layout = self.layout
         accumulation, method = layout.workload.accumulation, layout.method
-        gathers = 2 if layout.config.strategy.reshard_after_forward else 1
+        gathers = 2 if layout.config.strategy.placement.reshard_after_forward else 1
         scatters = 1 if layout.config.sync.during_accumulation == "none" else accumulation
         _, scattered = self.scattered(group)
         shard = accumulation * gathers * self.gathered(group) + scatters * scattered

@@ -84,7 +84,7 @@ def shard(
             modules if len(modules) > 1 else modules[0],
             mesh=axes,
             mp_policy=policy,
-            reshard_after_forward=config.strategy.reshard_after_forward,
+            reshard_after_forward=config.strategy.placement.reshard_after_forward,
             offload_policy=offload,
             ignored_params=ignored or None,
         )

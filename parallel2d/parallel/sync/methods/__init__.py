@@ -24,6 +24,6 @@ def method_of(strategy: StrategyConfig, sync: SyncConfig, replicas: int) -> Sync
         return SyncMethod(sync)
     if sync.engine == "torch":
         return EveryStepByTorch(sync)
-    if strategy.splits_updates:
+    if strategy.placement.splits_updates:
         return SplitUpdates(sync)
     return EveryStep(sync)
