@@ -36,7 +36,7 @@ from parallel2d.parallel.parallelize.context_parallel import (
 from parallel2d.parallel.parallelize.copies import DEEPCOPY, copier, sharded_copy
 from parallel2d.parallel.parallelize.float8 import convert_to_float8
 from parallel2d.parallel.parallelize.guards import guard
-from parallel2d.parallel.parallelize.ignored import cast_ignored, ignored_parameters
+from parallel2d.parallel.parallelize.ignored import ignored_parameters
 from parallel2d.parallel.parallelize.layout import Layout, resolve
 from parallel2d.parallel.parallelize.precision import cast_storage
 from parallel2d.parallel.parallelize.preconditions import check, check_arguments, mark_sharded
@@ -181,8 +181,7 @@ def _transform(
     config = layout.config
     parameters = sharding_mesh(mesh)
     precision = layout.precision_of(model)
-    cast_storage(model, precision)
-    cast_ignored(model, layout.ignored, precision.param, precision.fp32_modules)
+    cast_storage(model, precision, layout.ignored)
     blocks = layout.blocks_of(model)
     source.remember(model, blocks)
 

@@ -13,12 +13,11 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Collection, Sequence
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError, first_five, nearest_words
-from parallel2d.parallel.model_structure import fqn_of, join_names
+from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.weights.initial_values import rank_device
 
 
@@ -82,25 +81,6 @@ def _nothing_chosen(
     if not near:
         return f"ignored: pattern {entry} {of_model}"
     return f"ignored: pattern {entry} {of_model}; near: {', '.join(near)}"
-
-
-def cast_ignored(
-    model: nn.Module, names: Collection[str], dtype: torch.dtype, fp32: Collection[int]
-) -> None:
-    """Stores the named parameters in ``dtype``, those of the modules with ids ``fp32`` in fp32."""
-    # By the id of the parameter before: modules that share one must share the new one.
-    cast: dict[int, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        wanted = dtype
-        if id(module) in fp32:
-            wanted = torch.promote_types(dtype, torch.float32)
-        own = module.named_parameters(recurse=False, remove_duplicate=False)
-        for attribute, parameter in own:
-            # Quantized weights keep their integers.
-            is_named = fqn_of(join_names(prefix, attribute)) in names
-            if is_named and parameter.is_floating_point():
-                stored = nn.Parameter(parameter.detach().to(wanted), requires_grad=False)
-                module._parameters[attribute] = cast.setdefault(id(parameter), stored)
 
 
 def ignored_parameters(
