@@ -25,10 +25,10 @@ from parallel2d.parallel.loss import (
     IGNORED,
     check_shapes,
     check_targets,
-    logits_of_targets,
+    gradient_of_rows,
     row_pieces,
-    subtract_targets,
     sum_of_valid,
+    sums_of_rows,
 )
 
 Elementwise = Callable[[Tensor], Tensor]
@@ -290,35 +290,22 @@ def _of_chunk(
         with torch.set_grad_enabled(with_gradient):
             output = settings.after(raw)
     values = output.detach()
-    # In fp32 at least, a few rows at once.
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    log_sum = values.new_empty(len(values), dtype=dtype)
-    for rows in row_pieces(values):
-        log_sum[rows] = values[rows].to(dtype).logsumexp(1)
-    picked = logits_of_targets(values, targets, settings.first).to(dtype)
-    if settings.group is not None:
-        # The log-sum-exp over all ranks' columns, and the logit that one rank has picked.
-        largest = log_sum.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, settings.group)
-        sums = torch.stack(((log_sum - largest).exp(), picked))
-        dist.all_reduce(sums, group=settings.group)
-        log_sum, picked = largest + sums[0].log(), sums[1]
+    log_sum, picked = sums_of_rows(values, targets, settings.group, settings.first)
+    # Shorter with `loss_chunks`.
+    targets = targets[: len(log_sum)]
     summed = sum_of_valid(log_sum, picked, targets, settings.z_loss)
     if not with_gradient:
         return summed, None
     # A graph of `after` may need what it returned.
     gradient = values if settings.after is None else torch.empty_like(values)
-    # The gradient of a logit is its softmax, minus 1 for the target's logit; of ignored rows 0.
-    shift = torch.where(targets != IGNORED, log_sum, torch.inf)[:, None]
     # A few rows at once: in fp32 a whole chunk would take more memory than its logits, and on CPU
     # fresh memory takes longer than the arithmetic.
     for rows in row_pieces(values):
-        softmax = (values[rows] - shift[rows]).exp_()
-        if settings.z_loss:
-            softmax *= (1 + 2 * settings.z_loss * log_sum[rows])[:, None]
-        subtract_targets(softmax, targets[rows], settings.first)
-        gradient[rows] = softmax
-        del softmax
+        part = gradient_of_rows(
+            values[rows], targets[rows], log_sum[rows], settings.first, settings.z_loss
+        )
+        gradient[rows] = part
+        del part
     if settings.after is not None:
         (gradient,) = torch.autograd.grad(output, raw, gradient)
     return summed, gradient

@@ -121,47 +121,26 @@ class _CrossEntropySum(torch.autograd.Function):
         first: int,
         z_loss: float,
     ) -> Tensor:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        log_sums = []
-        picked = []
-        for rows, target in _chunks(logits, targets):
-            chunk = rows.to(dtype)
-            picked.append(logits_of_targets(chunk, target, first))
-            log_sums.append(chunk.logsumexp(1))
-            # Before the next chunk is there.
-            del chunk
-        log_sum, value = torch.cat(log_sums), torch.cat(picked)
-        # The other ranks' columns: all log-sum-exps again, and the logit one rank has picked.
-        if group is not None:
-            largest = log_sum.clone()
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-            total = (log_sum - largest).exp()
-            dist.all_reduce(total, group=group)
-            dist.all_reduce(value, group=group)
-            log_sum = largest + total.log()
+        log_sum, picked = sums_of_rows(logits, targets, group, first)
         # Shorter with `loss_chunks`.
         targets = targets[: len(log_sum)]
         ctx.save_for_backward(logits, targets, log_sum)
         ctx.first = first
         ctx.z_loss = z_loss
-        return sum_of_valid(log_sum, value, targets, z_loss)
+        return sum_of_valid(log_sum, picked, targets, z_loss)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, log_sum = ctx.saved_tensors
         (scale,) = grad_outputs
         gradient = torch.empty_like(logits)
-        start = 0
-        for rows, target in _chunks(logits[: len(targets)], targets):
-            end = start + len(target)
-            # The gradient of a logit is its softmax, minus 1 for the target's logit.
-            chunk = (rows.to(log_sum.dtype) - log_sum[start:end, None]).exp_()
-            if ctx.z_loss:
-                chunk *= 1 + 2 * ctx.z_loss * log_sum[start:end, None]
-            subtract_targets(chunk, target, ctx.first)
-            gradient[start:end] = chunk.mul_(torch.where(target != IGNORED, scale, 0)[:, None])
-            del chunk
-            start = end
+        for rows in row_pieces(logits[: len(targets)]):
+            part = gradient_of_rows(
+                logits[rows], targets[rows], log_sum[rows], ctx.first, ctx.z_loss
+            )
+            gradient[rows] = part.mul_(scale)
+            # Before the next one is there.
+            del part
         return gradient, None, None, None, None
 
 
@@ -172,20 +151,51 @@ def _places(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
     return own, (targets - first).clamp(0, max(columns - 1, 0))[:, None]
 
 
-def logits_of_targets(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """The logit of each target; 0 for one outside of these columns, which begin at ``first``."""
+def sums_of_rows(
+    logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, first: int
+) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp of each row and the logit of its target, in fp32 at least.
+
+    ``group``: of the ranks that have the other columns; None: there are none. ``first``: the number
+    of this rank's first column. Collective over ``group``.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    log_sums, picked = [], []
+    for rows in row_pieces(logits):
+        part = logits[rows].to(dtype)
+        log_sums.append(part.logsumexp(1))
+        own, index = _places(targets[rows], first, logits.shape[1])
+        # A rank may have no columns, from which nothing can be gathered.
+        if logits.shape[1]:
+            picked.append(torch.where(own, part.gather(1, index)[:, 0], 0))
+        else:
+            picked.append(torch.zeros_like(log_sums[-1]))
+        # Before the next one is there.
+        del part
+    log_sum, value = torch.cat(log_sums), torch.cat(picked)
+    if group is None:
+        return log_sum, value
+    # The log-sum-exp over all ranks' columns, and the logit that one rank has picked.
+    largest = log_sum.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    sums = torch.stack(((log_sum - largest).exp(), value))
+    dist.all_reduce(sums, group=group)
+    return largest + sums[0].log(), sums[1]
+
+
+def gradient_of_rows(
+    logits: Tensor, targets: Tensor, log_sum: Tensor, first: int, z_loss: float
+) -> Tensor:
+    """The gradient of the summed loss of a few rows, in fp32 at least, from `sums_of_rows`."""
+    # That of a logit is its softmax, minus 1 for the target's logit; that of ignored rows is 0.
+    shift = torch.where(targets != IGNORED, log_sum, torch.inf)[:, None]
+    gradient = (logits - shift).exp_()
+    if z_loss:
+        gradient *= (1 + 2 * z_loss * log_sum)[:, None]
     own, index = _places(targets, first, logits.shape[1])
-    # A rank may have no columns, from which nothing can be gathered.
-    if not logits.shape[1]:
-        return logits.new_zeros(len(targets))
-    return torch.where(own, logits.gather(1, index)[:, 0], 0)
-
-
-def subtract_targets(softmax: Tensor, targets: Tensor, first: int) -> None:
-    """Subtracts 1 at each target in these columns, which makes the gradient of the logits."""
-    own, index = _places(targets, first, softmax.shape[1])
-    if softmax.shape[1]:
-        softmax.scatter_add_(1, index, -own.to(softmax.dtype)[:, None])
+    if logits.shape[1]:
+        gradient.scatter_add_(1, index, -own.to(gradient.dtype)[:, None])
+    return gradient
 
 
 def sum_of_valid(log_sum: Tensor, picked: Tensor, targets: Tensor, z_loss: float) -> Tensor:
@@ -209,11 +219,6 @@ def loss_chunks(elements: int = _CHUNK_ELEMENTS, *, first_alone: bool = False) -
         yield
     finally:
         _CHUNK_ELEMENTS, _FIRST_ALONE = before
-
-
-def _chunks(logits: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Both tensors cut along dim 0 as `row_pieces` says."""
-    return [(logits[rows], targets[rows]) for rows in row_pieces(logits)]
 
 
 def row_pieces(values: Tensor) -> list[slice]:

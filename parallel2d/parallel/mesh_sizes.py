@@ -46,7 +46,12 @@ class MeshSpec:
         strategy = named_strategy(strategy)
         self._check_values()
         world = topology.world_size
-        inner = self._resolve_inner_axes(world)
+        inner = _InnerAxes(_size_or(self.context, 1), _size_or(self.tensor, 1))
+        if world % inner.ranks:
+            raise ConfigError(
+                f"{inner} does not divide {counted(world, 'rank')}; use sizes whose product is "
+                f"{_divisors(world)}"
+            )
         rest = world // inner.ranks
         self.refuse_contradiction(strategy)
         replicate, shard, notes = self._resolve_data_axes(strategy, topology, inner)
@@ -105,43 +110,20 @@ class MeshSpec:
                     f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
                 )
 
-    def _resolve_inner_axes(self, world: int) -> _InnerAxes:
-        inner = _InnerAxes(_size_or(self.context, 1), _size_or(self.tensor, 1))
-        rest = world
-        for axis in ("tensor", "context"):
-            size = getattr(inner, axis)
-            if rest % size:
-                left = "" if rest == world else f" that mesh.tensor={inner.tensor} leaves"
-                raise ConfigError(
-                    f"mesh.{axis}={size} does not divide {counted(rest, 'rank')}{left}; use "
-                    f"{_divisors(rest)}"
-                )
-            rest //= size
-        return inner
-
     def _resolve_data_axes(
         self, strategy: StrategyConfig, topology: Topology, inner: _InnerAxes
     ) -> tuple[int, int, list[str]]:
-        """Sizes of replicate and shard, whose product may be wrong, and notes about decisions."""
+        """Sizes of replicate and shard, and notes about decisions. A given size may not divide, and
+        two may contradict each other: `resolve` checks the product."""
         rest = topology.world_size // inner.ranks
         if not strategy.shards:
             return _size_or(self.replicate, rest), 1, []
         if not strategy.replicates:
             return 1, _size_or(self.shard, rest), []
-        sizes = {"replicate": self.replicate, "shard": self.shard}
-        given = {axis: int(size) for axis, size in sizes.items() if size != "auto"}
-        for axis, size in given.items():
-            if rest % size:
-                left = "" if inner.ranks == 1 else f" that {inner} leaves"
-                raise ConfigError(
-                    f"mesh.{axis}={size} does not divide {counted(rest, 'rank')}{left}; use "
-                    f"{_divisors(rest)}"
-                )
-        if not given:
+        if self.replicate == self.shard == "auto":
             return _sizes_from_hosts(topology, inner)
-        # Two given sizes may contradict each other: `resolve` checks the product.
-        shard = given.get("shard", rest // given.get("replicate", 1))
-        return given.get("replicate", rest // shard), shard, []
+        shard = _size_or(self.shard, rest // _size_or(self.replicate, 1))
+        return _size_or(self.replicate, rest // max(shard, 1)), shard, []
 
 
 def resolve_mesh(config: TrainConfig, topology: Topology) -> MeshShape:

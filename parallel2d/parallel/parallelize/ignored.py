@@ -11,13 +11,13 @@ need no master copy, and are stored in the dtype that computes.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel2d.base.errors import ConfigError, first_five, nearest_words
-from parallel2d.parallel.model_structure import fqn_of
+from parallel2d.base.errors import ConfigError, first_five
+from parallel2d.parallel.model_structure import fqn_of, near_names
 from parallel2d.parallel.weights.initial_values import rank_device
 
 
@@ -44,7 +44,13 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
         # A module or parameter may be given that is not part of this model.
         found = in_model.intersection(given)
         if not found:
-            raise ConfigError(_nothing_chosen(model, named, entry))
+            given_as = f"a {type(entry).__name__}"
+            near = ""
+            if isinstance(entry, str):
+                given_as, near = f"pattern {entry}", near_names(entry, list(named))
+            raise ConfigError(
+                f"ignored: {given_as} chooses no parameter of {type(model).__name__}{near}"
+            )
         chosen |= found
     names = [name for name, parameter in named.items() if parameter in chosen]
     trained = [name for name in names if named[name].requires_grad]
@@ -58,7 +64,9 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
     return names
 
 
-def _matching(model: nn.Module, named: dict[str, nn.Parameter], pattern: str) -> list[nn.Parameter]:
+def _matching(
+    model: nn.Module, named: Mapping[str, nn.Parameter], pattern: str
+) -> list[nn.Parameter]:
     """The parameters whose names match, and all those below the modules whose names match."""
     found = [named[name] for name in fnmatch.filter(named, pattern)]
     for name, module in model.named_modules():
@@ -66,21 +74,6 @@ def _matching(model: nn.Module, named: dict[str, nn.Parameter], pattern: str) ->
         if name and fnmatch.fnmatchcase(fqn_of(name), pattern):
             found += module.parameters()
     return found
-
-
-def _nothing_chosen(
-    model: nn.Module, names: Collection[str], entry: str | nn.Module | nn.Parameter
-) -> str:
-    """The message for an entry that chooses none of the parameters ``names``."""
-    of_model = f"chooses no parameter of {type(model).__name__}"
-    if not isinstance(entry, str):
-        return f"ignored: a {type(entry).__name__} {of_model}"
-    # Up to three, because layers of one kind have names that differ in a number alone.
-    word = entry.replace("*", "").strip(".")
-    near = nearest_words(word, names, alike=0.4)
-    if not near:
-        return f"ignored: pattern {entry} {of_model}"
-    return f"ignored: pattern {entry} {of_model}; near: {', '.join(near)}"
 
 
 def ignored_parameters(

@@ -57,7 +57,13 @@ from parallel2d.base.config import TENSOR_WORDS
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.mesh_sizes import MeshShape
-from parallel2d.parallel.model_structure import ATOMIC, tied_parameters, without_storage
+from parallel2d.parallel.model_structure import (
+    ATOMIC,
+    Ties,
+    tie_again,
+    tied_parameters,
+    without_storage,
+)
 
 log = logging.getLogger(__name__)
 
@@ -133,10 +139,7 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, object])
     parallelize_module(model, mesh["tensor"], styles)
     _check_ties(model, ties)
     # Splitting makes a new parameter per module; tied ones must stay one.
-    for places in ties:
-        first, first_name = places[0]
-        for module, name in places[1:]:
-            module._parameters[name] = first._parameters[first_name]
+    tie_again(ties)
 
 
 def resolve_plan(
@@ -256,7 +259,7 @@ def _complete_ties(model: nn.Module, words: dict[str, str]) -> None:
                     words.setdefault(name, "rowwise")
 
 
-def _check_ties(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> None:
+def _check_ties(model: nn.Module, ties: Ties) -> None:
     """Raises `ConfigError` when one place of a tied parameter was split otherwise than another: it
     cannot stay one parameter."""
     names = {id(module): name for name, module in model.named_modules()}

@@ -30,6 +30,7 @@ from parallel2d.parallel.model_structure import (
     held_parameters,
     join_names,
     owns_itself,
+    tie_again,
     tied_parameters,
 )
 from parallel2d.parallel.weights.named_tensors import all_tensors, parameters_by_name
@@ -278,9 +279,7 @@ def apply_to_tensors(model: nn.Module, function: Callable[[Tensor], Tensor]) -> 
     # `_apply` makes a new parameter at each place of a tied one: ties are restored after it.
     ties = tied_parameters(model)
     model._apply(function)
-    for (first, first_name), *others in ties:
-        for module, name in others:
-            module._parameters[name] = first._parameters[first_name]
+    tie_again(ties)
 
 
 def allocate(model: nn.Module, device_type: str, *, offload: bool = False) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel2d.base.config import OptimizerConfig
-from parallel2d.base.errors import ConfigError, nearest_words
-from parallel2d.parallel.model_structure import hidden_matrices
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.model_structure import hidden_matrices, near_names
 from parallel2d.parallel.weights.named_tensors import updated_by_name
 
 MUON, ADAMW = "muon", "adamw"
@@ -135,7 +135,7 @@ def _matching_entries(
         fresh = set(trainable).difference(entry_of)
         entry_of |= dict.fromkeys(fresh, number)
         if not matching:
-            problems.append(f"{where} matches no parameter{_near(pattern, names)}")
+            problems.append(f"{where} matches no parameter{near_names(pattern, names)}")
         elif not trainable:
             problems.append(f"{where} matches frozen parameters only, such as {matching[0]}")
         elif not fresh:
@@ -146,20 +146,3 @@ def _matching_entries(
     if problems:
         raise ConfigError("\n".join(problems))
     return entry_of
-
-
-def _near(pattern: str, names: Sequence[str]) -> str:
-    """The end of a message: names that are spelled like ``pattern``, otherwise the first ones."""
-    word = pattern.replace("*", "").strip(".")
-    close = nearest_words(word, names, alike=0.4)
-    # The names as wholes first; then their parts, such as `norm`, without numbers of layers.
-    name_with: dict[str, str] = {}
-    for name in names:
-        name_with |= {part: name for part in name.split(".") if not part.isdigit()}
-    for inner in word.split("."):
-        parts = nearest_words(inner, name_with)
-        close += [name_with[part] for part in parts]
-    if not close:
-        return f"; the names begin with {', '.join(names[:3])}"
-    without_repeats = dict.fromkeys(close)
-    return f"; near: {', '.join(without_repeats)}"
