@@ -14,16 +14,19 @@ from test_parity import initial_model
 from torch import nn
 from training import build_llama, global_batch, largest_difference, weights_of
 
-from parallel2d.base.config import OPTIMIZERS, CheckpointConfig, OptimizerConfig
+from parallel2d.base.config import OPTIMIZERS, CheckpointConfig, OptimizerConfig, ParallelConfig
 from parallel2d.base.errors import ConfigError
+from parallel2d.models.llama import tensor_plan
+from parallel2d.parallel.cost.update_traffic import predict_updates
+from parallel2d.parallel.parallelize.layout import Workload, resolve
 from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.metrics.communication import CommunicationMeter
 from parallel2d.training.metrics.keys import COMMUNICATION_KEYS
 from parallel2d.training.optimizer import (
     build_optimizer,
+    muon_names,
     plan_groups,
     set_learning_rate,
-    update_bytes,
 )
 
 GROUPS = [
@@ -176,12 +179,18 @@ def test_a_run_saved_on_two_ranks_goes_on_on_four(ranks, tmp_path, variant, layo
     assert largest_difference(weights, expected) <= 1e-10
 
 
-def measure_update(layout: str, config: OptimizerConfig) -> list[dict[str, float]]:
-    """Bytes over each axis during one update: measured, and counted beforehand."""
-    _, mesh_sizes, strategy = LAYOUTS[layout]
+def measure_update(name: str, config: OptimizerConfig) -> list[dict[str, float]]:
+    """Bytes over each axis during one update: measured, and predicted."""
+    _, mesh_sizes, strategy = LAYOUTS[name]
     mesh, model, _ = build(mesh_sizes, {"strategy": strategy, "precision": "fp64"})
     optimizer = build_optimizer(model, config)
-    counted = update_bytes(optimizer)
+    plain, tensor = build_llama(), mesh_sizes.get("tensor", 1)
+    work = Workload(optimizer=config, muon=frozenset(muon_names(plain, config)))
+    plan = tensor_plan(plain, tensor) if tensor > 1 else None
+    layout = resolve(
+        ParallelConfig(strategy, precision="fp64"), mesh, plain, work, tensor_plan=plan
+    )
+    counted = predict_updates(layout)
     tokens, _ = global_batch(1)
     model(tokens[:2]).square().mean().backward()
     meter = CommunicationMeter(mesh).install()
@@ -197,7 +206,7 @@ def measure_update(layout: str, config: OptimizerConfig) -> list[dict[str, float
 @pytest.mark.parametrize(("name", "layout"), [
     ("adamw", "tensor"), ("muon", "tensor"), ("muon", "uneven"), ("muon", "hybrid"),
 ])  # fmt: skip
-def test_what_an_update_sends_is_counted_and_known_before(ranks, name, layout):
+def test_what_an_update_sends_is_known_before(ranks, name, layout):
     found = ranks.run(LAYOUTS[layout][0], measure_update, layout, OPTIMIZERS[name])
     owned = name == "muon"
     # Ranks own different matrices, so with Muon only the mean over them is known before.

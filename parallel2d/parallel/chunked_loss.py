@@ -30,6 +30,7 @@ from parallel2d.parallel.loss import (
     sum_of_valid,
     sums_of_rows,
 )
+from parallel2d.parallel.weights.geometry import local_region
 
 Elementwise = Callable[[Tensor], Tensor]
 
@@ -88,18 +89,15 @@ def cross_entropy_from_hidden(
     z_loss: float = 0.0,
 ) -> Tensor:
     """Summed cross-entropy of ``after(hidden @ weight.T + bias)`` over the targets that are not
-    -100; a scalar in fp32 (fp64 for fp64 inputs).
-
-    At most ``chunk`` rows of logits exist at a time. The gradients are computed in forward and kept
-    until backward, which can run once and without ``create_graph``: that of ``weight`` in fp32 at
-    least. Under ``torch.compile`` this is a graph break.
+    -100; a scalar in fp32 (fp64 for fp64 inputs). Backward can run once and without
+    ``create_graph``. Under ``torch.compile`` this is a graph break.
 
     Args:
         hidden: [..., dim], what enters the last layer. With a split ``weight`` a DTensor that is
             whole on every rank of the tensor axis.
         weight: [vocab, dim], or a DTensor on the tensor axis that is split by rows.
         targets: int64 [...] or flat.
-        chunk: rows of ``hidden``, which are tokens.
+        chunk: rows, that is tokens, of which logits exist at a time.
         bias: [vocab], split as ``weight``.
         after: what the model does with the logits before its loss, element by element, such as a
             soft cap. It must not depend on tensors that are trained.
@@ -121,10 +119,7 @@ def cross_entropy_from_hidden(
     group: dist.ProcessGroup | None = None
     first = 0
     if isinstance(weight, DTensor):
-        mesh = weight.device_mesh
-        group = mesh.get_group()
-        # `Shard` gives every rank ceil(vocab / ranks) rows; the last ranks may have fewer or none.
-        first = -(-weight.shape[0] // mesh.size()) * mesh.get_local_rank()
+        group, first = weight.device_mesh.get_group(), local_region(weight).offsets[0]
         # Each rank has the part of the gradient that its columns give.
         assert isinstance(hidden, DTensor)
         hidden = hidden.to_local(grad_placements=[Partial()])

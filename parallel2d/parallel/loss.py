@@ -63,18 +63,16 @@ def cross_entropy_sum(logits: Any, targets: Tensor, z_loss: float = 0.0) -> Tens
     logits = getattr(logits, "logits", logits)
     check_shapes("cross_entropy_sum", "logits", logits, targets)
     check_targets(targets, logits.shape[-1])
-    if not isinstance(logits, DTensor):
-        return _CrossEntropySum.apply(logits.flatten(0, -2), targets.flatten(), None, 0, z_loss)
-    mesh = logits.device_mesh
-    (placement,) = logits.placements
     # Split over another dim than the vocabulary, or not at all: every rank computes the whole.
-    if not placement.is_shard(logits.ndim - 1):
-        return cross_entropy_sum(logits.full_tensor(), targets, z_loss)
-    # `Shard` gives every rank ceil(vocab / ranks) columns; the last ranks may have fewer or none.
-    per_rank = -(-logits.shape[-1] // mesh.size())
-    first = per_rank * mesh.get_local_rank()
-    local = logits.to_local().flatten(0, -2)
-    return _CrossEntropySum.apply(local, targets.flatten(), mesh.get_group(), first, z_loss)
+    if isinstance(logits, DTensor) and not logits.placements[0].is_shard(logits.ndim - 1):
+        logits = logits.full_tensor()
+    group, first = None, 0
+    if isinstance(logits, DTensor):
+        mesh = logits.device_mesh
+        # `Shard` gives every rank ceil(vocab / ranks) columns; the last may have fewer or none.
+        group, first = mesh.get_group(), -(-logits.shape[-1] // mesh.size()) * mesh.get_local_rank()
+        logits = logits.to_local()
+    return _CrossEntropySum.apply(logits.flatten(0, -2), targets.flatten(), group, first, z_loss)
 
 
 def check_shapes(where: str, what: str, values: Any, targets: Any) -> None:

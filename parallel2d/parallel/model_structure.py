@@ -224,23 +224,19 @@ def find_blocks(
 
     With ``class_names``: every outermost module of those classes. With ``policy``, a callable or
     ``package.module:function``: every outermost module with parameters for which
-    ``policy(module, FQN)`` is true. Without: repeated structure is detected, as it would
-    be by a reader: elements of a ``ModuleList`` or ``Sequential`` that have children of their own;
-    failing that, siblings of one class; failing that, sibling layers of one class. May be empty
-    when nothing repeats.
+    ``policy(module, FQN)`` is true. Without: elements of a ``ModuleList`` or ``Sequential`` that
+    have children of their own; failing that, siblings of one class; failing that, sibling layers
+    of one class; none when nothing repeats.
 
     In the place of a container without a forward, such as a ``ModuleList``, stand the outermost
     modules in it that are called and have structure, or, where none has, those with parameters.
-
-    Raises `ConfigError` when a given class or policy matches nothing, with the candidates and their
-    sizes.
+    Raises `ConfigError`, with candidates, when a given class or policy matches nothing.
     """
     if policy is not None:
         return _blocks_of_policy(model, policy, section)
     if class_names:
         return _blocks_of_classes(model, class_names, section)
-    # What repeats, by the first of three criteria that any module meets. Layers without children
-    # come last: in a model of blocks they repeat too, inside its blocks.
+    # Layers without children come last: in a model of blocks they repeat too, inside its blocks.
     found = _outermost(model, _is_listed)
     found = found or _outermost(model, lambda *pair: _repeats(*pair) and has_structure(pair[1]))
     return found or _outermost(model, _repeats)

@@ -38,7 +38,7 @@ from parallel2d.parallel.parallelize.float8 import convert_to_float8
 from parallel2d.parallel.parallelize.guards import guard
 from parallel2d.parallel.parallelize.ignored import ignored_parameters
 from parallel2d.parallel.parallelize.layout import Layout, resolve
-from parallel2d.parallel.parallelize.precision import cast_storage
+from parallel2d.parallel.parallelize.precision import Precision, cast_storage
 from parallel2d.parallel.parallelize.preconditions import check, check_arguments, mark_sharded
 from parallel2d.parallel.parallelize.prefetch import prefetch_parameters
 from parallel2d.parallel.parallelize.running_statistics import average_buffers, watch_statistics
@@ -180,7 +180,7 @@ def _transform(
     """The transforms, in their order. Returns what a context axis is to split."""
     config = layout.config
     parameters = sharding_mesh(mesh)
-    precision = layout.precision_of(model)
+    precision = Precision.of(config.precision, model)
     cast_storage(model, precision, layout.ignored)
     blocks = layout.blocks_of(model)
     source.remember(model, blocks)

@@ -1,7 +1,5 @@
-"""Compiles each repeated block on its own by ``torch.compile``. Start at `compile_blocks`.
-
-Compilations are short that way, and all equal blocks share one.
-"""
+"""Compiles each repeated block on its own: compilations are short that way, and all equal blocks
+share one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Builds a model without ever holding it whole on a rank: `model_sharded_context`.
-
-Module constructors run inside the context, on meta; when it ends without an exception, each
-outermost module that was built is parallelized in place.
-"""
+"""Builds a model without ever holding it whole on a rank: `model_sharded_context`."""
 
 from __future__ import annotations
 
@@ -45,9 +41,8 @@ def model_sharded_context(
         tensor_plan: also a function of the module that returns the plan, because the module does
             not exist before.
 
-    No rank holds more than one parameter while it is built and its own parts plus the largest block
-    while weights are drawn. A module that is built and dropped inside, or put into another one, is
-    not outermost. An exception inside is passed on and nothing is parallelized.
+    A module that is built and dropped inside, or put into another one, is not outermost. After an
+    exception inside nothing is parallelized.
 
     Raises:
         ConfigError: nothing with parameters was built inside, a module was given weights that are

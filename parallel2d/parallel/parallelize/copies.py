@@ -1,8 +1,6 @@
 """Copies of a parallelized model on its layout: `sharded_copy`, frozen, and ``copy.deepcopy``.
-
-Hooks and groups refer to the model that they were made for. So a copy is made of the structure that
-the model had before the transforms, which are applied again.
-"""
+Hooks and groups refer to the model that they were made for, so a copy is made of the structure
+before the transforms, which are applied again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Parameters that are excluded from sharding: they stay whole, plain tensors on every rank.
 
-`ignored_names` finds them by pattern or module before the transforms; after those,
-`ignored_parameters` makes the set that `fully_shard` takes.
-
 [Note: ignored parameters are frozen] Nothing reduces the gradient of a parameter that is not
 sharded: replicas would drift apart without an error. So only frozen parameters may be ignored. They
 need no master copy, and are stored in the dtype that computes.
@@ -29,9 +26,8 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
     that is below it. Raises `ConfigError` for an entry that chooses nothing, with near names, and
     when a chosen parameter is trainable.
     """
-    named: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        named[fqn_of(name)] = parameter
+    every = model.named_parameters(remove_duplicate=False)
+    named = {fqn_of(name): parameter for name, parameter in every}
     in_model = set(named.values())
     chosen: set[nn.Parameter] = set()
     for entry in ignored:
@@ -44,13 +40,8 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
         # A module or parameter may be given that is not part of this model.
         found = in_model.intersection(given)
         if not found:
-            given_as = f"a {type(entry).__name__}"
-            near = ""
-            if isinstance(entry, str):
-                given_as, near = f"pattern {entry}", near_names(entry, list(named))
-            raise ConfigError(
-                f"ignored: {given_as} chooses no parameter of {type(model).__name__}{near}"
-            )
+            nothing = f"chooses no parameter of {type(model).__name__}"
+            raise ConfigError(f"ignored: a {type(entry).__name__} {nothing}")
         chosen |= found
     names = [name for name, parameter in named.items() if parameter in chosen]
     trained = [name for name in names if named[name].requires_grad]
@@ -73,6 +64,10 @@ def _matching(
         # The root's name is empty, and no pattern is meant for it.
         if name and fnmatch.fnmatchcase(fqn_of(name), pattern):
             found += module.parameters()
+    if not found:
+        near = near_names(pattern, list(named))
+        nothing = f"chooses no parameter of {type(model).__name__}"
+        raise ConfigError(f"ignored: pattern {pattern} {nothing}{near}")
     return found
 
 

@@ -203,10 +203,6 @@ class Layout:
             found.append((modules, group.policy))
         return found
 
-    def precision_of(self, model: nn.Module) -> Precision:
-        """The dtypes, with the modules that compute in fp32 by their ids."""
-        return Precision.of(self.config.precision, model)
-
 
 def resolve(
     config: ParallelConfig,

@@ -1,7 +1,4 @@
-"""The dtypes of mixed precision for one model: what is stored, gathered, added and sent in which.
-
-`Precision.of` turns the names in a `PrecisionConfig` into dtypes, once, for all transforms.
-"""
+"""The dtypes in which a model is stored, gathered, added and sent."""
 
 from __future__ import annotations
 

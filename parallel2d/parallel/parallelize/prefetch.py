@@ -38,13 +38,9 @@ Group = tuple[Any, ...]  # modules whose parameters are gathered together, each 
 
 
 def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConfig) -> nn.Module:
-    """Sets how early the groups of ``model``, which `shard` has made, gather their parameters.
-    Losses do not depend on it.
-
-    With forward chains all-gathers become asynchronous on CPU: one that was issued early then runs
-    while the group before computes, which on GPU streams see to. Forward chains rest while
-    activations are recomputed.
-    """
+    """Sets how early the groups of ``model``, which `shard` has made, gather their parameters. With
+    forward chains all-gathers become asynchronous on CPU, which on GPU streams see to. Forward
+    chains rest while activations are recomputed."""
     if mesh_shape(mesh).shard == 1:
         if config != PrefetchConfig():
             log.info("prefetch has no effect with mesh.shard=1: no parameters are gathered")
@@ -108,12 +104,8 @@ def _in_order_of_begin(ended: Sequence[Group]) -> list[Group]:
 
 def _keep_current(order: ForwardOrder, model: nn.Module) -> None:
     """Lets ``order``, from which torch prefetches in backward, hold the forwards of ``model`` that
-    await their backward, and no others.
-
-    Forwards without gradients are removed after they ended, together with parameters that they
-    gathered and did not use. What earlier micro-batches of an accumulation left is removed before
-    the next.
-    """
+    await their backward, and no others: those without gradients are removed after they ended, what
+    earlier micro-batches of an accumulation left before the next."""
     length_before = 0
 
     def begin(_module: nn.Module, _inputs: Any) -> None:

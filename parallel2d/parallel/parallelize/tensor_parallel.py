@@ -127,8 +127,24 @@ def apply_tensor_parallel(
             "tensor_plan= in code) or set mesh.tensor=1"
         )
     split_layers(model, mesh, plan)
-    for line in whole_parameters(model):
-        log.info(line)
+    kept: dict[str, list[int]] = {}
+    split = 0
+    total = 0
+    for name, parameter in model.named_parameters():
+        total += parameter.numel()
+        placements = parameter.placements if isinstance(parameter, DTensor) else ()
+        if any(isinstance(placement, Shard) for placement in placements):
+            split += parameter.numel()
+            continue
+        # layers.0.norm.weight and layers.1.norm.weight both count as layers.*.norm.weight.
+        pattern = re.sub(r"\b\d+\b", "*", name)
+        kept.setdefault(pattern, []).append(parameter.numel())
+    log.info(
+        f"tensor axis: {split / max(total, 1):.1%} of {total:,} parameters are split; whole on "
+        "every tensor rank:"
+    )
+    for pattern, sizes in kept.items():
+        log.info(f"  {pattern}: {len(sizes)} x {sizes[0]:,}")
     return model
 
 
@@ -218,33 +234,6 @@ def _split_by(
                     yield parameter, placement.dim % parameter.ndim
 
 
-def whole_parameters(model: nn.Module) -> list[str]:
-    """A table, one line each: the share of the parameters that the tensor axis splits, then what
-    every tensor rank keeps whole.
-
-    Equal parameters of repeated layers share a line.
-    """
-    kept: dict[str, list[int]] = {}
-    split = 0
-    total = 0
-    for name, parameter in model.named_parameters():
-        total += parameter.numel()
-        placements = parameter.placements if isinstance(parameter, DTensor) else ()
-        if any(isinstance(placement, Shard) for placement in placements):
-            split += parameter.numel()
-            continue
-        # layers.0.norm.weight and layers.1.norm.weight both count as layers.*.norm.weight.
-        pattern = re.sub(r"\b\d+\b", "*", name)
-        kept.setdefault(pattern, []).append(parameter.numel())
-    lines = [
-        f"tensor axis: {split / max(total, 1):.1%} of {total:,} parameters are split; whole on "
-        "every tensor rank:"
-    ]
-    for key, sizes in kept.items():
-        lines.append(f"  {key}: {len(sizes)} x {sizes[0]:,}")
-    return lines
-
-
 def _complete_ties(model: nn.Module, words: dict[str, str]) -> None:
     """Adds to ``words`` the Embeddings that are tied to a split Linear: both are split by rows of
     the one weight. Other ties cannot be completed."""
@@ -319,11 +308,9 @@ def _style(name: str, modules: Mapping[str, nn.Module], word: str, tensor: int) 
             if isinstance(head_dim, int) and head_dim > 0 and module.out_features % head_dim == 0:
                 _must_divide(name, "heads", module.out_features // head_dim, tensor)
             return ColwiseParallel()
-        case nn.Embedding(), _:
-            raise ValueError(f"{name}: an Embedding is split colwise or rowwise, not {word}")
-        case nn.Linear(), _:
-            raise ValueError(f"{name}: a Linear is split colwise or rowwise, not {word}")
     kind = type(module).__name__
+    if isinstance(module, nn.Embedding | nn.Linear):
+        raise ValueError(f"{name}: a {kind} is split colwise or rowwise, not {word}")
     raise ValueError(f"{name}: {word} splits a Linear or an Embedding, not {kind}")
 
 

@@ -243,10 +243,8 @@ def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) ->
 def _group_on_meta(names: Sequence[str], form: huggingface.StoredForm, headers: _Headers) -> Tensor:
     """The tensors of a group, stacked, or the only one. Raises what torch does if they differ."""
     tensors = [torch.empty(headers[name][1].shape, device="meta") for name in names]
-    if form.stacked:
-        return torch.stack(tensors)
-    (only,) = tensors
-    return only
+    (group,) = [torch.stack(tensors)] if form.stacked else tensors
+    return group
 
 
 def read_headers(path: str) -> dict[str, tuple[ByteSource, Entry]]:

@@ -22,7 +22,7 @@ from parallel2d.base.config.options import call_reference
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.sync.methods.method import needs_closure
-from parallel2d.training.optimizer.groups import describe_group, muon_names, plan_groups
+from parallel2d.training.optimizer.groups import muon_names, plan_groups
 from parallel2d.training.optimizer.muon import Muon
 from parallel2d.training.optimizer.whole_matrices import whole_matrices
 
@@ -36,7 +36,6 @@ __all__ = [
     "muon_names",
     "plan_groups",
     "set_learning_rate",
-    "update_bytes",
     "whole_matrices",
 ]
 
@@ -72,7 +71,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 
 def _new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     for group in groups:
-        log.info("%s", describe_group(group))
+        algorithm = f"{group['algorithm']}, " if "algorithm" in group else ""
+        elements = sum(parameter.numel() for parameter in group["params"])
+        log.info(
+            f"optimizer: {len(group['params'])} tensors, {elements:,} parameters: {algorithm}"
+            f"weight decay {group['weight_decay']:g}, learning rate x {group['lr_scale']:g}"
+        )
     beta1, beta2 = config.betas
     implementation = _IMPLEMENTATIONS[config.implementation]
     adam: dict[str, Any] = {
@@ -145,19 +149,6 @@ def _ids_in(groups: list[dict[str, Any]]) -> set[int]:
     return {id(each) for each in chain.from_iterable(group["params"] for group in groups)}
 
 
-def update_bytes(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Bytes that a rank sends per update over each mesh axis, mean over the ranks,
-    ``{"shard": bytes, "tensor": bytes}``; empty when updates are local.
-
-    What `metrics.communication` measures while ``optimizer.step()`` runs; counted from
-    shapes, nothing is sent.
-    """
-    count = getattr(optimizer, "update_bytes", None)
-    if count is None:
-        return {}  # torch's own, which update each element on its own
-    return count()
-
-
 def learning_rate(step: int, steps: int, lr: float, config: SchedulerConfig) -> float:
     """The rate used by ``step`` (from 1) of a run of ``steps``: a function of the step alone, so
     nothing has to be saved.
@@ -174,18 +165,13 @@ def learning_rate(step: int, steps: int, lr: float, config: SchedulerConfig) -> 
     span = max(steps - config.warmup_steps - 1, 1)
     progress = min(done / span, 1.0)
     # Falls from `lr` to `floor * lr` as the shape falls from 1 to 0.
-    shape = _decay(progress, config)
-    return lr * (config.floor + (1 - config.floor) * shape)
-
-
-def _decay(progress: float, config: SchedulerConfig) -> float:
-    if config.name == "linear":
-        return 1 - progress
+    shape = 1 - progress
     if config.name == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * progress))
-    # wsd: the line is above 1, and so without effect, until the last `decay_fraction` begins.
-    line = (1 - progress) / config.decay_fraction
-    return min(1.0, line)
+        shape = 0.5 * (1 + math.cos(math.pi * progress))
+    elif config.name == "wsd":
+        # The line is above 1, and so without effect, until the last `decay_fraction` begins.
+        shape = min(1.0, shape / config.decay_fraction)
+    return lr * (config.floor + (1 - config.floor) * shape)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -107,18 +107,6 @@ def _is_muon(group: Mapping[str, Any]) -> bool:
     return group.get("algorithm") == MUON
 
 
-def describe_group(group: Mapping[str, Any]) -> str:
-    """One line for people."""
-    algorithm = ""
-    if "algorithm" in group:
-        algorithm = f"{group['algorithm']}, "
-    elements = sum(parameter.numel() for parameter in group["params"])
-    return (
-        f"optimizer: {len(group['params'])} tensors, {elements:,} parameters: {algorithm}weight "
-        f"decay {group['weight_decay']:g}, learning rate x {group['lr_scale']:g}"
-    )
-
-
 def _matching_entries(
     names: Sequence[str], trained: set[str], entries: Sequence[Any]
 ) -> dict[str, int]:
