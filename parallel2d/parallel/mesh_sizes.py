@@ -41,7 +41,12 @@ class MeshSpec:
     def resolve(self, strategy: StrategyConfig | str, topology: Topology) -> MeshShape:
         """All sizes, and notes on what was decided. Raises `ConfigError` for impossible ones."""
         strategy = named_strategy(strategy)
-        self._check_values()
+        for axis in AXES:
+            size = getattr(self, axis)
+            if size != "auto" and (not is_count(size) or size == 0):
+                raise ConfigError(
+                    f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
+                )
         world = topology.world_size
         # The axes whose ranks share their data
         inner = MeshShape(1, 1, _size_or(self.tensor, 1), context=_size_or(self.context, 1))
@@ -99,14 +104,6 @@ class MeshSpec:
                 f"{self.context} shards parameters over the ranks that share a sequence; choose "
                 "strategy=zero3 or strategy=hybrid, or mesh.context=1"
             )
-
-    def _check_values(self) -> None:
-        for axis in AXES:
-            size = getattr(self, axis)
-            if size != "auto" and (not is_count(size) or size == 0):
-                raise ConfigError(
-                    f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
-                )
 
     def _resolve_data_axes(
         self, strategy: StrategyConfig, topology: Topology, inner: MeshShape

@@ -145,7 +145,14 @@ def storage_dtypes(
         if parameter in in_fp32:
             dtype = torch.promote_types(dtype, torch.float32)
         if parameter.is_complex():
-            _check_complex(name, precision)
+            for setting in ("storage", "param", "reduce"):
+                narrow = getattr(precision, setting)
+                if narrow.itemsize < 4:
+                    word = {dtype: word for word, dtype in DTYPES.items()}[narrow]
+                    raise ConfigError(
+                        f"precision.{setting}={word}: {name} is complex, and no complex dtype is "
+                        "that narrow; use precision=fp32"
+                    )
             storage[parameter] = dtype.to_complex()
         elif parameter.is_floating_point():
             storage[parameter] = dtype
@@ -161,14 +168,3 @@ def buffer_dtype(buffer: torch.Tensor, precision: Precision) -> torch.dtype:
     if dtype is not None and buffer.is_complex() and dtype.itemsize >= 4:
         return dtype.to_complex()
     return buffer.dtype
-
-
-def _check_complex(name: str, precision: Precision) -> None:
-    words = {dtype: word for word, dtype in DTYPES.items()}
-    for setting in ("storage", "param", "reduce"):
-        dtype = getattr(precision, setting)
-        if dtype.itemsize < 4:
-            raise ConfigError(
-                f"precision.{setting}={words[dtype]}: {name} is complex, and no complex dtype is "
-                "that narrow; use precision=fp32"
-            )

@@ -57,26 +57,21 @@ def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConf
     def set_chains(_module: nn.Module, _inputs: Any, _output: Any) -> None:
         # Later forwards use the chains of the first one, whichever groups they run.
         handle.remove()
-        _set_chains(order.modules(), config)
+        ended = order.modules()
+        times = Counter(map(id, ended))
+        once = [group for group in ended if times[id(group)] == 1]
+        if config.forward:
+            for module, later in _chains(_in_order_of_begin(once), config.forward):
+                prefetch_in_forward(module, later)
+        # Backward runs groups in the reverse of the order in which their forward ended.
+        if config.backward > 1:
+            for module, later in _chains(once[::-1], config.backward):
+                # An empty chain, that of the last group, would mean torch's own choice.
+                module.set_modules_to_backward_prefetch(later or [module])
 
     handle = model.register_forward_hook(set_chains)
     _keep_current(order, model)
     return model
-
-
-def _set_chains(ended: Sequence[Group], config: PrefetchConfig) -> None:
-    """``ended``: the groups in the order in which their forward ended; see [Note: the order in
-    which groups run]."""
-    times = Counter(map(id, ended))
-    once = [group for group in ended if times[id(group)] == 1]
-    if config.forward:
-        for module, later in _chains(_in_order_of_begin(once), config.forward):
-            prefetch_in_forward(module, later)
-    # Backward runs groups in the reverse of the order in which their forward ended.
-    if config.backward > 1:
-        for module, later in _chains(once[::-1], config.backward):
-            # An empty chain, that of the last group, would mean torch's own choice.
-            module.set_modules_to_backward_prefetch(later or [module])
 
 
 def _chains(order: Sequence[Group], ahead: int) -> Iterator[tuple[Any, list[Any]]]:

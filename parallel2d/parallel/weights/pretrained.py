@@ -1,10 +1,7 @@
-"""Pretrained weights read into a sharded model by `load_pretrained`: each rank reads its own rows
-of each tensor, a piece at a time.
-
-Only safetensors are read, from a folder that ``save_pretrained`` has written; nothing in it is
-executed. A parameter that the library stores in several tensors, the experts of a mixture, is put
-together from the parts that this rank keeps.
-"""
+"""Pretrained weights read into a sharded model by `load_pretrained`. Only safetensors are read,
+from a folder that ``save_pretrained`` has written; nothing in it is executed. A parameter that the
+library stores in several tensors, the experts of a mixture, is put together from the parts that
+this rank keeps."""
 
 from __future__ import annotations
 
