@@ -55,15 +55,20 @@ if TYPE_CHECKING:
         set_step,
         updated_parameters,
     )
-    from parallel2d.parallel.weights import load_pretrained, load_state, summon_full_params
+    from parallel2d.parallel.weights.pretrained import load_pretrained
     from parallel2d.parallel.weights.states import (
         full_state,
         load_full_state,
         load_sharded_state,
+        load_state,
         rekey_optimizer_state,
         sharded_state,
     )
-    from parallel2d.parallel.weights.whole_tensors import apply_full, sharded_modules
+    from parallel2d.parallel.weights.whole_tensors import (
+        apply_full,
+        sharded_modules,
+        summon_full_params,
+    )
     from parallel2d.training.checkpoint import Checkpointer
     from parallel2d.training.checkpoint.full_file import load_full, save_full
     from parallel2d.training.hooks import Hook, HookResult, RunView
@@ -96,12 +101,12 @@ _NAMES = {
         "outer_parameters", "register_sync_hook", "replicate_group", "set_step",
         "updated_parameters",
     ),
-    "parallel.weights": ("load_pretrained", "load_state", "summon_full_params"),
+    "parallel.weights.pretrained": ("load_pretrained",),
     "parallel.weights.states": (
-        "full_state", "load_full_state", "load_sharded_state", "rekey_optimizer_state",
-        "sharded_state",
+        "full_state", "load_full_state", "load_sharded_state", "load_state",
+        "rekey_optimizer_state", "sharded_state",
     ),
-    "parallel.weights.whole_tensors": ("apply_full", "sharded_modules"),
+    "parallel.weights.whole_tensors": ("apply_full", "sharded_modules", "summon_full_params"),
     "training.checkpoint": ("Checkpointer",),
     "training.checkpoint.full_file": ("load_full", "save_full"),
     "training.hooks": ("Hook", "HookResult", "RunView"),

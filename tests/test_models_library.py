@@ -20,8 +20,8 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.models import huggingface
 from parallel2d.parallel.gradients import clip_gradient_norm
 from parallel2d.parallel.model_structure import find_blocks
-from parallel2d.parallel.weights import load_pretrained
 from parallel2d.parallel.weights.initial_values import InitialWeights
+from parallel2d.parallel.weights.pretrained import load_pretrained
 from parallel2d.training.loss.model_loss import ModelLoss
 from parallel2d.training.model_families import _given_plan, _own_plan, build_model, plan_tensor_axis
 

@@ -49,6 +49,7 @@ from parallel2d.parallel.sync import clear_with_gradients
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of, note_update_mesh
 from parallel2d.parallel.weights.construction import build_on_meta
 from parallel2d.parallel.weights.initial_values import Initializer
+from parallel2d.parallel.weights.named_tensors import all_tensors
 from parallel2d.parallel.weights.source import WeightSource
 
 __all__ = ["average_buffers", "build_on_meta", "parallelize", "sharded_copy"]
@@ -156,9 +157,7 @@ def apply_on_fake_tensors(
     """As `apply_layout`, for a ``model`` on meta whose parameters become tensors of ``fake``,
     without storage: to ask what a layout allocates. Calls that would go wrong are not refused."""
     # Nothing is left to be drawn.
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    given = set(map(fqn_of, names))
+    given = all_tensors(model)
     source = WeightSource(
         model, seed=0, init=lambda *_: None, broadcast_from=None, given=lambda _: given
     )

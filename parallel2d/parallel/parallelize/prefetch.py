@@ -84,17 +84,12 @@ def _chains(order: Sequence[Group], ahead: int) -> Iterator[tuple[Any, list[Any]
 def _in_order_of_begin(ended: Sequence[Group]) -> list[Group]:
     """The same groups in the order in which their forward began: a group begins before those inside
     it, which end before it."""
-    inside: dict[int, set[nn.Module]] = {}
+    begun: list[Group] = []
     for group in ended:
-        inside[id(group)] = set(chain.from_iterable(module.modules() for module in group))
-    begun: dict[int, Group] = {}
-    for group in ended:
-        around = [other for other in ended if group[0] in inside[id(other)]]
-        # The outermost has the most modules inside. The group itself, one of them, is the last.
-        keys = {id(outer): (outer is group, -len(inside[id(outer)])) for outer in around}
-        for outer in sorted(around, key=lambda outer: keys[id(outer)]):
-            begun.setdefault(id(outer), outer)
-    return list(begun.values())
+        inside = set(chain.from_iterable(module.modules() for module in group))
+        inner = [index for index, other in enumerate(begun) if other[0] in inside]
+        begun.insert(min(inner, default=len(begun)), group)
+    return begun
 
 
 def _keep_current(order: ForwardOrder, model: nn.Module) -> None:
