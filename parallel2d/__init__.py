@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from parallel2d.parallel.parallelize import (
         average_buffers,
         build_on_meta,
+        model_sharded_context,
         parallelize,
         sharded_copy,
     )
-    from parallel2d.parallel.parallelize.context import model_sharded_context
     from parallel2d.parallel.sync import (
         accumulate,
         attach_optimizer,
@@ -94,8 +94,9 @@ _NAMES = {
     "parallel.loss": ("cross_entropy_sum", "token_weight"),
     "parallel.mesh": ("build_mesh", "data_coordinate", "mesh_shape"),
     "parallel.mesh_sizes": ("MeshSpec",),
-    "parallel.parallelize": ("average_buffers", "build_on_meta", "parallelize", "sharded_copy"),
-    "parallel.parallelize.context": ("model_sharded_context",),
+    "parallel.parallelize": (
+        "average_buffers", "build_on_meta", "model_sharded_context", "parallelize", "sharded_copy",
+    ),
     "parallel.sync": (
         "accumulate", "attach_optimizer", "compare_replicas", "finish_updates", "no_sync",
         "outer_parameters", "register_sync_hook", "replicate_group", "set_step",

@@ -10,7 +10,9 @@ compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import TypeVar
 
 from torch import nn
@@ -18,6 +20,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import ParallelConfig
+from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.mesh import sharding_mesh
 from parallel2d.parallel.model_structure import fqn_of
@@ -52,7 +55,13 @@ from parallel2d.parallel.weights.initial_values import Initializer
 from parallel2d.parallel.weights.named_tensors import all_tensors
 from parallel2d.parallel.weights.source import WeightSource
 
-__all__ = ["average_buffers", "build_on_meta", "parallelize", "sharded_copy"]
+__all__ = [
+    "average_buffers",
+    "build_on_meta",
+    "model_sharded_context",
+    "parallelize",
+    "sharded_copy",
+]
 
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -117,6 +126,56 @@ def parallelize(
         kept = attributes.get(fqn_of(name), {})
         vars(parameter).update(kept | vars(parameter))
     return model
+
+
+@contextmanager
+def model_sharded_context(
+    mesh: DeviceMesh,
+    config: ParallelConfig | None = None,
+    *,
+    seed: int,
+    init: Initializer | None = None,
+    tensor_plan: Mapping[str, object] | Callable[[nn.Module], Mapping[str, object]] | None = None,
+) -> Iterator[None]:
+    """Inside, modules are built without weights; at the end each outermost one with parameters is
+    parallelized over ``mesh``. Collective. ::
+
+        with model_sharded_context(mesh, ParallelConfig("hybrid"), seed=0):
+            model = MyModel(...)
+        optimizer = build_optimizer(model, ...)
+
+    Args:
+        mesh, config, seed, init: as of `parallelize`, for every outermost module alike. ``init`` is
+            called after the context, so ``lambda module, name: model.init_weights(module, name)``
+            may name a model that is built inside.
+        tensor_plan: also a function of the module that returns the plan, because the module does
+            not exist before.
+
+    A module that is built and dropped inside, or put into another one, is not outermost. After an
+    exception inside nothing is parallelized.
+
+    Raises:
+        ConfigError: nothing with parameters was built inside, a module was given weights that are
+            not on meta (built outside), or what `parallelize` raises; of several outermost modules,
+            those before the one it refuses are parallelized.
+    """
+    with build_on_meta() as built:
+        yield
+    # A constructor may have been called twice.
+    modules = dict.fromkeys(reference() for reference in built)
+    alive = [module for module in modules if module is not None]
+    # The first of its modules is a module itself.
+    inner = set(chain.from_iterable(list(module.modules())[1:] for module in alive))
+    outermost = [module for module in alive if module not in inner]
+    with_parameters = [each for each in outermost if next(each.parameters(), None) is not None]
+    if not with_parameters:
+        raise ConfigError(
+            "model_sharded_context: no module with parameters was built inside; call the model's "
+            "constructor inside the context and keep the model in a variable"
+        )
+    for module in with_parameters:
+        plan = tensor_plan(module) if callable(tensor_plan) else tensor_plan
+        parallelize(module, mesh, config, seed=seed, init=init, tensor_plan=plan)
 
 
 def apply_layout(
