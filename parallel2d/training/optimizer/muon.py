@@ -22,9 +22,9 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from parallel2d.parallel.sync.engine.replica_reducer import update_mesh_of
 from parallel2d.parallel.weights.geometry import local_part
-from parallel2d.training.optimizer.groups import ADAMW, MUON
 from parallel2d.training.optimizer.matrix_owners import MatrixOwners, MatrixRound
 
+MUON, ADAMW = "muon", "adamw"  # what a group's ``algorithm`` may be
 DTYPE = torch.bfloat16  # of matrices and updates that are sent
 _NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NS_EPS = 1e-7
