@@ -55,10 +55,9 @@ def cross_entropy_sum(logits: Any, targets: Tensor, z_loss: float = 0.0) -> Tens
     ``logits``: [..., vocab], a tensor, or a DTensor split over its last dim as tensor parallelism
     leaves it, or a model output with an attribute ``logits``; ``targets``: int64 [...];
     ``z_loss``: times the squared log-sum-exp of each valid token's logits is added to the sum,
-    which keeps logits from drifting (PaLM, Chowdhery et al. 2022, with 1e-4). Beside the logits
-    and their gradient only one chunk is ever held in full precision: softmax is computed again in
-    backward from a saved log-sum-exp per token. Raises `ConfigError` for shapes that do not match,
-    and RuntimeError for a target that has no logit.
+    which keeps logits from drifting (PaLM, Chowdhery et al. 2022, with 1e-4). Only one chunk is
+    ever held in full precision. Raises `ConfigError` for shapes that do not match, and RuntimeError
+    for a target that has no logit.
     """
     logits = getattr(logits, "logits", logits)
     check_shapes("cross_entropy_sum", "logits", logits, targets)

@@ -158,11 +158,8 @@ def describe_run(
 
 
 def flops_per_sequence(job: Job, parts: ModelParts, sample: SampleShape) -> int | None:
-    """FLOPs of one sequence, forward and backward; None where they cannot be counted.
-
-    Counted once per job: restarted workers read what the first ones wrote, since counting imports a
-    second's worth of torch.
-    """
+    """FLOPs of one sequence, forward and backward; None where they cannot be counted. Restarted
+    workers read what the first ones wrote: counting imports a second's worth of torch."""
     if job.restarted:
         try:
             layout = files.read_json(os.path.join(job.run_dir, "layout.json"))

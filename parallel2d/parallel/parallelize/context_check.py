@@ -49,9 +49,8 @@ _BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4}
 
 
 class ContextCheck:
-    """Of the ``stacks`` of ``model``. ``groups``: over which ranks agree;
-    ``multiple``: of the sequence's length, other axes' too; ``compares``: whether tensors have
-    values."""
+    """``groups``: over which ranks agree; ``multiple``: of the sequence's length, other axes' too;
+    ``compares``: whether tensors have values."""
 
     def __init__(
         self,

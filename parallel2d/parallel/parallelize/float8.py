@@ -53,9 +53,7 @@ def convert_to_float8(
     emulate: bool = False,
 ) -> list[str]:
     """Replaces the Linear layers inside ``blocks`` by float8 ones with the same parameters. Returns
-    the names of those it replaced.
-
-    Left as they are, and logged with the reason: layers that a pattern of
+    their names. Left as they are, and logged with the reason: layers that a pattern of
     ``precision.float8_exclude`` names, layers whose sides are no multiples of 16, a block that is
     itself a Linear, and modules whose id is in ``apart`` (those computing in fp32). ``emulate``
     computes the same roundings without float8 units, on any device. Raises `ConfigError` without

@@ -230,11 +230,8 @@ def _containers_in(value: Any) -> Iterator[list[Any] | dict[Any, Any]]:
 
 def check_ranks_share_data(model: nn.Module, mesh: DeviceMesh, axis: str) -> None:
     """Makes the first forward under the context or tensor ``axis`` compare its inputs over that
-    axis; raises `ConfigError` when they differ.
-
-    A sampler keyed on the global rank feeds each of these ranks other data, which their parts of
-    one sequence or of one matrix silently mix.
-    """
+    axis: a sampler keyed on the global rank feeds each of these ranks other data, which their parts
+    of one sequence or of one matrix silently mix."""
     if axis not in axis_names(mesh):
         return
     group = mesh.get_group(axis)

@@ -1,7 +1,5 @@
 """How a model is laid over the ranks, decided before anything changes: `resolve` makes a `Layout`.
-
-`parallelize` applies it, `cost` computes bytes, memory and seconds from it, and a run describes
-itself by it. So what is planned is what is trained.
+`parallelize` applies it, `cost` computes from it, and a run describes itself by it.
 
 [Note: the fullest rank] Every axis splits a dim into parts of ceil(size / ranks) rows, of which the
 last ones are smaller or empty. So the rank that is first on every axis holds at least as much of

@@ -73,11 +73,8 @@ class InitialWeights:
         self, model: nn.Module, seed: int, device_type: str, given: Container[str] = ()
     ) -> None:
         """Allocates what is still on meta on this rank's device and fills it with its slice of the
-        initial values.
-
-        What ``given`` lists by FQN keeps its value; a unit of which everything is given costs
-        nothing. Raises `ConfigError` naming every other parameter that no initializer sets.
-        """
+        initial values; what ``given`` lists by FQN keeps its own. Raises `ConfigError` naming every
+        other parameter that no initializer sets."""
         if any(parameter.is_meta for parameter in model.parameters()):
             allocate(model, device_type)
         here = all_tensors(model)

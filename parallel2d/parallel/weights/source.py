@@ -46,11 +46,8 @@ class WeightSource:
     ) -> None:
         """Takes the weights that one rank gives the others out of ``model``. Collective. Arguments
         are those of `parallel2d.parallelize`, ``given`` is its ``weights``. ``construct`` builds
-        the model with its values; None: what was recorded of it.
-
-        Raises `ConfigError` when ranks have different models, and for arguments that exclude each
-        other.
-        """
+        the model with its values; None: what was recorded of it. Raises `ConfigError` when ranks
+        have different models, and for arguments that exclude each other."""
         self._seed = seed
         self._init = init
         self._given = given or (lambda _: ())
@@ -151,8 +148,7 @@ class WeightSource:
 
 
 def _raise_any(problem: str | None, value: str | None = None) -> dict[int, str]:
-    """Raises `ConfigError` on every rank with the first ``problem`` of any. Returns the values of
-    all ranks that have one. Collective."""
+    """Raises the first ``problem`` of any rank; returns the values of all that have one."""
     found = all_gather((problem, value))
     for first, _ in found:
         if first is not None:

@@ -126,9 +126,8 @@ def summon_full_params(
         offload_to_cpu: whole tensors are moved to CPU memory one by one.
         with_grads: ``.grad`` is whole as well, and written back like the parameters.
 
-    Call neither forward nor backward inside: the hooks expect sharded parameters. Memory: the whole
-    parameters (and gradients) of what is summoned. Raises `ConfigError` inside another such context
-    on the same parameters.
+    Call neither forward nor backward inside: the hooks expect sharded parameters. Raises
+    `ConfigError` inside another such context on the same parameters.
     """
     if rank0_only and writeback and any(masters.replicas_differ for masters in masters_in(model)):
         raise ConfigError(
@@ -165,12 +164,11 @@ def _refuse_whole(places: Places) -> None:
 
 def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.Module:
     """``model.apply(function)`` with whole parameters: children first, one module's own parameters
-    at a time. Collective.
+    at a time. Collective. Returns ``model``.
 
     ``function(module)`` sees the parameters that ``module`` owns itself as plain whole tensors,
     those below it sharded. It must do the same on every rank, random numbers included; each rank
-    keeps its part of its own result. Memory: the parameters of the module that owns most. Returns
-    ``model``.
+    keeps its part of its own result.
     """
     for child in model.children():
         apply_full(child, function)
@@ -219,8 +217,7 @@ def _gather(sharded: nn.Parameter, *, keep: bool, cpu: bool, grads: bool) -> nn.
 def _write_back(
     wholes: Mapping[nn.Parameter, nn.Parameter], source: int | None, *, grads: bool
 ) -> None:
-    """Fills each sharded parameter from its whole one, and, with ``grads``, its gradient. One that
-    was set to None inside is dropped. Collective where ``source`` sends its own."""
+    """Fills each sharded parameter from its whole one, and, with ``grads``, its gradient."""
     fill([(sharded, whole.detach()) for sharded, whole in wholes.items()], source)
     if not grads:
         return

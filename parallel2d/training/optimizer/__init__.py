@@ -270,12 +270,8 @@ def _matching_entries(
 
 
 def learning_rate(step: int, steps: int, lr: float, config: SchedulerConfig) -> float:
-    """The rate used by ``step`` (from 1) of a run of ``steps``: a function of the step alone, so
-    nothing has to be saved.
-
-    ``wsd`` (warm-up, stable, decay; Hu et al. 2024, MiniCPM) holds ``lr`` and falls linearly over
-    the last ``decay_fraction``.
-    """
+    """The rate used by ``step`` (from 1) of a run of ``steps``. ``wsd`` (warm-up, stable, decay; Hu
+    et al. 2024, MiniCPM) holds ``lr`` and falls linearly over the last ``decay_fraction``."""
     if step <= config.warmup_steps:
         return lr * step / config.warmup_steps
     if config.name == "constant":
@@ -302,11 +298,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 class LossScaler:
-    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018).
-
-    All ranks first agree whether a step was finite and call `update` with the same answer, so every
-    rank holds the same scale without communicating. With ``enabled=False`` the scale is 1 forever.
-    """
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018). All ranks call `update` with the
+    same answer, and so hold the same scale. With ``enabled=False`` it is 1 forever."""
 
     def __init__(self, enabled: bool, scale: float = 2.0**16, growth_every: int = 1000) -> None:
         self.enabled = enabled
