@@ -218,12 +218,9 @@ class MeshShape:
 
 
 def check_placement(ranks: torch.Tensor, topology: Topology, allow_cross_node: bool) -> list[str]:
-    """Refuses shard, context and tensor groups that cross hosts although they would fit inside one.
-
-    ``ranks``: int64 [replicate, shard, context, tensor]. Returns warnings for groups that cross
-    because they are larger than any host, and for those that were allowed to. Otherwise raises
-    `ConfigError`.
-    """
+    """Raises `ConfigError` for shard, context and tensor groups that cross hosts although they
+    would fit inside one. ``ranks``: int64 [replicate, shard, context, tensor]. Returns warnings for
+    groups that are larger than any host, and for those that were allowed to cross."""
     sizes = [len(members) for members in topology.ranks_by_host.values()]
     largest = max(sizes)
     _, shard, context, tensor = ranks.shape
@@ -272,10 +269,8 @@ def groups_along(ranks: torch.Tensor, axis: str) -> torch.Tensor:
 
 
 def draw_mesh(ranks: torch.Tensor, topology: Topology) -> str:
-    """The mesh as text: one line per replica, ranks grouped by tensor, the host at the end.
-
-    ``ranks``: int64 [replicate, shard, context, tensor]. Long meshes are cut in the middle.
-    """
+    """The mesh as text: one line per replica, ranks grouped by tensor, the host at the end; long
+    meshes are cut in the middle. ``ranks``: int64 [replicate, shard, context, tensor]."""
     lines = []
     ranks = ranks.flatten(1, 2)
     # Ranks of one tensor group stand in parentheses.

@@ -37,11 +37,8 @@ def checkpoint_activations(
     model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: ActivationCheckpointingConfig
 ) -> nn.Module:
     """Checkpoints every ``config.every``-th of ``blocks``, or of what ``config.blocks`` or
-    ``config.policy`` names instead.
-
-    ``budget`` is left to compilation. Raises `ConfigError` when there are no blocks, and for what
-    `kept_operators` refuses.
-    """
+    ``config.policy`` names instead. ``budget`` is left to compilation. Raises `ConfigError` when
+    there are no blocks, and for what `kept_operators` refuses."""
     if config.name in ("none", "budget"):
         return model
     if config.blocks or config.policy is not None:

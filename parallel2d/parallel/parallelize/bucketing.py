@@ -29,11 +29,10 @@ def bucket_modules(
     apart: Collection[int] = (),
 ) -> list[list[nn.Module]]:
     """Groups of modules below the root, children before parents; modules with tied parameters
-    always share a group.
-
-    ``stored``: in which dtype a parameter will be stored, where that is not its own. ``apart``: ids
-    of modules that are a group each whatever the policy; so are those with complex parameters in a
-    model that has real ones. Raises `ConfigError` when one of them is tied to another.
+    always share a group. ``stored``: in which dtype a parameter will be stored, where that is not
+    its own. ``apart``: ids of modules that are a group each whatever the policy; so are those with
+    complex parameters in a model that has real ones. Raises `ConfigError` when one of them is tied
+    to another.
     """
     separate = {*apart, *_complex_modules(model)}
     groups: list[list[nn.Module]] = []

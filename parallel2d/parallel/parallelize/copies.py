@@ -113,8 +113,6 @@ class ShardedCopy:
 def sharded_copy(model: nn.Module) -> ShardedCopy:
     """A frozen copy of ``model``, from `parallel2d.parallelize`, with what all replicas have of it:
     ``ema(x)`` evaluates it, ``ema.update(0.999)`` moves it, ``ema.module`` is saved like any model.
-
-    Memory: this rank's parts once more. Collective: process groups are made. Hooks set after
-    `parallelize` are not copied. Raises `ConfigError` for what cannot be copied.
-    """
+    Collective. Hooks set after `parallelize` are not copied. Raises `ConfigError` for what cannot
+    be copied."""
     return ShardedCopy(model)

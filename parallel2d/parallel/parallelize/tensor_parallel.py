@@ -1,8 +1,5 @@
-"""Tensor parallelism: splits the matrices that a plan names over the ``tensor`` axis.
-
-Start at `apply_tensor_parallel`.
-
-A plan maps patterns of module names to a torch ``ParallelStyle`` or to a word:
+"""Tensor parallelism: splits the matrices that a plan names over the ``tensor`` axis. A plan maps
+patterns of module names to a torch ``ParallelStyle`` or to a word:
 
     colwise            splits the outputs of a Linear (its heads, its hidden units) or the columns
                        of an Embedding; a Linear's output stays split
@@ -21,8 +18,7 @@ A plan maps patterns of module names to a torch ``ParallelStyle`` or to a word:
     embedding_rowwise  rowwise, of an Embedding
 
 The last four are words of Hugging Face's own plans. A layer under a word takes and returns whole
-activations, but for the split between a colwise and its rowwise; so a plan may name any part of a
-model.
+activations, but for the split between a colwise and its rowwise.
 """
 
 from __future__ import annotations
@@ -111,13 +107,10 @@ class _OnSlices(ParallelStyle):
 def apply_tensor_parallel(
     model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, object] | None
 ) -> nn.Module:
-    """Applies ``plan`` (module pattern -> style or word) over the mesh's ``tensor`` axis; without
-    that axis, nothing.
-
-    Logs which parameters stayed whole. Raises `ConfigError` when there is an axis and no plan, for
-    a pattern that matches no module, a word that does not fit the module, and sizes or heads that
-    the axis does not divide.
-    """
+    """Applies ``plan`` (module pattern -> style or word) over the mesh's ``tensor`` axis, if it has
+    one, and logs which parameters stayed whole. Raises `ConfigError` when there is an axis and no
+    plan, for a pattern that matches no module, a word that does not fit the module, and sizes or
+    heads that the axis does not divide."""
     if "tensor" not in axis_names(mesh):
         return model
     if not plan:

@@ -124,10 +124,8 @@ class MatrixRound:
         return True
 
     def gather(self, parts: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """The whole matrices that this rank owns, by number. Collective.
-
-        ``parts``: by number, this rank's part of each matrix for which `is_sent` is true.
-        """
+        """The whole matrices that this rank owns, by number. ``parts``: this rank's part of each
+        matrix for which `is_sent` is true. Collective."""
         held = dict(parts)
         for level in reversed(range(len(self._axes))):
             self._gather_over(level, held)
@@ -136,10 +134,8 @@ class MatrixRound:
     def scatter(
         self, batch: Sequence[OwnedMatrix], wholes: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
-        """This rank's parts of the results of ``batch``, one of `batches`, by number. Collective.
-
-        ``wholes``: the results of the matrices that this rank owns.
-        """
+        """This rank's parts of the results of ``batch``, one of `batches`, by number. ``wholes``:
+        the results of the matrices that this rank owns. Collective."""
         held = {each.number: wholes[each.number] for each in batch if each.number in wholes}
         for level in range(len(self._axes)):
             self._scatter_over(level, batch, held)
@@ -249,9 +245,7 @@ class MatrixOwners:
         self, matrices: Mapping[int, Tensor], owners: Sequence[int], dtype: torch.dtype
     ) -> list[MatrixRound]:
         """Puts the matrices, by number, in rounds. ``owners``: of all numbers, by `assign`.
-        ``dtype``: in which they are sent.
-
-        No communication: every rank must give matrices of the same shapes in the same order.
+        ``dtype``: in which they are sent. Every rank must give the same shapes in the same order.
         """
         owned: dict[int, list[OwnedMatrix]] = {owner: [] for owner in sorted(set(owners))}
         # The largest first
