@@ -238,7 +238,9 @@ def find_blocks(
         return _blocks_of_classes(model, class_names, section)
     # Layers without children come last: in a model of blocks they repeat too, inside its blocks.
     found = _outermost(model, _is_listed)
-    found = found or _outermost(model, lambda *pair: _repeats(*pair) and has_structure(pair[1]))
+    found = found or _outermost(
+        model, lambda around, each: _repeats(around, each) and has_structure(each)
+    )
     return found or _outermost(model, _repeats)
 
 

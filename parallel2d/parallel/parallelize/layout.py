@@ -83,9 +83,7 @@ class SampleShape:
 
     def describe(self, samples: int) -> str:
         """The size of a batch of ``samples``, as text for messages."""
-        each = ""
-        if self.targets_per_sample > 1:
-            each = f"x {self.targets_per_sample} "
+        each = f"x {self.targets_per_sample} " if self.targets_per_sample > 1 else ""
         return f"{samples} {each}{self.noun}"
 
 

@@ -172,9 +172,7 @@ def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any
     if not trained:
         raise ConfigError("every parameter is frozen: there is nothing to train")
     entry_of = _matching_entries(list(named), set(trained), config.groups)
-    hidden: set[str] = set()
-    if config.name == "muon":
-        hidden = hidden_matrices(model)
+    hidden = hidden_matrices(model) if config.name == "muon" else set()
     entries: dict[int, Any] = {_NO_ENTRY: {}, **dict(enumerate(config.groups))}
     groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
     # In the order of the entries, so that the first entry that is wrong is the one reported.
@@ -303,9 +301,7 @@ class LossScaler:
 
     def __init__(self, enabled: bool, scale: float = 2.0**16, growth_every: int = 1000) -> None:
         self.enabled = enabled
-        self.scale = 1.0
-        if enabled:
-            self.scale = scale
+        self.scale = scale if enabled else 1.0
         self.growth_every = growth_every
         self.good_steps = 0
 

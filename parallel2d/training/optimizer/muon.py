@@ -35,8 +35,7 @@ class Muon(torch.optim.Optimizer):
     ``algorithm="adamw"`` by AdamW.
 
     Args:
-        params: parameter groups, each with ``algorithm``, as `optimizer.plan_groups`
-            makes them.
+        params: parameter groups, each with ``algorithm``, as `optimizer.plan_groups` makes them.
         lr: of both; with ``adjust_lr_fn="match_rms_adamw"`` (Liu et al. 2025) Muon's updates have
             the size of AdamW's, so that one rate serves both; ``"original"`` wants about 20 times
             as much for Muon's groups (``lr_scale``).
