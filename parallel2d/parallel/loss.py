@@ -157,19 +157,14 @@ def sums_of_rows(
     of this rank's first column. Collective over ``group``.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    log_sums, picked = [], []
-    for rows in row_pieces(logits):
-        part = logits[rows].to(dtype)
-        log_sums.append(part.logsumexp(1))
-        own, index = _places(targets[rows], first, logits.shape[1])
-        # A rank may have no columns, from which nothing can be gathered.
-        if logits.shape[1]:
-            picked.append(torch.where(own, part.gather(1, index)[:, 0], 0))
-        else:
-            picked.append(torch.zeros_like(log_sums[-1]))
-        # Before the next one is there.
-        del part
-    log_sum, value = torch.cat(log_sums), torch.cat(picked)
+    log_sum = torch.cat([logits[rows].to(dtype).logsumexp(1) for rows in row_pieces(logits)])
+    # Fewer rows with `loss_chunks`
+    logits, targets = logits[: len(log_sum)], targets[: len(log_sum)]
+    own, index = _places(targets, first, logits.shape[1])
+    value = torch.zeros_like(log_sum)
+    # A rank may have no columns, from which nothing can be gathered.
+    if logits.shape[1]:
+        value = torch.where(own, logits.gather(1, index)[:, 0], 0).to(dtype)
     if group is None:
         return log_sum, value
     # The log-sum-exp over all ranks' columns, and the logit that one rank has picked.
