@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from parallel2d.parallel.parallelize import (
         average_buffers,
         build_on_meta,
+        model_sharded_context,
         parallelize,
         sharded_copy,
     )
-    from parallel2d.parallel.parallelize.context import model_sharded_context
     from parallel2d.parallel.sync import (
         accumulate,
         attach_optimizer,
@@ -55,15 +55,20 @@ if TYPE_CHECKING:
         set_step,
         updated_parameters,
     )
-    from parallel2d.parallel.weights import load_pretrained, load_state, summon_full_params
+    from parallel2d.parallel.weights.pretrained import load_pretrained
     from parallel2d.parallel.weights.states import (
         full_state,
         load_full_state,
         load_sharded_state,
+        load_state,
         rekey_optimizer_state,
         sharded_state,
     )
-    from parallel2d.parallel.weights.whole_tensors import apply_full, sharded_modules
+    from parallel2d.parallel.weights.whole_tensors import (
+        apply_full,
+        sharded_modules,
+        summon_full_params,
+    )
     from parallel2d.training.checkpoint import Checkpointer
     from parallel2d.training.checkpoint.full_file import load_full, save_full
     from parallel2d.training.hooks import Hook, HookResult, RunView
@@ -89,19 +94,20 @@ _NAMES = {
     "parallel.loss": ("cross_entropy_sum", "token_weight"),
     "parallel.mesh": ("build_mesh", "data_coordinate", "mesh_shape"),
     "parallel.mesh_sizes": ("MeshSpec",),
-    "parallel.parallelize": ("average_buffers", "build_on_meta", "parallelize", "sharded_copy"),
-    "parallel.parallelize.context": ("model_sharded_context",),
+    "parallel.parallelize": (
+        "average_buffers", "build_on_meta", "model_sharded_context", "parallelize", "sharded_copy",
+    ),
     "parallel.sync": (
         "accumulate", "attach_optimizer", "compare_replicas", "finish_updates", "no_sync",
         "outer_parameters", "register_sync_hook", "replicate_group", "set_step",
         "updated_parameters",
     ),
-    "parallel.weights": ("load_pretrained", "load_state", "summon_full_params"),
+    "parallel.weights.pretrained": ("load_pretrained",),
     "parallel.weights.states": (
-        "full_state", "load_full_state", "load_sharded_state", "rekey_optimizer_state",
-        "sharded_state",
+        "full_state", "load_full_state", "load_sharded_state", "load_state",
+        "rekey_optimizer_state", "sharded_state",
     ),
-    "parallel.weights.whole_tensors": ("apply_full", "sharded_modules"),
+    "parallel.weights.whole_tensors": ("apply_full", "sharded_modules", "summon_full_params"),
     "training.checkpoint": ("Checkpointer",),
     "training.checkpoint.full_file": ("load_full", "save_full"),
     "training.hooks": ("Hook", "HookResult", "RunView"),

@@ -17,7 +17,7 @@ from parallel2d.base.config import HuggingFaceModel
 from parallel2d.base.errors import ConfigError
 from parallel2d.checkpoint import main
 from parallel2d.parallel.model_structure import find_blocks
-from parallel2d.parallel.weights.initial_values import plan_weights
+from parallel2d.parallel.weights.initial_values import InitialWeights
 from parallel2d.training.checkpoint import Checkpoint
 from parallel2d.training.model_families import build_model
 
@@ -82,7 +82,7 @@ def test_an_adapter_alone_is_trained_and_alike_on_every_layout(ranks, folder, st
 def initial(path, adapter, seed=0):
     parts = build_model(HuggingFaceModel(path=path, adapter=adapter))
     model = parts.module
-    plan = plan_weights(model, find_blocks(model), None)
+    plan = InitialWeights(model, find_blocks(model), None)
     for name, parameter in list(model.named_parameters()):
         owner, _, key = name.rpartition(".")
         empty = torch.full_like(parameter, math.nan, device="cpu")
@@ -280,7 +280,7 @@ def test_a_peft_model_of_ones_own_is_trained_and_saved(ranks, folder):
 def test_initial_values_that_need_the_base_are_refused_on_meta():
     with build_on_meta():
         model = own_adapted(use_dora=True)
-    plan = plan_weights(model, find_blocks(model), None)
+    plan = InitialWeights(model, find_blocks(model), None)
     with pytest.raises(ConfigError, match="use_dora=True are computed from the base's weights"):
         plan.write(model, 0, "cpu")
 

@@ -20,8 +20,8 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.models import huggingface
 from parallel2d.parallel.gradients import clip_gradient_norm
 from parallel2d.parallel.model_structure import find_blocks
-from parallel2d.parallel.weights import load_pretrained
-from parallel2d.parallel.weights.initial_values import plan_weights
+from parallel2d.parallel.weights.initial_values import InitialWeights
+from parallel2d.parallel.weights.pretrained import load_pretrained
 from parallel2d.training.loss.model_loss import ModelLoss
 from parallel2d.training.model_families import _given_plan, _own_plan, build_model, plan_tensor_axis
 
@@ -129,7 +129,7 @@ def run(
 def _initial(kind: str, changes: dict[str, Any] | None) -> nn.Module:
     with parallel2d.build_on_meta():
         model = build(kind, **(changes or {}))
-    plan_weights(model, find_blocks(model), None).write(model, 5, "cpu")
+    InitialWeights(model, find_blocks(model), None).write(model, 5, "cpu")
     return model.double()
 
 

@@ -17,13 +17,10 @@ from training import build_llama, global_batch, largest_difference, weights_of
 from parallel2d.base.config import OPTIMIZERS, CheckpointConfig, OptimizerConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.checkpoint import Checkpointer
-from parallel2d.training.metrics.communication import CommunicationMeter
-from parallel2d.training.metrics.keys import COMMUNICATION_KEYS
 from parallel2d.training.optimizer import (
     build_optimizer,
     plan_groups,
     set_learning_rate,
-    update_bytes,
 )
 
 GROUPS = [
@@ -52,10 +49,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], str]] = {
     # 3 replicas divide none of the sizes
     "split_uneven": (3, {"replicate": 3, "shard": 1}, "hybrid_full"),
     "split_tensor": (4, {"replicate": 2, "shard": 1, "tensor": 2}, "hybrid_full"),
-    "uneven": (3, {"shard": 3}, "zero3"),  # 3 ranks divide none of the sizes
 }
 STEPS = 3
-AXES = ("replicate", "shard", "tensor")
 
 
 def rate(config: OptimizerConfig, step: int) -> float:
@@ -174,43 +169,6 @@ def test_a_run_saved_on_two_ranks_goes_on_on_four(ranks, tmp_path, variant, layo
     expected_losses, expected = reference(variant)
     assert losses == pytest.approx(expected_losses[2:], rel=1e-10, abs=0)
     assert largest_difference(weights, expected) <= 1e-10
-
-
-def measure_update(layout: str, config: OptimizerConfig) -> list[dict[str, float]]:
-    """Bytes over each axis during one update: measured, and counted beforehand."""
-    _, mesh_sizes, strategy = LAYOUTS[layout]
-    mesh, model, _ = build(mesh_sizes, {"strategy": strategy, "precision": "fp64"})
-    optimizer = build_optimizer(model, config)
-    counted = update_bytes(optimizer)
-    tokens, _ = global_batch(1)
-    model(tokens[:2]).square().mean().backward()
-    meter = CommunicationMeter(mesh).install()
-    try:
-        meter.start()
-        optimizer.step()
-        found = dict(zip(COMMUNICATION_KEYS, meter.read(), strict=True))
-    finally:
-        meter.remove()
-    return [{axis: found[f"comm/{axis}/bytes"] for axis in AXES}, counted]
-
-
-@pytest.mark.parametrize(("name", "layout"), [
-    ("adamw", "tensor"), ("muon", "tensor"), ("muon", "uneven"), ("muon", "hybrid"),
-])  # fmt: skip
-def test_what_an_update_sends_is_counted_and_known_before(ranks, name, layout):
-    found = ranks.run(LAYOUTS[layout][0], measure_update, layout, OPTIMIZERS[name])
-    owned = name == "muon"
-    # Ranks own different matrices, so with Muon only the mean over them is known before.
-    mean = {axis: sum(measured[axis] for measured, _ in found) / len(found) for axis in AXES}
-    for measured, counted in found:
-        expected = dict.fromkeys(AXES, 0.0) | counted
-        assert (mean if owned else measured) == pytest.approx(expected, rel=1e-12)
-    assert any(mean.values()) == owned
-    if layout == "hybrid":
-        hidden = sum(p.numel() for p in build_llama().layers.parameters() if p.ndim == 2)
-        # In two bytes per element: in each replica half of each matrix goes to its owner, and half
-        # of the update comes back.
-        assert mean == {"replicate": 0.0, "shard": float(hidden), "tensor": 0.0}
 
 
 MUON_JOB = (

@@ -59,11 +59,11 @@ def initial_model(kind: type[training.Llama] = training.Llama) -> torch.nn.Modul
     """The model with the weights that seed 0 and its names give, built without mesh or process group."""
     from parallel2d.parallel.model_structure import find_blocks
     from parallel2d.parallel.weights.construction import build_on_meta
-    from parallel2d.parallel.weights.initial_values import plan_weights
+    from parallel2d.parallel.weights.initial_values import InitialWeights
 
     with build_on_meta():
         model = training.build_llama(kind)
-    plan_weights(model, find_blocks(model), model.init_weights).write(model, 0, "cpu")
+    InitialWeights(model, find_blocks(model), model.init_weights).write(model, 0, "cpu")
     return model
 
 

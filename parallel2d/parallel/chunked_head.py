@@ -115,30 +115,17 @@ class ChunkedLogits:
 
     # What a model may ask of its logits.
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.record.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.record.sample.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.record.sample.device
-
-    @property
-    def ndim(self) -> int:
-        return len(self.record.shape)
+    shape = property(lambda logits: logits.record.shape)
+    ndim = property(lambda logits: len(logits.record.shape))
+    dtype = property(lambda logits: logits.record.sample.dtype)
+    device = property(lambda logits: logits.record.sample.device)
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
     # What a tensor-parallel style does with the output of a Linear: the loss is whole already.
 
-    @property
-    def placements(self) -> tuple[()]:
-        return ()
+    placements = ()
 
     def redistribute(self, *_args: Any, **_kwargs: Any) -> ChunkedLogits:
         return self
@@ -295,7 +282,20 @@ class ChunkedHead:
             # Of several chunks, the last one smaller.
             rows = min(self.chunk, max(1, wanted.numel() * 2 // 5))
             found: Any = self._call(wanted, rows, first, options).loss
-        self._check_equal(found, plain, loss_bound(dtype))
+        difference = (found - plain).abs().double() / plain.abs().double().clamp(min=1e-30)
+        # NaN would compare as equal.
+        difference = difference.nan_to_num(nan=torch.inf)
+        if not bool(plain.isfinite()):
+            difference.zero_()  # the weights are broken; the step will say so
+        if dist.is_initialized():
+            dist.all_reduce(difference, dist.ReduceOp.MAX)
+        if difference.item() > loss_bound(dtype):
+            raise ConfigError(
+                f"the loss in chunks (train.loss_chunk) differs from the plain loss by "
+                f"{difference.item():.1e} of it, and may by {loss_bound(dtype):.0e}: "
+                f"{class_name(self.model)} makes its logits otherwise than by {self.name} and "
+                f"{list(self._operations or ())}; set train.loss_chunk=null"
+            )
 
     def record(self, targets: Tensor, *inputs: Any, **options: Any) -> None:
         """Learns what the model does with its logits, without a comparison, for tensors without
@@ -327,22 +327,6 @@ class ChunkedHead:
 
         shorter = {name: cut(value) for name, value in options.items()}
         return [cut(value) for value in inputs], shorter, cut(targets)
-
-    def _check_equal(self, found: Tensor, plain: Tensor, bound: float) -> None:
-        difference = (found - plain).abs().double() / plain.abs().double().clamp(min=1e-30)
-        # NaN would compare as equal.
-        difference = difference.nan_to_num(nan=torch.inf)
-        if not bool(plain.isfinite()):
-            difference.zero_()  # the weights are broken; the step will say so
-        if dist.is_initialized():
-            dist.all_reduce(difference, dist.ReduceOp.MAX)
-        if difference.item() > bound:
-            raise ConfigError(
-                f"the loss in chunks (train.loss_chunk) differs from the plain loss by "
-                f"{difference.item():.1e} of it, and may by {bound:.0e}: "
-                f"{class_name(self.model)} makes its logits otherwise than by {self.name} and "
-                f"{list(self._operations or ())}; set train.loss_chunk=null"
-            )
 
     def _call(
         self, targets: Tensor, rows: int, inputs: Sequence[Any], options: dict[str, Any]

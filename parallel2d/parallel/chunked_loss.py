@@ -25,11 +25,12 @@ from parallel2d.parallel.loss import (
     IGNORED,
     check_shapes,
     check_targets,
-    logits_of_targets,
+    gradient_of_rows,
     row_pieces,
-    subtract_targets,
     sum_of_valid,
+    sums_of_rows,
 )
+from parallel2d.parallel.weights.geometry import local_region
 
 Elementwise = Callable[[Tensor], Tensor]
 
@@ -88,18 +89,15 @@ def cross_entropy_from_hidden(
     z_loss: float = 0.0,
 ) -> Tensor:
     """Summed cross-entropy of ``after(hidden @ weight.T + bias)`` over the targets that are not
-    -100; a scalar in fp32 (fp64 for fp64 inputs).
-
-    At most ``chunk`` rows of logits exist at a time. The gradients are computed in forward and kept
-    until backward, which can run once and without ``create_graph``: that of ``weight`` in fp32 at
-    least. Under ``torch.compile`` this is a graph break.
+    -100; a scalar in fp32 (fp64 for fp64 inputs). Backward can run once and without
+    ``create_graph``. Under ``torch.compile`` this is a graph break.
 
     Args:
         hidden: [..., dim], what enters the last layer. With a split ``weight`` a DTensor that is
             whole on every rank of the tensor axis.
         weight: [vocab, dim], or a DTensor on the tensor axis that is split by rows.
         targets: int64 [...] or flat.
-        chunk: rows of ``hidden``, which are tokens.
+        chunk: rows, that is tokens, of which logits exist at a time.
         bias: [vocab], split as ``weight``.
         after: what the model does with the logits before its loss, element by element, such as a
             soft cap. It must not depend on tensors that are trained.
@@ -121,10 +119,7 @@ def cross_entropy_from_hidden(
     group: dist.ProcessGroup | None = None
     first = 0
     if isinstance(weight, DTensor):
-        mesh = weight.device_mesh
-        group = mesh.get_group()
-        # `Shard` gives every rank ceil(vocab / ranks) rows; the last ranks may have fewer or none.
-        first = -(-weight.shape[0] // mesh.size()) * mesh.get_local_rank()
+        group, first = weight.device_mesh.get_group(), local_region(weight).offsets[0]
         # Each rank has the part of the gradient that its columns give.
         assert isinstance(hidden, DTensor)
         hidden = hidden.to_local(grad_placements=[Partial()])
@@ -290,35 +285,22 @@ def _of_chunk(
         with torch.set_grad_enabled(with_gradient):
             output = settings.after(raw)
     values = output.detach()
-    # In fp32 at least, a few rows at once.
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    log_sum = values.new_empty(len(values), dtype=dtype)
-    for rows in row_pieces(values):
-        log_sum[rows] = values[rows].to(dtype).logsumexp(1)
-    picked = logits_of_targets(values, targets, settings.first).to(dtype)
-    if settings.group is not None:
-        # The log-sum-exp over all ranks' columns, and the logit that one rank has picked.
-        largest = log_sum.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, settings.group)
-        sums = torch.stack(((log_sum - largest).exp(), picked))
-        dist.all_reduce(sums, group=settings.group)
-        log_sum, picked = largest + sums[0].log(), sums[1]
+    log_sum, picked = sums_of_rows(values, targets, settings.group, settings.first)
+    # Shorter with `loss_chunks`.
+    targets = targets[: len(log_sum)]
     summed = sum_of_valid(log_sum, picked, targets, settings.z_loss)
     if not with_gradient:
         return summed, None
     # A graph of `after` may need what it returned.
     gradient = values if settings.after is None else torch.empty_like(values)
-    # The gradient of a logit is its softmax, minus 1 for the target's logit; of ignored rows 0.
-    shift = torch.where(targets != IGNORED, log_sum, torch.inf)[:, None]
     # A few rows at once: in fp32 a whole chunk would take more memory than its logits, and on CPU
     # fresh memory takes longer than the arithmetic.
     for rows in row_pieces(values):
-        softmax = (values[rows] - shift[rows]).exp_()
-        if settings.z_loss:
-            softmax *= (1 + 2 * settings.z_loss * log_sum[rows])[:, None]
-        subtract_targets(softmax, targets[rows], settings.first)
-        gradient[rows] = softmax
-        del softmax
+        part = gradient_of_rows(
+            values[rows], targets[rows], log_sum[rows], settings.first, settings.z_loss
+        )
+        gradient[rows] = part
+        del part
     if settings.after is not None:
         (gradient,) = torch.autograd.grad(output, raw, gradient)
     return summed, gradient

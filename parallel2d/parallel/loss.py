@@ -55,26 +55,23 @@ def cross_entropy_sum(logits: Any, targets: Tensor, z_loss: float = 0.0) -> Tens
     ``logits``: [..., vocab], a tensor, or a DTensor split over its last dim as tensor parallelism
     leaves it, or a model output with an attribute ``logits``; ``targets``: int64 [...];
     ``z_loss``: times the squared log-sum-exp of each valid token's logits is added to the sum,
-    which keeps logits from drifting (PaLM, Chowdhery et al. 2022, with 1e-4). Beside the logits
-    and their gradient only one chunk is ever held in full precision: softmax is computed again in
-    backward from a saved log-sum-exp per token. Raises `ConfigError` for shapes that do not match,
-    and RuntimeError for a target that has no logit.
+    which keeps logits from drifting (PaLM, Chowdhery et al. 2022, with 1e-4). Only one chunk is
+    ever held in full precision. Raises `ConfigError` for shapes that do not match, and RuntimeError
+    for a target that has no logit.
     """
     logits = getattr(logits, "logits", logits)
     check_shapes("cross_entropy_sum", "logits", logits, targets)
     check_targets(targets, logits.shape[-1])
-    if not isinstance(logits, DTensor):
-        return _CrossEntropySum.apply(logits.flatten(0, -2), targets.flatten(), None, 0, z_loss)
-    mesh = logits.device_mesh
-    (placement,) = logits.placements
     # Split over another dim than the vocabulary, or not at all: every rank computes the whole.
-    if not placement.is_shard(logits.ndim - 1):
-        return cross_entropy_sum(logits.full_tensor(), targets, z_loss)
-    # `Shard` gives every rank ceil(vocab / ranks) columns; the last ranks may have fewer or none.
-    per_rank = -(-logits.shape[-1] // mesh.size())
-    first = per_rank * mesh.get_local_rank()
-    local = logits.to_local().flatten(0, -2)
-    return _CrossEntropySum.apply(local, targets.flatten(), mesh.get_group(), first, z_loss)
+    if isinstance(logits, DTensor) and not logits.placements[0].is_shard(logits.ndim - 1):
+        logits = logits.full_tensor()
+    group, first = None, 0
+    if isinstance(logits, DTensor):
+        mesh = logits.device_mesh
+        # `Shard` gives every rank ceil(vocab / ranks) columns; the last may have fewer or none.
+        group, first = mesh.get_group(), -(-logits.shape[-1] // mesh.size()) * mesh.get_local_rank()
+        logits = logits.to_local()
+    return _CrossEntropySum.apply(logits.flatten(0, -2), targets.flatten(), group, first, z_loss)
 
 
 def check_shapes(where: str, what: str, values: Any, targets: Any) -> None:
@@ -121,47 +118,26 @@ class _CrossEntropySum(torch.autograd.Function):
         first: int,
         z_loss: float,
     ) -> Tensor:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        log_sums = []
-        picked = []
-        for rows, target in _chunks(logits, targets):
-            chunk = rows.to(dtype)
-            picked.append(logits_of_targets(chunk, target, first))
-            log_sums.append(chunk.logsumexp(1))
-            # Before the next chunk is there.
-            del chunk
-        log_sum, value = torch.cat(log_sums), torch.cat(picked)
-        # The other ranks' columns: all log-sum-exps again, and the logit one rank has picked.
-        if group is not None:
-            largest = log_sum.clone()
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-            total = (log_sum - largest).exp()
-            dist.all_reduce(total, group=group)
-            dist.all_reduce(value, group=group)
-            log_sum = largest + total.log()
+        log_sum, picked = sums_of_rows(logits, targets, group, first)
         # Shorter with `loss_chunks`.
         targets = targets[: len(log_sum)]
         ctx.save_for_backward(logits, targets, log_sum)
         ctx.first = first
         ctx.z_loss = z_loss
-        return sum_of_valid(log_sum, value, targets, z_loss)
+        return sum_of_valid(log_sum, picked, targets, z_loss)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, log_sum = ctx.saved_tensors
         (scale,) = grad_outputs
         gradient = torch.empty_like(logits)
-        start = 0
-        for rows, target in _chunks(logits[: len(targets)], targets):
-            end = start + len(target)
-            # The gradient of a logit is its softmax, minus 1 for the target's logit.
-            chunk = (rows.to(log_sum.dtype) - log_sum[start:end, None]).exp_()
-            if ctx.z_loss:
-                chunk *= 1 + 2 * ctx.z_loss * log_sum[start:end, None]
-            subtract_targets(chunk, target, ctx.first)
-            gradient[start:end] = chunk.mul_(torch.where(target != IGNORED, scale, 0)[:, None])
-            del chunk
-            start = end
+        for rows in row_pieces(logits[: len(targets)]):
+            part = gradient_of_rows(
+                logits[rows], targets[rows], log_sum[rows], ctx.first, ctx.z_loss
+            )
+            gradient[rows] = part.mul_(scale)
+            # Before the next one is there.
+            del part
         return gradient, None, None, None, None
 
 
@@ -172,20 +148,46 @@ def _places(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
     return own, (targets - first).clamp(0, max(columns - 1, 0))[:, None]
 
 
-def logits_of_targets(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """The logit of each target; 0 for one outside of these columns, which begin at ``first``."""
+def sums_of_rows(
+    logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, first: int
+) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp of each row and the logit of its target, in fp32 at least.
+
+    ``group``: of the ranks that have the other columns; None: there are none. ``first``: the number
+    of this rank's first column. Collective over ``group``.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    log_sum = torch.cat([logits[rows].to(dtype).logsumexp(1) for rows in row_pieces(logits)])
+    # Fewer rows with `loss_chunks`
+    logits, targets = logits[: len(log_sum)], targets[: len(log_sum)]
     own, index = _places(targets, first, logits.shape[1])
+    value = torch.zeros_like(log_sum)
     # A rank may have no columns, from which nothing can be gathered.
-    if not logits.shape[1]:
-        return logits.new_zeros(len(targets))
-    return torch.where(own, logits.gather(1, index)[:, 0], 0)
+    if logits.shape[1]:
+        value = torch.where(own, logits.gather(1, index)[:, 0], 0).to(dtype)
+    if group is None:
+        return log_sum, value
+    # The log-sum-exp over all ranks' columns, and the logit that one rank has picked.
+    largest = log_sum.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    sums = torch.stack(((log_sum - largest).exp(), value))
+    dist.all_reduce(sums, group=group)
+    return largest + sums[0].log(), sums[1]
 
 
-def subtract_targets(softmax: Tensor, targets: Tensor, first: int) -> None:
-    """Subtracts 1 at each target in these columns, which makes the gradient of the logits."""
-    own, index = _places(targets, first, softmax.shape[1])
-    if softmax.shape[1]:
-        softmax.scatter_add_(1, index, -own.to(softmax.dtype)[:, None])
+def gradient_of_rows(
+    logits: Tensor, targets: Tensor, log_sum: Tensor, first: int, z_loss: float
+) -> Tensor:
+    """The gradient of the summed loss of a few rows, in fp32 at least, from `sums_of_rows`."""
+    # That of a logit is its softmax, minus 1 for the target's logit; that of ignored rows is 0.
+    shift = torch.where(targets != IGNORED, log_sum, torch.inf)[:, None]
+    gradient = (logits - shift).exp_()
+    if z_loss:
+        gradient *= (1 + 2 * z_loss * log_sum)[:, None]
+    own, index = _places(targets, first, logits.shape[1])
+    if logits.shape[1]:
+        gradient.scatter_add_(1, index, -own.to(gradient.dtype)[:, None])
+    return gradient
 
 
 def sum_of_valid(log_sum: Tensor, picked: Tensor, targets: Tensor, z_loss: float) -> Tensor:
@@ -209,11 +211,6 @@ def loss_chunks(elements: int = _CHUNK_ELEMENTS, *, first_alone: bool = False) -
         yield
     finally:
         _CHUNK_ELEMENTS, _FIRST_ALONE = before
-
-
-def _chunks(logits: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Both tensors cut along dim 0 as `row_pieces` says."""
-    return [(logits[rows], targets[rows]) for rows in row_pieces(logits)]
 
 
 def row_pieces(values: Tensor) -> list[slice]:

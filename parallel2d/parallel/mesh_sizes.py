@@ -11,7 +11,6 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 
@@ -25,11 +24,9 @@ from parallel2d.base.topology import Topology
 class MeshSpec:
     """Sizes of the axes; ``auto`` is resolved by `resolve` against a topology and a strategy.
 
-    ``tensor`` and ``context`` are 1. ``ddp``: replicate = all ranks / tensor. ``zero2``, ``zero3``:
-    shard = all ranks / (context x tensor). Hybrids: shard = the ranks of a node / (context x
-    tensor) (the largest size that divides every host's, when hosts are uneven) and replicate = the
-    rest; on a single host they split the ranks in two replicas, and where that is impossible (one
-    rank, a prime number) replicate = 1.
+    ``tensor`` and ``context`` are 1. ``ddp`` replicates over the other ranks, ``zero2`` and
+    ``zero3`` shard over them. Hybrids shard over those of a node (of uneven hosts the largest
+    number that divides every one's); on a single host they make the fewest replicas above one.
     """
 
     replicate: int | str = "auto"
@@ -44,10 +41,21 @@ class MeshSpec:
     def resolve(self, strategy: StrategyConfig | str, topology: Topology) -> MeshShape:
         """All sizes, and notes on what was decided. Raises `ConfigError` for impossible ones."""
         strategy = named_strategy(strategy)
-        self._check_values()
+        for axis in AXES:
+            size = getattr(self, axis)
+            if size != "auto" and (not is_count(size) or size == 0):
+                raise ConfigError(
+                    f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
+                )
         world = topology.world_size
-        inner = self._resolve_inner_axes(world)
-        rest = world // inner.ranks
+        # The axes whose ranks share their data
+        inner = MeshShape(1, 1, _size_or(self.tensor, 1), context=_size_or(self.context, 1))
+        rest = world // inner.world_size
+        if rest * inner.world_size != world:
+            raise ConfigError(
+                f"{inner.settings} does not divide {counted(world, 'rank')}; use sizes whose "
+                f"product is {_divisors(world)}"
+            )
         self.refuse_contradiction(strategy)
         replicate, shard, notes = self._resolve_data_axes(strategy, topology, inner)
         if replicate * shard != rest:
@@ -97,51 +105,20 @@ class MeshSpec:
                 "strategy=zero3 or strategy=hybrid, or mesh.context=1"
             )
 
-    def _check_values(self) -> None:
-        for axis in AXES:
-            size = getattr(self, axis)
-            if size != "auto" and (not is_count(size) or size == 0):
-                raise ConfigError(
-                    f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
-                )
-
-    def _resolve_inner_axes(self, world: int) -> _InnerAxes:
-        inner = _InnerAxes(_size_or(self.context, 1), _size_or(self.tensor, 1))
-        rest = world
-        for axis in ("tensor", "context"):
-            size = getattr(inner, axis)
-            if rest % size:
-                left = "" if rest == world else f" that mesh.tensor={inner.tensor} leaves"
-                raise ConfigError(
-                    f"mesh.{axis}={size} does not divide {counted(rest, 'rank')}{left}; use "
-                    f"{_divisors(rest)}"
-                )
-            rest //= size
-        return inner
-
     def _resolve_data_axes(
-        self, strategy: StrategyConfig, topology: Topology, inner: _InnerAxes
+        self, strategy: StrategyConfig, topology: Topology, inner: MeshShape
     ) -> tuple[int, int, list[str]]:
-        """Sizes of replicate and shard, whose product may be wrong, and notes about decisions."""
-        rest = topology.world_size // inner.ranks
+        """Sizes of replicate and shard, and notes about decisions. A given size may not divide, and
+        two may contradict each other: `resolve` checks the product."""
+        rest = topology.world_size // inner.world_size
         if not strategy.placement.shards:
             return _size_or(self.replicate, rest), 1, []
         if not strategy.placement.replicates:
             return 1, _size_or(self.shard, rest), []
-        sizes = {"replicate": self.replicate, "shard": self.shard}
-        given = {axis: int(size) for axis, size in sizes.items() if size != "auto"}
-        for axis, size in given.items():
-            if rest % size:
-                left = "" if inner.ranks == 1 else f" that {inner} leaves"
-                raise ConfigError(
-                    f"mesh.{axis}={size} does not divide {counted(rest, 'rank')}{left}; use "
-                    f"{_divisors(rest)}"
-                )
-        if not given:
+        if self.replicate == self.shard == "auto":
             return _sizes_from_hosts(topology, inner)
-        # Two given sizes may contradict each other: `resolve` checks the product.
-        shard = given.get("shard", rest // given.get("replicate", 1))
-        return given.get("replicate", rest // shard), shard, []
+        shard = _size_or(self.shard, rest // _size_or(self.replicate, 1))
+        return _size_or(self.replicate, rest // max(shard, 1)), shard, []
 
 
 def resolve_mesh(config: TrainConfig, topology: Topology) -> MeshShape:
@@ -156,25 +133,9 @@ def _size_or(size: int | str, default: int) -> int:
     return default if size == "auto" else int(size)
 
 
-class _InnerAxes(NamedTuple):
-    """Sizes of the axes whose ranks share their data."""
-
-    context: int
-    tensor: int
-
-    @property
-    def ranks(self) -> int:
-        return self.context * self.tensor
-
-    def __str__(self) -> str:
-        """As in messages: the axes of more than one rank."""
-        sizes = self._asdict().items()
-        return " x ".join(f"mesh.{axis}={size}" for axis, size in sizes if size > 1)
-
-
-def _sizes_from_hosts(topology: Topology, inner: _InnerAxes) -> tuple[int, int, list[str]]:
+def _sizes_from_hosts(topology: Topology, inner: MeshShape) -> tuple[int, int, list[str]]:
     """Shards inside hosts, replicates across; a single host has the fewest replicas above one."""
-    rest = topology.world_size // inner.ranks
+    rest = topology.world_size // inner.world_size
     sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
     if len(sizes) <= 1:
         # The smallest divisor above 1; there is none for one rank and for a prime number of them.
@@ -186,13 +147,13 @@ def _sizes_from_hosts(topology: Topology, inner: _InnerAxes) -> tuple[int, int, 
         return replicate, shard, [note]
     # The largest group that fits a whole number of times into every host.
     inside = math.gcd(*sizes)
-    if inside % inner.ranks:
+    if inside % inner.world_size:
         raise ConfigError(
-            f"{inner} does not divide the ranks of every host ({topology.describe()}); set "
-            "mesh.shard and mesh.replicate yourself, or use sizes whose product is "
+            f"{inner.settings} does not divide the ranks of every host ({topology.describe()}); "
+            "set mesh.shard and mesh.replicate yourself, or use sizes whose product is "
             f"{_divisors(inside)}"
         )
-    shard = inside // inner.ranks
+    shard = inside // inner.world_size
     notes = []
     if len(set(sizes)) > 1:
         notes.append(f"uneven hosts ({topology.describe()}): shard groups of {shard}")
@@ -240,6 +201,11 @@ class MeshShape:
         """``replicate 2 x shard 4 x tensor 1``."""
         return " x ".join(f"{axis} {size}" for axis, size in self.shown.items())
 
+    @property
+    def settings(self) -> str:
+        """As in messages: the axes of more than one rank."""
+        return " x ".join(f"mesh.{axis}={size}" for axis, size in self.sizes.items() if size > 1)
+
     def spec(self) -> MeshSpec:
         """The sizes as given ones."""
         return MeshSpec(**self.sizes)
@@ -252,12 +218,9 @@ class MeshShape:
 
 
 def check_placement(ranks: torch.Tensor, topology: Topology, allow_cross_node: bool) -> list[str]:
-    """Refuses shard, context and tensor groups that cross hosts although they would fit inside one.
-
-    ``ranks``: int64 [replicate, shard, context, tensor]. Returns warnings for groups that cross
-    because they are larger than any host, and for those that were allowed to. Otherwise raises
-    `ConfigError`.
-    """
+    """Raises `ConfigError` for shard, context and tensor groups that cross hosts although they
+    would fit inside one. ``ranks``: int64 [replicate, shard, context, tensor]. Returns warnings for
+    groups that are larger than any host, and for those that were allowed to cross."""
     sizes = [len(members) for members in topology.ranks_by_host.values()]
     largest = max(sizes)
     _, shard, context, tensor = ranks.shape
@@ -268,7 +231,7 @@ def check_placement(ranks: torch.Tensor, topology: Topology, allow_cross_node: b
         ("context", context, context * tensor),
         ("shard", shard, shard * context * tensor),
     ):
-        group = _first_crossing(ranks, axis, topology)
+        group = crossing_group(ranks, axis, topology)
         if group is None:
             continue
         hosts = Counter(topology.hosts[rank] for rank in group)
@@ -286,8 +249,9 @@ def check_placement(ranks: torch.Tensor, topology: Topology, allow_cross_node: b
     return warnings
 
 
-def _first_crossing(ranks: torch.Tensor, axis: str, topology: Topology) -> list[int] | None:
-    """The ranks of the first group of ``axis`` that is on several hosts, or None."""
+def crossing_group(ranks: torch.Tensor, axis: str, topology: Topology) -> list[int] | None:
+    """The ranks of the first group of ``axis`` that is on several hosts, or None; ``ranks`` as in
+    `check_placement`."""
     for group in groups_along(ranks, axis).tolist():
         hosts = {topology.hosts[rank] for rank in group}
         if len(hosts) > 1:
@@ -304,16 +268,9 @@ def groups_along(ranks: torch.Tensor, axis: str) -> torch.Tensor:
     return ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim])
 
 
-def crosses_hosts(ranks: torch.Tensor, axis: str, topology: Topology) -> bool:
-    """Whether a group of ``axis`` is on several hosts; ``ranks`` as in `check_placement`."""
-    return _first_crossing(ranks, axis, topology) is not None
-
-
 def draw_mesh(ranks: torch.Tensor, topology: Topology) -> str:
-    """The mesh as text: one line per replica, ranks grouped by tensor, the host at the end.
-
-    ``ranks``: int64 [replicate, shard, context, tensor]. Long meshes are cut in the middle.
-    """
+    """The mesh as text: one line per replica, ranks grouped by tensor, the host at the end; long
+    meshes are cut in the middle. ``ranks``: int64 [replicate, shard, context, tensor]."""
     lines = []
     ranks = ranks.flatten(1, 2)
     # Ranks of one tensor group stand in parentheses.

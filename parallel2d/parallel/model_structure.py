@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from parallel2d.base.config.options import load_reference
-from parallel2d.base.errors import ConfigError
+from parallel2d.base.errors import ConfigError, nearest_words
 
 Policy = Callable[[nn.Module, str], bool]
 
@@ -99,6 +99,15 @@ def join_names(parent: str, name: str) -> str:
     return f"{parent}.{name}".removeprefix(".")
 
 
+def near_names(pattern: str, names: Sequence[str]) -> str:
+    """The end of a message: names that are spelled like ``pattern``, otherwise the first ones."""
+    # Up to three, because layers of one kind have names that differ in a number alone.
+    near = nearest_words(pattern.replace("*", "").strip("."), names, alike=0.4)
+    if not near:
+        return f"; the names begin with {', '.join(names[:3])}"
+    return f"; near: {', '.join(near)}"
+
+
 def parameter_bytes(module: nn.Module) -> int:
     """Bytes of all parameters below ``module``, each counted once."""
     return sum(parameter.nbytes for parameter in module.parameters())
@@ -176,9 +185,19 @@ def places_in(modules: Iterable[nn.Module]) -> Places:
     return places
 
 
-def tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+Ties = list[list[tuple[nn.Module, str]]]
+
+
+def tied_parameters(model: nn.Module) -> Ties:
     """Groups of (module, attribute) that are one and the same parameter."""
     return [group for group in places_in(model.modules()).values() if len(group) > 1]
+
+
+def tie_again(ties: Ties) -> None:
+    """Puts the parameter in the first place of each group into the others."""
+    for (first, first_name), *others in ties:
+        for module, name in others:
+            module._parameters[name] = first._parameters[first_name]
 
 
 def without_storage(model: nn.Module) -> nn.Module:
@@ -205,27 +224,24 @@ def find_blocks(
 
     With ``class_names``: every outermost module of those classes. With ``policy``, a callable or
     ``package.module:function``: every outermost module with parameters for which
-    ``policy(module, FQN)`` is true. Without: repeated structure is detected, as it would
-    be by a reader: elements of a ``ModuleList`` or ``Sequential`` that have children of their own;
-    failing that, siblings of one class; failing that, sibling layers of one class. May be empty
-    when nothing repeats.
+    ``policy(module, FQN)`` is true. Without: elements of a ``ModuleList`` or ``Sequential`` that
+    have children of their own; failing that, siblings of one class; failing that, sibling layers
+    of one class; none when nothing repeats.
 
     In the place of a container without a forward, such as a ``ModuleList``, stand the outermost
     modules in it that are called and have structure, or, where none has, those with parameters.
-
-    Raises `ConfigError` when a given class or policy matches nothing, with the candidates and their
-    sizes.
+    Raises `ConfigError`, with candidates, when a given class or policy matches nothing.
     """
     if policy is not None:
         return _blocks_of_policy(model, policy, section)
     if class_names:
         return _blocks_of_classes(model, class_names, section)
-    # What repeats, by the first of three criteria that any module meets. Layers without children
-    # come last: in a model of blocks they repeat too, inside its blocks.
-    found: list[tuple[str, nn.Module]] = []
-    for is_block in (_is_listed, _repeats_with_structure, _repeats):
-        found = found or _outermost(model, is_block)
-    return found
+    # Layers without children come last: in a model of blocks they repeat too, inside its blocks.
+    found = _outermost(model, _is_listed)
+    found = found or _outermost(
+        model, lambda around, each: _repeats(around, each) and has_structure(each)
+    )
+    return found or _outermost(model, _repeats)
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
@@ -303,10 +319,6 @@ def _is_listed(parent: nn.Module, child: nn.Module) -> bool:
     return isinstance(parent, nn.ModuleList | nn.Sequential) and has_structure(child)
 
 
-def _repeats_with_structure(parent: nn.Module, child: nn.Module) -> bool:
-    return _repeats(parent, child) and has_structure(child)
-
-
 def _repeats(parent: nn.Module, child: nn.Module) -> bool:
     classes = list(map(type, parent.children()))
     if classes.count(type(child)) < 2:
@@ -345,8 +357,10 @@ def _outermost(model: nn.Module, is_block: _IsBlock) -> list[tuple[str, nn.Modul
             elif is_called(child):
                 found.append((child_path, child))
             else:
-                inside = _outermost(child, _is_called_with_structure)
-                inside = inside or _outermost(child, _is_called_with_parameters)
+                inside = _outermost(child, lambda _, each: is_called(each) and has_structure(each))
+                inside = inside or _outermost(
+                    child, lambda _, each: is_called(each) and _has_parameters(each)
+                )
                 for inner_name, inner in inside:
                     if id(inner) not in visited:
                         visited.add(id(inner))
@@ -354,14 +368,6 @@ def _outermost(model: nn.Module, is_block: _IsBlock) -> list[tuple[str, nn.Modul
 
     visit("", model)
     return found
-
-
-def _is_called_with_structure(_parent: nn.Module, child: nn.Module) -> bool:
-    return is_called(child) and has_structure(child)
-
-
-def _is_called_with_parameters(_parent: nn.Module, child: nn.Module) -> bool:
-    return is_called(child) and _has_parameters(child)
 
 
 def candidate_classes(model: nn.Module) -> str:

@@ -1,7 +1,6 @@
 """Builds the parts of a run from its configuration, in the order in which they need each other.
-
 `check` does what one process can do without workers, so that a job that cannot work ends before any
-is started; `build_trainer` does all of it on a rank. Both go through the same functions.
+is started; `build_trainer` does all of it on a rank.
 """
 
 from __future__ import annotations

@@ -278,9 +278,8 @@ class HookCalls:
         if name in self._taken or name.startswith(_TAKEN_GROUPS):
             raise ValueError(f"the metric {name} is one that the trainer measures")
         # The newer value of one hook counts: that of `step` after that of `start`.
-        if self._given_by.get(name, hook) is not hook:
+        if self._given_by.setdefault(name, hook) is not hook:
             raise ValueError(f"the metric {name} is given by two hooks")
-        self._given_by[name] = hook
         self._metrics[name] = float(value)
 
 

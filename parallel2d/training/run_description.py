@@ -30,7 +30,7 @@ from parallel2d.parallel.cost.tensor_twin import (
 )
 from parallel2d.parallel.cost.traffic import exact_bytes, predicted_bytes
 from parallel2d.parallel.mesh import ranks_of
-from parallel2d.parallel.mesh_sizes import crosses_hosts, draw_mesh
+from parallel2d.parallel.mesh_sizes import crossing_group, draw_mesh
 from parallel2d.parallel.parallelize.layout import Layout, SampleShape
 from parallel2d.training.data.opening import OpenData
 from parallel2d.training.loss.model_loss import ModelLoss
@@ -93,29 +93,17 @@ class RunFacts:
             f"run dir     {files.printable(self.job.run_dir, 500)}",
         ]
 
-    def mesh_sizes(self) -> dict[str, Any]:
-        """Ranks of each axis."""
-        return self.layout.shape.shown
-
     def hparams(self) -> dict[str, str | float | bool]:
         """Settings by which runs are compared."""
-        config = self.job.config
-        whole = {
-            **self.mesh_sizes(),
-            "parameters": self.parameters,
-            "global_batch_size": config.train.global_batch_size,
-            "accumulation": self.layout.workload.accumulation,
-            "seq_len": self.data.train.shape.targets_per_sample,
-        }
+        facts = {**self.record(), **self.layout.shape.shown}
+        names = ("strategy", "bucketing", "precision", *self.layout.shape.shown)
+        names += ("parameters", "global_batch_size", "accumulation", "seq_len")
         return {
-            "strategy": config.strategy.name,
-            "bucketing": config.bucketing.name,
-            "precision": config.precision.name,
             "sync": self.layout.method.description,
             "model": self.model,
             # As texts: TensorBoard shows any number with five digits, 115008 as 1.1501e+5.
-            **{name: str(value) for name, value in whole.items()},
-            "lr": config.optimizer.lr,
+            **{name: str(facts[name]) for name in names},
+            "lr": self.job.config.optimizer.lr,
         }
 
     def record(self) -> dict[str, Any]:
@@ -129,7 +117,7 @@ class RunFacts:
             "global_batch_size": config.train.global_batch_size,
             "micro_batch_size": work.micro_batch_size,
             "accumulation": work.accumulation,
-            "mesh": self.mesh_sizes(),
+            "mesh": self.layout.shape.shown,
             "ranks": self.ranks.tolist(),
             "hosts": list(self.topology.hosts),
             "seq_len": self.data.train.shape.targets_per_sample,
@@ -170,11 +158,8 @@ def describe_run(
 
 
 def flops_per_sequence(job: Job, parts: ModelParts, sample: SampleShape) -> int | None:
-    """FLOPs of one sequence, forward and backward; None where they cannot be counted.
-
-    Counted once per job: restarted workers read what the first ones wrote, since counting imports a
-    second's worth of torch.
-    """
+    """FLOPs of one sequence, forward and backward; None where they cannot be counted. Restarted
+    workers read what the first ones wrote: counting imports a second's worth of torch."""
     if job.restarted:
         try:
             layout = files.read_json(os.path.join(job.run_dir, "layout.json"))
@@ -218,7 +203,8 @@ def outputs(facts: RunFacts) -> tuple[ConsoleDisplay, MetricsWriter]:
     unit = {"tokens": "tok"}.get(sample.noun, sample.noun)
     display = ConsoleDisplay(config.metrics.console, config.train.steps, unit, facts.job.label)
     # With the sizes of the axes in the place of ``auto``.
-    found = dataclasses.replace(config.mesh, **facts.mesh_sizes())
+    sizes: dict[str, Any] = facts.layout.shape.shown
+    found = dataclasses.replace(config.mesh, **sizes)
     texts = {
         "config": f"```yaml\n{to_yaml(dataclasses.replace(config, mesh=found))}\n```",
         "mesh": "```\n" + "\n".join(facts.lines()) + "\n```",
@@ -228,7 +214,7 @@ def outputs(facts: RunFacts) -> tuple[ConsoleDisplay, MetricsWriter]:
         texts,
         tensorboard=config.metrics.tensorboard,
         hparams=facts.hparams(),
-        axes=[axis for axis, size in facts.mesh_sizes().items() if size > 1],
+        axes=[axis for axis, size in sizes.items() if size > 1],
         replicas_equal=facts.layout.method.replicas_equal,
     )
     return display, writer
@@ -247,7 +233,7 @@ def build_recorder(facts: RunFacts, mesh: DeviceMesh, *, first: bool) -> Recorde
     # Replicas that differ send each other nothing in most steps.
     if not facts.layout.method.replicas_equal:
         del predicted["comm/replicate/bytes"]
-    slow = [axis for axis in AXES if crosses_hosts(facts.ranks, axis, facts.topology)]
+    slow = [axis for axis in AXES if crossing_group(facts.ranks, axis, facts.topology)]
     flops, batch = facts.flops_per_sequence, config.train.global_batch_size
     profile = config.profile
     return Recorder(

@@ -40,9 +40,9 @@ from parallel2d.parallel.weights.construction import build_for_real, outline, ow
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.parallel.weights.initial_values import (
     Initializer,
+    InitialWeights,
     allocate,
     has_meta_parameters,
-    plan_weights,
 )
 from parallel2d.training.optimizer import build_optimizer
 
@@ -104,7 +104,7 @@ def plain_copy(subject: Subject) -> nn.Module:
         module = build_for_real(construct, subject.seed, outline(module))
     cast_storage(module, Precision.of(subject.config.precision, module))
     if has_meta_parameters(module, subject.seed):
-        initial = plan_weights(module, [], subject.init)
+        initial = InitialWeights(module, [], subject.init)
         allocate(module, "cpu")
         given = subject.weights(module) if subject.weights else ()
         initial.write(module, subject.seed, "cpu", given=given)

@@ -28,7 +28,7 @@ from parallel2d.parallel.parallelize.context_parallel import (
     slice_blocks,
 )
 from parallel2d.parallel.parallelize.layout import Layout
-from parallel2d.parallel.parallelize.precision import cast_storage
+from parallel2d.parallel.parallelize.precision import Precision, cast_storage
 from parallel2d.parallel.parallelize.tensor_parallel import split_layers
 from parallel2d.parallel.weights.geometry import as_part
 
@@ -43,7 +43,7 @@ def tensor_twin(model: nn.Module, mesh: DeviceMesh | None, layout: Layout) -> nn
     in the dtypes that sharding would cast to, and its blocks are recomputed as
     ``activation_checkpointing`` says."""
     twin = without_storage(model)
-    precision = layout.precision_of(twin)
+    precision = Precision.of(layout.config.precision, twin)
     cast_storage(twin, dataclasses.replace(precision, storage=precision.param))
     if mesh is not None and layout.tensor_plan is not None:
         split_layers(twin, mesh, layout.tensor_plan)

@@ -10,7 +10,9 @@ compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import TypeVar
 
 from torch import nn
@@ -18,6 +20,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import ParallelConfig
+from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.mesh import sharding_mesh
 from parallel2d.parallel.model_structure import fqn_of
@@ -36,9 +39,9 @@ from parallel2d.parallel.parallelize.context_parallel import (
 from parallel2d.parallel.parallelize.copies import DEEPCOPY, copier, sharded_copy
 from parallel2d.parallel.parallelize.float8 import convert_to_float8
 from parallel2d.parallel.parallelize.guards import guard
-from parallel2d.parallel.parallelize.ignored import cast_ignored, ignored_parameters
+from parallel2d.parallel.parallelize.ignored import ignored_parameters
 from parallel2d.parallel.parallelize.layout import Layout, resolve
-from parallel2d.parallel.parallelize.precision import cast_storage
+from parallel2d.parallel.parallelize.precision import Precision, cast_storage
 from parallel2d.parallel.parallelize.preconditions import check, check_arguments, mark_sharded
 from parallel2d.parallel.parallelize.prefetch import prefetch_parameters
 from parallel2d.parallel.parallelize.running_statistics import average_buffers, watch_statistics
@@ -49,9 +52,16 @@ from parallel2d.parallel.sync import clear_with_gradients
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of, note_update_mesh
 from parallel2d.parallel.weights.construction import build_on_meta
 from parallel2d.parallel.weights.initial_values import Initializer
+from parallel2d.parallel.weights.named_tensors import all_tensors
 from parallel2d.parallel.weights.source import WeightSource
 
-__all__ = ["average_buffers", "build_on_meta", "parallelize", "sharded_copy"]
+__all__ = [
+    "average_buffers",
+    "build_on_meta",
+    "model_sharded_context",
+    "parallelize",
+    "sharded_copy",
+]
 
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -118,6 +128,56 @@ def parallelize(
     return model
 
 
+@contextmanager
+def model_sharded_context(
+    mesh: DeviceMesh,
+    config: ParallelConfig | None = None,
+    *,
+    seed: int,
+    init: Initializer | None = None,
+    tensor_plan: Mapping[str, object] | Callable[[nn.Module], Mapping[str, object]] | None = None,
+) -> Iterator[None]:
+    """Inside, modules are built without weights; at the end each outermost one with parameters is
+    parallelized over ``mesh``. Collective. ::
+
+        with model_sharded_context(mesh, ParallelConfig("hybrid"), seed=0):
+            model = MyModel(...)
+        optimizer = build_optimizer(model, ...)
+
+    Args:
+        mesh, config, seed, init: as of `parallelize`, for every outermost module alike. ``init`` is
+            called after the context, so ``lambda module, name: model.init_weights(module, name)``
+            may name a model that is built inside.
+        tensor_plan: also a function of the module that returns the plan, because the module does
+            not exist before.
+
+    A module that is built and dropped inside, or put into another one, is not outermost. After an
+    exception inside nothing is parallelized.
+
+    Raises:
+        ConfigError: nothing with parameters was built inside, a module was given weights that are
+            not on meta (built outside), or what `parallelize` raises; of several outermost modules,
+            those before the one it refuses are parallelized.
+    """
+    with build_on_meta() as built:
+        yield
+    # A constructor may have been called twice.
+    modules = dict.fromkeys(reference() for reference in built)
+    alive = [module for module in modules if module is not None]
+    # The first of its modules is a module itself.
+    inner = set(chain.from_iterable(list(module.modules())[1:] for module in alive))
+    outermost = [module for module in alive if module not in inner]
+    with_parameters = [each for each in outermost if next(each.parameters(), None) is not None]
+    if not with_parameters:
+        raise ConfigError(
+            "model_sharded_context: no module with parameters was built inside; call the model's "
+            "constructor inside the context and keep the model in a variable"
+        )
+    for module in with_parameters:
+        plan = tensor_plan(module) if callable(tensor_plan) else tensor_plan
+        parallelize(module, mesh, config, seed=seed, init=init, tensor_plan=plan)
+
+
 def apply_layout(
     layout: Layout,
     model: ModelT,
@@ -156,9 +216,7 @@ def apply_on_fake_tensors(
     """As `apply_layout`, for a ``model`` on meta whose parameters become tensors of ``fake``,
     without storage: to ask what a layout allocates. Calls that would go wrong are not refused."""
     # Nothing is left to be drawn.
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    given = set(map(fqn_of, names))
+    given = all_tensors(model)
     source = WeightSource(
         model, seed=0, init=lambda *_: None, broadcast_from=None, given=lambda _: given
     )
@@ -180,9 +238,8 @@ def _transform(
     """The transforms, in their order. Returns what a context axis is to split."""
     config = layout.config
     parameters = sharding_mesh(mesh)
-    precision = layout.precision_of(model)
-    cast_storage(model, precision)
-    cast_ignored(model, layout.ignored, precision.param, precision.fp32_modules)
+    precision = Precision.of(config.precision, model)
+    cast_storage(model, precision, layout.ignored)
     blocks = layout.blocks_of(model)
     source.remember(model, blocks)
 

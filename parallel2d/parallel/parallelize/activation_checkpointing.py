@@ -1,8 +1,6 @@
-"""Activation checkpointing: trades memory for compute. Start at `checkpoint_activations`.
-
-A block keeps fewer activations for backward, which computes the others again. A block's ``forward``
-is replaced on the instance, so that names do not change and the sharding hooks, which live on the
-module call, stay outside of what is recomputed.
+"""Activation checkpointing: `checkpoint_activations`. A block's ``forward`` is replaced on the
+instance, so that names do not change and the sharding hooks, which live on the module call, stay
+outside of what is recomputed.
 """
 
 from __future__ import annotations
@@ -39,11 +37,8 @@ def checkpoint_activations(
     model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: ActivationCheckpointingConfig
 ) -> nn.Module:
     """Checkpoints every ``config.every``-th of ``blocks``, or of what ``config.blocks`` or
-    ``config.policy`` names instead.
-
-    ``budget`` is left to compilation. Raises `ConfigError` when there are no blocks, and for what
-    `kept_operators` refuses.
-    """
+    ``config.policy`` names instead. ``budget`` is left to compilation. Raises `ConfigError` when
+    there are no blocks, and for what `kept_operators` refuses."""
     if config.name in ("none", "budget"):
         return model
     if config.blocks or config.policy is not None:
@@ -76,12 +71,9 @@ def _keep(
 
 
 def select_without_hooks(model: nn.Module, config: ActivationCheckpointingConfig) -> nn.Module:
-    """Hides the operators that sharding hooks run from the selection of ``selective``. Comes after
-    sharding.
-
-    The selection compares the operators of forward and of recomputation one by one. Hooks inside of
-    what is recomputed gather parameters in one of them and may find them gathered in the other.
-    """
+    """Hides the operators that sharding hooks run from the selection of ``selective``, which
+    compares those of forward and of recomputation one by one: hooks inside of what is recomputed
+    gather parameters in one of them and may find them gathered in the other."""
     if config.name != "selective":
         return model
     for module in model.modules():

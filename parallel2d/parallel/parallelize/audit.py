@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer, optimizer
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel2d.parallel.fsdp_internals.computations import SHARDED_AS
@@ -45,6 +45,7 @@ from parallel2d.parallel.model_structure import (
 )
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.replica_reducer import ReplicaReducer, engine_of
+from parallel2d.parallel.weights.named_tensors import stepped_by
 
 _INSTEAD = (
     "change parameters in place under torch.no_grad() after optimizer.step(), or with "
@@ -83,7 +84,6 @@ class _Audit:
         for module in model.modules():
             held = held_parameters(module)
             self._managed[module] = [key for key, each in held if isinstance(each, DTensor)]
-        self._learn_modules()
         self._states = self._engine.batch.states
         self._watches: list[GroupWatch] = []
         # The versions of sharded parameters of which a forward with gradients has computed
@@ -99,8 +99,12 @@ class _Audit:
     def begin(self, *_: Any) -> None:
         if in_backward():
             return
-        if not self._begun:
-            self._check_places()
+        # Before the first forward, in which torch takes over what is there.
+        for module, managed in () if self._begun else self._managed.items():
+            for attribute in managed:
+                found = module._parameters.get(attribute)
+                if not (isinstance(found, nn.Parameter) and isinstance(found, DTensor)):
+                    raise RuntimeError(f"{self._fqn(module, attribute)} {_MISPLACED}")
         if was_interrupted(self._model):
             discard_accumulated(self._model)
         self._begun[torch.is_grad_enabled()] += 1
@@ -112,14 +116,6 @@ class _Audit:
             # No backward pass has come that could tell the others.
             if self._engine.fault and not self._engine.batch.pending:
                 raise RuntimeError(self._engine.fault)
-
-    def _check_places(self) -> None:
-        """Before the first forward, in which torch takes over what is there."""
-        for module, managed in self._managed.items():
-            for attribute in managed:
-                found = module._parameters.get(attribute)
-                if not (isinstance(found, nn.Parameter) and isinstance(found, DTensor)):
-                    raise RuntimeError(f"{self._fqn(module, attribute)} {_MISPLACED}")
 
     def end(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         self._check_modules()
@@ -133,42 +129,23 @@ class _Audit:
                 state.group.release()
         return output
 
-    def _learn_modules(self) -> None:
-        """Takes down which modules there are and what they hold, in the form that is compared
-        fastest."""
-        self._modules = list(self._model.modules())
-        self._children = [module._modules for module in self._modules]
-        self._known_children = [dict(children) for children in self._children]
-        self._held = [module._parameters for module in self._modules]
-        self._known_names = list(chain.from_iterable(self._held))
-        # (module, attribute) of parameters that `fully_shard` does not have
-        self._unmanaged: list[tuple[nn.Module, str]] = []
-        for module in self._modules:
-            managed = self._managed.get(module, ())
-            self._unmanaged += [(module, key) for key in module._parameters if key not in managed]
-
     def _check_modules(self) -> None:
         """Raises RuntimeError for a trained parameter that nothing averages over the ranks, and for
         what keeps the memory of a gathered one, which is freed."""
-        names = list(chain.from_iterable(self._held))
-        if self._children != self._known_children or names != self._known_names:
-            self._learn_modules()
         trains = torch.is_grad_enabled() and self.averages
-        for module, attribute in self._unmanaged:
-            each = module._parameters[attribute]
-            if each is None:
-                continue
-            self._refuse_kept(module, attribute, each)
-            if trains and each.requires_grad:
-                raise RuntimeError(
-                    f"{self._fqn(module, attribute)} was added or unfrozen after parallelize, and "
-                    "nothing averages its gradient over the ranks: add it before parallelize, "
-                    "trainable"
-                )
-        if not self._auditing:
-            return
-        for module in self._modules:
-            for attribute, value in plain_attributes(module):
+        for module in self._model.modules():
+            managed = self._managed.get(module, ())
+            for attribute, each in held_parameters(module):
+                if attribute in managed:
+                    continue
+                self._refuse_kept(module, attribute, each)
+                if trains and each.requires_grad:
+                    raise RuntimeError(
+                        f"{self._fqn(module, attribute)} was added or unfrozen after parallelize, "
+                        "and nothing averages its gradient over the ranks: add it before "
+                        "parallelize, trainable"
+                    )
+            for attribute, value in plain_attributes(module) if self._auditing else ():
                 for held in tensors_in(value):
                     self._refuse_kept(module, attribute, held)
 
@@ -242,8 +219,6 @@ _audits: weakref.WeakSet[_Audit] = weakref.WeakSet()
 
 @functools.cache
 def _watch_process() -> None:
-    optimizer.register_optimizer_step_pre_hook(_refuse_others)
-    optimizer.register_optimizer_step_post_hook(_count_update)
     torch.autograd.backward = _checked(torch.autograd.backward, "backward", 5, SHARDED_AS)
     # Gradients that backward leaves in gathered parameters are averaged, those that it returns not.
     torch.autograd.grad = _checked(torch.autograd.grad, "grad", 1, SHARDED_AS, GATHERED_AS)
@@ -266,15 +241,11 @@ def _changed_groups() -> list[FSDPGroup]:
     return list(chain.from_iterable(watch.changed() for watch in _audits))
 
 
-def _parameters_of(stepping: Optimizer) -> Iterator[Tensor]:
-    return chain.from_iterable(group["params"] for group in stepping.param_groups)
-
-
-def _refuse_others(stepping: Optimizer, *_: Any) -> None:
+def refuse_others(stepping: Optimizer) -> None:
     """Refuses gathered parameters, and trained ones of no model beside sharded ones."""
     others: list[Tensor] = []
     any_sharded = False
-    for parameter in _parameters_of(stepping):
+    for parameter in stepped_by(stepping):
         if isinstance(parameter, DTensor):
             any_sharded |= hasattr(parameter, SHARDED_AS)
         elif parameter.requires_grad and not hasattr(parameter, SHARDED_AS):
@@ -294,10 +265,10 @@ def _refuse_others(stepping: Optimizer, *_: Any) -> None:
         )
 
 
-def _count_update(stepping: Optimizer, *_: Any) -> None:
+def count_update(stepping: Optimizer) -> None:
     """Counts an update as a change in place: updates of many `DTensor`s at once count nowhere."""
     with quick_reads():
-        updated = [each for each in _parameters_of(stepping) if each.grad is not None]
+        updated = [each for each in stepped_by(stepping) if each.grad is not None]
     torch.autograd.graph.increment_version(each for each in updated if isinstance(each, DTensor))
     _changed_groups()
 

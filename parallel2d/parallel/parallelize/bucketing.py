@@ -1,7 +1,5 @@
-"""Groups the modules of a model whose parameters share one collective. Start at `bucket_modules`.
-
-The parameters of a group are gathered by one all-gather, and their gradients are reduced by one
-reduce-scatter. Parameters that are in no group belong to the root's.
+"""Groups the modules of a model whose parameters are gathered by one all-gather and reduced by one
+reduce-scatter: `bucket_modules`. Parameters that are in no group belong to the root's.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from torch import nn
 
 from parallel2d.base.config import BucketingConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.model_structure import own_parameters, owning_modules
+from parallel2d.parallel.model_structure import held_parameters, own_parameters, owning_modules
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +29,10 @@ def bucket_modules(
     apart: Collection[int] = (),
 ) -> list[list[nn.Module]]:
     """Groups of modules below the root, children before parents; modules with tied parameters
-    always share a group.
-
-    ``stored``: in which dtype a parameter will be stored, where that is not its own. ``apart``: ids
-    of modules that are a group each whatever the policy; so are those with complex parameters in a
-    model that has real ones. Raises `ConfigError` when one of them is tied to another.
+    always share a group. ``stored``: in which dtype a parameter will be stored, where that is not
+    its own. ``apart``: ids of modules that are a group each whatever the policy; so are those with
+    complex parameters in a model that has real ones. Raises `ConfigError` when one of them is tied
+    to another.
     """
     separate = {*apart, *_complex_modules(model)}
     groups: list[list[nn.Module]] = []
@@ -135,9 +132,19 @@ def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn
     """Joins groups that hold one and the same parameter; a group that shares one with the root's is
     dissolved into it."""
     # For each index of a group the index of the group that it is joined to.
-    target = {index: index for index in range(len(groups))}
-    target[_ROOT] = _ROOT
-    for sharing in _groups_of_parameters(model, groups):
+    target = {index: index for index in range(_ROOT, len(groups))}
+    group_of: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        group_of |= {id(module): index for module in group}
+    # By name, the group that a module belongs to: its own, or that of what is around it.
+    around: dict[str, int] = {}
+    holders: dict[nn.Parameter, set[int]] = defaultdict(set)
+    for name, module in model.named_modules(remove_duplicate=False):
+        outer = around.get(name.rpartition(".")[0], _ROOT)
+        around[name] = group_of.get(id(module), outer)
+        for _, parameter in held_parameters(module):
+            holders[parameter].add(around[name])
+    for sharing in holders.values():
         # Groups that were joined before stay together: all with the same target move at once.
         joining = {target[index] for index in sharing}
         first = min(joining)
@@ -152,37 +159,13 @@ def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn
     return list(joined.values())
 
 
-def _groups_of_parameters(model: nn.Module, groups: list[list[nn.Module]]) -> list[set[int]]:
-    """For each parameter the indices of the groups that hold it, `_ROOT` included; more than one
-    for a tied parameter."""
-    group_of: dict[int, int] = {}
-    for index, group in enumerate(groups):
-        for module in group:
-            group_of[id(module)] = index
-    holders: dict[int, set[int]] = defaultdict(set)
-
-    def visit(module: nn.Module, around: int) -> None:
-        # What is below a module of a group belongs to that group, unless it is in another one.
-        group = group_of.get(id(module), around)
-        for parameter in module.parameters(recurse=False):
-            holders[id(parameter)].add(group)
-        for child in module.children():
-            visit(child, group)
-
-    visit(model, _ROOT)
-    return list(holders.values())
-
-
 def _check_separate(
     model: nn.Module,
     groups: list[list[nn.Module]],
     separate: Collection[int],
     fp32: Collection[int],
 ) -> None:
-    """Raises `ConfigError` when a module of ``separate`` has no group of its own in ``groups``.
-
-    ``fp32``: ids of those of them that the user chose, by ``precision.fp32_modules``.
-    """
+    """``fp32``: ids of those of ``separate`` that the user chose, by ``precision.fp32_modules``."""
     alone = {id(group[0]) for group in groups if len(group) == 1}
     joined = set(separate) - alone
     for name, module in model.named_modules():

@@ -1,7 +1,5 @@
-"""Compiles each repeated block on its own by ``torch.compile``. Start at `compile_blocks`.
-
-Compilations are short that way, and all equal blocks share one.
-"""
+"""Compiles each repeated block on its own: compilations are short that way, and all equal blocks
+share one."""
 
 from __future__ import annotations
 
@@ -21,11 +19,8 @@ from parallel2d.parallel.mesh_sizes import MeshShape
 def compile_blocks(
     blocks: Sequence[tuple[str, nn.Module]], config: CompileConfig, memory_budget: float | None
 ) -> None:
-    """Compiles the ``forward`` of ``blocks``; the sharding hooks stay outside.
-
-    ``memory_budget``: share of a block's activations that may be kept for backward; None: all but
-    what costs no time to recompute.
-    """
+    """Compiles the ``forward`` of ``blocks``. ``memory_budget``: share of a block's activations
+    that may be kept for backward; None: all but what costs no time to recompute."""
     if config.name == "none":
         return
     backend: Any = config.backend
@@ -54,11 +49,8 @@ def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
 
 def check_compilation(config: CompileConfig, shape: MeshShape) -> None:
     """Raises `ConfigError` for a backend that torch.compile does not have, and for compilation
-    together with context or tensor parallelism.
-
-    With torch 2.13 a compiled tensor-parallel block returned a zero gradient for its input, without
-    any error.
-    """
+    together with context or tensor parallelism: with torch 2.13 a compiled tensor-parallel block
+    returned a zero gradient for its input."""
     if config.name == "none":
         return
     if config.backend not in torch.compiler.list_backends(exclude_tags=()):

@@ -48,7 +48,12 @@ def attend_to_slices(
         # Of causal attention to all keys the last rank would compute most, and some devices make a
         # mask for it: each rank gets the one head of keys that its heads of queries need.
         if heads[0] % ranks == 0 and heads[1] < ranks and ranks % heads[1] == 0:
-            return _with_repeated_heads(axis, query, key, value, options)
+            copies = ranks // heads[1]
+            with _gathered_again(
+                lambda own: axis.heads_of_all(own.repeat_interleave(copies, 1)), key, value
+            ) as (every_key, every_value):
+                output = ATTENTION(axis.heads_of_all(query), every_key, every_value, **options)
+            return axis.slices_of_all(output)
     else:
         gathers = gathers or _gather_is_cheaper(heads, ranks)
     if gathers:
@@ -59,19 +64,6 @@ def attend_to_slices(
         mask = _of_own_heads(axis, mask, query.shape[2])
     query, key, value = map(axis.heads_of_all, (query, key, value))
     return axis.slices_of_all(ATTENTION(query, key, value, attn_mask=mask, **options))
-
-
-def _with_repeated_heads(
-    axis: ContextAxis, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
-) -> Tensor:
-    copies = axis.size // key.shape[1]
-
-    def gather(own: Tensor) -> Tensor:
-        return axis.heads_of_all(own.repeat_interleave(copies, 1))
-
-    with _gathered_again(gather, key, value) as (every_key, every_value):
-        output = ATTENTION(axis.heads_of_all(query), every_key, every_value, **options)
-    return axis.slices_of_all(output)
 
 
 def _of_own_heads(axis: ContextAxis, mask: Tensor, own: int) -> Tensor:

@@ -1,10 +1,7 @@
-"""Blocks that compute on a slice of the positions: `SplitBlock`, and `Stack` for those that run one
-after the other.
-
-The first block of a stack cuts what it is given, the last one joins what it returns, and in between
-``F.scaled_dot_product_attention`` is the only place where positions meet: there each rank gets
-whole sequences of some of the heads, or the keys and values of all positions. What is around the
-stacks sees whole sequences.
+"""Blocks that compute on a slice of the positions. The first one of a stack cuts what it is given,
+the last one joins what it returns, and in between ``F.scaled_dot_product_attention`` is the only
+place where positions meet: there each rank gets whole sequences of some of the heads, or the keys
+and values of all positions. What is around the stacks sees whole sequences.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,14 +27,6 @@ from parallel2d.parallel.parallelize.context_attention import (
 
 # Where a tensor is: among a block's arguments, or of which call of attention it is what
 Path = tuple[Any, ...]
-
-
-class Watcher(Protocol):
-    """Sees the tensors of blocks while `context_check` learns; in its last forward it also gives
-    the input that a block shall compute with."""
-
-    def see(self, block: SplitBlock, path: Path, tensor: Tensor) -> None: ...
-    def input_of(self, block: SplitBlock, path: Path, own: Tensor) -> Tensor: ...
 
 
 def map_tensors(function: Callable[[Tensor, Path], Any], value: Any, path: Path = ()) -> Any:
@@ -73,7 +62,7 @@ class Stack:
         self.in_parts = False  # tensor ranks have a part of the hidden states each
         self.feeds_head = False  # no other stack runs after it
         self.is_open = False  # its first block has run in this forward, and its last one has not
-        self.watcher: Watcher | None = None
+        self.watcher: Any = None  # a `ContextCheck`, while it learns
         self.draws_alike = True  # every rank draws the random numbers of whole sequences
 
     @property
@@ -150,8 +139,7 @@ class SplitBlock:
         stack, axis = self.stack, self.stack.axis
         given: dict[str, Any] = {"args": args, "kwargs": kwargs}
         if stack.watcher is not None:
-            watcher = stack.watcher
-            map_tensors(lambda tensor, path: watcher.see(self, path, tensor), given)
+            map_tensors(lambda tensor, path: stack.watcher.see(self, path, tensor), given)
         if stack.is_split:
             given = self._cut(given)
         with nullcontext() if stack.draws_alike else self._own_numbers():
@@ -204,7 +192,9 @@ class SplitBlock:
                 # A copy: blocks keep it for backward, and a view would keep the whole.
                 own = axis.cut(tensor, dim, stack.in_parts)
                 own = own.clone(memory_format=torch.contiguous_format)
-            return own if stack.watcher is None else stack.watcher.input_of(self, path, own)
+            if stack.watcher is not None:
+                own = stack.watcher.input_of(self, path, own)
+            return own
 
         found: dict[str, Any] = map_tensors(cut, given)
         return found
@@ -298,32 +288,22 @@ class SplitBlock:
         splits_keys = self.follows.get((*place, "key")) == positions
         if not self.stack.is_split or not (splits_query or splits_keys):
             return ATTENTION(query, key, value, attn_mask=mask, **options)
-        ranks = self.stack.axis.size
+        axis = self.stack.axis
         if not splits_query or query.shape[-2] != self._own or query.ndim not in (3, 4):
             raise ConfigError(
-                f"mesh.context={ranks}: attention of {self.name} has queries of shape "
+                f"mesh.context={axis.size}: attention of {self.name} has queries of shape "
                 f"{tuple(query.shape)}, which are no [batch, heads, positions, dim] of its "
                 f"{self._own} positions"
             )
+        shape = (*query.shape[:-1], value.shape[-1])
         if query.ndim == 3:
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
             mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
-            return self._over_positions(query, key, value, mask, splits_keys, options).squeeze(1)
-        return self._over_positions(query, key, value, mask, splits_keys, options)
-
-    def _over_positions(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        splits_keys: bool,
-        options: dict[str, Any],
-    ) -> Tensor:
-        axis = self.stack.axis
-        if not splits_keys:
-            return attend_to_all(axis, query, key, value, mask, options)
-        return attend_to_slices(axis, self.name, query, key, value, mask, options)
+        if splits_keys:
+            output = attend_to_slices(axis, self.name, query, key, value, mask, options)
+        else:
+            output = attend_to_all(axis, query, key, value, mask, options)
+        return output.reshape(shape)
 
 
 def is_mask(tensor: Tensor, dims: Sequence[int]) -> bool:

@@ -49,9 +49,8 @@ _BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4}
 
 
 class ContextCheck:
-    """Of the ``stacks`` of ``model``. ``groups``: over which ranks agree;
-    ``multiple``: of the sequence's length, other axes' too; ``compares``: whether tensors have
-    values."""
+    """``groups``: over which ranks agree; ``multiple``: of the sequence's length, other axes' too;
+    ``compares``: whether tensors have values."""
 
     def __init__(
         self,
@@ -121,7 +120,8 @@ class ContextCheck:
         if sizes:
             try:
                 self._forward(args, kwargs, {length: short // 2 for length, short in sizes.items()})
-                self._find_parts()
+                for stack in self._stacks:
+                    self._find_parts(stack)
                 return sizes, self._forward(args, kwargs, sizes)
             except ConfigError:
                 raise
@@ -193,16 +193,14 @@ class ContextCheck:
             dim for dim in range(min(1, len(shape) - 1), len(shape)) if shape[dim] == whole[1]
         )
 
-    def _find_parts(self) -> None:
+    def _find_parts(self, stack: Stack) -> None:
         """Notes where tensor ranks have parts of the hidden states: attention has all positions."""
         shapes, tensor = self._shapes[-1], self._axis.tensor
-        for stack in self._stacks:
-            for (name, path, _), shape in shapes.items():
-                if tensor is None or name != stack.blocks[0].name:
-                    continue
-                if path[0] == "attention" and path[-1] == "query":
-                    hidden = shapes.get((name, ("output",), 0), shape)
-                    stack.in_parts |= shape[-2] == hidden[-2] * tensor.size()
+        for (name, path, _), shape in shapes.items():
+            is_query = path[0] == "attention" and path[-1] == "query"
+            if tensor is not None and is_query and name == stack.blocks[0].name:
+                hidden = shapes.get((name, ("output",), 0), shape)
+                stack.in_parts |= shape[-2] == hidden[-2] * tensor.size()
 
     def _compare_one(self, block: SplitBlock, key: _Key, tensor: Tensor) -> None:
         _, path, _ = key

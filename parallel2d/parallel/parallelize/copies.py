@@ -1,8 +1,6 @@
 """Copies of a parallelized model on its layout: `sharded_copy`, frozen, and ``copy.deepcopy``.
-
-Hooks and groups refer to the model that they were made for. So a copy is made of the structure that
-the model had before the transforms, which are applied again.
-"""
+Hooks and groups refer to the model that they were made for, so a copy is made of the structure
+before the transforms, which are applied again."""
 
 from __future__ import annotations
 
@@ -115,8 +113,6 @@ class ShardedCopy:
 def sharded_copy(model: nn.Module) -> ShardedCopy:
     """A frozen copy of ``model``, from `parallel2d.parallelize`, with what all replicas have of it:
     ``ema(x)`` evaluates it, ``ema.update(0.999)`` moves it, ``ema.module`` is saved like any model.
-
-    Memory: this rank's parts once more. Collective: process groups are made. Hooks set after
-    `parallelize` are not copied. Raises `ConfigError` for what cannot be copied.
-    """
+    Collective. Hooks set after `parallelize` are not copied. Raises `ConfigError` for what cannot
+    be copied."""
     return ShardedCopy(model)

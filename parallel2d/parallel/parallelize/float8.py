@@ -1,8 +1,6 @@
-"""Matrix products in 8-bit floating point, by torchao. Start at `convert_to_float8`.
-
-The Linear layers inside a model's blocks are replaced by float8 ones. Weights stay stored in
-`precision.storage`, gathered in `precision.param`, and are scaled and cast around each product;
-names and initial values do not change.
+"""Matrix products in 8-bit floating point, by torchao, in the Linear layers inside blocks:
+`convert_to_float8`. Weights stay stored in `precision.storage`, gathered in `precision.param`, and
+are scaled and cast around each product.
 """
 
 from __future__ import annotations
@@ -55,9 +53,7 @@ def convert_to_float8(
     emulate: bool = False,
 ) -> list[str]:
     """Replaces the Linear layers inside ``blocks`` by float8 ones with the same parameters. Returns
-    the names of those it replaced.
-
-    Left as they are, and logged with the reason: layers that a pattern of
+    their names. Left as they are, and logged with the reason: layers that a pattern of
     ``precision.float8_exclude`` names, layers whose sides are no multiples of 16, a block that is
     itself a Linear, and modules whose id is in ``apart`` (those computing in fp32). ``emulate``
     computes the same roundings without float8 units, on any device. Raises `ConfigError` without
@@ -141,10 +137,7 @@ def _linear_layers(
 
 
 def _torchao(key: str) -> Any:
-    """The module ``torchao.float8``. Raises `ConfigError` when torchao is not installed.
-
-    ``key``: the setting that needs it, for the message.
-    """
+    """``key``: the setting that needs it, for messages."""
     # Imported here because it is an optional dependency.
     try:
         import torchao.float8

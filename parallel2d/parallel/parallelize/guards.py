@@ -95,29 +95,9 @@ def explain_calls(model: nn.Module) -> None:
     """Gives calls for which parameters are not gathered an error that says what to do: a block
     before the model, methods other than forward, and arguments that a block changes in place. A
     direct call of a forward becomes a call of the module."""
-    early = []
     for name, module in sharded_modules(model):
         _explain_methods(module, name)
-        _watch_calls(module, name)
-        if module is not model:
-            refuse = functools.partial(_refuse_early, name, model)
-            early.append(module.register_forward_pre_hook(refuse, prepend=True))
-
-    # Once the model itself has been called, its modules may be called alone.
-    def forget(_module: nn.Module, _inputs: Any) -> None:
-        while early:
-            early.pop().remove()
-
-    model.register_forward_pre_hook(forget, prepend=True)
-
-
-def _refuse_early(name: str, root: nn.Module, _module: nn.Module, _inputs: Any) -> None:
-    if not has_begun(root):
-        raise RuntimeError(
-            f"{name} was called before the model that it is a part of: call the model first, or "
-            f"the method that calls {name} through "
-            "torch.distributed.fsdp.register_fsdp_forward_method(model, name of the method)"
-        )
+        _watch_calls(module, name, model)
 
 
 def _explain_methods(module: nn.Module, name: str) -> None:
@@ -150,12 +130,12 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
     return explained
 
 
-def _watch_calls(module: nn.Module, name: str) -> None:
-    """Makes a call raise RuntimeError when ``module`` has changed a list or dict that it was given:
-    the sharding engine gives it a copy, so the caller would never see the change; when it leaves
-    its result in an object, where no hook finds it; and for a forward-mode derivative that it
-    cannot compute. Makes ``module.forward(x)`` the call ``module(x)``, in which hooks gather
-    parameters."""
+def _watch_calls(module: nn.Module, name: str, root: nn.Module) -> None:
+    """Makes a call raise RuntimeError before the first one of ``root``; when ``module`` has changed
+    a list or dict that it was given: the sharding engine gives it a copy, so the caller would never
+    see the change; when it leaves its result in an object, where no hook finds it; and for a
+    forward-mode derivative that it cannot compute. Makes ``module.forward(x)`` the call
+    ``module(x)``, in which hooks gather parameters."""
     # The arguments of the calls that run
     given: list[Any] = []
     # Lists and dicts that the last one got, what was in them, and whether the caller sees them
@@ -163,6 +143,13 @@ def _watch_calls(module: nn.Module, name: str) -> None:
     running, forward = RunningForward(module), module.forward
 
     def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        # Once the model itself has been called, its modules may be called alone.
+        if module is not root and not has_begun(root):
+            raise RuntimeError(
+                f"{name} was called before the model that it is a part of: call the model first, "
+                f"or the method that calls {name} through "
+                "torch.distributed.fsdp.register_fsdp_forward_method(model, name of the method)"
+            )
         if is_differentiated_forward((args, kwargs), running.frees):
             raise RuntimeError(
                 f"{name or class_name(module)} was called with a derivative of "
@@ -243,11 +230,8 @@ def _containers_in(value: Any) -> Iterator[list[Any] | dict[Any, Any]]:
 
 def check_ranks_share_data(model: nn.Module, mesh: DeviceMesh, axis: str) -> None:
     """Makes the first forward under the context or tensor ``axis`` compare its inputs over that
-    axis; raises `ConfigError` when they differ.
-
-    A sampler keyed on the global rank feeds each of these ranks other data, which their parts of
-    one sequence or of one matrix silently mix.
-    """
+    axis: a sampler keyed on the global rank feeds each of these ranks other data, which their parts
+    of one sequence or of one matrix silently mix."""
     if axis not in axis_names(mesh):
         return
     group = mesh.get_group(axis)

@@ -1,8 +1,5 @@
 """Parameters that are excluded from sharding: they stay whole, plain tensors on every rank.
 
-`ignored_names` finds them by pattern or module before the transforms; after those,
-`ignored_parameters` makes the set that `fully_shard` takes.
-
 [Note: ignored parameters are frozen] Nothing reduces the gradient of a parameter that is not
 sharded: replicas would drift apart without an error. So only frozen parameters may be ignored. They
 need no master copy, and are stored in the dtype that computes.
@@ -11,14 +8,13 @@ need no master copy, and are stored in the dtype that computes.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel2d.base.errors import ConfigError, first_five, nearest_words
-from parallel2d.parallel.model_structure import fqn_of, join_names
+from parallel2d.base.errors import ConfigError, first_five
+from parallel2d.parallel.model_structure import fqn_of, near_names
 from parallel2d.parallel.weights.initial_values import rank_device
 
 
@@ -30,9 +26,8 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
     that is below it. Raises `ConfigError` for an entry that chooses nothing, with near names, and
     when a chosen parameter is trainable.
     """
-    named: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        named[fqn_of(name)] = parameter
+    every = model.named_parameters(remove_duplicate=False)
+    named = {fqn_of(name): parameter for name, parameter in every}
     in_model = set(named.values())
     chosen: set[nn.Parameter] = set()
     for entry in ignored:
@@ -45,7 +40,8 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
         # A module or parameter may be given that is not part of this model.
         found = in_model.intersection(given)
         if not found:
-            raise ConfigError(_nothing_chosen(model, named, entry))
+            nothing = f"chooses no parameter of {type(model).__name__}"
+            raise ConfigError(f"ignored: a {type(entry).__name__} {nothing}")
         chosen |= found
     names = [name for name, parameter in named.items() if parameter in chosen]
     trained = [name for name in names if named[name].requires_grad]
@@ -59,48 +55,20 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
     return names
 
 
-def _matching(model: nn.Module, named: dict[str, nn.Parameter], pattern: str) -> list[nn.Parameter]:
+def _matching(
+    model: nn.Module, named: Mapping[str, nn.Parameter], pattern: str
+) -> list[nn.Parameter]:
     """The parameters whose names match, and all those below the modules whose names match."""
     found = [named[name] for name in fnmatch.filter(named, pattern)]
     for name, module in model.named_modules():
         # The root's name is empty, and no pattern is meant for it.
         if name and fnmatch.fnmatchcase(fqn_of(name), pattern):
             found += module.parameters()
+    if not found:
+        near = near_names(pattern, list(named))
+        nothing = f"chooses no parameter of {type(model).__name__}"
+        raise ConfigError(f"ignored: pattern {pattern} {nothing}{near}")
     return found
-
-
-def _nothing_chosen(
-    model: nn.Module, names: Collection[str], entry: str | nn.Module | nn.Parameter
-) -> str:
-    """The message for an entry that chooses none of the parameters ``names``."""
-    of_model = f"chooses no parameter of {type(model).__name__}"
-    if not isinstance(entry, str):
-        return f"ignored: a {type(entry).__name__} {of_model}"
-    # Up to three, because layers of one kind have names that differ in a number alone.
-    word = entry.replace("*", "").strip(".")
-    near = nearest_words(word, names, alike=0.4)
-    if not near:
-        return f"ignored: pattern {entry} {of_model}"
-    return f"ignored: pattern {entry} {of_model}; near: {', '.join(near)}"
-
-
-def cast_ignored(
-    model: nn.Module, names: Collection[str], dtype: torch.dtype, fp32: Collection[int]
-) -> None:
-    """Stores the named parameters in ``dtype``, those of the modules with ids ``fp32`` in fp32."""
-    # By the id of the parameter before: modules that share one must share the new one.
-    cast: dict[int, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        wanted = dtype
-        if id(module) in fp32:
-            wanted = torch.promote_types(dtype, torch.float32)
-        own = module.named_parameters(recurse=False, remove_duplicate=False)
-        for attribute, parameter in own:
-            # Quantized weights keep their integers.
-            is_named = fqn_of(join_names(prefix, attribute)) in names
-            if is_named and parameter.is_floating_point():
-                stored = nn.Parameter(parameter.detach().to(wanted), requires_grad=False)
-                module._parameters[attribute] = cast.setdefault(id(parameter), stored)
 
 
 def ignored_parameters(

@@ -1,7 +1,5 @@
 """How a model is laid over the ranks, decided before anything changes: `resolve` makes a `Layout`.
-
-`parallelize` applies it, `cost` computes bytes, memory and seconds from it, and a run describes
-itself by it. So what is planned is what is trained.
+`parallelize` applies it, `cost` computes from it, and a run describes itself by it.
 
 [Note: the fullest rank] Every axis splits a dim into parts of ceil(size / ranks) rows, of which the
 last ones are smaller or empty. So the rank that is first on every axis holds at least as much of
@@ -12,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -85,9 +83,7 @@ class SampleShape:
 
     def describe(self, samples: int) -> str:
         """The size of a batch of ``samples``, as text for messages."""
-        each = ""
-        if self.targets_per_sample > 1:
-            each = f"x {self.targets_per_sample} "
+        each = f"x {self.targets_per_sample} " if self.targets_per_sample > 1 else ""
         return f"{samples} {each}{self.noun}"
 
 
@@ -203,16 +199,6 @@ class Layout:
             found.append((modules, group.policy))
         return found
 
-    def precision_of(self, model: nn.Module) -> Precision:
-        """The dtypes, with the modules that compute in fp32 by their ids."""
-        precision = Precision.of(replace(self.config.precision, fp32_modules=[]), model)
-        in_fp32 = set()
-        for modules, policy in self.groups_of(model):
-            # Each of them is a group of its own, and no other group has this policy.
-            if policy == precision.fp32_policy:
-                in_fp32.add(id(modules[0]))
-        return replace(precision, fp32_modules=frozenset(in_fp32))
-
 
 def resolve(
     config: ParallelConfig,
@@ -235,12 +221,19 @@ def resolve(
         workload = replace(workload, device_type=mesh.device_type)
 
     precision = Precision.of(config.precision, model)
-    stored = storage_dtypes(model, precision)
     left_out = ignored_names(model, ignored)
-    collector = _Collector(config, precision, stored, shape.tensor)
-    collector.hidden = frozenset(hidden_matrices(model))
-    collector.mark(model, left_out, workload.muon)
-    collector.tensor_dims = dict(split_dims(model, mesh, tensor_plan or {}, shape.tensor))
+    stored = storage_dtypes(model, precision, left_out)
+    collector = _Collector(
+        config=config,
+        precision=precision,
+        stored=stored,
+        names={parameter: fqn_of(name) for name, parameter in model.named_parameters()},
+        ignored=left_out,
+        muon=workload.muon,
+        hidden=frozenset(hidden_matrices(model)),
+        tensor=shape.tensor,
+        tensor_dims=dict(split_dims(model, mesh, tensor_plan or {}, shape.tensor)),
+    )
     blocks = find_blocks(model, config.bucketing.blocks, config.bucketing.policy)
     if config.compile.name != "none" and not blocks:
         raise ConfigError(
@@ -267,46 +260,28 @@ def resolve(
     )
 
 
+@dataclass
 class _Collector:
     """Takes parameters from the innermost group to the root; each belongs to the first that has
     it."""
 
-    def __init__(
-        self,
-        config: ParallelConfig,
-        precision: Precision,
-        stored: dict[nn.Parameter, torch.dtype],
-        tensor: int,
-    ) -> None:
-        self.whole: list[ParameterShape] = []
-        self.hidden: frozenset[str] = frozenset()
-        self.tensor_dims: Mapping[nn.Parameter, int] = {}
-        self._is_muon: dict[nn.Parameter, bool] = {}
-        self._is_hidden: dict[nn.Parameter, bool] = {}
-        self._kept_whole: set[nn.Parameter] = set()
-        self._taken: set[nn.Parameter] = set()
-        self._config = config
-        self._precision = precision
-        self._stored = stored
-        self._tensor = tensor
-
-    def mark(self, model: nn.Module, ignored: Container[str], muon: Container[str]) -> None:
-        """Notes, by FQN, which parameters stay whole, which Muon updates, which are hidden."""
-        for name, parameter in model.named_parameters():
-            fqn = fqn_of(name)
-            self._is_muon[parameter] = fqn in muon
-            self._is_hidden[parameter] = fqn in self.hidden
-            if fqn in ignored:
-                self._kept_whole.add(parameter)
-                # Nothing updates it. Quantized weights keep their integers.
-                if parameter.is_floating_point():
-                    self._stored[parameter] = self._precision.param
+    config: ParallelConfig
+    precision: Precision
+    stored: Mapping[nn.Parameter, torch.dtype]
+    names: Mapping[nn.Parameter, str]  # FQNs
+    ignored: Collection[str]  # FQNs, as those of the next two
+    muon: frozenset[str]
+    hidden: frozenset[str]
+    tensor: int
+    tensor_dims: Mapping[nn.Parameter, int]
+    whole: list[ParameterShape] = field(default_factory=list)
+    taken: set[nn.Parameter] = field(default_factory=set)
 
     def groups(
         self, model: nn.Module, buckets: Sequence[Sequence[nn.Module]]
     ) -> Iterator[LayoutGroup]:
         """The groups, innermost first, the root last."""
-        precision = self._precision
+        precision = self.precision
         names = {id(module): name for name, module in model.named_modules()}
         for modules in buckets:
             policy = precision.policy
@@ -327,11 +302,11 @@ class _Collector:
         found: list[ParameterShape] = []
         for module in modules:
             for parameter in module.parameters():
-                if parameter in self._taken:
+                if parameter in self.taken:
                     continue
-                self._taken.add(parameter)
+                self.taken.add(parameter)
                 shape = self._shape_of(parameter, policy)
-                if stays_whole(parameter) or parameter in self._kept_whole:
+                if stays_whole(parameter) or self.names[parameter] in self.ignored:
                     self.whole.append(shape)
                 else:
                     found.append(shape)
@@ -341,10 +316,10 @@ class _Collector:
         dim = self.tensor_dims.get(parameter)
         local = list(parameter.shape)
         if dim is not None:
-            local[dim] = -(-local[dim] // self._tensor)
+            local[dim] = -(-local[dim] // self.tensor)
         # Without a dtype in the policy, parameters are gathered as they are stored, and gradients
         # reduced as autograd made them.
-        stored = self._stored.get(parameter, parameter.dtype)
+        stored = self.stored.get(parameter, parameter.dtype)
         gathered = policy.param_dtype or stored
         reduced = policy.reduce_dtype or gathered
         return ParameterShape(
@@ -356,16 +331,16 @@ class _Collector:
             reduced=reduced.itemsize,
             gradient=self._gradient_dtype(parameter, stored).itemsize,
             is_trained=parameter.requires_grad,
-            by_muon=self._is_muon[parameter],
-            is_hidden=self._is_hidden[parameter],
+            by_muon=self.names[parameter] in self.muon,
+            is_hidden=self.names[parameter] in self.hidden,
         )
 
     def _gradient_dtype(self, parameter: nn.Parameter, stored: torch.dtype) -> torch.dtype:
         """The dtype of the gradient that the optimizer gets; see `ReplicaReducer`."""
         # Torch's own engine casts gradients to the dtype of the parameter, and so does `Scalar`.
-        if self._config.sync.engine == "torch" or stays_whole(parameter):
+        if self.config.sync.engine == "torch" or stays_whole(parameter):
             return stored
-        precision = self._precision
+        precision = self.precision
         kept = precision.reduce if precision.keep_reduced else precision.storage
         if kept != precision.sums:
             return kept

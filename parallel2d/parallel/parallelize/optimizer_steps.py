@@ -1,6 +1,6 @@
-"""Before an optimizer of sharded parameters steps, whole state that it has loaded is cut; what
-updates each element on its own steps on plain tensors, this rank's parts; an error of its step says
-what to do. `watch_steps` sees to all."""
+"""Before an optimizer of sharded parameters steps, misuse is refused and whole state that it has
+loaded is cut; what updates each element on its own steps on plain tensors, this rank's parts; an
+error of its step says what to do. `watch_steps` sees to all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +18,9 @@ from torch.optim import Optimizer
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals.computations import without_explanations
 from parallel2d.parallel.fsdp_internals.group_watch import part_of, quick_reads
+from parallel2d.parallel.parallelize.audit import count_update, refuse_others
 from parallel2d.parallel.weights.geometry import as_part
+from parallel2d.parallel.weights.named_tensors import stepped_by
 from parallel2d.parallel.weights.whole_tensors import copy_part
 
 # An attribute of an optimizer: the state in which nothing is left to cut. Loading makes another.
@@ -51,26 +52,28 @@ def watch_steps() -> None:
 def _watched(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def watched(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        refuse_others(self)
         if vars(self).get(_CUT) is not self.state:
             # The iterations of torch's Muon are in bf16.
             if isinstance(self, torch.optim.Muon) and _has_sharded(self):
                 raise _refusal(self, "would round differently on sharded parameters")
             _cut_whole_state(self)
             vars(self)[_CUT] = self.state
-        # A closure computes gradients of the sharded parameters.
-        if not args and not kwargs:
-            parts = _parts_of(self)
-            if parts is not None:
-                return _step_on(parts, self, step)
+        # A closure computes gradients of the sharded parameters, and may raise the model's errors.
+        has_closure = bool(args or kwargs)
+        parts = None if has_closure else _parts_of(self)
         try:
-            with without_explanations(self):
-                return step(self, *args, **kwargs)
+            if parts is not None:
+                result = _step_on(parts, self, step)
+            else:
+                with without_explanations(self):
+                    result = step(self, *args, **kwargs)
         except RuntimeError as error:
-            # With a closure the error may be the model's.
-            is_own = not args and not kwargs and _SHARDED.search(str(error))
-            if not is_own or not _has_sharded(self):
+            if has_closure or not _SHARDED.search(str(error)) or not _has_sharded(self):
                 raise
             raise _refusal(self, "fails on sharded parameters") from error
+        count_update(self)
+        return result
 
     return watched
 
@@ -147,8 +150,7 @@ def _take_over(
 
 
 def _has_sharded(optimizer: Optimizer) -> bool:
-    groups = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return any(isinstance(parameter, DTensor) for parameter in groups)
+    return any(isinstance(parameter, DTensor) for parameter in stepped_by(optimizer))
 
 
 def _refusal(optimizer: Optimizer, reason: str) -> ConfigError:

@@ -1,11 +1,8 @@
-"""The dtypes of mixed precision for one model: what is stored, gathered, added and sent in which.
-
-`Precision.of` turns the names in a `PrecisionConfig` into dtypes, once, for all transforms.
-"""
+"""The dtypes in which a model is stored, gathered, added and sent."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +13,7 @@ from parallel2d.base.config import PrecisionConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.model_structure import (
     candidate_classes,
+    fqn_of,
     held_parameters,
     own_parameters,
     owning_modules,
@@ -107,14 +105,15 @@ def _fp32_modules(model: nn.Module, classes: Collection[str]) -> set[int]:
     return found
 
 
-def cast_storage(model: nn.Module, precision: Precision) -> nn.Module:
+def cast_storage(model: nn.Module, precision: Precision, ignored: Container[str] = ()) -> nn.Module:
     """Casts parameters to the storage dtype, complex ones to the complex dtype of its width, and
     buffers to theirs. Makes them contiguous.
 
-    The parameters of ``precision.fp32_modules`` are stored in fp32 at least. Raises `ConfigError`
-    for complex parameters in fewer than 32 bits, which no such dtype can hold.
+    The parameters of ``precision.fp32_modules`` are stored in fp32 at least; those with FQNs in
+    ``ignored`` in the dtype that computes. Raises `ConfigError` for complex parameters in fewer
+    than 32 bits, which no such dtype can hold.
     """
-    storage = storage_dtypes(model, precision)
+    storage = storage_dtypes(model, precision, ignored)
     cast: dict[nn.Parameter, nn.Parameter] = {}
     for parameter, dtype in storage.items():
         value = parameter.detach()
@@ -132,17 +131,28 @@ def cast_storage(model: nn.Module, precision: Precision) -> nn.Module:
     return model
 
 
-def storage_dtypes(model: nn.Module, precision: Precision) -> dict[nn.Parameter, torch.dtype]:
-    """Returns the dtype in which each floating-point or complex parameter is stored."""
+def storage_dtypes(
+    model: nn.Module, precision: Precision, ignored: Container[str] = ()
+) -> dict[nn.Parameter, torch.dtype]:
+    """The dtype in which `cast_storage` stores each floating-point or complex parameter."""
     in_fp32: set[nn.Parameter] = set()
     for module in model.modules():
         if id(module) in precision.fp32_modules:
             in_fp32.update(own_parameters(module))
     storage: dict[nn.Parameter, torch.dtype] = {}
     for name, parameter in model.named_parameters():
-        dtype = precision.sums if parameter in in_fp32 else precision.storage
+        dtype = precision.param if fqn_of(name) in ignored else precision.storage
+        if parameter in in_fp32:
+            dtype = torch.promote_types(dtype, torch.float32)
         if parameter.is_complex():
-            _check_complex(name, precision)
+            for setting in ("storage", "param", "reduce"):
+                narrow = getattr(precision, setting)
+                if narrow.itemsize < 4:
+                    word = {dtype: word for word, dtype in DTYPES.items()}[narrow]
+                    raise ConfigError(
+                        f"precision.{setting}={word}: {name} is complex, and no complex dtype is "
+                        "that narrow; use precision=fp32"
+                    )
             storage[parameter] = dtype.to_complex()
         elif parameter.is_floating_point():
             storage[parameter] = dtype
@@ -158,16 +168,3 @@ def buffer_dtype(buffer: torch.Tensor, precision: Precision) -> torch.dtype:
     if dtype is not None and buffer.is_complex() and dtype.itemsize >= 4:
         return dtype.to_complex()
     return buffer.dtype
-
-
-def _check_complex(name: str, precision: Precision) -> None:
-    """Raises `ConfigError` where a dtype has fewer than 32 bits for the complex parameter
-    ``name``."""
-    words = {dtype: word for word, dtype in DTYPES.items()}
-    for setting in ("storage", "param", "reduce"):
-        dtype = getattr(precision, setting)
-        if dtype.itemsize < 4:
-            raise ConfigError(
-                f"precision.{setting}={words[dtype]}: {name} is complex, and no complex dtype is "
-                "that narrow; use precision=fp32"
-            )

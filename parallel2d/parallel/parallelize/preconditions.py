@@ -27,6 +27,7 @@ from parallel2d.parallel.mesh import has_cpu_backend, ranks_of
 from parallel2d.parallel.mesh_sizes import check_placement
 from parallel2d.parallel.model_structure import fqn_of, is_called, plain_attributes, tensors_in
 from parallel2d.parallel.parallelize.float8 import check_float8
+from parallel2d.parallel.weights.named_tensors import stepped_by
 
 
 def mark_sharded(model: nn.Module, ignored: Container[str]) -> None:
@@ -43,7 +44,13 @@ def check(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, topology: 
     Collective."""
     check_placement(ranks_of(mesh), topology, config.allow_cross_node)
     check_float8(config.precision, mesh.device_type)
-    _check_same_torch()
+    ranks = all_gather((str(torch.__version__), socket.gethostname()))
+    if len({version for version, _ in ranks}) > 1:
+        found = sorted({f"{host}: torch {version}" for version, host in ranks})
+        raise ConfigError(
+            f"ranks run different torch versions ({', '.join(found)}): collectives would hang or "
+            "mix; install the same one"
+        )
     _check_no_optimizer(model)
     check_parameters(model)
 
@@ -76,19 +83,6 @@ def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
         )
 
 
-def _check_same_torch() -> None:
-    """Raises `ConfigError` on every rank, naming hosts and versions, when ranks run different torch
-    versions. Collective."""
-    ranks = all_gather((str(torch.__version__), socket.gethostname()))
-    versions = {version for version, _ in ranks}
-    if len(versions) > 1:
-        found = sorted({f"{host}: torch {version}" for version, host in ranks})
-        raise ConfigError(
-            f"ranks run different torch versions ({', '.join(found)}): collectives would hang or "
-            "mix; install the same one"
-        )
-
-
 def _check_no_optimizer(model: nn.Module) -> None:
     """Raises `ConfigError` when a live optimizer holds parameters of ``model``: sharding replaces
     them, so it would train nothing."""
@@ -97,11 +91,8 @@ def _check_no_optimizer(model: nn.Module) -> None:
         # Not isinstance, which reads __class__: on a proxy that may run code.
         if not issubclass(type(found), torch.optim.Optimizer):
             continue
-        held: set[int] = set()
-        for group in found.param_groups:
-            held.update(map(id, group["params"]))
         # Optimizers of other models may be alive, and are fine.
-        if held & parameters:
+        if parameters.intersection(map(id, stepped_by(found))):
             raise ConfigError(
                 f"{type(found).__name__} was built before parallelize: it holds parameters that "
                 "sharding replaces, and would train nothing; build it after, on the parameters of "

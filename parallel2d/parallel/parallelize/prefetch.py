@@ -38,13 +38,9 @@ Group = tuple[Any, ...]  # modules whose parameters are gathered together, each 
 
 
 def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConfig) -> nn.Module:
-    """Sets how early the groups of ``model``, which `shard` has made, gather their parameters.
-    Losses do not depend on it.
-
-    With forward chains all-gathers become asynchronous on CPU: one that was issued early then runs
-    while the group before computes, which on GPU streams see to. Forward chains rest while
-    activations are recomputed.
-    """
+    """Sets how early the groups of ``model``, which `shard` has made, gather their parameters. With
+    forward chains all-gathers become asynchronous on CPU, which on GPU streams see to. Forward
+    chains rest while activations are recomputed."""
     if mesh_shape(mesh).shard == 1:
         if config != PrefetchConfig():
             log.info("prefetch has no effect with mesh.shard=1: no parameters are gathered")
@@ -61,26 +57,21 @@ def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConf
     def set_chains(_module: nn.Module, _inputs: Any, _output: Any) -> None:
         # Later forwards use the chains of the first one, whichever groups they run.
         handle.remove()
-        _set_chains(order.modules(), config)
+        ended = order.modules()
+        times = Counter(map(id, ended))
+        once = [group for group in ended if times[id(group)] == 1]
+        if config.forward:
+            for module, later in _chains(_in_order_of_begin(once), config.forward):
+                prefetch_in_forward(module, later)
+        # Backward runs groups in the reverse of the order in which their forward ended.
+        if config.backward > 1:
+            for module, later in _chains(once[::-1], config.backward):
+                # An empty chain, that of the last group, would mean torch's own choice.
+                module.set_modules_to_backward_prefetch(later or [module])
 
     handle = model.register_forward_hook(set_chains)
     _keep_current(order, model)
     return model
-
-
-def _set_chains(ended: Sequence[Group], config: PrefetchConfig) -> None:
-    """``ended``: the groups in the order in which their forward ended; see [Note: the order in
-    which groups run]."""
-    times = Counter(map(id, ended))
-    once = [group for group in ended if times[id(group)] == 1]
-    if config.forward:
-        for module, later in _chains(_in_order_of_begin(once), config.forward):
-            prefetch_in_forward(module, later)
-    # Backward runs groups in the reverse of the order in which their forward ended.
-    if config.backward > 1:
-        for module, later in _chains(once[::-1], config.backward):
-            # An empty chain, that of the last group, would mean torch's own choice.
-            module.set_modules_to_backward_prefetch(later or [module])
 
 
 def _chains(order: Sequence[Group], ahead: int) -> Iterator[tuple[Any, list[Any]]]:
@@ -93,27 +84,18 @@ def _chains(order: Sequence[Group], ahead: int) -> Iterator[tuple[Any, list[Any]
 def _in_order_of_begin(ended: Sequence[Group]) -> list[Group]:
     """The same groups in the order in which their forward began: a group begins before those inside
     it, which end before it."""
-    inside: dict[int, set[nn.Module]] = {}
+    begun: list[Group] = []
     for group in ended:
-        inside[id(group)] = set(chain.from_iterable(module.modules() for module in group))
-    begun: dict[int, Group] = {}
-    for group in ended:
-        around = [other for other in ended if group[0] in inside[id(other)]]
-        # The outermost has the most modules inside. The group itself, one of them, is the last.
-        keys = {id(outer): (outer is group, -len(inside[id(outer)])) for outer in around}
-        for outer in sorted(around, key=lambda outer: keys[id(outer)]):
-            begun.setdefault(id(outer), outer)
-    return list(begun.values())
+        inside = set(chain.from_iterable(module.modules() for module in group))
+        inner = [index for index, other in enumerate(begun) if other[0] in inside]
+        begun.insert(min(inner, default=len(begun)), group)
+    return begun
 
 
 def _keep_current(order: ForwardOrder, model: nn.Module) -> None:
     """Lets ``order``, from which torch prefetches in backward, hold the forwards of ``model`` that
-    await their backward, and no others.
-
-    Forwards without gradients are removed after they ended, together with parameters that they
-    gathered and did not use. What earlier micro-batches of an accumulation left is removed before
-    the next.
-    """
+    await their backward, and no others: those without gradients are removed after they ended, what
+    earlier micro-batches of an accumulation left before the next."""
     length_before = 0
 
     def begin(_module: nn.Module, _inputs: Any) -> None:

@@ -80,10 +80,7 @@ def take_over_statistics(twin: nn.Module, model: nn.Module) -> None:
 
 def average_buffers(model: nn.Module) -> None:
     """Gives ``running_mean`` and ``running_var`` of each BatchNorm their means over the data ranks,
-    so that all evaluate the same model. Collective.
-
-    With equally many samples on each rank, the mean is that of the global batches; the variance is
-    that within a rank's samples.
+    so that all evaluate the same model. The variance is that within a rank's samples. Collective.
     """
     for module in model.modules():
         if _STATISTICS in vars(module):

@@ -1,10 +1,9 @@
 """Parameters without dimensions, such as the temperature of a contrastive loss, and without
-elements, such as adapters of rank 0.
-
-`fully_shard` takes neither: there is nothing to split. `keep_whole` keeps them whole on every rank,
-as `DTensor`s that are replicated over all axes, so that optimizers, norms, states and checkpoints
-find parameters of one kind. While the model computes, plain tensors on the same memory take their
-places in the modules, and their gradients are averaged over the data ranks with the others'.
+elements, such as adapters of rank 0. `fully_shard` takes neither. `keep_whole` keeps them whole on
+every rank, as `DTensor`s that are replicated over all axes, so that optimizers, norms, states and
+checkpoints find parameters of one kind. While the model computes, plain tensors on the same memory
+take their places in the modules, and their gradients are averaged over the data ranks with the
+others'.
 """
 
 from __future__ import annotations

@@ -62,11 +62,8 @@ def shard(
     layout: Layout,
     ignored: set[nn.Parameter] | None = None,
 ) -> nn.Module:
-    """Applies `fully_shard` to each group of ``layout``, innermost first, and to the root for all
-    that is left.
-
-    ``ignored``: parameters that stay as they are.
-    """
+    """Applies `fully_shard` to each group of ``layout``, the root for all that is left.
+    ``ignored``: parameters that stay as they are."""
     config = layout.config
     offload = OffloadPolicy()
     if config.cpu_offload:

@@ -1,8 +1,5 @@
-"""Tensor parallelism: splits the matrices that a plan names over the ``tensor`` axis.
-
-Start at `apply_tensor_parallel`.
-
-A plan maps patterns of module names to a torch ``ParallelStyle`` or to a word:
+"""Tensor parallelism: splits the matrices that a plan names over the ``tensor`` axis. A plan maps
+patterns of module names to a torch ``ParallelStyle`` or to a word:
 
     colwise            splits the outputs of a Linear (its heads, its hidden units) or the columns
                        of an Embedding; a Linear's output stays split
@@ -21,8 +18,7 @@ A plan maps patterns of module names to a torch ``ParallelStyle`` or to a word:
     embedding_rowwise  rowwise, of an Embedding
 
 The last four are words of Hugging Face's own plans. A layer under a word takes and returns whole
-activations, but for the split between a colwise and its rowwise; so a plan may name any part of a
-model.
+activations, but for the split between a colwise and its rowwise.
 """
 
 from __future__ import annotations
@@ -57,7 +53,13 @@ from parallel2d.base.config import TENSOR_WORDS
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.mesh_sizes import MeshShape
-from parallel2d.parallel.model_structure import ATOMIC, tied_parameters, without_storage
+from parallel2d.parallel.model_structure import (
+    ATOMIC,
+    Ties,
+    tie_again,
+    tied_parameters,
+    without_storage,
+)
 
 log = logging.getLogger(__name__)
 
@@ -105,13 +107,10 @@ class _OnSlices(ParallelStyle):
 def apply_tensor_parallel(
     model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, object] | None
 ) -> nn.Module:
-    """Applies ``plan`` (module pattern -> style or word) over the mesh's ``tensor`` axis; without
-    that axis, nothing.
-
-    Logs which parameters stayed whole. Raises `ConfigError` when there is an axis and no plan, for
-    a pattern that matches no module, a word that does not fit the module, and sizes or heads that
-    the axis does not divide.
-    """
+    """Applies ``plan`` (module pattern -> style or word) over the mesh's ``tensor`` axis, if it has
+    one, and logs which parameters stayed whole. Raises `ConfigError` when there is an axis and no
+    plan, for a pattern that matches no module, a word that does not fit the module, and sizes or
+    heads that the axis does not divide."""
     if "tensor" not in axis_names(mesh):
         return model
     if not plan:
@@ -121,8 +120,24 @@ def apply_tensor_parallel(
             "tensor_plan= in code) or set mesh.tensor=1"
         )
     split_layers(model, mesh, plan)
-    for line in whole_parameters(model):
-        log.info(line)
+    kept: dict[str, list[int]] = {}
+    split = 0
+    total = 0
+    for name, parameter in model.named_parameters():
+        total += parameter.numel()
+        placements = parameter.placements if isinstance(parameter, DTensor) else ()
+        if any(isinstance(placement, Shard) for placement in placements):
+            split += parameter.numel()
+            continue
+        # layers.0.norm.weight and layers.1.norm.weight both count as layers.*.norm.weight.
+        pattern = re.sub(r"\b\d+\b", "*", name)
+        kept.setdefault(pattern, []).append(parameter.numel())
+    log.info(
+        f"tensor axis: {split / max(total, 1):.1%} of {total:,} parameters are split; whole on "
+        "every tensor rank:"
+    )
+    for pattern, sizes in kept.items():
+        log.info(f"  {pattern}: {len(sizes)} x {sizes[0]:,}")
     return model
 
 
@@ -133,10 +148,7 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, object])
     parallelize_module(model, mesh["tensor"], styles)
     _check_ties(model, ties)
     # Splitting makes a new parameter per module; tied ones must stay one.
-    for places in ties:
-        first, first_name = places[0]
-        for module, name in places[1:]:
-            module._parameters[name] = first._parameters[first_name]
+    tie_again(ties)
 
 
 def resolve_plan(
@@ -215,33 +227,6 @@ def _split_by(
                     yield parameter, placement.dim % parameter.ndim
 
 
-def whole_parameters(model: nn.Module) -> list[str]:
-    """A table, one line each: the share of the parameters that the tensor axis splits, then what
-    every tensor rank keeps whole.
-
-    Equal parameters of repeated layers share a line.
-    """
-    kept: dict[str, list[int]] = {}
-    split = 0
-    total = 0
-    for name, parameter in model.named_parameters():
-        total += parameter.numel()
-        placements = parameter.placements if isinstance(parameter, DTensor) else ()
-        if any(isinstance(placement, Shard) for placement in placements):
-            split += parameter.numel()
-            continue
-        # layers.0.norm.weight and layers.1.norm.weight both count as layers.*.norm.weight.
-        pattern = re.sub(r"\b\d+\b", "*", name)
-        kept.setdefault(pattern, []).append(parameter.numel())
-    lines = [
-        f"tensor axis: {split / max(total, 1):.1%} of {total:,} parameters are split; whole on "
-        "every tensor rank:"
-    ]
-    for key, sizes in kept.items():
-        lines.append(f"  {key}: {len(sizes)} x {sizes[0]:,}")
-    return lines
-
-
 def _complete_ties(model: nn.Module, words: dict[str, str]) -> None:
     """Adds to ``words`` the Embeddings that are tied to a split Linear: both are split by rows of
     the one weight. Other ties cannot be completed."""
@@ -256,7 +241,7 @@ def _complete_ties(model: nn.Module, words: dict[str, str]) -> None:
                     words.setdefault(name, "rowwise")
 
 
-def _check_ties(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> None:
+def _check_ties(model: nn.Module, ties: Ties) -> None:
     """Raises `ConfigError` when one place of a tied parameter was split otherwise than another: it
     cannot stay one parameter."""
     names = {id(module): name for name, module in model.named_modules()}
@@ -316,11 +301,9 @@ def _style(name: str, modules: Mapping[str, nn.Module], word: str, tensor: int) 
             if isinstance(head_dim, int) and head_dim > 0 and module.out_features % head_dim == 0:
                 _must_divide(name, "heads", module.out_features // head_dim, tensor)
             return ColwiseParallel()
-        case nn.Embedding(), _:
-            raise ValueError(f"{name}: an Embedding is split colwise or rowwise, not {word}")
-        case nn.Linear(), _:
-            raise ValueError(f"{name}: a Linear is split colwise or rowwise, not {word}")
     kind = type(module).__name__
+    if isinstance(module, nn.Embedding | nn.Linear):
+        raise ValueError(f"{name}: a {kind} is split colwise or rowwise, not {word}")
     raise ValueError(f"{name}: {word} splits a Linear or an Embedding, not {kind}")
 
 

@@ -1,7 +1,5 @@
-"""The rectangle of a tensor that this rank holds: `local_region`. No communication.
-
-Tensors are resharded by intersecting the rectangles of one layout with those of the other.
-"""
+"""The rectangle of a tensor that this rank holds: `local_region`. Tensors are resharded by
+intersecting the rectangles of one layout with those of the other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Initial values that depend on a seed and on names alone: `plan_weights` and
-`InitialWeights.write` give a model on meta its slices of them after it was sharded.
+"""Initial values that depend on a seed and on names alone: `InitialWeights` gives a model on meta
+its slices of them after it was sharded.
 
 [Note: mesh-independent weights] A module's initial values depend on the seed and on fully
 qualified names (FQNs) alone. Before any transform a blueprint of the model (structure without
@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -30,6 +29,7 @@ from parallel2d.parallel.model_structure import (
     held_parameters,
     join_names,
     owns_itself,
+    tie_again,
     tied_parameters,
 )
 from parallel2d.parallel.weights.named_tensors import all_tensors, parameters_by_name
@@ -54,36 +54,27 @@ def has_meta_parameters(model: nn.Module, seed: int | None) -> bool:
     return True in one
 
 
-def plan_weights(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], init: Initializer | None
-) -> InitialWeights:
-    """Keeps a blueprint of ``model``, whose parameters are on meta, before the transforms;
-    `InitialWeights.write` comes after them. See [Note: mesh-independent weights]."""
-    return InitialWeights(copy.deepcopy(model), [name for name, _ in blocks], init)
-
-
 # Of a tensor on meta: its FQN, the parameters or buffers of its module, its key there, and itself.
 _Place = tuple[str, dict[str, Any], str, Tensor]
 
 
-@dataclass(frozen=True)
 class InitialWeights:
-    """A blueprint of a model, the names of its blocks, and the function that initializes a module,
-    None for the modules' own."""
+    """Keeps a blueprint of ``model``, whose parameters are on meta, before the transforms; `write`
+    comes after them. ``init``: None for the modules' own. See [Note: mesh-independent weights]."""
 
-    blueprint: nn.Module
-    blocks: list[str]
-    init: Initializer | None
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], init: Initializer | None
+    ) -> None:
+        self.blueprint = copy.deepcopy(model)
+        self.blocks = [name for name, _ in blocks]
+        self.init = init
 
     def write(
         self, model: nn.Module, seed: int, device_type: str, given: Container[str] = ()
     ) -> None:
         """Allocates what is still on meta on this rank's device and fills it with its slice of the
-        initial values.
-
-        What ``given`` lists by FQN keeps its value; a unit of which everything is given costs
-        nothing. Raises `ConfigError` naming every other parameter that no initializer sets.
-        """
+        initial values; what ``given`` lists by FQN keeps its own. Raises `ConfigError` naming every
+        other parameter that no initializer sets."""
         if any(parameter.is_meta for parameter in model.parameters()):
             allocate(model, device_type)
         here = all_tensors(model)
@@ -209,9 +200,9 @@ def _in_post_order(
 
 def _places_on_meta(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[_Place]:
     for name, module in modules:
+        held: dict[str, Any]
         # Buffers are real under `build_on_meta`, and keep what the constructor computed.
-        held_here: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for held in held_here:
+        for held in (module._parameters, module._buffers):
             for key, tensor in held.items():
                 if tensor is not None and tensor.is_meta:
                     yield fqn_of(join_names(name, key)), held, key, tensor
@@ -278,9 +269,7 @@ def apply_to_tensors(model: nn.Module, function: Callable[[Tensor], Tensor]) -> 
     # `_apply` makes a new parameter at each place of a tied one: ties are restored after it.
     ties = tied_parameters(model)
     model._apply(function)
-    for (first, first_name), *others in ties:
-        for module, name in others:
-            module._parameters[name] = first._parameters[first_name]
+    tie_again(ties)
 
 
 def allocate(model: nn.Module, device_type: str, *, offload: bool = False) -> None:

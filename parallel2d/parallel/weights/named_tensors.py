@@ -1,5 +1,4 @@
-"""Tensors of a model and of its optimizer by fully qualified name (FQN), the same on every rank and
-layout; and the master values that are saved and loaded in the place of parameters.
+"""Tensors of a model and of its optimizer by fully qualified name (FQN), the same on every layout.
 
 [Note: master values] Some methods of synchronization compute with other values than those that a
 run is about: with ``sync=diloco`` each replica has its own parameters, with split updates sent in
@@ -136,6 +135,11 @@ def ties_of(model: nn.Module) -> dict[str, str]:
     return {name: first[id(each)] for name, each in every if name != first[id(each)]}
 
 
+def stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """The parameters of all groups."""
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
 def updated_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """FQN -> what an optimizer updates: the parameter, or the part of it that this replica owns."""
     return {name: updated_as(value) for name, value in parameters_by_name(model).items()}
@@ -144,8 +148,7 @@ def updated_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """FQN -> parameter, or the part of it that the optimizer has, for those that it steps; in the
     model's order."""
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    stepped = set(map(id, params))
+    stepped = set(map(id, stepped_by(optimizer)))
     # The order of the groups may differ between runs; that of the model does not.
     return {name: each for name, each in updated_by_name(model).items() if id(each) in stepped}
 
@@ -158,8 +161,7 @@ def join_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.op
     for optimizer in optimizers.values():
         spread_state(optimizer)
         # An entry that does not exist is made, so that loading fills that of the optimizer itself.
-        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        state |= {parameter: optimizer.state[parameter] for parameter in params}
+        state |= {parameter: optimizer.state[parameter] for parameter in stepped_by(optimizer)}
     # States are compared by the name of the class too.
     name = "+".join(type(each).__name__ for each in optimizers.values())
     attributes: dict[str, Any] = {"param_groups": groups, "state": state}

@@ -1,10 +1,7 @@
-"""Pretrained weights read into a sharded model by `load_pretrained`: each rank reads its own rows
-of each tensor, a piece at a time.
-
-Only safetensors are read, from a folder that ``save_pretrained`` has written; nothing in it is
-executed. A parameter that the library stores in several tensors, the experts of a mixture, is put
-together from the parts that this rank keeps.
-"""
+"""Pretrained weights read into a sharded model by `load_pretrained`. Only safetensors are read,
+from a folder that ``save_pretrained`` has written; nothing in it is executed. A parameter that the
+library stores in several tensors, the experts of a mixture, is put together from the parts that
+this rank keeps."""
 
 from __future__ import annotations
 
@@ -243,10 +240,8 @@ def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) ->
 def _group_on_meta(names: Sequence[str], form: huggingface.StoredForm, headers: _Headers) -> Tensor:
     """The tensors of a group, stacked, or the only one. Raises what torch does if they differ."""
     tensors = [torch.empty(headers[name][1].shape, device="meta") for name in names]
-    if form.stacked:
-        return torch.stack(tensors)
-    (only,) = tensors
-    return only
+    (group,) = [torch.stack(tensors)] if form.stacked else tensors
+    return group
 
 
 def read_headers(path: str) -> dict[str, tuple[ByteSource, Entry]]:

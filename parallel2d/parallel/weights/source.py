@@ -4,7 +4,7 @@ checks that all ranks hold the same model."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import chain
 
 import torch
@@ -24,7 +24,6 @@ from parallel2d.parallel.weights.initial_values import (
     allocate,
     apply_to_tensors,
     has_meta_parameters,
-    plan_weights,
 )
 from parallel2d.parallel.weights.named_tensors import all_tensors, ties_of
 from parallel2d.parallel.weights.whole_tensors import Route, fill
@@ -47,14 +46,11 @@ class WeightSource:
     ) -> None:
         """Takes the weights that one rank gives the others out of ``model``. Collective. Arguments
         are those of `parallel2d.parallelize`, ``given`` is its ``weights``. ``construct`` builds
-        the model with its values; None: what was recorded of it.
-
-        Raises `ConfigError` when ranks have different models, and for arguments that exclude each
-        other.
-        """
+        the model with its values; None: what was recorded of it. Raises `ConfigError` when ranks
+        have different models, and for arguments that exclude each other."""
         self._seed = seed
         self._init = init
-        self._given = given
+        self._given = given or (lambda _: ())
         self._source = broadcast_from
         self._received: dict[str, Tensor] = {}
         if broadcast_from is not None:
@@ -80,9 +76,16 @@ class WeightSource:
         """Keeps what `fill` needs of ``model`` as it is before the transforms. Collective. Raises
         `ConfigError` when ranks hold different weights."""
         if not self._on_meta:
-            check_equal_on_all_ranks(model)
+            digests = all_gather(_digest(model))
+            different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+            if different:
+                raise ConfigError(
+                    f"ranks {different} hold other weights than rank 0: build the model under the "
+                    "same torch.manual_seed on every rank, or under parallel2d.build_on_meta with "
+                    "seed=, or let all start from rank 0's by parallelize(..., broadcast_from=0)"
+                )
         elif self._source is None and self._construct is None:
-            self._initial = plan_weights(model, blocks, self._init)
+            self._initial = InitialWeights(model, blocks, self._init)
 
     def fill(
         self, model: nn.Module, mesh: DeviceMesh, topology: Topology, *, offload: bool
@@ -97,11 +100,12 @@ class WeightSource:
         route: int | Route | None = self._source
         if route is None:
             # Weights that are loaded into the allocated model are not drawn.
-            given = self._given(model) if self._given is not None else ()
+            given = self._given(model)
             if self._initial is not None:
                 self._initial.write(model, self._seed or 0, mesh.device_type, given=given)
                 return
-            here = _without(here, given)
+            loaded = {id(each) for name, each in here.items() if name in given}
+            here = {name: each for name, each in here.items() if id(each) not in loaded}
             if not any(isinstance(each, nn.Parameter) for each in here.values()):
                 return
             self._build(mesh, topology)
@@ -144,18 +148,12 @@ class WeightSource:
 
 
 def _raise_any(problem: str | None, value: str | None = None) -> dict[int, str]:
-    """Raises `ConfigError` on every rank with the first ``problem`` of any. Returns the values of
-    all ranks that have one. Collective."""
+    """Raises the first ``problem`` of any rank; returns the values of all that have one."""
     found = all_gather((problem, value))
     for first, _ in found:
         if first is not None:
             raise ConfigError(first)
     return {rank: value for rank, (_, value) in enumerate(found) if value is not None}
-
-
-def _without(here: Mapping[str, Tensor], given: Container[str]) -> dict[str, Tensor]:
-    loaded = {id(each) for name, each in here.items() if name in given}
-    return {name: each for name, each in here.items() if id(each) not in loaded}
 
 
 def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
@@ -164,16 +162,16 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
     world = dist.get_world_size()
     if not 0 <= source < world:
         raise ConfigError(f"broadcast_from={source} is no rank: there are {world}, counted from 0")
+    _refuse_sparse(model, source)
     # The source alone has weights to give, and finds out whether it lacks any.
     weights: dict[str, Tensor] = {}
     problem = None
-    _refuse_sparse(model, source)
     if dist.get_rank() == source:
         weights = {name: tensor.detach() for name, tensor in all_tensors(model).items()}
         meta = [name for name, tensor in weights.items() if tensor.is_meta]
         if meta:
-            problem = f"that rank has no values for {first_five(meta, ', ')}, on meta"
-            problem = f"broadcast_from={source}: {problem}"
+            names = first_five(meta, ", ")
+            problem = f"broadcast_from={source}: that rank has no values for {names}, on meta"
     raise_together(problem, source)
     # `model.to("meta")`, with which the other ranks may have been built, takes ties apart.
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -224,19 +222,6 @@ def check_same_structure(model: nn.Module) -> None:
         one = different[0]
         raise ConfigError(
             f"ranks {different} have another model than rank 0. Rank {one} has {found[one]}"
-        )
-
-
-def check_equal_on_all_ranks(model: nn.Module) -> None:
-    """Raises `ConfigError` when ranks hold different weights, which sharding would mix silently.
-    Collective."""
-    digests = all_gather(_digest(model))
-    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if different:
-        raise ConfigError(
-            f"ranks {different} hold other weights than rank 0: build the model under the same "
-            "torch.manual_seed on every rank, or under parallel2d.build_on_meta with seed=, or let "
-            "all start from rank 0's by parallelize(..., broadcast_from=0)"
         )
 
 

@@ -69,9 +69,8 @@ def full_state(
         key_by: the keys of the optimizer's parameters: FQNs, or numbers (``id``), as
             ``torch.optim``'s own ``load_state_dict`` wants them; `rekey_optimizer_state` converts.
 
-    ``state["model"]`` is what the bare module's ``load_state_dict`` takes. Gathered tensor by
-    tensor: the peak beside what is kept is one whole tensor. Raises `ConfigError` for another
-    ``key_by``.
+    ``state["model"]`` is what the bare module's ``load_state_dict`` takes. The peak beside what is
+    kept is one whole tensor.
     """
     if isinstance(model, Mapping) or isinstance(optimizer, Mapping):
         states: dict[str, Any] = {}
@@ -104,10 +103,8 @@ def sharded_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, copy: bool = False
 ) -> dict[str, Any]:
     """``{"model": ..., "optimizer": ...}`` with this rank's parts, `DTensor`s where tensors are
-    sharded; the optimizer's parameters by FQN. No communication.
-
-    The tensors are the live ones, which the next step changes; ``copy=True`` copies them.
-    """
+    sharded; the optimizer's parameters by FQN. The tensors are the live ones, which the next step
+    changes; ``copy=True`` copies them. No communication."""
 
     def take(tensor: Tensor) -> Tensor:
         return tensor.detach().clone() if copy else tensor.detach()
@@ -144,11 +141,8 @@ def rekey_optimizer_state(
     state: Mapping[str, Any], *, key: Key, names: list[str] | None = None
 ) -> dict[str, Any]:
     """An optimizer state whose parameters are called by name, called by number instead
-    (``key="id"``), or the other way round (``key="name"``).
-
-    Numbers count parameters in the order of the groups. Going to names, ``names`` gives theirs in
-    that order. Raises `ConfigError` when names and parameters do not match in number.
-    """
+    (``key="id"``), or the other way round (``key="name"``), with ``names`` in the order of the
+    groups. Raises `ConfigError` when names and parameters do not match in number."""
     old = list(chain.from_iterable(group["params"] for group in state["param_groups"]))
     # In torch, the number of a parameter is its position.
     new: Sequence[Any] = range(len(old))
@@ -171,11 +165,9 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor] | None, *, source: 
     """Loads ``state``, FQN -> tensor, into a parallelized ``model``. Collective.
 
     Whole tensors are needed on rank ``source`` alone; the others pass None and get their parts
-    piece by piece (`weights.whole_tensors.PIECE_BYTES`), so none of them ever holds a
-    whole one. `DTensor`s, as ``model.state_dict()`` gives them on every rank, are copied, or
-    redistributed one at a time where they are split differently.
-
-    Raises `ConfigError` on every rank, before anything is written, when names or shapes differ.
+    piece by piece. `DTensor`s, as ``model.state_dict()`` gives them on every rank, are copied, or
+    redistributed one at a time where they are split differently. Raises `ConfigError` on every
+    rank, before anything is written, when names or shapes differ.
     """
     given = state or {}
     is_sharded = any(isinstance(tensor, DTensor) for tensor in given.values())
@@ -246,11 +238,8 @@ def load_sharded_state(
     settings: bool = True,
 ) -> None:
     """Gives back what `sharded_state` returned, on every rank, to a model on the same ranks;
-    another layout of them is redistributed tensor by tensor. Collective where layouts differ.
-
-    ``settings``: as for `load_full_state`. Raises `ConfigError` when names, shapes or the class of
-    the optimizer differ.
-    """
+    another layout of them is redistributed tensor by tensor, which is collective. ``settings`` and
+    what is raised: as for `load_full_state`."""
     _load(model, optimizer, state, None, settings)
 
 
@@ -421,11 +410,9 @@ def new_state_tensor(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """A tensor of zeros in ``dtype`` as ``optimizer`` itself would make it for ``key`` of the state
-    of ``parameter``: split like the parameter, or a scalar.
-
-    Raises `ConfigError` for any other ``shape``: only the optimizer knows how it is split.
-    """
+    """Zeros as ``optimizer`` itself would make them for ``key`` of the state of ``parameter``:
+    split like the parameter, or a scalar. Raises `ConfigError` for any other ``shape``: only the
+    optimizer knows how it is split."""
     # The step count of a parameter without dims has its shape too, and is no `DTensor` like it.
     if tuple(shape) == tuple(parameter.shape) and key != "step":
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +31,8 @@ Route = Sequence[tuple[int, dist.ProcessGroup | None]]
 
 @torch.no_grad()
 def gather_tensor(tensor: Tensor, *, keep: bool, cpu: bool) -> Tensor | None:
-    """A whole copy of ``tensor`` where ``keep`` is true, None elsewhere. Collective for a
-    `DTensor`.
-
-    ``cpu``: the copy is in CPU memory.
-    """
+    """A whole copy of ``tensor`` where ``keep`` is true, in CPU memory with ``cpu``; None
+    elsewhere. Collective for a `DTensor`."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     # Only now: every rank takes part in gathering.
     if not keep:
@@ -50,11 +48,8 @@ def gather_tensor(tensor: Tensor, *, keep: bool, cpu: bool) -> Tensor | None:
 @torch.no_grad()
 def copy_part(tensor: Tensor, other: Tensor) -> None:
     """Copies this rank's part of ``other``, of the same whole shape and on any device, into
-    ``tensor``.
-
-    No communication where ``other`` is whole, or split as ``tensor`` is. A `DTensor` that is split
-    in another way is redistributed, or, on another mesh, made whole for a moment; collective.
-    """
+    ``tensor``. Collective where ``other`` is a `DTensor` that is split otherwise: it is
+    redistributed, or, on another mesh, made whole for a moment."""
     if isinstance(other, DTensor):
         # torch redistributes on one mesh only.
         if isinstance(tensor, DTensor) and other.device_mesh == tensor.device_mesh:
@@ -65,15 +60,6 @@ def copy_part(tensor: Tensor, other: Tensor) -> None:
     local = local_part(tensor)
     part = other[local_region(tensor).slices]
     local.copy_(part.reshape(local.shape))
-
-
-def _given(whole: Tensor | None) -> Tensor:
-    assert whole is not None
-    return whole
-
-
-def _route_from(source: int | Route | None) -> Route:
-    return [(source, None)] if isinstance(source, int) else source or []
 
 
 @torch.no_grad()
@@ -88,10 +74,11 @@ def fill(pairs: Pairs, source: int | Route | None) -> None:
     # Pieces arrive in one buffer: with one of its own each, a process group that lets go of them
     # late would hold many.
     buffer = torch.empty(0, dtype=torch.uint8)
-    route = _route_from(source)
+    whole: Any  # not None where it is used
+    route = [(source, None)] if isinstance(source, int) else source
     if not route:
         for tensor, whole in pairs:
-            copy_part(tensor, _given(whole))
+            copy_part(tensor, whole)
         return
     is_source = route[0][0] == dist.get_rank()
     for tensor, whole in pairs:
@@ -100,11 +87,8 @@ def fill(pairs: Pairs, source: int | Route | None) -> None:
         size = tensor.dtype.itemsize
         for piece in Region.whole(tensor.shape).pieces(tensor.shape, PIECE_BYTES // size):
             if is_source:
-                values = (
-                    _given(whole)[piece.slices]
-                    .to(device=local.device, dtype=local.dtype)
-                    .contiguous()
-                )
+                values = whole[piece.slices].to(device=local.device, dtype=local.dtype)
+                values = values.contiguous()
             else:
                 bytes_ = piece.numel * size
                 # Tensors may be on several devices, such as those that are offloaded.
@@ -142,9 +126,8 @@ def summon_full_params(
         offload_to_cpu: whole tensors are moved to CPU memory one by one.
         with_grads: ``.grad`` is whole as well, and written back like the parameters.
 
-    Call neither forward nor backward inside: the hooks expect sharded parameters. Memory: the whole
-    parameters (and gradients) of what is summoned. Raises `ConfigError` inside another such context
-    on the same parameters.
+    Call neither forward nor backward inside: the hooks expect sharded parameters. Raises
+    `ConfigError` inside another such context on the same parameters.
     """
     if rank0_only and writeback and any(masters.replicas_differ for masters in masters_in(model)):
         raise ConfigError(
@@ -172,7 +155,7 @@ def summon_full_params(
                 masters.parameters_were_changed()
 
 
-def _refuse_whole(places: Mapping[nn.Parameter, Sequence[tuple[nn.Module, str]]]) -> None:
+def _refuse_whole(places: Places) -> None:
     for parameter, ((module, name), *_) in places.items():
         if hasattr(parameter, _MARK):
             place = f"{name} of {type(module).__name__}"
@@ -181,12 +164,11 @@ def _refuse_whole(places: Mapping[nn.Parameter, Sequence[tuple[nn.Module, str]]]
 
 def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.Module:
     """``model.apply(function)`` with whole parameters: children first, one module's own parameters
-    at a time. Collective.
+    at a time. Collective. Returns ``model``.
 
     ``function(module)`` sees the parameters that ``module`` owns itself as plain whole tensors,
     those below it sharded. It must do the same on every rank, random numbers included; each rank
-    keeps its part of its own result. Memory: the parameters of the module that owns most. Returns
-    ``model``.
+    keeps its part of its own result.
     """
     for child in model.children():
         apply_full(child, function)
@@ -196,19 +178,11 @@ def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.
 
 
 def sharded_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(FQN, module) of the modules with a hook that gathers parameters, ``model`` itself (FQN
-    ``""``) included.
-
-    One per bucket, and one per module of a bucket of several. The order is that of
-    ``named_modules``.
-    """
-    found: list[tuple[str, nn.Module]] = []
-    for name, module in model.named_modules():
-        # `fully_shard` has replaced the module's class by a subclass of it and of `FSDPModule`.
-        is_sharded = isinstance(module, FSDPModule)
-        if is_sharded:
-            found.append((fqn_of(name), module))
-    return found
+    """(FQN, module) of the modules with a hook that gathers parameters, in the order of
+    ``named_modules``: ``model`` itself (FQN ``""``), and those of each bucket."""
+    # `fully_shard` has replaced the module's class by a subclass of it and of `FSDPModule`.
+    every = [(fqn_of(name), module) for name, module in model.named_modules()]
+    return [(name, module) for name, module in every if issubclass(type(module), FSDPModule)]
 
 
 # An attribute of whole parameters, by which a context inside another is noticed.
@@ -243,8 +217,7 @@ def _gather(sharded: nn.Parameter, *, keep: bool, cpu: bool, grads: bool) -> nn.
 def _write_back(
     wholes: Mapping[nn.Parameter, nn.Parameter], source: int | None, *, grads: bool
 ) -> None:
-    """Fills each sharded parameter from its whole one, and, with ``grads``, its gradient. One that
-    was set to None inside is dropped. Collective where ``source`` sends its own."""
+    """Fills each sharded parameter from its whole one, and, with ``grads``, its gradient."""
     fill([(sharded, whole.detach()) for sharded, whole in wholes.items()], source)
     if not grads:
         return

@@ -1,5 +1,5 @@
-"""Brings each sharded tensor, such as a matrix, whole to the one rank that works on it, and the
-result back to all ranks: `MatrixOwners`.
+"""Brings each sharded tensor whole to the one rank that works on it, and the result back to all:
+`MatrixOwners`.
 
 [Note: one owner per matrix] The mesh is taken from the inside out: tensor, shard, and with
 ``hybrid_full`` replicate, whose ranks otherwise are owners each for themselves: nothing crosses the
@@ -12,12 +12,10 @@ matrices of a round, in the mesh's own process group of the axis, so the bytes o
 counted as usual.
 
 Owners, rounds and the order of collectives follow from shapes alone, and so are the same on all
-ranks. Work, the most expensive first, goes to the rank with the least work so far. In a
-round an owner holds at most `ROUND_BYTES` of whole matrices, or one matrix. Results are scattered
-in batches of which a rank receives at most `BATCH_BYTES`, or its part of one matrix.
-
-Parts are padded to the largest one, as an all-gather would need them, so the bytes that the ranks
-of an axis send together do not depend on who owns what.
+ranks. Work, the most expensive first, goes to the rank with the least work so far. In a round an
+owner holds at most `ROUND_BYTES` of whole matrices, or one; a batch of results brings a rank at
+most `BATCH_BYTES`, or its part of one. Parts are padded to the largest one, so that the bytes that
+the ranks of an axis send together do not depend on who owns what.
 """
 
 from __future__ import annotations
@@ -92,10 +90,6 @@ class OwnedMatrix:
     itemsize: int
 
     @property
-    def whole_bytes(self) -> int:
-        return self.shape.numel() * self.itemsize
-
-    @property
     def part_bytes(self) -> int:
         """Bytes that a rank gets of the result, with padding."""
         part = self.parts[-1].padded if self.parts else self.shape
@@ -130,10 +124,8 @@ class MatrixRound:
         return True
 
     def gather(self, parts: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """The whole matrices that this rank owns, by number. Collective.
-
-        ``parts``: by number, this rank's part of each matrix for which `is_sent` is true.
-        """
+        """The whole matrices that this rank owns, by number. ``parts``: this rank's part of each
+        matrix for which `is_sent` is true. Collective."""
         held = dict(parts)
         for level in reversed(range(len(self._axes))):
             self._gather_over(level, held)
@@ -142,10 +134,8 @@ class MatrixRound:
     def scatter(
         self, batch: Sequence[OwnedMatrix], wholes: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
-        """This rank's parts of the results of ``batch``, one of `batches`, by number. Collective.
-
-        ``wholes``: the results of the matrices that this rank owns.
-        """
+        """This rank's parts of the results of ``batch``, one of `batches`, by number. ``wholes``:
+        the results of the matrices that this rank owns. Collective."""
         held = {each.number: wholes[each.number] for each in batch if each.number in wholes}
         for level in range(len(self._axes)):
             self._scatter_over(level, batch, held)
@@ -237,12 +227,6 @@ class MatrixOwners:
             if axis.ranks > 1:
                 self._axes.append(axis)
 
-    def splits(self, matrix: Tensor) -> list[tuple[str, int, int | None]]:
-        """(name, ranks, the dim of ``matrix`` that it splits or None) of each axis of more than one
-        rank, from the inside out."""
-        dims = split_dims(matrix)
-        return [(axis.name, axis.ranks, dims.get(axis.name)) for axis in self._axes]
-
     def assign(self, costs: Sequence[float]) -> list[int]:
         """The number of the owner of each piece of work. ``costs``: in any unit."""
         work = [0.0] * math.prod(axis.ranks for axis in self._axes)
@@ -261,9 +245,7 @@ class MatrixOwners:
         self, matrices: Mapping[int, Tensor], owners: Sequence[int], dtype: torch.dtype
     ) -> list[MatrixRound]:
         """Puts the matrices, by number, in rounds. ``owners``: of all numbers, by `assign`.
-        ``dtype``: in which they are sent.
-
-        No communication: every rank must give matrices of the same shapes in the same order.
+        ``dtype``: in which they are sent. Every rank must give the same shapes in the same order.
         """
         owned: dict[int, list[OwnedMatrix]] = {owner: [] for owner in sorted(set(owners))}
         # The largest first
@@ -273,7 +255,9 @@ class MatrixOwners:
         # By owner, then by round
         turns = []
         for each in owned.values():
-            turns.append(_in_pieces(each, ROUND_BYTES, lambda matrix: matrix.whole_bytes))
+            turns.append(
+                _in_pieces(each, ROUND_BYTES, lambda matrix: matrix.shape.numel() * matrix.itemsize)
+            )
         rounds = []
         for at_once in zip_longest(*turns, fillvalue=[]):
             # The first matrix of each owner, then the second of each, ...
@@ -287,7 +271,9 @@ class MatrixOwners:
         padded = list(matrix.shape)
         offsets = [0] * matrix.ndim
         parts = []
-        for axis, (_, _, dim) in zip(self._axes, self.splits(matrix), strict=True):
+        dims = split_dims(matrix)
+        for axis in self._axes:
+            dim = dims.get(axis.name)
             lengths: tuple[int, ...] = ()
             if dim is not None:
                 # Equal parts, rounded up; the last ones are shorter or empty.

@@ -1,8 +1,6 @@
 """Muon (Jordan et al. 2024) for the hidden matrices and AdamW for all else, as one optimizer, on
-parameters that may be sharded: the class `Muon`.
-
-The algorithms are ``torch.optim.Muon``'s and
-``torch.optim.AdamW``'s; on plain tensors the updates are theirs to the bit.
+parameters that may be sharded: the class `Muon`. On plain tensors the updates are those of
+``torch.optim.Muon`` and ``torch.optim.AdamW`` to the bit.
 
 [Note: orthogonalization needs the whole matrix] Muon's momentum is elementwise and stays sharded.
 Its update is the whole momentum matrix made orthogonal by Newton-Schulz iterations in bf16, in
@@ -14,7 +12,6 @@ iterations of a model are divided among the ranks that make the same updates, by
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any
@@ -23,12 +20,11 @@ import torch
 from torch import Tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from parallel2d.parallel.cost.update_traffic import owner_bytes
 from parallel2d.parallel.sync.engine.replica_reducer import update_mesh_of
 from parallel2d.parallel.weights.geometry import local_part
-from parallel2d.training.optimizer.groups import ADAMW, MUON
 from parallel2d.training.optimizer.matrix_owners import MatrixOwners, MatrixRound
 
+MUON, ADAMW = "muon", "adamw"  # what a group's ``algorithm`` may be
 DTYPE = torch.bfloat16  # of matrices and updates that are sent
 _NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NS_EPS = 1e-7
@@ -39,18 +35,16 @@ class Muon(torch.optim.Optimizer):
     ``algorithm="adamw"`` by AdamW.
 
     Args:
-        params: parameter groups, each with ``algorithm``, as `optimizer.plan_groups`
-            makes them.
+        params: parameter groups, each with ``algorithm``, as `optimizer.plan_groups` makes them.
         lr: of both; with ``adjust_lr_fn="match_rms_adamw"`` (Liu et al. 2025) Muon's updates have
             the size of AdamW's, so that one rate serves both; ``"original"`` wants about 20 times
             as much for Muon's groups (``lr_scale``).
         momentum, nesterov, ns_steps: of Muon.
         betas, adamw_eps, foreach, fused: of AdamW.
 
-    State, param_groups and learning-rate schedules are those of any optimizer. ``step()`` is
-    collective over the ranks that make the same updates, among which the matrices are divided;
-    every rank must have gradients of the same matrices. Raises ValueError for a parameter of Muon
-    that is no matrix.
+    ``step()`` is collective over the ranks that make the same updates, among which the matrices are
+    divided; every rank must have gradients of the same matrices. Raises ValueError for a parameter
+    of Muon that is no matrix.
     """
 
     def __init__(
@@ -168,15 +162,6 @@ class Muon(torch.optim.Optimizer):
             update = local_part(parameter.grad).lerp(update, group["momentum"])
         # A copy, because the iteration divides its input in place where that is bf16 already.
         return update.to(DTYPE, copy=True)
-
-    def update_bytes(self) -> dict[str, float]:
-        """See `optimizer.update_bytes`."""
-        found: dict[str, float] = defaultdict(float)
-        for matrix, _ in self._matrices():
-            splits = self._owners.splits(matrix)
-            for axis, sent in owner_bytes(matrix.shape, splits).items():
-                found[axis] += sent
-        return dict(found)
 
 
 def iteration_flops(shape: torch.Size, steps: int) -> float:

@@ -49,9 +49,9 @@ def whole_matrices(
         split: False: a group has one owner, so a class may stack its parameters. True: each
             parameter may have another, for classes that treat each alone.
 
-    Work is divided by bytes. Raises `ConfigError` for parameters that are not those of one mesh,
-    for a class whose ``step`` needs a closure, and, when it is saved, for state that is not made of
-    tensors, numbers and lists of these.
+    Raises `ConfigError` for parameters that are not those of one mesh, for a class whose ``step``
+    needs a closure, and, when it is saved, for state that is not made of tensors, numbers and lists
+    of these.
     """
     kind = type(optimizer_class.__name__, (WholeMatrices,), {})  # a checkpoint has this name
     return kind(optimizer_class, _mapped(parameters, updated_as), split, arguments)
