@@ -133,7 +133,8 @@ class Checkpointer:
         self._last_step = self._base = 0
         self._first_call = True
         self._last_save = time.monotonic()
-        check_folder(self.store, self.group, config.enabled)
+        if config.enabled:
+            check_folder(self.store, self.group)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -121,39 +121,21 @@ class Group:
         return [value] if self.group is None else exchange.all_gather(value, self.group)
 
 
-def check_folder(store: Store, group: Group, is_written: bool) -> None:
+def check_folder(store: Store, group: Group) -> None:
     """Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would
-    keep only its own part of a checkpoint. ``is_written``: whether anything will be. Collective."""
+    keep only its own part of a checkpoint. Collective."""
     root = store.root
-    if not is_written:
-        return
 
-    def leave_token() -> str | None:
+    def prepare() -> None:
         with as_config_error(f"checkpoints cannot be written to {root}"):
             store.prepare()
-            # All ranks reach it by the same address.
-            if is_remote(root):
-                return None
-            token = f".shared-{os.urandom(8).hex()}"
-            with open(os.path.join(root, token), "x"):
-                return token
+            if not is_remote(root):
+                tempfile.TemporaryFile(dir=root).close()
 
-    token: str | None = group.on_first(leave_token)
-    if token is None:
-        return
-    # Each rank looks in its own folder.
-    path = os.path.join(root, token)
-    hosts = group.all_gather("" if os.path.exists(path) else socket.gethostname())
-    if group.is_first:
-        os.unlink(path)
-    ranks = [rank for rank, host in enumerate(hosts) if host]
-    if ranks:
-        blind = ", ".join(sorted({hosts[rank] for rank in ranks}))
-        raise ConfigError(
-            f"{root} is not the same folder on every rank: {blind} (ranks {ranks}) "
-            "does not see what rank 0 writes. Put the run directory on a shared file system, "
-            "or set checkpoint.folder to one"
-        )
+    group.on_first(prepare)
+    # All ranks reach a remote one by the same address.
+    if group.size > 1 and not is_remote(root):
+        exchange.check_shared(root)
 
 
 # Which rank writes what

@@ -17,7 +17,6 @@ import itertools
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -29,7 +28,6 @@ from parallel2d.training.checkpoint.manifest import MANIFEST, StoredFile
 
 # What `step_name` writes, which adds zeros up to eight digits.
 _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
-_TOKEN_S = 3600.0  # after which no rank looks for a file that shows that all see one folder
 _PIECE = 2**24  # bytes, small enough to overlap hashing with the disk's own work
 
 Blocks = Iterable[bytes | memoryview]
@@ -42,15 +40,6 @@ class CheckpointError(PlainError):
 def step_name(step: int) -> str:
     """The folder's name: ``step-00000100``."""
     return f"step-{step:08d}"
-
-
-def _is_old_token(path: str) -> bool:
-    """Of a start that was killed; ranks that come back while others save look for a younger one."""
-    if not os.path.basename(path).startswith(".shared-"):
-        return False
-    with contextlib.suppress(FileNotFoundError):
-        return time.time() - os.lstat(path).st_mtime > _TOKEN_S
-    return False
 
 
 def _steps_in(names: Iterable[str]) -> list[int]:
@@ -121,8 +110,8 @@ class LocalStore:
         """The place to write to. Removes what killed saves and deletions left: it takes room."""
         self.prepare()
         for name in os.listdir(self.root):
-            path = os.path.join(self.root, name)
-            if name.startswith((".saving-", ".deleting-")) or _is_old_token(path):
+            if name.startswith((".saving-", ".deleting-")):
+                path = os.path.join(self.root, name)
                 shutil.rmtree(path, ignore_errors=True)
                 # rmtree refuses links and files.
                 with contextlib.suppress(OSError):
