@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +31,6 @@ from parallel2d.training.checkpoint.manifest import (
 from parallel2d.training.checkpoint.storage import step_name
 
 STATE = "state.safetensors"
-_BLOCK = 4 * 2**20  # bytes under one CRC-32
 
 
 def pack(tensors: Mapping[str, Tensor]) -> tuple[dict[str, StoredTensor], list[Tensor]]:
@@ -69,19 +67,10 @@ class _InMemory:
         return self
 
     def digest(self, name: str, progress: Progress | None = None) -> str:
-        return digest(self._data)
+        return hashlib.sha256(self._data).hexdigest()
 
     def buffer(self, begin: int, end: int) -> Any:
         return self._data[begin:end]
-
-
-def digest(data: memoryview) -> str:
-    """SHA-256 in hex over the CRC-32s of ``data``'s blocks: as fast as memory, and good against
-    accidents, the only thing that memory of our own is checked for."""
-    sums = hashlib.sha256()
-    for begin in range(0, len(data), _BLOCK):
-        sums.update(zlib.crc32(data[begin : begin + _BLOCK]).to_bytes(4, "little"))
-    return sums.hexdigest()
 
 
 class LocalState(Checkpoint):

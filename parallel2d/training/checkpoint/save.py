@@ -106,7 +106,7 @@ class Group:
             error = DamagedCheckpointError(str(fault))
         except ConfigError as fault:
             error = ConfigError(str(fault))
-        except (OSError, RuntimeError, ValueError) as fault:
+        except Exception as fault:  # the others wait for an answer, whatever happened
             error = DamagedCheckpointError(f"rank {self.rank}: {describe_error(fault)}")
         for answer in self.all_gather(error):
             if answer is not None:
