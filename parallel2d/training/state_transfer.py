@@ -33,7 +33,13 @@ from parallel2d.parallel.weights.named_tensors import (
     spread_state,
     tied_names,
 )
-from parallel2d.training.checkpoint.local_state import STATE, LocalState, as_bytes, pack
+from parallel2d.training.checkpoint.local_state import (
+    STATE,
+    LocalState,
+    as_bytes,
+    local_parts,
+    pack,
+)
 from parallel2d.training.checkpoint.manifest import Manifest, StoredFile
 from parallel2d.training.checkpoint.state import (
     load_averages,
@@ -80,7 +86,7 @@ class Sender:
         own = replica_tensors(model, optimizer)
         tensors |= {name: own[name] for name in own if "/optimizer/" in name}
         self._tensors = tensors
-        described, self._blocks = pack(tensors)
+        described, self._blocks = pack(local_parts(tensors))
         # The first block is the header, and each tensor that has values here is one more.
         held = [name for name, each in described.items() if each.chunks]
         ids = set(map(id, model.buffers()))
@@ -116,7 +122,7 @@ class Sender:
         if self._sent.result():
             assert self._send is not None
             # Again, because a buffer with gaps was copied.
-            _, last = _divided(pack(self._tensors)[1], self._buffers)
+            _, last = _divided(pack(local_parts(self._tensors))[1], self._buffers)
             # An end that nothing follows says that all was read before it changed.
             all(map(self._send, [*last, torch.ones(1)]))
 

@@ -38,13 +38,14 @@ from parallel2d.parallel.weights.named_tensors import (
 )
 from parallel2d.parallel.weights.states import Models, Optimizers
 from parallel2d.training.checkpoint.in_memory import MemoryCopies, forget_copies
+from parallel2d.training.checkpoint.local_state import Staging
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
 from parallel2d.training.checkpoint.resume import Resume, check_copies
 from parallel2d.training.checkpoint.save import (
     Group,
     SavedState,
-    Staging,
     check_folder,
+    take,
     write_checkpoint,
 )
 from parallel2d.training.checkpoint.state import replica_tensors, rng_tensors, saved_tensors
@@ -356,7 +357,7 @@ class Checkpointer:
         self._last_save = time.monotonic()
         self._given, self._has_lost = (step, state), False
         self.group.stay()
-        taken = self._staging.take(self._state(step, state), self.mesh)
+        taken = take(self._state(step, state), self.mesh, self.group.rank, self._staging)
 
         def write() -> None:
             try:

@@ -44,7 +44,14 @@ from parallel2d.base.replicas import ReplicaLost, current, is_present
 from parallel2d.base.topology import MEMORY_DIR
 from parallel2d.parallel.mesh import mesh_shape, ranks_of
 from parallel2d.parallel.weights.geometry import split_dims
-from parallel2d.training.checkpoint.local_state import STATE, LocalState, as_bytes, pack
+from parallel2d.training.checkpoint.local_state import (
+    STATE,
+    LocalState,
+    Staging,
+    as_bytes,
+    local_parts,
+    pack,
+)
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
 from parallel2d.training.checkpoint.save import Group, SavedState
 from parallel2d.training.checkpoint.shared_memory import free_bytes, open_place, read_copy, used
@@ -115,7 +122,7 @@ class MemoryCopies:
         self._sources: dict[int, dict[int, tuple[int, str]]] = {}
         self._opened: tuple[Any, ...] = ()  # start and step of what was loaded
         self._start = ""  # the name of this start, once it has begun
-        self._staged = _NOTHING
+        self._staging, self._staged = Staging(), _NOTHING
         self._whole = 0  # the newest step of this start that all ranks have a copy of
         self._due_now = False
         self._thread: threading.Thread | None = None
@@ -274,9 +281,9 @@ class MemoryCopies:
         kind = "rank" if splits or state.of_replica else "place"
         manifest, fault = state.manifest, None
         try:
-            tensors, blocks = pack({**state.shared, **state.of_replica, **state.own})
+            tensors, blocks = pack(local_parts(state.shared | state.of_replica | state.own))
             manifest = dataclasses.replace(manifest, tensors=tensors)
-            self._stage(blocks)
+            self._staged = self._staging.take(blocks)
             if not self._whole:
                 self._check_room(splits)
         except Exception as error:  # the others hear of it, whatever it is, and training goes on
@@ -290,18 +297,6 @@ class MemoryCopies:
         )
         self._thread.start()
         self._due_now = False
-
-    def _stage(self, blocks: Sequence[Tensor]) -> None:
-        """Copies the bytes ``blocks`` from any device into one buffer."""
-        sizes = [block.numel() for block in blocks]
-        on_device = any(block.is_cuda for block in blocks)
-        if self._staged.numel() != sum(sizes):
-            self._staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_device)
-        for block, piece in zip(blocks, self._staged.split(sizes), strict=True):
-            piece.copy_(block, non_blocking=on_device)
-        # Training goes on after this, and changes what is being copied.
-        if on_device:
-            torch.cuda.synchronize()
 
     def _finish_copy(
         self, manifest: Manifest, kind: str, splits: bool, fault: Exception | None
@@ -387,7 +382,7 @@ class MemoryCopies:
         return self.on
 
     def _remove(self) -> None:
-        self._staged = _NOTHING
+        self._staging, self._staged = Staging(), _NOTHING
         self._group.all_gather(None)  # nobody is still writing
         if self._group.is_first:
             forget_copies(self.run_dir)

@@ -1,5 +1,5 @@
-"""One save on all ranks: `plan_writes` says which rank writes what, `Staging.take` copies that to
-CPU, `write_checkpoint` writes and publishes it. `Checkpointer` decides when.
+"""One save on all ranks: `plan_writes` says which rank writes what, `take` copies that to CPU,
+`write_checkpoint` writes and publishes it. `Checkpointer` decides when.
 
 The training loop waits for staging alone. The rest may run in a thread, because it communicates
 over a process group of its own. Rank 0 opens the folder, all ranks write, rank 0 gathers their
@@ -8,15 +8,15 @@ answers, writes the manifest, renames and broadcasts the outcome: errors are the
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,17 +24,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base import exchange
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.folder import is_remote
-from parallel2d.base.files.tensor_file import DTYPE_NAMES, DamagedCheckpointError, encode
+from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.base.replicas import first_rank, is_present
 from parallel2d.base.replicas.lasting_groups import Everyone
 from parallel2d.parallel.mesh import axis_positions, sharding_mesh, without_replicas
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region, split_dims
+from parallel2d.training.checkpoint.local_state import (
+    Part,
+    Staging,
+    local_parts,
+    pack,
+)
 from parallel2d.training.checkpoint.manifest import (
-    Chunk,
     Manifest,
     StoredFile,
     StoredTensor,
-    chunk_key,
 )
 from parallel2d.training.checkpoint.storage import (
     CheckpointError,
@@ -147,12 +151,12 @@ class SavedState:
     what only the ranks of this replica have; ``own``: what no other rank has."""
 
     manifest: Manifest  # without tensors and files
-    shared: Mapping[str, Tensor]
-    of_replica: Mapping[str, Tensor]
-    own: Mapping[str, Tensor]
+    shared: dict[str, Tensor]
+    of_replica: dict[str, Tensor]
+    own: dict[str, Tensor]
 
 
-def plan_all(state: SavedState, mesh: DeviceMesh | None) -> Iterator[tuple[str, Region, Tensor]]:
+def plan_all(state: SavedState, mesh: DeviceMesh | None) -> Iterator[Part]:
     """`plan_writes` of what this rank has in common with others."""
     mesh = None if mesh is None else sharding_mesh(mesh)
     yield from plan_writes(state.shared.items(), mesh)
@@ -160,11 +164,9 @@ def plan_all(state: SavedState, mesh: DeviceMesh | None) -> Iterator[tuple[str, 
         yield from plan_writes(state.of_replica.items(), without_replicas(mesh))
 
 
-def plan_writes(
-    tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None
-) -> Iterator[tuple[str, Region, Tensor]]:
-    """Yields (name, region, local values) for what this rank writes. No communication: every rank
-    computes the same from placements and mesh coordinates.
+def plan_writes(tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None) -> Iterator[Part]:
+    """Yields what this rank writes. No communication: every rank computes the same from placements
+    and mesh coordinates.
 
     Over all ranks every element is written exactly once. All ranks give ``tensors`` in the same
     order. A rectangle goes to that of its holders which has least to write, or in parts of at least
@@ -197,7 +199,7 @@ def plan_writes(
                 # Empty where there are more ranks than rows.
                 if written.numel:
                     values = local_part(tensor).detach().reshape(held.lengths)
-                    yield name, written, values[written.slices_in(held)]
+                    yield Part(name, tensor.shape, written, values[written.slices_in(held)])
 
 
 def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:
@@ -218,38 +220,20 @@ def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], 
 
 @dataclass
 class Snapshot:
-    """Holds what one rank writes, copied to CPU."""
+    """What one rank writes: parts of ``tensors``, packed on CPU in ``data``, for the file
+    ``name``."""
 
     manifest: Manifest  # without tensors and files
-    parts: list[tuple[str, tuple[int, ...], Region, Tensor]]  # name, whole shape, region, values
+    name: str
+    tensors: dict[str, StoredTensor]
+    data: Tensor
 
 
-class Staging:
-    """CPU buffers that hold a snapshot, allocated once (page-locked beside a GPU)."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def take(self, state: SavedState, mesh: DeviceMesh | None) -> Snapshot:
-        """Copies this rank's share of ``state``, see `plan_all`."""
-        whole = {**state.shared, **state.of_replica, **state.own}
-        planned = list(plan_all(state, mesh))
-        planned += [(name, Region.whole(each.shape), each) for name, each in state.own.items()]
-        parts = []
-        is_on_gpu = False
-        for name, region, values in planned:
-            buffer = self._buffers.get(name)
-            if buffer is None or (buffer.shape, buffer.dtype) != (values.shape, values.dtype):
-                buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-                self._buffers[name] = buffer
-            buffer.copy_(values, non_blocking=values.is_cuda)
-            is_on_gpu |= values.is_cuda
-            parts.append((name, tuple(whole[name].shape), region, buffer))
-        # Copies into page-locked memory run beside this thread, and training would change values.
-        if is_on_gpu:
-            torch.cuda.synchronize()
-        return Snapshot(state.manifest, parts)
+def take(state: SavedState, mesh: DeviceMesh | None, rank: int, staging: Staging) -> Snapshot:
+    """Copies this rank's share of ``state``."""
+    name = f"rank-{rank:05d}.safetensors"
+    tensors, blocks = pack([*plan_all(state, mesh), *local_parts(state.own)], name)
+    return Snapshot(state.manifest, name, tensors, staging.take(blocks))
 
 
 def write_checkpoint(
@@ -286,26 +270,18 @@ def write_checkpoint(
 @dataclass(frozen=True)
 class _Answer:
     name: str  # of this rank's file
-    file: StoredFile | None  # where it has a value to write
-    parts: Sequence[tuple[str, str, tuple[int, ...], Region]]  # name, dtype, whole shape, region
+    file: StoredFile | None
+    tensors: Mapping[str, StoredTensor]  # this rank's parts of them
     error: str | None
 
 
 def _write_part(snapshot: Snapshot, store: Store, place: str, rank: int) -> _Answer:
-    name = f"rank-{rank:05d}.safetensors"
-    parts = []
-    stored = []
-    for tensor, shape, region, values in snapshot.parts:
-        parts.append((tensor, DTYPE_NAMES[values.dtype], shape, region))
-        if values.numel():
-            stored.append((chunk_key(tensor, shape, region), values))
-    file = None
+    name, tensors, data = snapshot.name, snapshot.tensors, snapshot.data
     try:
-        if stored:
-            file = store.write(place, name, encode(stored, {"format": "pt"}))
-        return _Answer(name, file, parts, None)
+        file = store.write(place, name, [memoryview(data.numpy().data)])
+        return _Answer(name, file, tensors, None)
     except Exception as fault:  # whatever the storage raises: training goes on
-        return _Answer(name, None, (), f"rank {rank}: {describe_error(fault)}")
+        return _Answer(name, None, {}, f"rank {rank}: {describe_error(fault)}")
 
 
 def _publish(
@@ -317,17 +293,13 @@ def _publish(
             more = f" and {len(errors) - 4} more ranks" if errors[4:] else ""
             raise CheckpointError("; ".join(errors[:4]) + more)
         manifest.files = {answer.name: answer.file for answer in answers if answer.file}
-        described: dict[str, tuple[str, tuple[int, ...]]] = {}
-        chunks: dict[str, list[Chunk]] = {}
+        parts: dict[str, list[StoredTensor]] = {}
         for answer in answers:
-            for name, dtype, shape, region in answer.parts:
-                described.setdefault(name, (dtype, shape))
-                listed = chunks.setdefault(name, [])
-                # The manifest records that a tensor without elements was there.
-                if region.numel:
-                    listed.append(Chunk(answer.name, region))
-        for name, listed in chunks.items():
-            manifest.tensors[name] = StoredTensor(*described[name], tuple(listed))
+            for name, part in answer.tensors.items():
+                parts.setdefault(name, []).append(part)
+        for name, listed in parts.items():
+            chunks = itertools.chain.from_iterable(part.chunks for part in listed)
+            manifest.tensors[name] = replace(listed[0], chunks=tuple(chunks))
         content = manifest.encode()
         # A save that could not be loaded again is a failed save.
         Manifest.decode(content, "the new manifest")
