@@ -21,7 +21,7 @@ from parallel2d.parallel.mesh import data_coordinate, mesh_shape, present_data_r
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.parallel.sync.updates import outer_sync, residuals_of
-from parallel2d.training.state_transfer import KeptBuffers, Receiver, Sender
+from parallel2d.training.state_transfer import KeptBuffers, Receiver, start_senders
 
 
 class Replicas:
@@ -182,9 +182,7 @@ class Replicas:
         if (outer := outer_sync(self._model)) is not None:
             outer.receive()
         replicas.regroup(admit=True)
-        if replicas.replica == replicas.donor:
-            state = {"step": self._step, "own": self._state()}
-            model, optimizer = self._model, self._optimizer
-            for joiner in replicas.joined:
-                Sender(model, optimizer, replicas, joiner, state, {}).finish()
+        state = {"step": self._step, "own": self._state()}
+        for sender in start_senders(self._model, self._optimizer, replicas, state):
+            sender.finish()
         replicas.joined = []

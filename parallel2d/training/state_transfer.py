@@ -55,19 +55,16 @@ Send = Callable[[Tensor], bool]  # of `Presence.link`
 
 class Header(NamedTuple):
     """What comes before the state: its manifest, the bytes of its blocks, and which of these are
-    buffers of the model; what else the joiner is told."""
+    buffers of the model."""
 
     manifest: Manifest
     sizes: list[int]
     buffers: list[int]
-    told: dict[str, Any]
 
 
 class Sender:
-    """Sends the state of this rank to its peer of ``joiner``, from now until `finish`.
-
-    ``state``: as of a checkpoint, with the ``step``; ``told``: what else the joiner is to know.
-    """
+    """Sends the state of this rank to its peer of ``joiner``, from now until `finish`. ``state``:
+    as of a checkpoint, with the ``step``."""
 
     def __init__(
         self,
@@ -76,7 +73,6 @@ class Sender:
         replicas: Presence,
         joiner: Member,
         state: dict[str, Any],
-        told: dict[str, Any],
     ) -> None:
         self._replicas, self._joiner = replicas, joiner
         reshard(model)
@@ -103,7 +99,6 @@ class Sender:
             ),
             sizes=sizes,
             buffers=self._buffers,
-            told=told,
         )
         self._send: Send | None = None
         self._sent = _in_thread(self._send_first)
@@ -186,26 +181,31 @@ class KeptBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = list(model.buffers())
-        self._versions: list[int] | None = None
-        self._written: set[int] = set()
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._kept: dict[int, tuple[int, Tensor]] = {}  # the version of each, and its values then
 
     def keep(self) -> None:
-        """Before a step: copies all before the first one, later those that were written to."""
-        versions = [each._version for each in self._buffers]
-        if self._versions is None:
-            written = set(range(len(versions)))
-        else:
-            pairs = enumerate(zip(versions, self._versions, strict=True))
-            changed = {index for index, (now, before) in pairs if now != before}
-            written = self._written = self._written | changed
-        self._versions = versions
-        self._kept = [(self._buffers[index], self._buffers[index].clone()) for index in written]
+        """Before a step: copies those that were written to."""
+        for index in self._written():
+            buffer = self._buffers[index]
+            self._kept[index] = buffer._version, buffer.clone()
 
     def put_back(self) -> None:
         """They are as at the last `keep` again."""
-        for buffer, values in self._kept:
-            buffer.copy_(values)
+        for index in self._written():
+            self._buffers[index].copy_(self._kept[index][1])
+
+    def _written(self) -> list[int]:
+        versions = [each._version for each in self._buffers]
+        kept = [self._kept.get(index, (None,))[0] for index in range(len(versions))]
+        return [index for index, now in enumerate(versions) if now != kept[index]]
+
+
+def start_senders(
+    model: nn.Module, optimizer: torch.optim.Optimizer, replicas: Presence, state: dict[str, Any]
+) -> list[Sender]:
+    """One for each replica that has joined, where this one is their donor."""
+    joined = replicas.joined if replicas.replica == replicas.donor else []
+    return [Sender(model, optimizer, replicas, joiner, state) for joiner in joined]
 
 
 def _divided(blocks: Sequence[Tensor], last: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:

@@ -40,6 +40,7 @@ from parallel2d.base import exchange, files
 from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders
+from parallel2d.base.files.folder import LocalFolder
 from parallel2d.base.replicas import ReplicaLost, current, is_present
 from parallel2d.base.topology import MEMORY_DIR
 from parallel2d.parallel.mesh import mesh_shape, ranks_of
@@ -52,9 +53,9 @@ from parallel2d.training.checkpoint.local_state import (
     local_parts,
     pack,
 )
-from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
+from parallel2d.training.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
 from parallel2d.training.checkpoint.save import Group, SavedState
-from parallel2d.training.checkpoint.shared_memory import free_bytes, open_place, read_copy, used
+from parallel2d.training.checkpoint.shared_memory import free_bytes, open_place, used
 from parallel2d.training.checkpoint.storage import (
     CheckpointError,
     LocalStore,
@@ -99,15 +100,9 @@ def forget_copies(run_dir: str | os.PathLike[str]) -> None:
 
 class MemoryCopies:
     """Copies of one run's state in shared memory. Every rank makes one and calls its methods at the
-    same points. A fault that all ranks hear of turns the copies off, with one warning. When a rank
-    no longer answers, all is left as it is: that is what copies are for.
-
-    Args:
-        every: steps between copies, see `memory_copies`.
-        run_dir: the run's folder, the same on all ranks.
-        group: one of its own. The thread that finishes a copy communicates while the loop does.
-
-    ``on``: whether copies are made.
+    same points, and gives a ``group`` of its own: the thread that finishes a copy communicates
+    while the loop does. A fault that all ranks hear of turns the copies off (``on``), with one
+    warning. When a rank no longer answers, all is left as it is: that is what copies are for.
     """
 
     def __init__(self, every: int, run_dir: str, mesh: DeviceMesh | None, group: Group) -> None:
@@ -191,15 +186,8 @@ class MemoryCopies:
         """The copy of ``step``, verified. Raises `DamagedCheckpointError` with the reason, on all
         ranks, when it cannot be had. Collective."""
         rank, sources, group = self._group.rank, self._sources[step], self._group
-        held: dict[str, list[Tensor]] = {}
-        opened: list[LocalState] = []
-
-        def read() -> None:
-            for path in {path for source, path in sources.values() if source == rank}:
-                held[path] = read_copy(os.path.join(self._folder, path))
-                LocalState.from_bytes(*held[path])
-
-        group.agree(read)
+        reached = {path for source, path in sources.values() if source == rank}
+        held = group.agree(lambda: {path: self._read(path) for path in reached})
         moved = sorted(to for to, (source, _) in sources.items() if source != to)
         if moved:
             mine = {to: held[sources[to][1]] for to in moved if sources[to][0] == rank}
@@ -207,10 +195,16 @@ class MemoryCopies:
             state = self._exchange({to: blocks[1] for to, blocks in mine.items()})
             held.setdefault(sources[rank][1], [manifest, state])
         _, own = sources[rank]
-        group.agree(lambda: opened.append(LocalState.from_bytes(*held[own])))
+        opened: LocalState = group.agree(lambda: LocalState.from_bytes(*held[own]))
         group.say(f"{step_name(step)} is in memory; {len(moved)} ranks were sent their parts")
         self._opened = own.split("/")[0], step
-        return opened[0]
+        return opened
+
+    def _read(self, path: str) -> list[Tensor]:
+        """The bytes of the manifest and of the state of a copy, mapped."""
+        folder = LocalFolder(os.path.join(self._folder, path))
+        found = [folder.source(name) for name in (MANIFEST, STATE)]
+        return [torch.frombuffer(each.buffer(0, each.size), dtype=torch.uint8) for each in found]
 
     def _exchange(self, sent: Mapping[int, Tensor]) -> Tensor:
         """Sends each rank in ``sent``, which are in order, its bytes, and returns those that one
@@ -290,10 +284,7 @@ class MemoryCopies:
             fault = error
         self._group.stay()
         self._thread = threading.Thread(
-            target=self._finish_copy,
-            args=(manifest, kind, splits, fault),
-            name=f"memory copy {step}",
-            daemon=True,
+            target=self._finish_copy, args=(manifest, kind, splits, fault), daemon=True
         )
         self._thread.start()
         self._due_now = False

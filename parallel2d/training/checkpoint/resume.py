@@ -217,9 +217,8 @@ class Resume:
     def _load(self, checkpoint: Checkpoint, load: str) -> dict[str, Any]:
         strict, manifest = self.config.strict, checkpoint.manifest
         label, same_ranks = checkpoint.folder.label, manifest.world_size == self.group.size
-        passed_over: list[str] = []
 
-        def fill() -> None:
+        def fill() -> list[str]:
             # Everything is checked before anything is changed.
             check_model(self.model, checkpoint, strict)
             settings: list[Settings] = []
@@ -228,15 +227,16 @@ class Resume:
                 check_optimizer(self.model, optimizer, checkpoint, strict)
                 if self.settings:
                     settings = stored_settings(self.model, optimizer, checkpoint)
-            passed_over.extend(load_model(self.model, checkpoint, strict))
+            passed_over = load_model(self.model, checkpoint, strict)
             if optimizer is not None:
-                passed_over.extend(load_optimizer(self.model, optimizer, checkpoint, strict))
+                passed_over += load_optimizer(self.model, optimizer, checkpoint, strict)
                 if settings:
                     put_settings(optimizer, settings)
             if load == "all" and same_ranks:
                 restore_rng(self.group.rank, checkpoint)
+            return passed_over
 
-        self.group.agree(fill)
+        passed_over = self.group.agree(fill)
         masters_were_loaded(self.model)
         restarts = load != "all" or not names_under(["ema"], checkpoint.tensors)
         self.group.agree(lambda: load_averages(self.model, checkpoint, restart=restarts))

@@ -101,11 +101,13 @@ class Group:
             raise answer
         return answer
 
-    def agree(self, work: Callable[[], object]) -> None:
-        """Runs ``work`` on every rank; an error on any is raised on all in the end. Collective."""
+    def agree(self, work: Callable[[], Any]) -> Any:
+        """Runs ``work`` on every rank and returns what it does here; an error on any is raised on
+        all in the end. Collective."""
+        result: Any = None
         error: Exception | None = None
         try:
-            work()
+            result = work()
         except DamagedCheckpointError as fault:
             error = DamagedCheckpointError(str(fault))
         except ConfigError as fault:
@@ -115,6 +117,7 @@ class Group:
         for answer in self.all_gather(error):
             if answer is not None:
                 raise answer
+        return result
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on rank 0; an empty list elsewhere."""

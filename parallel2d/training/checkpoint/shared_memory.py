@@ -1,5 +1,5 @@
 """The folder in shared memory that outlives a node's workers: `open_place` names it and makes it
-private; `read_copy` reads a copy in it."""
+private."""
 
 from __future__ import annotations
 
@@ -8,15 +8,9 @@ import errno
 import os
 import stat
 
-import torch
-from torch import Tensor
-
 from parallel2d.base.files import private_folders
-from parallel2d.base.files.folder import LocalFolder
 from parallel2d.base.memory import free_memory
 from parallel2d.base.topology import MEMORY_DIR, SHARED_MEMORY
-from parallel2d.training.checkpoint.local_state import STATE
-from parallel2d.training.checkpoint.manifest import MANIFEST
 
 
 def open_place() -> str:
@@ -55,10 +49,3 @@ def used(path: str) -> int:
             with contextlib.suppress(FileNotFoundError):
                 blocks += os.lstat(os.path.join(folder, name)).st_blocks
     return 512 * blocks
-
-
-def read_copy(folder: str) -> list[Tensor]:
-    """The bytes of the manifest and of the state of a copy, mapped."""
-    opened = LocalFolder(folder)
-    found = [opened.source(name) for name in (MANIFEST, STATE)]
-    return [torch.frombuffer(each.buffer(0, each.size), dtype=torch.uint8) for each in found]
