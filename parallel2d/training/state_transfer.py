@@ -155,8 +155,8 @@ class Receiver:
         assert self._send is not None
         if not all(map(self._send, self._first)):
             return False
-        load_model(model, self._peer, strict=True)
-        load_optimizer(model, optimizer, self._peer, strict=True)
+        load_model(model, self._peer)
+        load_optimizer(model, optimizer, self._peer)
         masters_were_loaded(model)
         load_averages(model, self._peer, restart=False)
         load_replica_state(model, self._peer)

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,13 +60,6 @@ from parallel2d.training.checkpoint.storage import (
 log = logging.getLogger(__name__)
 
 BEST = "best.json"  # in the folder of the checkpoints: which of them is the best
-
-
-def _folder_in(run_dir: str | os.PathLike[str]) -> str:
-    folder = os.path.join(os.fspath(run_dir), "checkpoints")
-    with as_config_error("hydra.run.dir"):
-        refuse_link(folder)
-    return folder
 
 
 def _joined(models: Mapping[str, nn.Module]) -> nn.Module:
@@ -119,7 +112,11 @@ class Checkpointer:
         self.group = Group.new()
         # The agreement of a step must not mix with the messages of a save that runs beside it.
         self._votes = Group.new() if config.enabled and config.every_minutes else None
-        self.store = open_store(config.folder or _folder_in(run_dir))
+        own_folder = os.path.join(os.fspath(run_dir), "checkpoints")
+        if not config.folder:
+            with as_config_error("hydra.run.dir"):
+                refuse_link(own_folder)
+        self.store = open_store(config.folder or own_folder)
         self.blocked_s, self.bytes_written, self.failures = 0.0, 0, 0
         self.published: list[int] = []
         self._known_good: set[int] = set()
@@ -190,7 +187,7 @@ class Checkpointer:
             if self._resume.own_step is not None:
                 self._known_good.add(self._resume.own_step)
         if self.config.enabled:
-            self._find_best(state or {})
+            self._find_best(state or {}, self._resume.seen)
         if begin:
             self.begin()
         self._last_save = time.monotonic()
@@ -208,10 +205,7 @@ class Checkpointer:
         elif self.group.is_first:
             forget_copies(self._run_dir)
         if self.config.enabled and self.group.is_first:
-            try:
-                self._name_best()
-            except Exception as fault:
-                log.warning("%s could not be written: %s", BEST, describe_error(fault))
+            self._name_best()
 
     def newest(self) -> str | None:
         """The path of the newest checkpoint of this run that this object knows to be sound."""
@@ -227,25 +221,20 @@ class Checkpointer:
         if best and best.get("metric") == self.config.keep_best:
             self._best = best
 
-    def _find_best(self, state: dict[str, Any]) -> None:
-        """Takes over the best step that ``state`` knows. If its checkpoint is there no longer, or
-        it is of another run, ``state`` forgets it, and the next value is the best."""
+    def _find_best(self, state: dict[str, Any], own: Sequence[int]) -> None:
+        """Takes over the best step that ``state`` knows. If its checkpoint is not among the ``own``
+        of this run, ``state`` forgets it, and the next value is the best."""
         self._best = {}
         # Nothing of the state was checked yet: it may come from anywhere.
         best = state.get("best")
         if not isinstance(best, dict) or best.get("metric") != self.config.keep_best:
             return
-        if self.group.is_first:
-            try:
-                if best.get("step") in self.store.steps():
-                    self._best = best
-                else:
-                    log.warning("there is no checkpoint of the best step so far; it is forgotten")
-            except Exception as fault:
-                what, why = f"{self.store.root} cannot be read", describe_error(fault)
-                log.warning("%s, and the best step so far is forgotten: %s", what, why)
-        if not self.group.broadcast(bool(self._best)):
+        if best.get("step") not in own:
             state["best"] = None
+            what = "there is no checkpoint of the best step so far; it is forgotten"
+            self.group.say(what, logging.WARNING)
+        elif self.group.is_first:
+            self._best = best
 
     def save_if_due(
         self,
@@ -281,7 +270,9 @@ class Checkpointer:
             self.blocked_s = time.perf_counter() - begin
         if due is None and self._votes is not None:
             due = bool(self._votes.broadcast(self.time_is_up()))
-        is_due = any((due, last, preempted, wanted, self._is_of_interval(step)))
+        is_first_step = self._first_call and self.config.on_first_step
+        is_of_interval = self.config.every > 0 and step % self.config.every == 0
+        is_due = any((due, last, preempted, wanted, is_first_step, is_of_interval))
         self._first_call = False
         if self.config.enabled and is_due:
             # One save at a time: all use the same staging buffers.
@@ -291,11 +282,6 @@ class Checkpointer:
             self.blocked_s = time.perf_counter() - begin
         elif preempted:
             self.collect()
-
-    def _is_of_interval(self, step: int) -> bool:
-        if self._first_call and self.config.on_first_step:
-            return True
-        return self.config.every > 0 and step % self.config.every == 0
 
     def time_is_up(self) -> bool:
         """Whether ``every_minutes`` have passed on this rank's clock, or a save has lost a replica
@@ -448,4 +434,7 @@ class Checkpointer:
             named = {key: self._best.get(key) for key in ("metric", "mode", "step", "value")}
             named["checkpoint"] = step_name(self._best["step"])
             text = json.dumps(named, indent=1) + "\n"
-        self.store.put_note(BEST, text)
+        try:
+            self.store.put_note(BEST, text)
+        except Exception as fault:
+            log.warning("%s could not be written: %s", BEST, describe_error(fault))

@@ -63,7 +63,7 @@ class Resume:
     """One search for a checkpoint. Every rank makes one and calls `run`.
 
     ``own_step``: the step of this run's own checkpoint that was loaded; None when it was another's
-    or a copy. ``stored``: the newest step that is on disk, 0 for none.
+    or a copy. ``stored``: the newest step that is on disk, 0 for none; ``seen``: all that are.
     """
 
     config: CheckpointConfig
@@ -75,14 +75,14 @@ class Resume:
     settings: bool
     own_step: int | None = None
     stored: int = 0
+    seen: Sequence[int] = ()
     _left: tuple[Sequence[int], str] = ((), "")  # steps that are not continued, and the reason
     _damaged: Sequence[int] = ()
-    _seen: Sequence[int] = ()
 
     def run(self, restarted: bool) -> dict[str, Any] | None:
         """See `Checkpointer.restore`."""
         resume = self.config.resume
-        own = self._seen = self._own_steps()
+        own = self.seen = self._own_steps()
         copies: list[int] = []
         # Started anew by hand, copies count only where the newest state of this run is asked for.
         if self.copies is not None and (restarted or resume == "auto"):
@@ -115,7 +115,7 @@ class Resume:
         """Moves checkpoints aside that the run does not go on from: later ones than the chosen
         one, damaged ones, and what another start has written in the meantime. Collective."""
         if self.config.enabled:
-            written = [step for step in self._own_steps() if step not in self._seen]
+            written = [step for step in self._own_steps() if step not in self.seen]
             self._move_aside(written, "written by another start of this run")
             # Otherwise they would stand where this run will write its own.
             try:
@@ -183,7 +183,7 @@ class Resume:
             return self._load(checkpoint, load)
         except DamagedCheckpointError as fault:
             # With none on disk, the run would begin with what was loaded so far.
-            if not self._seen:
+            if not self.seen:
                 raise ConfigError(f"{fault}; checkpoint.resume=never starts again") from None
             raise
 
@@ -220,16 +220,16 @@ class Resume:
 
         def fill() -> list[str]:
             # Everything is checked before anything is changed.
-            check_model(self.model, checkpoint, strict)
+            passed_over = check_model(self.model, checkpoint, strict)
             settings: list[Settings] = []
             optimizer = self.optimizer if load == "all" else None
             if optimizer is not None:
-                check_optimizer(self.model, optimizer, checkpoint, strict)
+                passed_over += check_optimizer(self.model, optimizer, checkpoint, strict)
                 if self.settings:
                     settings = stored_settings(self.model, optimizer, checkpoint)
-            passed_over = load_model(self.model, checkpoint, strict)
+            load_model(self.model, checkpoint)
             if optimizer is not None:
-                passed_over += load_optimizer(self.model, optimizer, checkpoint, strict)
+                load_optimizer(self.model, optimizer, checkpoint)
                 if settings:
                     put_settings(optimizer, settings)
             if load == "all" and same_ranks:

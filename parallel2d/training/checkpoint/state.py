@@ -98,21 +98,15 @@ def check_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[
             lines.append(f"{name}: {shape} in the model, {found} in the checkpoint")
     for name in sorted(stored.keys() - here.keys() - tied_names(model).keys()):
         lines.append(f"{printable(name)}: {stored[name]} in the checkpoint, not in the model")
-    if strict and lines:
-        raise ConfigError(
-            f"{checkpoint.folder.label} holds another model than this one:\n"
-            f"{list_differences(lines)}\n"
-            "checkpoint.strict=false loads what fits and leaves the rest as initialized"
-        )
-    return lines
+    advice = "checkpoint.strict=false loads what fits and leaves the rest as initialized"
+    return _differences(lines, f"{checkpoint.folder.label} holds another model", advice, strict)
 
 
 def check_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, strict: bool
 ) -> list[str]:
-    """One line per way in which the stored optimizer does not fit this one; raises `ConfigError`
-    with all of them when there are any and ``strict``. Settings such as lr are no difference: those
-    of the running configuration hold."""
+    """As `check_model`, one line per way in which the stored optimizer does not fit this one.
+    Settings such as lr are no difference: those of the running configuration hold."""
     lines = []
     stored = checkpoint.manifest.optimizer
     if not stored:
@@ -129,13 +123,16 @@ def check_optimizer(
             lines.append(f"{name}: trained here, not trained in the checkpoint")
         for name in sorted(before - trained):
             lines.append(f"{printable(name)}: trained in the checkpoint, not trained here")
+    advice = (
+        "checkpoint.load=model_only takes the weights alone; checkpoint.strict=false loads what "
+        "fits"
+    )
+    return _differences(lines, f"{checkpoint.folder.label} holds another optimizer", advice, strict)
+
+
+def _differences(lines: list[str], what: str, advice: str, strict: bool) -> list[str]:
     if strict and lines:
-        raise ConfigError(
-            f"{checkpoint.folder.label} holds another optimizer than this one:\n"
-            f"{list_differences(lines)}\n"
-            "checkpoint.load=model_only takes the weights alone; checkpoint.strict=false loads "
-            "what fits"
-        )
+        raise ConfigError(f"{what} than this one:\n{list_differences(lines)}\n{advice}")
     return lines
 
 
@@ -179,36 +176,28 @@ def names_under(prefixes: Iterable[str], names: Iterable[str]) -> list[str]:
 
 
 @torch.no_grad()
-def load_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[str]:
+def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Fills the parameters and persistent buffers of ``model`` in place, this rank's part of each,
-    converted to the dtype they have here; no communication. Returns the differences that were
-    passed over.
-
-    Raises `ConfigError` with every difference when there are any and ``strict``,
-    `DamagedCheckpointError` when a file does not match the manifest.
-    """
+    converted to the dtype they have here, as far as they fit; no communication. Raises
+    `DamagedCheckpointError` when a file does not match the manifest."""
     reshard(model)
-    differences = check_model(model, checkpoint, strict)
     for name, tensor in model_tensors(model).items():
         source = fitting_name(name, tensor, checkpoint.manifest)
         if source is not None:
             checkpoint.fill(tensor, source)
-    return differences
 
 
 @torch.no_grad()
 def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, strict: bool
-) -> list[str]:
+    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint
+) -> None:
     """Fills the state of ``optimizer`` in place, creating it where it does not exist yet; no
-    communication. Parameter groups keep their settings. Returns the differences that were passed
-    over; a parameter that differs starts with fresh state. Raises as `load_model`.
-    """
-    differences = check_optimizer(model, optimizer, checkpoint, strict)
+    communication. Parameter groups keep their settings; a parameter that differs starts with fresh
+    state. Raises as `load_model`."""
     stored = checkpoint.manifest.optimizer
     # Without ``strict`` another optimizer starts anew: its state means something else.
     if stored.get("class") != type(optimizer).__name__:
-        return differences
+        return
     fitting = {}
     stored_as: dict[str, torch.dtype] = {}
     for name, parameter in trained_parameters(model, optimizer).items():
@@ -238,7 +227,6 @@ def load_optimizer(
             # What is a tensor here was filled above, whatever a checkpoint says beside it.
             if isinstance(value, SCALARS) and not isinstance(state.get(key), Tensor):
                 state[key] = value
-    return differences
 
 
 def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
