@@ -347,7 +347,7 @@ class Checkpointer:
 
         def write() -> None:
             try:
-                error, size = write_checkpoint(taken, self.store, self.group, self._clear_the_way)
+                error, size = write_checkpoint(*taken, self.store, self.group, self._clear_the_way)
             except ReplicaLost:  # no fault of the storage
                 self._has_lost = True
                 return

@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -37,7 +37,6 @@ from parallel2d.training.checkpoint.local_state import (
 )
 from parallel2d.training.checkpoint.manifest import (
     Manifest,
-    StoredFile,
     StoredTensor,
 )
 from parallel2d.training.checkpoint.storage import (
@@ -159,14 +158,6 @@ class SavedState:
     own: dict[str, Tensor]
 
 
-def plan_all(state: SavedState, mesh: DeviceMesh | None) -> Iterator[Part]:
-    """`plan_writes` of what this rank has in common with others."""
-    mesh = None if mesh is None else sharding_mesh(mesh)
-    yield from plan_writes(state.shared.items(), mesh)
-    if state.of_replica and mesh is not None:
-        yield from plan_writes(state.of_replica.items(), without_replicas(mesh))
-
-
 def plan_writes(tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None) -> Iterator[Part]:
     """Yields what this rank writes. No communication: every rank computes the same from placements
     and mesh coordinates.
@@ -221,40 +212,42 @@ def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], 
 # What is written
 
 
-@dataclass
-class Snapshot:
-    """What one rank writes: parts of ``tensors``, packed on CPU in ``data``, for the file
-    ``name``."""
+def take(
+    state: SavedState, mesh: DeviceMesh | None, rank: int, staging: Staging
+) -> tuple[Manifest, Tensor]:
+    """Copies this rank's share of ``state`` to CPU: returns a manifest of that alone, without
+    files, and the content of its file."""
+    mesh = None if mesh is None else sharding_mesh(mesh)
+    parts = [*plan_writes(state.shared.items(), mesh), *local_parts(state.own)]
+    if state.of_replica and mesh is not None:
+        parts += plan_writes(state.of_replica.items(), without_replicas(mesh))
+    tensors, blocks = pack(parts, _file_of(rank))
+    return replace(state.manifest, tensors=tensors), staging.take(blocks)
 
-    manifest: Manifest  # without tensors and files
-    name: str
-    tensors: dict[str, StoredTensor]
-    data: Tensor
 
-
-def take(state: SavedState, mesh: DeviceMesh | None, rank: int, staging: Staging) -> Snapshot:
-    """Copies this rank's share of ``state``."""
-    name = f"rank-{rank:05d}.safetensors"
-    tensors, blocks = pack([*plan_all(state, mesh), *local_parts(state.own)], name)
-    return Snapshot(state.manifest, name, tensors, staging.take(blocks))
+def _file_of(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
 
 
 def write_checkpoint(
-    snapshot: Snapshot, store: Store, group: Group, exists: Callable[[int], str | None]
+    manifest: Manifest,
+    data: Tensor,
+    store: Store,
+    group: Group,
+    exists: Callable[[int], str | None],
 ) -> tuple[str | None, int]:
-    """Writes and publishes ``snapshot``. Collective over ``group``. Returns (error or None, bytes
-    written), alike on all ranks; never raises for a fault of the storage.
+    """Writes and publishes what `take` returned. Collective over ``group``. Returns (error or None,
+    bytes written), alike on all ranks; never raises for a fault of the storage.
 
     ``exists(step)`` runs on rank 0 and clears the way: it returns a reason to skip, or None.
     """
-    step = snapshot.manifest.step
     place = error = None
     is_first = group.is_first  # throughout, though it may become another rank meanwhile
     if is_first:
         try:
-            reason = exists(step)
+            reason = exists(manifest.step)
             if reason is None:
-                place = store.begin(step, os.urandom(4).hex())
+                place = store.begin(manifest.step, os.urandom(4).hex())
             else:
                 log.info("%s", reason)
         except Exception as fault:  # whatever the storage raises: training goes on
@@ -262,43 +255,31 @@ def write_checkpoint(
     place, error = group.broadcast((place, error))
     if place is None:
         return error, 0
-    answers = group.gather(_write_part(snapshot, store, place, group.rank))
+    name, files = _file_of(group.rank), {}
+    try:
+        files[name] = store.write(place, name, [memoryview(data.numpy().data)])
+    except Exception as fault:
+        error = f"rank {group.rank}: {describe_error(fault)}"
+    answers = group.gather((manifest.tensors, files, error))
     outcome: tuple[str | None, int] = (None, 0)
     if is_first:
-        outcome = _publish(snapshot.manifest, store, place, answers)
+        outcome = _publish(manifest, store, place, answers)
     return group.broadcast(outcome)
 
 
-@exchange.sendable
-@dataclass(frozen=True)
-class _Answer:
-    name: str  # of this rank's file
-    file: StoredFile | None
-    tensors: Mapping[str, StoredTensor]  # this rank's parts of them
-    error: str | None
-
-
-def _write_part(snapshot: Snapshot, store: Store, place: str, rank: int) -> _Answer:
-    name, tensors, data = snapshot.name, snapshot.tensors, snapshot.data
-    try:
-        file = store.write(place, name, [memoryview(data.numpy().data)])
-        return _Answer(name, file, tensors, None)
-    except Exception as fault:  # whatever the storage raises: training goes on
-        return _Answer(name, None, {}, f"rank {rank}: {describe_error(fault)}")
-
-
 def _publish(
-    manifest: Manifest, store: Store, place: str, answers: Sequence[_Answer]
+    manifest: Manifest, store: Store, place: str, answers: Sequence[Any]
 ) -> tuple[str | None, int]:
+    """``answers``: of each rank its parts of tensors, its file, and an error."""
     try:
-        errors = [answer.error for answer in answers if answer.error]
+        errors = [error for _, _, error in answers if error]
         if errors:
             more = f" and {len(errors) - 4} more ranks" if errors[4:] else ""
             raise CheckpointError("; ".join(errors[:4]) + more)
-        manifest.files = {answer.name: answer.file for answer in answers if answer.file}
         parts: dict[str, list[StoredTensor]] = {}
-        for answer in answers:
-            for name, part in answer.tensors.items():
+        for tensors, files, _ in answers:
+            manifest.files |= files
+            for name, part in tensors.items():
                 parts.setdefault(name, []).append(part)
         for name, listed in parts.items():
             chunks = itertools.chain.from_iterable(part.chunks for part in listed)
