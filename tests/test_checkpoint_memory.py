@@ -17,10 +17,10 @@ from workers import WorkerError
 
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.files import private_folders as folders
-from parallel2d.training.checkpoint import in_memory, shared_memory
+from parallel2d.base.topology import MEMORY_DIR
+from parallel2d.training.checkpoint import in_memory
 from parallel2d.training.checkpoint.local_state import STATE
 from parallel2d.training.checkpoint.manifest import content_digest
-from parallel2d.training.checkpoint.shared_memory import MEMORY_DIR
 
 HYBRID, SHARDED = {"replicate": 2, "shard": 2}, {"replicate": 1, "shard": 2}
 FOUR = {"replicate": 4, "shard": 1}
@@ -283,10 +283,10 @@ def test_a_folder_for_everybody_is_left_as_it_is(tmp_path, monkeypatch):
     tmp_path.chmod(0o1777)
     monkeypatch.setenv(MEMORY_DIR, str(tmp_path))
     with pytest.raises(PermissionError, match="others may write to it"):
-        shared_memory.open_place()
+        in_memory.open_place()
     assert tmp_path.stat().st_mode & 0o7777 == 0o1777
     monkeypatch.setenv(MEMORY_DIR, str(tmp_path / "mine"))
-    assert shared_memory.open_place() == str(tmp_path / "mine")
+    assert in_memory.open_place() == str(tmp_path / "mine")
 
 
 def test_all_is_private_and_a_link_is_not_followed(cluster, tmp_path):
@@ -331,9 +331,9 @@ def _auto(run_dir, node, mesh):
 
 
 def test_folders_of_gone_launchers_are_removed_and_none_says_what_to_set(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(in_memory, "SHARED_MEMORY", str(tmp_path))
     monkeypatch.delenv(MEMORY_DIR, raising=False)
-    mine = shared_memory.open_place()
+    mine = in_memory.open_place()
     around = Path(mine).parent
     gone = subprocess.Popen(["true"])
     gone.wait()
@@ -341,11 +341,11 @@ def test_folders_of_gone_launchers_are_removed_and_none_says_what_to_set(tmp_pat
     (around / f"launcher-{os.getpid()}-1").mkdir()  # this process, but with another start time
     alive = Path(folders.folder_of(os.getpid(), str(tmp_path)))
     alive.mkdir()
-    assert shared_memory.open_place() == mine
+    assert in_memory.open_place() == mine
     assert {path.name for path in around.iterdir()} == {alive.name, Path(mine).name}
-    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(in_memory, "SHARED_MEMORY", str(tmp_path / "nowhere"))
     with pytest.raises(FileNotFoundError, match=f"set {MEMORY_DIR}"):
-        shared_memory.open_place()
+        in_memory.open_place()
     assert not (tmp_path / "nowhere").exists()
 
 

@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
+import stat
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,8 +43,9 @@ from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders
 from parallel2d.base.files.folder import LocalFolder
+from parallel2d.base.memory import free_memory
 from parallel2d.base.replicas import ReplicaLost, current, is_present
-from parallel2d.base.topology import MEMORY_DIR
+from parallel2d.base.topology import MEMORY_DIR, SHARED_MEMORY
 from parallel2d.parallel.mesh import mesh_shape, ranks_of
 from parallel2d.parallel.weights.geometry import split_dims
 from parallel2d.training.checkpoint.local_state import (
@@ -55,7 +58,6 @@ from parallel2d.training.checkpoint.local_state import (
 )
 from parallel2d.training.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
 from parallel2d.training.checkpoint.save import Group, SavedState
-from parallel2d.training.checkpoint.shared_memory import free_bytes, open_place, used
 from parallel2d.training.checkpoint.storage import (
     CheckpointError,
     LocalStore,
@@ -336,7 +338,10 @@ class MemoryCopies:
         # Ranks of one node see each other's folders, and their parts are alike.
         ranks = len(os.listdir(os.path.dirname(self._own_folder)))
         mib = ranks * self._staged.numel() * (4 if splits else 2) / 2**20
-        free = (free_bytes(self._root) + used(self._folder)) / 2**20
+        system = os.statvfs(self._root)
+        # A tenth of the memory that this machine or container has left stays free.
+        free = min(system.f_bavail * system.f_frsize, 0.9 * free_memory())
+        free = (free + used(self._folder)) / 2**20
         if mib > free:
             raise CheckpointError(
                 f"{free:.1f} MiB of shared memory to give, and two copies need {mib:.1f} MiB; "
@@ -401,3 +406,34 @@ def _read_record(run_dir: str) -> tuple[str, Any, tuple[Any, ...]]:
         case {"start": str(start), "mesh": mesh, "loaded": [*loaded]}:
             return start, mesh, tuple(loaded)
     raise ValueError(f"{RECORD} names no start")
+
+
+def open_place() -> str:
+    """The folder in shared memory of this node, made if it does not exist. Raises OSError when it
+    is not ours alone."""
+    path = os.environ.get(MEMORY_DIR)
+    if path:
+        with contextlib.suppress(FileNotFoundError):
+            mode = os.lstat(path).st_mode
+            # /tmp, /dev/shm: making it private would close it for others
+            if stat.S_ISDIR(mode) and mode & 0o022:
+                raise PermissionError(
+                    errno.EPERM, "others may write to it; name a folder inside it", path
+                )
+        private_folders.make_private(path)
+        return os.path.abspath(path)
+    if not os.path.isdir(SHARED_MEMORY):
+        raise FileNotFoundError(
+            errno.ENOENT, f"no shared memory folder; set {MEMORY_DIR} to one", SHARED_MEMORY
+        )
+    return private_folders.open_folder(os.getppid(), SHARED_MEMORY)
+
+
+def used(path: str) -> int:
+    """Bytes that the files below ``path`` occupy, which other ranks may rename meanwhile."""
+    blocks = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                blocks += os.lstat(os.path.join(folder, name)).st_blocks
+    return 512 * blocks

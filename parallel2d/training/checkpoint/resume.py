@@ -40,7 +40,6 @@ from parallel2d.training.checkpoint.state import (
 )
 from parallel2d.training.checkpoint.storage import (
     Store,
-    as_config_error,
     describe_error,
     find_checkpoint,
     step_name,
@@ -104,7 +103,8 @@ class Resume:
             self._left = [other for other in own if other > step], f"checkpoint.resume={resume}"
             return state
         if not own:
-            return self._load_path(self.group.on_first(lambda: _find(resume)), None)
+            found = self.group.on_first(lambda: _find(resume), f"checkpoint.resume={resume}")
+            return self._load_path(found, None)
         self.group.say(
             "this run has checkpoints of its own and goes on there, not at "
             f"checkpoint.resume={resume}"
@@ -125,22 +125,17 @@ class Resume:
         self._move_aside(*self._left)
 
     def _own_steps(self) -> list[int]:
-        def read() -> list[int]:
-            with as_config_error(f"{self.store.root} cannot be read"):
-                return self.store.steps()
-
-        own: list[int] = self.group.on_first(read)
+        own: list[int] = self.group.on_first(self.store.steps, f"{self.store.root} cannot be read")
         return own
 
     def _move_aside(self, steps: Sequence[int], why: str) -> None:
         def move() -> None:
-            with as_config_error(f"{why}: a checkpoint could not be moved aside"):
-                for step in steps:
-                    name = self.store.move_aside(step)
-                    log.warning("%s: %s is now %s", why, step_name(step), name)
+            for step in steps:
+                name = self.store.move_aside(step)
+                log.warning("%s: %s is now %s", why, step_name(step), name)
 
         if steps:
-            self.group.on_first(move)
+            self.group.on_first(move, f"{why}: a checkpoint could not be moved aside")
 
     def _newest(self, own: list[int], copies: list[int], load: str) -> dict[str, Any] | None:
         """Loads the newest sound one in the store or among the copies; a copy where both have the
@@ -262,8 +257,7 @@ class Resume:
 def _find(path: str) -> str:
     """The checkpoint that ``path`` means: one, or the newest of a run directory or of its
     ``checkpoints`` folder. Raises `ConfigError`."""
-    with as_config_error(f"checkpoint.resume={path}"):
-        found = find_checkpoint(path)
+    found = find_checkpoint(path)
     if not is_remote(path) and not os.path.isdir(found):
         raise ConfigError(
             f"checkpoint.resume={path}: there is no such folder; it may be auto, never, or a path"

@@ -87,12 +87,13 @@ class Group:
         """The first rank's value on every rank."""
         return value if self.group is None else exchange.broadcast(value, group=self.group)
 
-    def on_first(self, work: Callable[[], Any]) -> Any:
-        """Runs ``work`` on rank 0 and returns its result, on every rank; its `ConfigError` is
-        raised on all. It must raise no other error: the other ranks would wait. Collective."""
+    def on_first(self, work: Callable[[], Any], what: str = "rank 0") -> Any:
+        """Runs ``work`` on rank 0 and returns its result, on every rank; an error is raised on all,
+        as a `ConfigError` about ``what`` unless it is one. Collective."""
         answer: Any = None
         try:
-            answer = work() if self.is_first else None
+            with as_config_error(what):
+                answer = work() if self.is_first else None
         except ConfigError as fault:
             answer = fault
         answer = self.broadcast(answer)
@@ -133,12 +134,11 @@ def check_folder(store: Store, group: Group) -> None:
     root = store.root
 
     def prepare() -> None:
-        with as_config_error(f"checkpoints cannot be written to {root}"):
-            store.prepare()
-            if not is_remote(root):
-                tempfile.TemporaryFile(dir=root).close()
+        store.prepare()
+        if not is_remote(root):
+            tempfile.TemporaryFile(dir=root).close()
 
-    group.on_first(prepare)
+    group.on_first(prepare, f"checkpoints cannot be written to {root}")
     # All ranks reach a remote one by the same address.
     if group.size > 1 and not is_remote(root):
         exchange.check_shared(root)

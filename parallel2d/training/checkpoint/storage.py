@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from parallel2d.base.errors import ConfigError, PlainError
-from parallel2d.base.files import flush_folder, refuse_link, replace
+from parallel2d.base.files import flush_folder, printable, refuse_link, replace
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.training.checkpoint.manifest import MANIFEST, StoredFile
@@ -276,8 +276,10 @@ def describe_error(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def as_config_error(what: str) -> Iterator[None]:
-    """Makes one `ConfigError` of whatever a storage raises."""
+    """Makes one `ConfigError` of whatever a storage, or a library, raises."""
     try:
         yield
+    except ConfigError:
+        raise
     except Exception as fault:
-        raise ConfigError(f"{what}: {describe_error(fault)}") from None
+        raise ConfigError(f"{what}: {printable(describe_error(fault), 500)}") from None
