@@ -151,7 +151,7 @@ class Replicas:
         self._data_ranks = self.data_ranks
 
     def _note_step(self) -> None:
-        """Tells the launcher that there is progress."""
+        # The launcher asks whether there is progress.
         if AGENT in os.environ and os.environ.get("LOCAL_RANK") == "0":
             files.replace(os.path.join(os.environ[AGENT], "step"), str(self._step))
 

@@ -56,17 +56,13 @@ _TWISTER, _LARGEST = 624, 2**16
 def saved_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """Everything that all replicas share, by its name in the checkpoint, in the same order on every
     rank. Collective over the replicas with ``sync=diloco``."""
-    found = _under("model", model_tensors(model)) | shared_tensors(model) | average_tensors(model)
+    found = _under("model", model_tensors(model)) | shared_tensors(model)
+    if (average := average_of(model)) is not None:
+        found |= _under("ema", average.values)
     # Replicas that train on their own have optimizers of their own: `replica_tensors`.
     if optimizer is not None and STEPS not in found:
         found |= _under("optimizer", optimizer_tensors(model, optimizer))
     return found
-
-
-def average_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Lists the averages of ``train.ema``; empty without."""
-    average = average_of(model)
-    return {} if average is None else _under("ema", average.values)
 
 
 def load_averages(model: nn.Module, checkpoint: Checkpoint, *, restart: bool) -> None:
@@ -272,15 +268,6 @@ def optimizer_prefix(model: nn.Module, names: Iterable[str]) -> str:
     return f"{_prefix(own)}/optimizer"
 
 
-def _residual_prefixes(kept: UpdateFollower, manifest: Manifest) -> list[str]:
-    """Those that this replica goes on from: its own, or where the number of replicas has changed
-    all that there are."""
-    available = _replicas_in(manifest.tensors, kept.residual_name)
-    if manifest.mesh.get("replicate", 1) == kept.replicas:
-        available = [each for each in available if each == kept.replica]
-    return [f"{_prefix(each)}/{kept.residual_name}" for each in available]
-
-
 @torch.no_grad()
 def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Fills what `shared_tensors` and `replica_tensors` list, as far as ``checkpoint`` has it; the
@@ -306,19 +293,19 @@ def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _load_residuals(kept: UpdateFollower, checkpoint: Checkpoint, is_first: bool) -> None:
-    """What replicas did not send counts as much for the next mean as before."""
-    manifest = checkpoint.manifest
-    saved = manifest.mesh.get("replicate", 1)
-    shares = 1 if saved == kept.replicas else saved
-    prefixes = _residual_prefixes(kept, manifest)
-    for name, value in kept.residuals().items() if prefixes else ():
-        total = torch.zeros_like(value)
-        for prefix in prefixes:
-            part = torch.zeros_like(value)
-            _fill_if_there(part, f"{prefix}/{name}", checkpoint)
-            total += part
-        kept.set_residual(name, total / shares)
+    """What replicas did not send counts as much for the next mean as before: a replica goes on from
+    its own, or where the number of replicas has changed from a share of all that there are."""
+    saved = checkpoint.manifest.mesh.get("replicate", 1)
     available = _replicas_in(checkpoint.tensors, kept.residual_name)
+    is_same = saved == kept.replicas
+    taken = [each for each in available if not is_same or each == kept.replica]
+    for name, value in kept.residuals().items() if taken else ():
+        total = torch.zeros_like(value)
+        for replica in taken:
+            part = torch.zeros_like(value)
+            _fill_if_there(part, f"{_prefix(replica)}/{kept.residual_name}/{name}", checkpoint)
+            total += part
+        kept.set_residual(name, total / (1 if is_same else saved))
     lost = sorted(set(range(saved)) - set(available))
     if is_first and available and lost:
         log.warning("what the replicas %s had not sent yet is lost with them", lost)
