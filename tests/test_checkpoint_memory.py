@@ -153,7 +153,7 @@ def test_another_mesh_or_layout_goes_on_from_the_disk_and_says_so(cluster, undis
     shutil.copytree(cluster.run_dir, cluster.folder / "copied")
     less = cluster.run("AA", SHARDED, until=3)
     assert start(less) == 3
-    assert said(less, "copies in memory are those of another mesh")
+    assert said(less, "step-00000004 from memory is of another mesh")
     # The same mesh, but replicas split the state now.
     full = {"strategy": "hybrid_full", "precision": "fp64"}
     cluster.run("AABB", until=5)
@@ -350,8 +350,8 @@ def test_folders_of_gone_launchers_are_removed_and_none_says_what_to_set(tmp_pat
 
 
 def test_a_damaged_record_of_starts_is_an_error_that_says_so(tmp_path):
-    assert in_memory._read_record(str(tmp_path)) == ("", {}, ())
-    for text in ('{"start": "a", "mesh": {}, "loaded": 1}', '{"starts": [["a", 1]]}'):
+    assert in_memory._read_record(str(tmp_path)) == ("", ())
+    for text in ('{"start": "a", "loaded": 1}', '{"starts": [["a", 1]]}'):
         (tmp_path / in_memory.RECORD).write_text(text)
         with pytest.raises(ValueError, match="names no start"):
             in_memory._read_record(str(tmp_path))

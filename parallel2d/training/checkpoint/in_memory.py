@@ -11,9 +11,9 @@ All ranks load the newest step of which a copy is left for every rank, on the sa
 are sent what they lack. Otherwise the checkpoints on disk remain.
 
 [Note: lineage] Whenever a run starts or goes back, it gets a random name, which its copies are
-under. ``memory.json`` in the run directory has the last name, the mesh, and the copy that it went
-on from; no others count. So the copies of another run, and those of steps that the run has left for
-an older checkpoint, are never loaded, whichever node holds them.
+under. ``memory.json`` in the run directory has the last name, and the copy that it went on from; no
+others count. So the copies of another run, and those of steps that the run has left for an older
+checkpoint, are never loaded, whichever node holds them.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from parallel2d.base.memory import free_memory
 from parallel2d.base.replicas import ReplicaLost, current, is_present
 from parallel2d.base.topology import MEMORY_DIR, SHARED_MEMORY
 from parallel2d.parallel.mesh import mesh_shape, ranks_of
+from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.weights.geometry import split_dims
 from parallel2d.training.checkpoint.local_state import (
     STATE,
@@ -109,10 +110,9 @@ class MemoryCopies:
 
     def __init__(self, every: int, run_dir: str, mesh: DeviceMesh | None, group: Group) -> None:
         self.every, self.run_dir, self._group, self.on = every, run_dir, group, True
-        self._mesh: dict[str, Any] = {}
+        self._shape = (MeshShape(1, 1) if mesh is None else mesh_shape(mesh)).shown
         self._rows = {group.rank: [group.rank]}  # of each rank those in its place of each replica
         if mesh is not None:
-            self._mesh = mesh_shape(mesh).shown | {"ranks": mesh.mesh.flatten().tolist()}
             for row in ranks_of(mesh).flatten(1).T.tolist():
                 self._rows |= dict.fromkeys(row, row)
         # Step -> for each rank, which rank has its copy in reach, and where.
@@ -158,7 +158,7 @@ class MemoryCopies:
     ) -> dict[int, dict[int, tuple[int, str]]]:
         """See ``_sources``. ``reached``: the copies that each rank reaches."""
         try:
-            start, mesh, loaded = _read_record(self.run_dir)
+            start, loaded = _read_record(self.run_dir)
         except (OSError, ValueError) as fault:
             log.warning("copies in memory are passed over: %s", describe_error(fault))
             return {}
@@ -171,9 +171,6 @@ class MemoryCopies:
                     by_rank = found.setdefault(step, {})
                     for served in [of] if copy["kind"] == "rank" else self._rows.get(of, []):
                         by_rank.setdefault(served, []).append((rank, copy.string))
-        if found and mesh != self._mesh:
-            log.warning("copies in memory are those of another mesh, and are not used on this one")
-            return {}
         sources = {}
         for step, by_rank in found.items():
             lost = sorted(reached.keys() - by_rank.keys())
@@ -197,7 +194,8 @@ class MemoryCopies:
             state = self._exchange({to: blocks[1] for to, blocks in mine.items()})
             held.setdefault(sources[rank][1], [manifest, state])
         _, own = sources[rank]
-        opened: LocalState = group.agree(lambda: LocalState.from_bytes(*held[own]))
+        manifest, data = held[own]
+        opened: LocalState = group.agree(lambda: LocalState.from_bytes(manifest, data, self._shape))
         group.say(f"{step_name(step)} is in memory; {len(moved)} ranks were sent their parts")
         self._opened = own.split("/")[0], step
         return opened
@@ -231,7 +229,7 @@ class MemoryCopies:
 
         def clear() -> None:
             if self._group.is_first:
-                record = {"start": self._start, "mesh": self._mesh, "loaded": loaded}
+                record = {"start": self._start, "loaded": loaded}
                 os.makedirs(self.run_dir, exist_ok=True)
                 path = os.path.join(self.run_dir, RECORD)
                 files.replace(path, json.dumps(record), durable=True)
@@ -248,7 +246,7 @@ class MemoryCopies:
 
     def follow(self) -> None:
         """This replica has got the state from another one, and makes copies as that does."""
-        self._start, *_ = _read_record(self.run_dir)
+        self._start, _ = _read_record(self.run_dir)
         self.on = bool(self._start)  # else it has turned them off
         os.makedirs(self._own_folder, exist_ok=True)
 
@@ -395,16 +393,16 @@ def _nearest(rank: int, sources: Sequence[tuple[int, str]]) -> tuple[int, str]:
     return (own or here or [sources[rank % len(sources)]])[0]
 
 
-def _read_record(run_dir: str) -> tuple[str, Any, tuple[Any, ...]]:
-    """The last start, its mesh, and the start and step of the copy that it went on from. Raises
-    OSError or ValueError."""
+def _read_record(run_dir: str) -> tuple[str, tuple[Any, ...]]:
+    """The last start, and the start and step of the copy that it went on from. Raises OSError or
+    ValueError."""
     try:
         content = files.read_json(os.path.join(run_dir, RECORD))
     except FileNotFoundError:
-        return "", {}, ()
+        return "", ()
     match content:
-        case {"start": str(start), "mesh": mesh, "loaded": [*loaded]}:
-            return start, mesh, tuple(loaded)
+        case {"start": str(start), "loaded": [*loaded]}:
+            return start, tuple(loaded)
     raise ValueError(f"{RECORD} names no start")
 
 

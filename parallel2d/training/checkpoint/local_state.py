@@ -122,12 +122,13 @@ class LocalState(Checkpoint):
         super().__init__(folder, dataclasses.replace(manifest, mesh={}))
 
     @classmethod
-    def from_bytes(cls, manifest: Tensor, data: Tensor) -> LocalState:
-        """Checks both, whose origin may be any. Raises `DamagedCheckpointError`."""
+    def from_bytes(cls, manifest: Tensor, data: Tensor, mesh: dict[str, int]) -> LocalState:
+        """Checks both, whose origin may be any, and that they are of a ``mesh`` as here. Raises
+        `DamagedCheckpointError`."""
         decoded = Manifest.decode(manifest.numpy().tobytes(), MANIFEST, local=True)
         state = cls(decoded, data, f"{step_name(decoded.step)} from memory")
-        if set(decoded.files) != {STATE}:
-            raise DamagedCheckpointError(f"{state.folder.label} is not in the one file {STATE}")
+        if decoded.mesh != mesh:
+            raise DamagedCheckpointError(f"{state.folder.label} is of another mesh")
         state.verify()
         return state
 

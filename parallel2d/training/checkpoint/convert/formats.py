@@ -45,8 +45,8 @@ _FACTS = {"step": int, "state": dict, "layout": dict, "optimizer": dict, "tied":
 
 @dataclass
 class Source:
-    """Weights to convert: ``tensors``, name in our format (``model/...``, ``optimizer/...``) ->
-    (dtype name, shape), their values by ``read``, and facts as in a `Manifest`."""
+    """Weights to convert: ``tensors``, name in our format (``model/...``, ``optimizer/...``,
+    ``ema/...``) -> (dtype name, shape), their values by ``read``, and facts as in a `Manifest`."""
 
     kind: str
     tensors: dict[str, tuple[str, tuple[int, ...]]]
@@ -56,8 +56,6 @@ class Source:
     layout: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
-    # Of ``train.ema``: name of the weight -> (dtype name, shape)
-    averages: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
     def facts_text(self) -> str:
         return json.dumps({key: getattr(self, key) for key in _FACTS}, separators=(",", ":"))
@@ -104,14 +102,10 @@ def read_ours(path: str) -> Source:
     checkpoint = Checkpoint.open(path, mapped=False)
     checkpoint.verify()
     described = {}
-    for name in names_under(["model", "optimizer"], checkpoint.tensors):
+    for name in names_under(["model", "optimizer", "ema"], checkpoint.tensors):
         described[name] = checkpoint.tensors[name].dtype, checkpoint.tensors[name].shape
-    averages = {}
-    for name in names_under(["ema"], checkpoint.tensors):
-        stored = checkpoint.tensors[name]
-        averages[f"model/{name.removeprefix('ema/')}"] = stored.dtype, stored.shape
     facts = {key: getattr(checkpoint.manifest, key) for key in _FACTS}
-    return Source("parallel2d", described, checkpoint.read, **facts, averages=averages)
+    return Source("parallel2d", described, checkpoint.read, **facts)
 
 
 def write_ours(source: Source, folder: str, shard_bytes: int) -> None:
