@@ -50,8 +50,6 @@ from parallel2d.training.checkpoint.state import (
     saved_tensors,
 )
 
-Send = Callable[[Tensor], bool]  # of `Presence.link`
-
 
 class Header(NamedTuple):
     """What comes before the state: its manifest, the bytes of its blocks, and which of these are
@@ -100,14 +98,11 @@ class Sender:
             sizes=sizes,
             buffers=self._buffers,
         )
-        self._send: Send | None = None
         self._sent = _in_thread(self._send_first)
 
     def _send_first(self) -> bool:
         """Sends all but the buffers; false where a replica was lost meanwhile."""
         self._send = send = self._replicas.link(self._joiner)
-        if send is None:
-            return False
         data = as_bytes(encode(list(self._header)).encode())
         first, _ = _divided(self._blocks, self._buffers)
         return all(map(send, [torch.tensor([len(data)]), data, *first]))
@@ -115,7 +110,6 @@ class Sender:
     def finish(self) -> None:
         """Sends the rest. The parameters may change afterwards."""
         if self._sent.result():
-            assert self._send is not None
             # Again, because a buffer with gaps was copied.
             _, last = _divided(pack(local_parts(self._tensors))[1], self._buffers)
             # An end that nothing follows says that all was read before it changed.
@@ -129,13 +123,12 @@ class Receiver:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, replicas: Presence
     ) -> None:
         self._model, self._optimizer, self._replicas = model, optimizer, replicas
-        self._send: Send | None = None
 
     def header(self) -> Header | None:
         """Waits for what comes first, and begins to take the rest. None where the donor is lost."""
         self._send = send = self._replicas.link(self._replicas.own)
         length = torch.zeros(1, dtype=torch.int64)
-        if send is None or not send(length):
+        if not send(length):
             return None
         data = torch.empty(int(length), dtype=torch.uint8)
         if not send(data):
@@ -152,7 +145,6 @@ class Receiver:
         """Takes and loads all but the buffers. Nothing else reads or writes what it fills: this
         replica runs no forward pass meanwhile."""
         model, optimizer = self._model, self._optimizer
-        assert self._send is not None
         if not all(map(self._send, self._first)):
             return False
         load_model(model, self._peer)
@@ -164,10 +156,8 @@ class Receiver:
 
     def finish(self) -> bool:
         """Waits for the rest; false where the donor was lost before it had sent all."""
-        if not self._loaded.result():
-            return False
-        assert self._send is not None
-        if not all(map(self._send, [*self._last, torch.ones(1)])):
+        rest = [*self._last, torch.ones(1)]
+        if not self._loaded.result() or not all(map(self._send, rest)):
             return False
         buffers = set(map(id, self._model.buffers()))
         for name, tensor in model_tensors(self._model).items():

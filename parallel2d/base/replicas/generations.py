@@ -416,16 +416,16 @@ class Presence:
             return None
         return made
 
-    def link(self, joiner: Member) -> Callable[[Tensor], bool] | None:
+    def link(self, joiner: Member) -> Callable[[Tensor], bool]:
         """A function that sends a tensor from the donor's rank in this place to the joiner's and
-        returns whether it has arrived; None where one is lost meanwhile."""
+        returns whether it has arrived: false once one is lost."""
         ranks = [self.ranks[self.donor][self.place], self.ranks[joiner[0]][self.place]]
         key = f"replicas/{self.generation}/state/{joiner[0]}/{self.place}"
         store = PrefixStore(key, self.store)
         number = ranks.index(self.rank)
         made = self._connect([lambda: ProcessGroupGloo(store, number, 2, self.timeout)])
         if made is None:
-            return None
+            return lambda _: False
         (group,) = made
         return lambda tensor: self.begin(
             group, "broadcast", ([tensor], dist.BroadcastOptions())

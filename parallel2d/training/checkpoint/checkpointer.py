@@ -40,7 +40,7 @@ from parallel2d.parallel.weights.states import Models, Optimizers
 from parallel2d.training.checkpoint.in_memory import MemoryCopies, forget_copies
 from parallel2d.training.checkpoint.local_state import Staging
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
-from parallel2d.training.checkpoint.resume import Resume, check_copies
+from parallel2d.training.checkpoint.resume import Resume
 from parallel2d.training.checkpoint.save import (
     Group,
     SavedState,
@@ -108,7 +108,11 @@ class Checkpointer:
         self.config, self.mesh, self._optimizer, self._run_dir = config, mesh, optimizer, run_dir
         self.model = model if isinstance(model, nn.Module) else _joined(model)
         self.layout, self.copies = layout or {}, copies
-        check_copies(config, copies)
+        if copies is None and config.enabled and config.memory_every not in ("auto", 0):
+            raise ConfigError(
+                f"checkpoint.memory_every={config.memory_every}: give the copies to Checkpointer, "
+                "copies=parallel2d.training.checkpoint.memory_copies(config, run_dir, mesh)"
+            )
         self.group = Group.new()
         # The agreement of a step must not mix with the messages of a save that runs beside it.
         self._votes = Group.new() if config.enabled and config.every_minutes else None

@@ -212,12 +212,11 @@ class Checkpoint:
         if region.numel:
             self.copy_into(name, region, local_part(tensor.detach()).view(region.lengths))
 
-    def read(self, name: str, region: Region | None = None) -> Tensor:
-        """A tensor, or a rectangle of it, on CPU in its stored dtype."""
+    def read(self, name: str) -> Tensor:
+        """A tensor on CPU in its stored dtype."""
         tensor = self.tensors[name]
-        region = region or Region.whole(tensor.shape)
-        result = torch.empty(region.lengths, dtype=DTYPES[tensor.dtype])
-        self.copy_into(name, region, result)
+        result = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+        self.copy_into(name, Region.whole(tensor.shape), result)
         return result
 
 

@@ -48,15 +48,6 @@ from parallel2d.training.checkpoint.storage import (
 log = logging.getLogger(__name__)
 
 
-def check_copies(config: CheckpointConfig, copies: MemoryCopies | None) -> None:
-    """Raises `ConfigError` where ``config`` asks for copies in memory and there are none."""
-    if copies is None and config.enabled and config.memory_every not in ("auto", 0):
-        raise ConfigError(
-            f"checkpoint.memory_every={config.memory_every}: give the copies to Checkpointer, "
-            "copies=parallel2d.training.checkpoint.memory_copies(config, run_dir, mesh)"
-        )
-
-
 @dataclass
 class Resume:
     """One search for a checkpoint. Every rank makes one and calls `run`.

@@ -47,7 +47,6 @@ from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
 log = logging.getLogger(__name__)
 
 STEPS = "sync/steps"
-REPLICA = "replica/"  # what one replica alone has
 _SHOWN = 20  # differences that a message lists in full
 # Words of the state of NumPy's legacy generator, and bytes that no generator's state exceeds.
 _TWISTER, _LARGEST = 624, 2**16
@@ -325,7 +324,7 @@ def _report_lost(outer: OuterSync, checkpoint: Checkpoint) -> None:
 
 
 def _prefix(replica: int) -> str:
-    return f"{REPLICA}{replica:05d}"
+    return f"replica/{replica:05d}"
 
 
 def _replicas_in(names: Iterable[str], kind: str) -> list[int]:
