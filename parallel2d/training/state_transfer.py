@@ -14,9 +14,7 @@ state before the step, for which all wait.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +39,7 @@ from parallel2d.training.checkpoint.local_state import (
     pack,
 )
 from parallel2d.training.checkpoint.manifest import Manifest, StoredFile
+from parallel2d.training.checkpoint.save import in_thread
 from parallel2d.training.checkpoint.state import (
     load_averages,
     load_model,
@@ -98,7 +97,7 @@ class Sender:
             sizes=sizes,
             buffers=self._buffers,
         )
-        self._sent = _in_thread(self._send_first)
+        self._sent = in_thread(self._send_first)
 
     def _send_first(self) -> bool:
         """Sends all but the buffers; false where a replica was lost meanwhile."""
@@ -138,7 +137,7 @@ class Receiver:
         data = torch.zeros(sum(header.sizes), dtype=torch.uint8)
         self._first, self._last = _divided(data.split(header.sizes), header.buffers)
         self._peer = LocalState(header.manifest, data, "the state of another replica")
-        self._loaded = _in_thread(self._load_first)
+        self._loaded = in_thread(self._load_first)
         return header
 
     def _load_first(self) -> bool:
@@ -203,17 +202,3 @@ def _divided(blocks: Sequence[Tensor], last: Sequence[int]) -> tuple[list[Tensor
     is_last = set(last)
     first = [block for at, block in enumerate(blocks) if at not in is_last]
     return first, [blocks[at] for at in last]
-
-
-def _in_thread(function: Callable[[], bool]) -> Future[bool]:
-    """Runs it beside the caller, whose process may end before it has."""
-    found: Future[bool] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(function())
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=run, name="replicas state", daemon=True).start()
-    return found

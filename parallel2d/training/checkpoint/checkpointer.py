@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from parallel2d.training.checkpoint.save import (
     Group,
     SavedState,
     check_folder,
+    in_thread,
     take,
     write_checkpoint,
 )
@@ -128,8 +129,8 @@ class Checkpointer:
         # Rank 0, with `keep_best`: the best state of which there is a checkpoint; empty for none.
         self._best: dict[str, Any] = {}
         self._staging = Staging()
-        self._thread: threading.Thread | None = None
-        self._outcome: tuple[int, str | None, int] | None = None
+        # Its step, an error and bytes; None where a replica was lost.
+        self._saving: Future[tuple[int, str | None, int] | None] | None = None
         self._given: tuple[int, dict[str, Any]] = 0, {}  # to the last save
         self._has_lost = False  # a replica in that save, which is to be repeated
         self._last_step = self._base = 0
@@ -298,17 +299,17 @@ class Checkpointer:
     def save_is_done(self) -> bool:
         """Whether a save that ran beside the loop has ended on this rank, and `collect` has not
         been called since."""
-        return self._thread is not None and not self._thread.is_alive()
+        return self._saving is not None and self._saving.done()
 
     def collect(self) -> None:
         """Waits for the save in progress, so that all ranks take account of it at one point.
         Collective. Raises as `save_if_due`."""
-        if self._thread is not None:
-            if self._thread.is_alive() and self.group.is_first:
-                log.info("waiting for the checkpoint that is still being written")
-            self._thread.join()
-            self._thread = None
-        outcome, self._outcome = self._outcome, None
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        if not saving.done():
+            self.group.say("waiting for the checkpoint that is still being written")
+        outcome = saving.result()
         if outcome is None:
             return
         step, error, size = outcome
@@ -349,12 +350,12 @@ class Checkpointer:
         self.group.stay()
         taken = take(self._state(step, state), self.mesh, self.group.rank, self._staging)
 
-        def write() -> None:
+        def write() -> tuple[int, str | None, int] | None:
             try:
                 error, size = write_checkpoint(*taken, self.store, self.group, self._clear_the_way)
             except ReplicaLost:  # no fault of the storage
                 self._has_lost = True
-                return
+                return None
             except Exception:  # a rank has ended: the loop will get an error too
                 error = "another rank ended meanwhile; the next start checks whether it is complete"
                 size = 0
@@ -364,15 +365,12 @@ class Checkpointer:
                 else:
                     log.info("%s is published: %.1f MiB", step_name(step), size / 2**20)
                     self._retire(step, state.get("best"))
-            self._outcome = step, error, size
+            return step, error, size
 
+        self._saving = in_thread(write)
         if wait:
-            write()
+            self._saving.result()
             self._complete()
-        else:
-            # A daemon: a save must not keep the process alive when the run fails elsewhere.
-            self._thread = threading.Thread(target=write, name=f"checkpoint {step}", daemon=True)
-            self._thread.start()
 
     def _state(self, step: int, state: dict[str, Any]) -> SavedState:
         # Parameters that a forward has gathered would hide the sharded ones.

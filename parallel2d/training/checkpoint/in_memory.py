@@ -28,8 +28,8 @@ import os
 import re
 import shutil
 import stat
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ from parallel2d.training.checkpoint.local_state import (
     pack,
 )
 from parallel2d.training.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
-from parallel2d.training.checkpoint.save import Group, SavedState
+from parallel2d.training.checkpoint.save import Group, SavedState, in_thread
 from parallel2d.training.checkpoint.storage import (
     CheckpointError,
     LocalStore,
@@ -122,7 +122,7 @@ class MemoryCopies:
         self._staging, self._staged = Staging(), _NOTHING
         self._whole = 0  # the newest step of this start that all ranks have a copy of
         self._due_now = False
-        self._thread: threading.Thread | None = None
+        self._copying: Future[None] | None = None
         self._root = self._folder = ""
         name = group.broadcast(hashlib.sha256(os.path.realpath(run_dir).encode()).hexdigest())
 
@@ -283,10 +283,7 @@ class MemoryCopies:
         except Exception as error:  # the others hear of it, whatever it is, and training goes on
             fault = error
         self._group.stay()
-        self._thread = threading.Thread(
-            target=self._finish_copy, args=(manifest, kind, splits, fault), daemon=True
-        )
-        self._thread.start()
+        self._copying = in_thread(lambda: self._finish_copy(manifest, kind, splits, fault))
         self._due_now = False
 
     def _finish_copy(
@@ -349,9 +346,8 @@ class MemoryCopies:
 
     def wait(self) -> None:
         """Returns when the last copy is complete on all nodes, or has failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._copying is not None:
+            self._copying.result()
 
     def finish(self) -> None:
         """Removes the copies of a run that has ended well. Collective."""
