@@ -390,8 +390,7 @@ class Membership:
         return True
 
     def lose_state(self) -> None:
-        """Gives up a step in which this replica was to get the state, or after which none goes on
-        without the others: it asks for the state in the next one."""
+        """Gives up a step: this replica asks for the state in the next one."""
         self.replicas.give_up()
         if self._receiver is not None:
             self._receiver.finish()

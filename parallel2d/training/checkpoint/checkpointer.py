@@ -1,8 +1,6 @@
 """`Checkpointer`: when a run saves, what it resumes from, and what happens when that fails.
 
-The trainer calls `restore` before the loop, `save_if_due` after every step and `finish` at the end.
-All ranks make the same calls. Every decision depends only on values that all ranks have, or is made
-by rank 0 and broadcast.
+Every decision depends only on values that all ranks have, or is made by rank 0 and broadcast.
 """
 
 from __future__ import annotations
@@ -166,9 +164,9 @@ class Checkpointer:
         restarted), its own come first.
 
         Args:
-            restarted: these workers replace others of the same run, or go back. They go on from its
-                newest checkpoint, or from a newer copy, whatever ``config.resume`` was for the
-                first workers. It is enough that one rank passes True.
+            restarted: these workers replace others of the same run, or go back: to its newest
+                checkpoint or copy, whatever ``config.resume`` is. It is enough that one rank passes
+                True.
             settings: parameter groups take the lr, betas and weight decay that were saved, which a
                 scheduler of torch goes on from. By default they keep those they were built with.
             begin: false leaves the run's folders as they are until `begin` is called, for callers
@@ -409,9 +407,8 @@ class Checkpointer:
         return f"{step_name(step)} is there already and sound: it is kept"
 
     def _retire(self, newest: int, best: dict[str, Any] | None) -> None:
-        """Rank 0: names the best checkpoint, and deletes what ``keep_best``, ``keep_last`` and
-        ``keep_every`` do not keep. The newest was read back before it was published, so what is
-        deleted is never the last good one."""
+        """Rank 0: names the best checkpoint, and deletes what is not kept. The newest was read back
+        before it was published, so what is deleted is never the last good one."""
         config = self.config
         try:
             steps = self.store.steps()

@@ -149,7 +149,7 @@ class MemoryCopies:
         return sorted(self._sources)
 
     def _copies(self) -> list[str]:
-        """The copies that this node holds, finished or not, by their paths in the run's folder."""
+        """Paths of the copies that this node holds, finished or not."""
         found = Path(self._folder).glob("*/*/*/*")
         return [str(path.relative_to(self._folder)) for path in found]
 
@@ -264,8 +264,7 @@ class MemoryCopies:
         return self.on
 
     def save(self, state: SavedState) -> None:
-        """Copies the state; the loop waits for the copy alone. Never raises for a fault of the
-        memory. All ranks."""
+        """Copies the state. Never raises for a fault of the memory. All ranks."""
         step = state.manifest.step
         if not self._start:
             self.begin(step - 1)
@@ -289,8 +288,7 @@ class MemoryCopies:
     def _finish_copy(
         self, manifest: Manifest, kind: str, splits: bool, fault: Exception | None
     ) -> None:
-        """Beside the loop: makes a copy of what is staged, and waits for all. ``splits``: replicas
-        have different parts; ``fault``: of this rank so far."""
+        """Beside the loop: makes a copy of what is staged, and waits for all."""
 
         def write() -> None:
             if fault is not None:

@@ -111,7 +111,7 @@ class Manifest:
     @tensor_file.without_collector()
     def decode(cls, data: bytes, what: str = MANIFEST, *, local: bool = False) -> Manifest:
         """Raises `DamagedCheckpointError`, naming ``what``, for what `encode` cannot have made.
-        ``local``: it is of what one rank has, one rectangle of a tensor or none."""
+        ``local``: it is of what one rank has."""
         if len(data) > MAX_BYTES:
             raise DamagedCheckpointError(f"{what}: {len(data)} bytes, more than {MAX_BYTES}")
         content = tensor_file.parse_json(data, what)
@@ -292,9 +292,7 @@ def _decode_tensor(
     shape = tuple(shape)
     try:
         chunks = tuple([_decode_chunk(chunk, shape, files) for chunk in listed])
-        if local:
-            require([(len(chunks) < 2, "one rank has several parts of it")])
-        else:
+        if not local:
             check_tiling(shape, [chunk.region for chunk in chunks])
     except ValueError as error:
         raise ValueError(f"{printable(name)}: {error}") from None

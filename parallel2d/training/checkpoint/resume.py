@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Resume:
-    """One search for a checkpoint. Every rank makes one and calls `run`.
+    """One search for a checkpoint, on every rank.
 
     ``own_step``: the step of this run's own checkpoint that was loaded; None when it was another's
     or a copy. ``stored``: the newest step that is on disk, 0 for none; ``seen``: all that are.
@@ -246,8 +246,6 @@ class Resume:
 
 
 def _find(path: str) -> str:
-    """The checkpoint that ``path`` means: one, or the newest of a run directory or of its
-    ``checkpoints`` folder. Raises `ConfigError`."""
     found = find_checkpoint(path)
     if not is_remote(path) and not os.path.isdir(found):
         raise ConfigError(

@@ -175,11 +175,10 @@ class SavedState:
 
 
 def plan_writes(tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None) -> Iterator[Part]:
-    """Yields what this rank writes. No communication: every rank computes the same from placements
-    and mesh coordinates.
+    """Yields what this rank writes: over all ranks every element once. No communication: every rank
+    computes the same from the order of ``tensors``, placements and mesh coordinates.
 
-    Over all ranks every element is written exactly once. All ranks give ``tensors`` in the same
-    order. A rectangle goes to that of its holders which has least to write, or in parts of at least
+    A rectangle goes to that of its holders which has least to write, or in parts of at least
     `PART_BYTES` to several: bytes are even over ranks, and a manifest stays small.
     """
     # Bytes dealt out so far to each of the ranks that hold the same rectangles.
@@ -253,10 +252,8 @@ def write_checkpoint(
     exists: Callable[[int], str | None],
 ) -> tuple[str | None, int]:
     """Writes and publishes what `take` returned. Collective over ``group``. Returns (error or None,
-    bytes written), alike on all ranks; never raises for a fault of the storage.
-
-    ``exists(step)`` runs on rank 0 and clears the way: it returns a reason to skip, or None.
-    """
+    bytes written), alike on all ranks; never raises for a fault of the storage. ``exists(step)``
+    runs on rank 0 and clears the way: it returns a reason to skip, or None."""
     place = error = None
     is_first = group.is_first  # throughout, though it may become another rank meanwhile
     if is_first:

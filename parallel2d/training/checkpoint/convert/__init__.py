@@ -85,19 +85,12 @@ def convert(
     progress: Progress | None = None,
 ) -> int:
     """Writes ``source`` to ``target``, a file for ``safetensors`` and ``torch``, a folder for the
-    other formats; returns how many tensors it wrote.
+    other `FORMATS`; returns how many tensors it wrote. Raises `ConfigError`: the target exists, or
+    the source lacks what the format needs.
 
-    Args:
-        format: one of `FORMATS`.
-        dtype: safetensors name of the dtype that floating-point weights are converted to; None
-            keeps each. Optimizer state is never converted.
-        optimizer: convert optimizer state and the run's position too.
-        average: write the averages of ``train.ema`` in the place of weights.
-        shard_bytes: size at which a folder's data goes on in another file.
-        arguments: ``given`` of `write_model`.
-        progress: gets the bytes read since the last call.
-
-    Raises `ConfigError`: the target exists, or the source lacks what the format needs.
+    ``dtype``: safetensors name, for floating-point weights alone, optimizer state is never
+    converted; ``shard_bytes``: size at which a folder's data goes on in another file;
+    ``arguments``: ``given`` of `write_model`; ``progress`` gets the bytes read since the last call.
     """
     if os.path.lexists(target):
         raise ConfigError(f"{target} exists already; nothing is written over")

@@ -75,7 +75,7 @@ class Source:
 
 
 def facts_in(text: Any, what: str) -> dict[str, Any]:
-    """Reads what `Source.facts_text` wrote, checked for kinds; nothing in other files."""
+    """Reads what `Source.facts_text` wrote; nothing in other files."""
     if not isinstance(text, str):
         return {}
     content = tensor_file.parse_json(text.encode(), f"{what}: metadata")
@@ -314,11 +314,8 @@ def _optimizer_by_name(optimizer: Any, names: Any) -> dict[str, Tensor]:
 
 
 def write_torch(source: Source, path: str) -> None:
-    """Writes a file that ``torch.load(weights_only=True)`` reads, also with ``mmap=True``.
-
-    Weights alone: a plain ``state_dict``. With optimizer state: a dict of both, as
-    ``load_state_dict`` takes them, and the names that the optimizer's numbers mean.
-    """
+    """Writes a plain ``state_dict``; with optimizer state a dict of both, as ``load_state_dict``
+    takes them, and the names that the optimizer's numbers mean."""
     model, names = {}, {}
     state: dict[str, dict[str, Any]] = {}
     # Fake tensors have no values: torch leaves room for them in the file.
@@ -359,8 +356,7 @@ def write_torch(source: Source, path: str) -> None:
 
 
 def _numbered(optimizer: Mapping[str, Any], state: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """An optimizer's ``state_dict``, whose parameters are numbers, and their names in that order.
-    ``optimizer``: the manifest's part; ``state``: its tensors by name."""
+    """An optimizer's ``state_dict``, whose parameters are numbers, and their names in order."""
     names: list[str] = []
     groups: list[dict[str, Any]] = []
     for group in optimizer.get("groups", []):

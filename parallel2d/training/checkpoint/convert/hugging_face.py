@@ -302,8 +302,7 @@ def _stored_names(source: Source, model: Any) -> dict[str, str]:
 
 
 def _copy_tokenizer(told: Any, moved: str | None, folder: str) -> None:
-    """Copies the tokenizer.json of the run's data, of which it has ``told``, unless it is in the
-    ``folder`` already. ``moved``: where it is now."""
+    """Copies the tokenizer.json of the run's data. ``moved``: where it is now."""
     data = told if isinstance(told, dict) else {}
     file = moved or data.get("path")
     # Bytes need no file.
