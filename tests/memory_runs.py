@@ -107,27 +107,13 @@ def on_rank_1(method: str, call: int, act: Any) -> None:
         mock.patch.object(LocalStore, method, acting).start()
 
 
-def die(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_in_the_third_copy(net: Any) -> None:
-    """Rank 1 is killed when half of its third copy has been written."""
-
-    def half(write: Any, store: Any, place: str, name: str, blocks: list[Any]) -> None:
-        write(store, place, name, [block[: len(block) // 2] for block in blocks])
-        die()
-
-    on_rank_1("write", 5, half)  # each is two files
-
-
 def die_before_the_third_name(net: Any) -> None:
     """Rank 1 is killed when it has copied and rank 0 has published its part of the third copy."""
 
     def wait_and_die(*_: Any) -> None:
         while not list(Path(net._folder).glob("*/rank-00000/*/step-00000006")):
             pass
-        die()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     on_rank_1("publish", 3, wait_and_die)
 

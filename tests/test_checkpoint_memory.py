@@ -47,7 +47,9 @@ class Cluster:
     def copies(self, letter: str) -> list[str]:
         """STEP.RANKS of what a node holds."""
         found = self.node(letter).glob("run-*/*/*/*/step-*")
-        return sorted(f"{int(path.name[5:])}.{path.parent.name}" for path in found)
+        return sorted(
+            f"{int(path.name[5:])}.{path.parent.name.replace('0000', '')}" for path in found
+        )
 
     def damage(self, letter: str, step: int) -> None:
         """Changes the last byte of every state of a step."""
@@ -87,18 +89,8 @@ def continues(lives, whole, first: int, rel: float = 0, draws: bool = True) -> N
 
 def test_a_lost_node_comes_back_from_the_other_replica_bit_by_bit(cluster, undisturbed):
     cluster.run("AABB", until=5)
-    assert cluster.copies("A") == [
-        "2.place-00000",
-        "2.place-00001",
-        "4.place-00000",
-        "4.place-00001",
-    ]
-    assert cluster.copies("B") == [
-        "2.place-00002",
-        "2.place-00003",
-        "4.place-00002",
-        "4.place-00003",
-    ]
+    assert cluster.copies("A") == ["2.place-0", "2.place-1", "4.place-0", "4.place-1"]
+    assert cluster.copies("B") == ["2.place-2", "2.place-3", "4.place-2", "4.place-3"]
     cluster.lose("B")
     # The node that is left has other ranks now.
     lives = cluster.run("CCAA", until=6)
@@ -106,12 +98,7 @@ def test_a_lost_node_comes_back_from_the_other_replica_bit_by_bit(cluster, undis
     assert not list((cluster.run_dir / "checkpoints").glob("step-*"))
     assert said(lives, "loaded step-00000004 from memory")
     # A new node gets a copy of its own after the first step; two are kept.
-    assert cluster.copies("C") == [
-        "5.place-00000",
-        "5.place-00001",
-        "6.place-00000",
-        "6.place-00001",
-    ]
+    assert cluster.copies("C") == ["5.place-0", "5.place-1", "6.place-0", "6.place-1"]
 
 
 @pytest.mark.slow
@@ -121,7 +108,7 @@ def test_what_replicas_split_comes_back_from_another_node(cluster, tmp_path, ran
     options = {"until": 5, "parallel": split, "decay": 0.9}
     whole = Cluster(tmp_path / "whole", ranks).run("AABB", FOUR, every=0, **options)
     cluster.run("AABB", FOUR, **{**options, "until": 3})
-    assert cluster.copies("A") == [f"2.rank-0000{rank}" for rank in range(4)]
+    assert cluster.copies("A") == ["2.rank-0", "2.rank-1", "2.rank-2", "2.rank-3"]
     cluster.lose("B")
     lives = cluster.run("AACC", FOUR, **options)
     continues(lives, whole, 3)
@@ -166,14 +153,11 @@ def test_another_mesh_or_layout_goes_on_from_the_disk_and_says_so(cluster, undis
         cluster.run("AABB", until=7)
 
 
-@pytest.mark.parametrize("fault", [
-    pytest.param("die_in_the_third_copy", marks=pytest.mark.slow), "die_before_the_third_name",
-])  # fmt: skip
-def test_a_kill_while_a_copy_is_made_leaves_the_one_before(cluster, fault):
+def test_a_kill_while_a_copy_is_made_leaves_the_one_before(cluster):
     with pytest.raises(WorkerError):
-        cluster.run("AA", SHARDED, until=6, fault=getattr(memory_runs, fault))
-    assert "4.place-00001" in cluster.copies("A")
-    assert "6.place-00001" not in cluster.copies("A")
+        cluster.run("AA", SHARDED, until=6, fault=memory_runs.die_before_the_third_name)
+    assert "4.place-1" in cluster.copies("A")
+    assert "6.place-1" not in cluster.copies("A")
     assert start(cluster.run("AA", SHARDED, until=5)) == 4
 
 
@@ -347,11 +331,3 @@ def test_folders_of_gone_launchers_are_removed_and_none_says_what_to_set(tmp_pat
     with pytest.raises(FileNotFoundError, match=f"set {MEMORY_DIR}"):
         in_memory.open_place()
     assert not (tmp_path / "nowhere").exists()
-
-
-def test_a_damaged_record_of_starts_is_an_error_that_says_so(tmp_path):
-    assert in_memory._read_record(str(tmp_path)) == ("", ())
-    for text in ('{"start": "a", "loaded": 1}', '{"starts": [["a", 1]]}'):
-        (tmp_path / in_memory.RECORD).write_text(text)
-        with pytest.raises(ValueError, match="names no start"):
-            in_memory._read_record(str(tmp_path))
