@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,8 +66,7 @@ class Resume:
     own_step: int | None = None
     stored: int = 0
     seen: Sequence[int] = ()
-    _left: tuple[Sequence[int], str] = ((), "")  # steps that are not continued, and the reason
-    _damaged: Sequence[int] = ()
+    _aside: dict[int, str] = field(default_factory=dict)  # steps that are not continued, and why
 
     def run(self, restarted: bool) -> dict[str, Any] | None:
         """See `Checkpointer.restore`."""
@@ -86,12 +85,13 @@ class Resume:
         if resume == "auto":
             return self._newest(own, copies, self.config.load)
         if resume == "never":
-            self._left = own, "checkpoint.resume=never"
+            self._aside = dict.fromkeys(own, "checkpoint.resume=never")
             return None
         step = self._own_step(resume)
         if step is not None:
             state = self._load_path(self.store.path_of(step), step)
-            self._left = [other for other in own if other > step], f"checkpoint.resume={resume}"
+            later = [other for other in own if other > step]
+            self._aside = dict.fromkeys(later, f"checkpoint.resume={resume}")
             return state
         if not own:
             found = self.group.on_first(lambda: _find(resume), f"checkpoint.resume={resume}")
@@ -106,27 +106,20 @@ class Resume:
         """Moves checkpoints aside that the run does not go on from: later ones than the chosen
         one, damaged ones, and what another start has written in the meantime. Collective."""
         if self.config.enabled:
-            written = [step for step in self._own_steps() if step not in self.seen]
-            self._move_aside(written, "written by another start of this run")
-            # Otherwise they would stand where this run will write its own.
-            try:
-                self._move_aside(self._damaged, "damaged")
-            except ConfigError as fault:
-                self.group.say(str(fault), logging.WARNING)
-        self._move_aside(*self._left)
+            for step in self._own_steps():
+                if step not in self.seen:
+                    self._aside[step] = "written by another start of this run"
+
+        def move() -> None:
+            for step, why in self._aside.items():
+                name = self.store.move_aside(step)
+                log.warning("%s: %s is now %s", why, step_name(step), name)
+
+        self.group.on_first(move, "a checkpoint could not be moved aside")
 
     def _own_steps(self) -> list[int]:
         own: list[int] = self.group.on_first(self.store.steps, f"{self.store.root} cannot be read")
         return own
-
-    def _move_aside(self, steps: Sequence[int], why: str) -> None:
-        def move() -> None:
-            for step in steps:
-                name = self.store.move_aside(step)
-                log.warning("%s: %s is now %s", why, step_name(step), name)
-
-        if steps:
-            self.group.on_first(move, f"{why}: a checkpoint could not be moved aside")
 
     def _newest(self, own: list[int], copies: list[int], load: str) -> dict[str, Any] | None:
         """Loads the newest sound one in the store or among the copies; a copy where both have the
@@ -144,7 +137,9 @@ class Resume:
                     damaged[step] = f"{what}: {fault}"
                 self.group.say(f"passing over {what}: {fault}", logging.WARNING)
                 continue
-            self._damaged = list(damaged)
+            # Otherwise they would stand where this run will write its own.
+            if self.config.enabled:
+                self._aside = dict.fromkeys(damaged, "damaged")
             self.own_step = None if is_copy else step
             self.stored = max((other for other in own if other not in damaged), default=0)
             return state if load == "all" else None
