@@ -340,14 +340,14 @@ class Membership:
         while True:
             replicas.regroup(admit=True)
             self._receiver = Receiver(trainer.model, trainer.optimizer, replicas)
-            header = self._receiver.header()
-            if replicas.vote(header is not None):
+            manifest = self._receiver.begin()
+            if replicas.vote(manifest is not None):
                 break
             replicas.give_up()
-            if header is not None:
+            if manifest is not None:
                 self._receiver.finish()
-        assert header is not None
-        told = header.manifest.state
+        assert manifest is not None
+        told = manifest.state
         trainer.load_state_dict(told)
         trainer.checkpointer.follow(trainer.progress.step)
         trainer.upcoming_tokens, self._reductions = told["upcoming_tokens"], told["reductions"]

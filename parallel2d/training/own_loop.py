@@ -165,16 +165,16 @@ class Replicas:
         while True:
             replicas.regroup(admit=True)
             receiver = Receiver(self._model, self._optimizer, replicas)
-            header = receiver.header()
-            if replicas.vote(header is not None and receiver.finish()):
+            manifest = receiver.begin()
+            if replicas.vote(manifest is not None and receiver.finish()):
                 break
             replicas.give_up()
-        assert header is not None
+        assert manifest is not None
         replicas.joined = []
-        self._step = header.manifest.step
+        self._step = manifest.step
         self._data_ranks = self.data_ranks
         replicas.applied = Applied(self._step, [])
-        self._load_state(header.manifest.state["own"])
+        self._load_state(manifest.state["own"])
 
     def _admit(self) -> None:
         replicas = self._replicas

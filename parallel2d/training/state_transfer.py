@@ -15,7 +15,7 @@ state before the step, for which all wait.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,15 +50,6 @@ from parallel2d.training.checkpoint.state import (
 )
 
 
-class Header(NamedTuple):
-    """What comes before the state: its manifest, the bytes of its blocks, and which of these are
-    buffers of the model."""
-
-    manifest: Manifest
-    sizes: list[int]
-    buffers: list[int]
-
-
 class Sender:
     """Sends the state of this rank to its peer of ``joiner``, from now until `finish`. ``state``:
     as of a checkpoint, with the ``step``."""
@@ -84,25 +75,21 @@ class Sender:
         held = [name for name, each in described.items() if each.chunks]
         ids = set(map(id, model.buffers()))
         self._buffers = [at for at, name in enumerate(held, 1) if id(tensors[name]) in ids]
-        sizes = [block.numel() for block in self._blocks]
-        self._header = Header(
-            manifest=Manifest(
-                step=state["step"],
-                state=state,
-                optimizer=describe_optimizer(model, optimizer),
-                tied=tied_names(model),
-                tensors=described,
-                files={STATE: StoredFile(sum(sizes), "")},
-            ),
-            sizes=sizes,
-            buffers=self._buffers,
+        self._manifest = Manifest(
+            step=state["step"],
+            state=state,
+            optimizer=describe_optimizer(model, optimizer),
+            tied=tied_names(model),
+            tensors=described,
+            files={STATE: StoredFile(sum(block.numel() for block in self._blocks), "")},
         )
         self._sent = in_thread(self._send_first)
 
     def _send_first(self) -> bool:
         """Sends all but the buffers; false where a replica was lost meanwhile."""
         self._send = send = self._replicas.link(self._joiner)
-        data = as_bytes(encode(list(self._header)).encode())
+        sizes = [block.numel() for block in self._blocks]
+        data = as_bytes(encode([self._manifest, sizes, self._buffers]).encode())
         first, _ = _divided(self._blocks, self._buffers)
         return all(map(send, [torch.tensor([len(data)]), data, *first]))
 
@@ -116,14 +103,14 @@ class Sender:
 
 
 class Receiver:
-    """Takes over the state of a peer, from `header` until `finish`."""
+    """Takes over the state of a peer, from `begin` until `finish`."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, replicas: Presence
     ) -> None:
         self._model, self._optimizer, self._replicas = model, optimizer, replicas
 
-    def header(self) -> Header | None:
+    def begin(self) -> Manifest | None:
         """Waits for what comes first, and begins to take the rest. None where the donor is lost."""
         self._send = send = self._replicas.link(self._replicas.own)
         length = torch.zeros(1, dtype=torch.int64)
@@ -132,13 +119,13 @@ class Receiver:
         data = torch.empty(int(length), dtype=torch.uint8)
         if not send(data):
             return None
-        header = Header(*decode(data.numpy().tobytes()))
+        manifest, sizes, buffers = decode(data.numpy().tobytes())
         # Zeros, because buffers are loaded before they come.
-        data = torch.zeros(sum(header.sizes), dtype=torch.uint8)
-        self._first, self._last = _divided(data.split(header.sizes), header.buffers)
-        self._peer = LocalState(header.manifest, data, "the state of another replica")
+        data = torch.zeros(sum(sizes), dtype=torch.uint8)
+        self._first, self._last = _divided(data.split(sizes), buffers)
+        self._peer = LocalState(manifest, data, "the state of another replica")
         self._loaded = in_thread(self._load_first)
-        return header
+        return self._peer.manifest
 
     def _load_first(self) -> bool:
         """Takes and loads all but the buffers. Nothing else reads or writes what it fills: this

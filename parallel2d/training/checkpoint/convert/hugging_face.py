@@ -309,18 +309,14 @@ def _copy_tokenizer(told: Any, moved: str | None, folder: str) -> None:
     if not isinstance(file, str) or file == "bytes":
         return
     file = os.path.realpath(os.path.expanduser(file))
-    if not os.path.isfile(file):
-        raise ConfigError(
-            f"the run's data.tokenizer={printable(file)} is not here: say where it is with --model "
-            "tokenizer=FILE"
-        )
+    # Any other file that a checkpoint names is not copied.
+    what = f"the run's data.tokenizer={printable(file)} is no tokenizer.json"
+    with as_config_error(f"{what} that is here; --model tokenizer=FILE says where it is"):
+        read_json(file, _MAX_TOKENIZER)["model"]["type"]
     target = os.path.join(folder, "tokenizer.json")
     # That of the folder the run began with says more about it.
     if os.path.isfile(target) and filecmp.cmp(target, file, shallow=False):
         return
-    # Any other file that a checkpoint names is not copied.
-    with as_config_error(f"the run's data.tokenizer={printable(file)} is no tokenizer.json"):
-        read_json(file, _MAX_TOKENIZER)["model"]["type"]
     for name in os.listdir(folder):
         if name not in _NO_TOKENIZER:
             os.unlink(os.path.join(folder, name))
