@@ -94,7 +94,8 @@ def check_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[
     for name in sorted(stored.keys() - here.keys() - tied_names(model).keys()):
         lines.append(f"{printable(name)}: {stored[name]} in the checkpoint, not in the model")
     advice = "checkpoint.strict=false loads what fits and leaves the rest as initialized"
-    return _differences(lines, f"{checkpoint.folder.label} holds another model", advice, strict)
+    what = f"{checkpoint.folder.label} holds another model than this one:"
+    return _differences(lines, what, advice, strict)
 
 
 def check_optimizer(
@@ -122,12 +123,13 @@ def check_optimizer(
         "checkpoint.load=model_only takes the weights alone; checkpoint.strict=false loads what "
         "fits"
     )
-    return _differences(lines, f"{checkpoint.folder.label} holds another optimizer", advice, strict)
+    what = f"{checkpoint.folder.label} holds another optimizer than this one:"
+    return _differences(lines, what, advice, strict)
 
 
 def _differences(lines: list[str], what: str, advice: str, strict: bool) -> list[str]:
     if strict and lines:
-        raise ConfigError(f"{what} than this one:\n{list_differences(lines)}\n{advice}")
+        raise ConfigError(f"{what}\n{list_differences(lines)}\n{advice}")
     return lines
 
 
