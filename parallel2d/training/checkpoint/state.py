@@ -94,8 +94,10 @@ def check_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[
     for name in sorted(stored.keys() - here.keys() - tied_names(model).keys()):
         lines.append(f"{printable(name)}: {stored[name]} in the checkpoint, not in the model")
     advice = "checkpoint.strict=false loads what fits and leaves the rest as initialized"
-    what = f"{checkpoint.folder.label} holds another model than this one:"
-    return _differences(lines, what, advice, strict)
+    shown, label = list_differences(lines), checkpoint.folder.label
+    if strict and lines:
+        raise ConfigError(f"{label} holds another model than this one:\n{shown}\n{advice}")
+    return lines
 
 
 def check_optimizer(
@@ -123,13 +125,9 @@ def check_optimizer(
         "checkpoint.load=model_only takes the weights alone; checkpoint.strict=false loads what "
         "fits"
     )
-    what = f"{checkpoint.folder.label} holds another optimizer than this one:"
-    return _differences(lines, what, advice, strict)
-
-
-def _differences(lines: list[str], what: str, advice: str, strict: bool) -> list[str]:
+    shown, label = list_differences(lines), checkpoint.folder.label
     if strict and lines:
-        raise ConfigError(f"{what}\n{list_differences(lines)}\n{advice}")
+        raise ConfigError(f"{label} holds another optimizer than this one:\n{shown}\n{advice}")
     return lines
 
 
