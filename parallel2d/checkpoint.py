@@ -122,8 +122,8 @@ def _print_table(rows: list[_Row], everything: bool) -> None:
             print(f"{kind}: {len(chosen)} tensors, {elements:,} elements, {total}")
 
 
-def _of_kind(rows: list[_Row], kind: str) -> list[_Row]:
-    return [row for row in rows if row[0].startswith(f"{kind}/")]
+def _of_kind(rows: list[_Row], *kinds: str) -> list[_Row]:
+    return [row for row in rows if row[0].partition("/")[0] in kinds]
 
 
 def _bytes(rows: list[_Row]) -> int:
@@ -157,7 +157,8 @@ def run_convert(options: argparse.Namespace) -> None:
     arguments = dict(item.partition("=")[::2] for item in options.model)
     source = open_source(options.source)
     rows: list[_Row] = [(name, *each, 1) for name, each in source.tensors.items()]
-    chosen = rows if options.optimizer else _of_kind(rows, "model")
+    kinds = ("model", "optimizer") if options.optimizer else ("model",)
+    chosen = _of_kind(rows, *kinds)
     with _progress("converting", _bytes(chosen)) as progress:
         written = convert(
             source,
@@ -171,7 +172,7 @@ def run_convert(options: argparse.Namespace) -> None:
             progress=progress,
         )
     print(f"{options.target}: {written} tensors")
-    if source.averages and not options.ema:
+    if _of_kind(rows, "ema") and not options.ema:
         print("not written: the averages of train.ema, which --ema takes in the place of weights")
     model = llama_arguments(source.layout)
     if target_format == "parallel2d" and model:

@@ -111,7 +111,7 @@ def _may_lack_nodes(config: TrainConfig, identity: RankIdentity, nodes: int, loc
 
 
 def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
-    from parallel2d.base.exchange import check_shared_run_dir
+    from parallel2d.base.exchange import check_shared
     from parallel2d.base.runtime import process_group
     from parallel2d.launching import signals
 
@@ -132,7 +132,7 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
         # inside, so that nothing waits for peers on the way out
         with failures_reported_once(identity, store, job.run_dir):
             try:
-                check_shared_run_dir(job.run_dir)
+                check_shared(job.run_dir)
                 certificate = _certify(job, runtime)
                 stopped = False
                 if not job.config.train.certify_only:

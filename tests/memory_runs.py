@@ -16,7 +16,7 @@ from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.topology import MEMORY_DIR
 from parallel2d.parallel.sync.average import WeightAverage
 from parallel2d.training.checkpoint import Checkpointer, memory_copies
-from parallel2d.training.checkpoint.shared_memory import Slot
+from parallel2d.training.checkpoint.storage import LocalStore
 
 FP64 = {"strategy": "hybrid", "precision": "fp64"}
 
@@ -93,58 +93,48 @@ def life(
         mock.patch.stopall()
 
 
-def die_in_the_third_copy(net: Any) -> None:
-    """Rank 1 is killed when half of its third copy has been made, over its first."""
-    fill, calls = Slot.fill, []
+def on_rank_1(method: str, call: int, act: Any) -> None:
+    """Rank 1 calls ``act``, with the arguments, before it calls a method of its store for the ``call``-th time."""
+    original, calls = getattr(LocalStore, method), []
 
-    def killed(self: Any, blocks: Any) -> None:
+    def acting(*args: Any) -> Any:
         calls.append(1)
-        fill(self, blocks)
-        if len(calls) == 3:
-            self.data[self.data.numel() // 2 :] = 255  # as if the second half had not come
-            os.kill(os.getpid(), signal.SIGKILL)
+        if len(calls) == call:
+            act(original, *args)
+        return original(*args)
 
     if torch.distributed.get_rank() == 1:
-        mock.patch.object(Slot, "fill", killed).start()
+        mock.patch.object(LocalStore, method, acting).start()
 
 
 def die_before_the_third_name(net: Any) -> None:
     """Rank 1 is killed when it has copied and rank 0 has published its part of the third copy."""
-    publish, calls = Slot.publish, []
 
-    def killed(self: Any, *args: Any) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            while not list(Path(net._folder).glob("*/rank-00000/step-00000006.*")):
-                pass
-            os.kill(os.getpid(), signal.SIGKILL)
-        publish(self, *args)
+    def wait_and_die(*_: Any) -> None:
+        while not list(Path(net._folder).glob("*/rank-00000/*/step-00000006")):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    if torch.distributed.get_rank() == 1:
-        mock.patch.object(Slot, "publish", killed).start()
+    on_rank_1("publish", 3, wait_and_die)
 
 
 def full_on_the_second_copy(net: Any) -> None:
-    """Rank 1's node has no memory left when its second copy is made: each is two files."""
-    allocate, calls = os.posix_fallocate, []
+    """Rank 1's node has no memory left when its second copy is made."""
 
-    def full(*args: Any) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise OSError(28, "No space left on device")
-        allocate(*args)
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
 
-    if torch.distributed.get_rank() == 1:
-        mock.patch.object(os, "posix_fallocate", full).start()
+    on_rank_1("write", 3, full)
 
 
 def change_what_is_sent(net: Any) -> None:
     """Every state that is sent from rank to rank arrives with another last byte."""
-    send = net._send
+    send = net._exchange
 
-    def changed(piece: torch.Tensor, *args: Any) -> torch.Tensor:
-        if len(piece):
-            piece[-1] ^= 1
-        return send(piece, *args)
+    def changed(sent: Any) -> torch.Tensor:
+        received = send(sent)
+        if len(received) and received[0] != ord("{"):  # no manifest
+            received[-1] ^= 1
+        return received
 
-    net._send = changed
+    net._exchange = changed

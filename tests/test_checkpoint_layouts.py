@@ -107,7 +107,7 @@ def plans():
     tensors = [("large", large), *((f"small {number}", small) for number in range(6))]
     return [
         (name, region.offsets[0], region.lengths[0])
-        for name, region, _ in plan_writes(tensors, mesh)
+        for name, _, region, _ in plan_writes(tensors, mesh)
     ]
 
 

@@ -17,10 +17,10 @@ from workers import WorkerError
 
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.files import private_folders as folders
-from parallel2d.training.checkpoint import in_memory, shared_memory
+from parallel2d.base.topology import MEMORY_DIR
+from parallel2d.training.checkpoint import in_memory
 from parallel2d.training.checkpoint.local_state import STATE
 from parallel2d.training.checkpoint.manifest import content_digest
-from parallel2d.training.checkpoint.shared_memory import MEMORY_DIR
 
 HYBRID, SHARDED = {"replicate": 2, "shard": 2}, {"replicate": 1, "shard": 2}
 FOUR = {"replicate": 4, "shard": 1}
@@ -46,12 +46,14 @@ class Cluster:
 
     def copies(self, letter: str) -> list[str]:
         """STEP.RANKS of what a node holds."""
-        found = self.node(letter).glob("run-*/*/*/step-*")
-        return sorted(path.name[len("step-0000000") : -len(".0")] for path in found)
+        found = self.node(letter).glob("run-*/*/*/*/step-*")
+        return sorted(
+            f"{int(path.name[5:])}.{path.parent.name.replace('0000', '')}" for path in found
+        )
 
     def damage(self, letter: str, step: int) -> None:
         """Changes the last byte of every state of a step."""
-        for file in self.node(letter).glob(f"run-*/*/*/step-{step:08d}.*/{STATE}"):
+        for file in self.node(letter).glob(f"run-*/*/*/*/step-{step:08d}/{STATE}"):
             data = bytearray(file.read_bytes())
             data[-1] ^= 1
             file.write_bytes(data)
@@ -106,7 +108,7 @@ def test_what_replicas_split_comes_back_from_another_node(cluster, tmp_path, ran
     options = {"until": 5, "parallel": split, "decay": 0.9}
     whole = Cluster(tmp_path / "whole", ranks).run("AABB", FOUR, every=0, **options)
     cluster.run("AABB", FOUR, **{**options, "until": 3})
-    assert cluster.copies("A") == ["2.0", "2.1", "2.2", "2.3"]
+    assert cluster.copies("A") == ["2.rank-0", "2.rank-1", "2.rank-2", "2.rank-3"]
     cluster.lose("B")
     lives = cluster.run("AACC", FOUR, **options)
     continues(lives, whole, 3)
@@ -138,7 +140,7 @@ def test_another_mesh_or_layout_goes_on_from_the_disk_and_says_so(cluster, undis
     shutil.copytree(cluster.run_dir, cluster.folder / "copied")
     less = cluster.run("AA", SHARDED, until=3)
     assert start(less) == 3
-    assert said(less, "copies in memory are those of another mesh")
+    assert said(less, "step-00000004 from memory is of another mesh")
     # The same mesh, but replicas split the state now.
     full = {"strategy": "hybrid_full", "precision": "fp64"}
     cluster.run("AABB", until=5)
@@ -151,12 +153,9 @@ def test_another_mesh_or_layout_goes_on_from_the_disk_and_says_so(cluster, undis
         cluster.run("AABB", until=7)
 
 
-@pytest.mark.parametrize("fault", [
-    pytest.param("die_in_the_third_copy", marks=pytest.mark.slow), "die_before_the_third_name",
-])  # fmt: skip
-def test_a_kill_while_a_copy_is_made_leaves_the_one_before(cluster, fault):
+def test_a_kill_while_a_copy_is_made_leaves_the_one_before(cluster):
     with pytest.raises(WorkerError):
-        cluster.run("AA", SHARDED, until=6, fault=getattr(memory_runs, fault))
+        cluster.run("AA", SHARDED, until=6, fault=memory_runs.die_before_the_third_name)
     assert "4.place-1" in cluster.copies("A")
     assert "6.place-1" not in cluster.copies("A")
     assert start(cluster.run("AA", SHARDED, until=5)) == 4
@@ -268,17 +267,15 @@ def test_a_folder_for_everybody_is_left_as_it_is(tmp_path, monkeypatch):
     tmp_path.chmod(0o1777)
     monkeypatch.setenv(MEMORY_DIR, str(tmp_path))
     with pytest.raises(PermissionError, match="others may write to it"):
-        shared_memory.open_place()
+        in_memory.open_place()
     assert tmp_path.stat().st_mode & 0o7777 == 0o1777
     monkeypatch.setenv(MEMORY_DIR, str(tmp_path / "mine"))
-    assert shared_memory.open_place() == str(tmp_path / "mine")
+    assert in_memory.open_place() == str(tmp_path / "mine")
 
 
 def test_all_is_private_and_a_link_is_not_followed(cluster, tmp_path):
     cluster.run("AA", SHARDED, until=2)
     root = cluster.node("A")
-    files = [path for path in root.rglob("*") if not path.is_dir()]
-    assert {stat.S_IMODE(path.lstat().st_mode) for path in files} == {0o600}
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
     (tmp_path / "elsewhere").mkdir()
     cluster.node("L").symlink_to(tmp_path / "elsewhere")
@@ -290,7 +287,7 @@ def test_all_is_private_and_a_link_is_not_followed(cluster, tmp_path):
 
 def test_a_manifest_that_was_made_up_is_passed_over(cluster):
     cluster.run("AA", SHARDED, until=4, disk_every=3)
-    for path in cluster.node("A").rglob("step-00000004.*/manifest.json"):
+    for path in cluster.node("A").rglob("step-00000004/manifest.json"):
         content = json.loads(path.read_text())
         for tensor in content["tensors"].values():
             tensor["chunks"] = [
@@ -318,9 +315,9 @@ def _auto(run_dir, node, mesh):
 
 
 def test_folders_of_gone_launchers_are_removed_and_none_says_what_to_set(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(in_memory, "SHARED_MEMORY", str(tmp_path))
     monkeypatch.delenv(MEMORY_DIR, raising=False)
-    mine = shared_memory.open_place()
+    mine = in_memory.open_place()
     around = Path(mine).parent
     gone = subprocess.Popen(["true"])
     gone.wait()
@@ -328,17 +325,9 @@ def test_folders_of_gone_launchers_are_removed_and_none_says_what_to_set(tmp_pat
     (around / f"launcher-{os.getpid()}-1").mkdir()  # this process, but with another start time
     alive = Path(folders.folder_of(os.getpid(), str(tmp_path)))
     alive.mkdir()
-    assert shared_memory.open_place() == mine
+    assert in_memory.open_place() == mine
     assert {path.name for path in around.iterdir()} == {alive.name, Path(mine).name}
-    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(in_memory, "SHARED_MEMORY", str(tmp_path / "nowhere"))
     with pytest.raises(FileNotFoundError, match=f"set {MEMORY_DIR}"):
-        shared_memory.open_place()
+        in_memory.open_place()
     assert not (tmp_path / "nowhere").exists()
-
-
-def test_a_damaged_record_of_starts_is_an_error_that_says_so(tmp_path):
-    assert in_memory._read_record(str(tmp_path)) == ("", {}, ())
-    for text in ('{"start": "a", "mesh": {}, "loaded": 1}', '{"starts": [["a", 1]]}'):
-        (tmp_path / in_memory.RECORD).write_text(text)
-        with pytest.raises(ValueError, match="names no start"):
-            in_memory._read_record(str(tmp_path))

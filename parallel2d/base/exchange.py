@@ -215,11 +215,11 @@ _KINDS = {
 sendable(ConfigError)
 
 
-def check_shared_run_dir(run_dir: str) -> None:
-    """Raises `ConfigError` with the nodes that do not see rank 0's run directory. Collective."""
+def check_shared(folder: str) -> None:
+    """Raises `ConfigError` with the nodes that do not see rank 0's ``folder``. Collective."""
     # A new name, so that no file of an earlier start is taken for rank 0's.
     name = broadcast(uuid.uuid4().hex)
-    path = os.path.join(run_dir, f".shared-{name}")
+    path = os.path.join(folder, f".shared-{name}")
     is_first = dist.get_rank() == first_rank()
     if is_first:
         open(path, "w").close()
@@ -227,7 +227,8 @@ def check_shared_run_dir(run_dir: str) -> None:
     try:
         _refuse_where(
             not os.path.exists(path),
-            f"run directory {run_dir} is not the one that rank 0 sees: it must be shared",
+            f"{folder} is not the same folder on every rank: put the run directory on a shared "
+            "file system, or set checkpoint.folder to one",
         )
     finally:
         if is_first:

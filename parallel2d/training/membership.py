@@ -32,7 +32,7 @@ from parallel2d.training.data.feed import BatchFeed, BatchPlan, StepBatch
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.recorder import Recorder
 from parallel2d.training.progress import Progress, StepOutcome
-from parallel2d.training.state_transfer import KeptBuffers, Receiver, Sender
+from parallel2d.training.state_transfer import KeptBuffers, Receiver, Sender, start_senders
 
 
 class Trained(Protocol):
@@ -340,37 +340,34 @@ class Membership:
         while True:
             replicas.regroup(admit=True)
             self._receiver = Receiver(trainer.model, trainer.optimizer, replicas)
-            header = self._receiver.header()
-            if replicas.vote(header is not None):
+            manifest = self._receiver.begin()
+            if replicas.vote(manifest is not None):
                 break
             replicas.give_up()
-            if header is not None:
+            if manifest is not None:
                 self._receiver.finish()
-        assert header is not None
-        trainer.load_state_dict(header.manifest.state)
+        assert manifest is not None
+        told = manifest.state
+        trainer.load_state_dict(told)
         trainer.checkpointer.follow(trainer.progress.step)
-        told = header.told
-        trainer.upcoming_tokens, self._reductions = told["tokens"], told["reductions"]
+        trainer.upcoming_tokens, self._reductions = told["upcoming_tokens"], told["reductions"]
         self._totals, trainer.forward_crosses = told["totals"], told["forward_crosses"]
         self._plan(feed, again=True)
 
     def _give(self) -> None:
         """Begins to send the state to each replica that has joined, where this one is its donor."""
-        replicas, trainer = self.replicas, self.trainer
-        if replicas.replica != replicas.donor:
-            return
+        trainer = self.trainer
         assert trainer.upcoming is not None
         is_full = trainer.config.sync.during_accumulation == "full"
-        state = {**trainer.state_dict(), "step": trainer.progress.step}
         told = {
-            "tokens": trainer.upcoming_tokens,  # of the next global batch
+            "step": trainer.progress.step,
+            "upcoming_tokens": trainer.upcoming_tokens,  # of the next global batch
             "reductions": len(trainer.upcoming.micro_batches) if is_full else 1,
             "totals": self._totals,
             "forward_crosses": trainer.forward_crosses,
         }
-        for joiner in replicas.joined:
-            sender = Sender(trainer.model, trainer.optimizer, replicas, joiner, state, told)
-            self._senders.append(sender)
+        state = {**trainer.state_dict(), **told}
+        self._senders += start_senders(trainer.model, trainer.optimizer, self.replicas, state)
 
     def reduce_nothing(self) -> Tensor:
         """What `Trainer.forward_backward` is to a replica that joins: gradients are zeros."""
@@ -393,8 +390,7 @@ class Membership:
         return True
 
     def lose_state(self) -> None:
-        """Gives up a step in which this replica was to get the state, or after which none goes on
-        without the others: it asks for the state in the next one."""
+        """Gives up a step: this replica asks for the state in the next one."""
         self.replicas.give_up()
         if self._receiver is not None:
             self._receiver.finish()

@@ -21,7 +21,7 @@ from parallel2d.parallel.mesh import data_coordinate, mesh_shape, present_data_r
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.parallel.sync.updates import outer_sync, residuals_of
-from parallel2d.training.state_transfer import KeptBuffers, Receiver, Sender
+from parallel2d.training.state_transfer import KeptBuffers, Receiver, start_senders
 
 
 class Replicas:
@@ -151,7 +151,7 @@ class Replicas:
         self._data_ranks = self.data_ranks
 
     def _note_step(self) -> None:
-        """Tells the launcher that there is progress."""
+        # The launcher asks whether there is progress.
         if AGENT in os.environ and os.environ.get("LOCAL_RANK") == "0":
             files.replace(os.path.join(os.environ[AGENT], "step"), str(self._step))
 
@@ -165,16 +165,16 @@ class Replicas:
         while True:
             replicas.regroup(admit=True)
             receiver = Receiver(self._model, self._optimizer, replicas)
-            header = receiver.header()
-            if replicas.vote(header is not None and receiver.finish()):
+            manifest = receiver.begin()
+            if replicas.vote(manifest is not None and receiver.finish()):
                 break
             replicas.give_up()
-        assert header is not None
+        assert manifest is not None
         replicas.joined = []
-        self._step = header.manifest.step
+        self._step = manifest.step
         self._data_ranks = self.data_ranks
         replicas.applied = Applied(self._step, [])
-        self._load_state(header.manifest.state["own"])
+        self._load_state(manifest.state["own"])
 
     def _admit(self) -> None:
         replicas = self._replicas
@@ -182,9 +182,7 @@ class Replicas:
         if (outer := outer_sync(self._model)) is not None:
             outer.receive()
         replicas.regroup(admit=True)
-        if replicas.replica == replicas.donor:
-            state = {"step": self._step, "own": self._state()}
-            model, optimizer = self._model, self._optimizer
-            for joiner in replicas.joined:
-                Sender(model, optimizer, replicas, joiner, state, {}).finish()
+        state = {"step": self._step, "own": self._state()}
+        for sender in start_senders(self._model, self._optimizer, replicas, state):
+            sender.finish()
         replicas.joined = []

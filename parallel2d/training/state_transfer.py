@@ -14,10 +14,8 @@ state before the step, for which all wait.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +31,15 @@ from parallel2d.parallel.weights.named_tensors import (
     spread_state,
     tied_names,
 )
-from parallel2d.training.checkpoint.local_state import STATE, LocalState, as_bytes, pack
+from parallel2d.training.checkpoint.local_state import (
+    STATE,
+    LocalState,
+    as_bytes,
+    local_parts,
+    pack,
+)
 from parallel2d.training.checkpoint.manifest import Manifest, StoredFile
+from parallel2d.training.checkpoint.save import in_thread
 from parallel2d.training.checkpoint.state import (
     load_averages,
     load_model,
@@ -44,24 +49,10 @@ from parallel2d.training.checkpoint.state import (
     saved_tensors,
 )
 
-Send = Callable[[Tensor], bool]  # of `Presence.link`
-
-
-class Header(NamedTuple):
-    """What comes before the state: its manifest, the bytes of its blocks, and which of these are
-    buffers of the model; what else the joiner is told."""
-
-    manifest: Manifest
-    sizes: list[int]
-    buffers: list[int]
-    told: dict[str, Any]
-
 
 class Sender:
-    """Sends the state of this rank to its peer of ``joiner``, from now until `finish`.
-
-    ``state``: as of a checkpoint, with the ``step``; ``told``: what else the joiner is to know.
-    """
+    """Sends the state of this rank to its peer of ``joiner``, from now until `finish`. ``state``:
+    as of a checkpoint, with the ``step``."""
 
     def __init__(
         self,
@@ -70,7 +61,6 @@ class Sender:
         replicas: Presence,
         joiner: Member,
         state: dict[str, Any],
-        told: dict[str, Any],
     ) -> None:
         self._replicas, self._joiner = replicas, joiner
         reshard(model)
@@ -80,82 +70,71 @@ class Sender:
         own = replica_tensors(model, optimizer)
         tensors |= {name: own[name] for name in own if "/optimizer/" in name}
         self._tensors = tensors
-        described, self._blocks = pack(tensors)
+        described, self._blocks = pack(local_parts(tensors))
         # The first block is the header, and each tensor that has values here is one more.
         held = [name for name, each in described.items() if each.chunks]
         ids = set(map(id, model.buffers()))
         self._buffers = [at for at, name in enumerate(held, 1) if id(tensors[name]) in ids]
-        sizes = [block.numel() for block in self._blocks]
-        self._header = Header(
-            manifest=Manifest(
-                step=state["step"],
-                state=state,
-                optimizer=describe_optimizer(model, optimizer),
-                tied=tied_names(model),
-                tensors=described,
-                files={STATE: StoredFile(sum(sizes), "")},
-            ),
-            sizes=sizes,
-            buffers=self._buffers,
-            told=told,
+        self._manifest = Manifest(
+            step=state["step"],
+            state=state,
+            optimizer=describe_optimizer(model, optimizer),
+            tied=tied_names(model),
+            tensors=described,
+            files={STATE: StoredFile(sum(block.numel() for block in self._blocks), "")},
         )
-        self._send: Send | None = None
-        self._sent = _in_thread(self._send_first)
+        self._sent = in_thread(self._send_first)
 
     def _send_first(self) -> bool:
         """Sends all but the buffers; false where a replica was lost meanwhile."""
         self._send = send = self._replicas.link(self._joiner)
-        if send is None:
-            return False
-        data = as_bytes(encode(list(self._header)).encode())
+        sizes = [block.numel() for block in self._blocks]
+        data = as_bytes(encode([self._manifest, sizes, self._buffers]).encode())
         first, _ = _divided(self._blocks, self._buffers)
         return all(map(send, [torch.tensor([len(data)]), data, *first]))
 
     def finish(self) -> None:
         """Sends the rest. The parameters may change afterwards."""
         if self._sent.result():
-            assert self._send is not None
             # Again, because a buffer with gaps was copied.
-            _, last = _divided(pack(self._tensors)[1], self._buffers)
+            _, last = _divided(pack(local_parts(self._tensors))[1], self._buffers)
             # An end that nothing follows says that all was read before it changed.
             all(map(self._send, [*last, torch.ones(1)]))
 
 
 class Receiver:
-    """Takes over the state of a peer, from `header` until `finish`."""
+    """Takes over the state of a peer, from `begin` until `finish`."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, replicas: Presence
     ) -> None:
         self._model, self._optimizer, self._replicas = model, optimizer, replicas
-        self._send: Send | None = None
 
-    def header(self) -> Header | None:
+    def begin(self) -> Manifest | None:
         """Waits for what comes first, and begins to take the rest. None where the donor is lost."""
         self._send = send = self._replicas.link(self._replicas.own)
         length = torch.zeros(1, dtype=torch.int64)
-        if send is None or not send(length):
+        if not send(length):
             return None
         data = torch.empty(int(length), dtype=torch.uint8)
         if not send(data):
             return None
-        header = Header(*decode(data.numpy().tobytes()))
+        manifest, sizes, buffers = decode(data.numpy().tobytes())
         # Zeros, because buffers are loaded before they come.
-        data = torch.zeros(sum(header.sizes), dtype=torch.uint8)
-        self._first, self._last = _divided(data.split(header.sizes), header.buffers)
-        self._peer = LocalState(header.manifest, data, "the state of another replica")
-        self._loaded = _in_thread(self._load_first)
-        return header
+        data = torch.zeros(sum(sizes), dtype=torch.uint8)
+        self._first, self._last = _divided(data.split(sizes), buffers)
+        self._peer = LocalState(manifest, data, "the state of another replica")
+        self._loaded = in_thread(self._load_first)
+        return self._peer.manifest
 
     def _load_first(self) -> bool:
         """Takes and loads all but the buffers. Nothing else reads or writes what it fills: this
         replica runs no forward pass meanwhile."""
         model, optimizer = self._model, self._optimizer
-        assert self._send is not None
         if not all(map(self._send, self._first)):
             return False
-        load_model(model, self._peer, strict=True)
-        load_optimizer(model, optimizer, self._peer, strict=True)
+        load_model(model, self._peer)
+        load_optimizer(model, optimizer, self._peer)
         masters_were_loaded(model)
         load_averages(model, self._peer, restart=False)
         load_replica_state(model, self._peer)
@@ -163,10 +142,8 @@ class Receiver:
 
     def finish(self) -> bool:
         """Waits for the rest; false where the donor was lost before it had sent all."""
-        if not self._loaded.result():
-            return False
-        assert self._send is not None
-        if not all(map(self._send, [*self._last, torch.ones(1)])):
+        rest = [*self._last, torch.ones(1)]
+        if not self._loaded.result() or not all(map(self._send, rest)):
             return False
         buffers = set(map(id, self._model.buffers()))
         for name, tensor in model_tensors(self._model).items():
@@ -180,26 +157,31 @@ class KeptBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = list(model.buffers())
-        self._versions: list[int] | None = None
-        self._written: set[int] = set()
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._kept: dict[int, tuple[int, Tensor]] = {}  # the version of each, and its values then
 
     def keep(self) -> None:
-        """Before a step: copies all before the first one, later those that were written to."""
-        versions = [each._version for each in self._buffers]
-        if self._versions is None:
-            written = set(range(len(versions)))
-        else:
-            pairs = enumerate(zip(versions, self._versions, strict=True))
-            changed = {index for index, (now, before) in pairs if now != before}
-            written = self._written = self._written | changed
-        self._versions = versions
-        self._kept = [(self._buffers[index], self._buffers[index].clone()) for index in written]
+        """Before a step: copies those that were written to."""
+        for index in self._written():
+            buffer = self._buffers[index]
+            self._kept[index] = buffer._version, buffer.clone()
 
     def put_back(self) -> None:
         """They are as at the last `keep` again."""
-        for buffer, values in self._kept:
-            buffer.copy_(values)
+        for index in self._written():
+            self._buffers[index].copy_(self._kept[index][1])
+
+    def _written(self) -> list[int]:
+        versions = [each._version for each in self._buffers]
+        kept = [self._kept.get(index, (None,))[0] for index in range(len(versions))]
+        return [index for index, now in enumerate(versions) if now != kept[index]]
+
+
+def start_senders(
+    model: nn.Module, optimizer: torch.optim.Optimizer, replicas: Presence, state: dict[str, Any]
+) -> list[Sender]:
+    """One for each replica that has joined, where this one is their donor."""
+    joined = replicas.joined if replicas.replica == replicas.donor else []
+    return [Sender(model, optimizer, replicas, joiner, state) for joiner in joined]
 
 
 def _divided(blocks: Sequence[Tensor], last: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
@@ -207,17 +189,3 @@ def _divided(blocks: Sequence[Tensor], last: Sequence[int]) -> tuple[list[Tensor
     is_last = set(last)
     first = [block for at, block in enumerate(blocks) if at not in is_last]
     return first, [blocks[at] for at in last]
-
-
-def _in_thread(function: Callable[[], bool]) -> Future[bool]:
-    """Runs it beside the caller, whose process may end before it has."""
-    found: Future[bool] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(function())
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=run, name="replicas state", daemon=True).start()
-    return found

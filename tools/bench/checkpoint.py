@@ -29,7 +29,7 @@ from parallel2d import MeshSpec, build_mesh
 from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.topology import MEMORY_DIR
 from parallel2d.training.checkpoint import Checkpointer, memory_copies
-from parallel2d.training.checkpoint.shared_memory import used
+from parallel2d.training.checkpoint.in_memory import used
 
 
 def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -> None:

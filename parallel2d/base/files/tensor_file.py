@@ -1,5 +1,5 @@
 """Writes, checks and reads safetensors files: 8 bytes of header length, a JSON header, packed
-values. Start at `encode` to write one and at `read_header` to read one.
+values. Start at `encode_header` to write one and at `read_header` to read one.
 
 The library does neither, because blocks are hashed on their way to any storage, and because a rank
 needs ranges of rows, from object stores too. Every number in a header is treated as hostile.
@@ -97,17 +97,6 @@ def encode_header(
     # Spaces up to a multiple of 8 bytes, so that the values that follow are aligned.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def encode(
-    tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, str] | None = None
-) -> Iterator[bytes | memoryview]:
-    """Yields the blocks of a file with ``tensors`` (contiguous, on CPU), aligned: widest first."""
-    ordered = sorted(tensors, key=lambda item: -item[1].element_size())
-    entries = [(name, DTYPE_NAMES[tensor.dtype], tensor.shape) for name, tensor in ordered]
-    yield encode_header(entries, metadata)
-    for _, tensor in ordered:
-        yield tensor_bytes(tensor)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from parallel2d.base.replicas.events import (
 from parallel2d.base.replicas.lasting_groups import (
     Across,
     Attempt,
-    NotArrived,
+    Ended,
     PolledWork,
     ReplicaLost,
     World,
@@ -197,13 +197,12 @@ class Presence:
         """Starts a collective of ``group``: its method ``how``, or ``how(group)``.
         ``generation``: that ``group`` belongs to; None: this one."""
         generation = self.generation if generation is None else generation
-        if self._is_over(generation) or group is None:
-            return NotArrived()
-        try:
-            work = how(group) if callable(how) else getattr(group, how)(*arguments)
-        except RuntimeError:
-            self._fail(generation)
-            return NotArrived()
+        work = None
+        if group is not None and not self._is_over(generation):
+            try:
+                work = how(group) if callable(how) else getattr(group, how)(*arguments)
+            except RuntimeError:
+                self._fail(generation)
         return PolledWork(self, generation, group, work, arguments)
 
     def _is_over(self, generation: int) -> bool:
@@ -212,6 +211,8 @@ class Presence:
 
     def finish(self, generation: int, group: Any, work: Any, kept: Any) -> bool:
         """Waits for ``work``; false once a replica is lost. What it writes to stays alive."""
+        if work is None:
+            return False
         if not work.is_completed():
             done = threading.Event()
             work.get_future().add_done_callback(lambda _: done.set())
@@ -273,22 +274,16 @@ class Presence:
         """Reduces over the world: in each replica, across them at the first place, and back.
         Returns whether it has arrived, the same on all ranks of a replica."""
         has_arrived, inside = torch.ones(1), self._inside
-        is_alone = len(self.ranks[self.replica]) == 1
-        if not is_alone:
-            inside.allreduce(tensors, options).wait()
+        inside.allreduce(tensors, options).wait()
         if self.place == 0:
             has_arrived.fill_(self._across.run("allreduce", tensors, options).wait())
-        if not is_alone:
-            back = dist.BroadcastOptions()
-            works = inside.broadcast([has_arrived], back), inside.broadcast(tensors, back)
-            for work in works:
-                work.wait()
+        back = dist.BroadcastOptions()
+        for work in (inside.broadcast([has_arrived], back), inside.broadcast(tensors, back)):
+            work.wait()
         return bool(has_arrived.item())
 
     def vote(self, is_well: bool) -> bool:
         """Whether it is so on all ranks of this replica. Collective over them."""
-        if len(self.ranks[self.replica]) == 1:
-            return is_well
         vote = torch.tensor([float(is_well)])
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
@@ -412,20 +407,20 @@ class Presence:
             while not (self.lost or done.wait(_TICK_S)):
                 pass
         if self.lost or len(made) < len(makers):
-            self._buried.append((made, NotArrived(), None))
+            self._buried.append((made, Ended(), None))
             return None
         return made
 
-    def link(self, joiner: Member) -> Callable[[Tensor], bool] | None:
+    def link(self, joiner: Member) -> Callable[[Tensor], bool]:
         """A function that sends a tensor from the donor's rank in this place to the joiner's and
-        returns whether it has arrived; None where one is lost meanwhile."""
+        returns whether it has arrived: false once one is lost."""
         ranks = [self.ranks[self.donor][self.place], self.ranks[joiner[0]][self.place]]
         key = f"replicas/{self.generation}/state/{joiner[0]}/{self.place}"
         store = PrefixStore(key, self.store)
         number = ranks.index(self.rank)
         made = self._connect([lambda: ProcessGroupGloo(store, number, 2, self.timeout)])
         if made is None:
-            return None
+            return lambda _: False
         (group,) = made
         return lambda tensor: self.begin(
             group, "broadcast", ([tensor], dist.BroadcastOptions())

@@ -18,7 +18,9 @@ class ReplicaLost(RuntimeError):  # noqa: N818 (named after what happened)
     """What was sent to other replicas did not arrive: one of them is gone."""
 
 
-class _Ended(dist.Work):
+class Ended(dist.Work):
+    """There is nothing to wait for."""
+
     def wait(self, *_: Any) -> bool:
         return True
 
@@ -26,8 +28,9 @@ class _Ended(dist.Work):
 
 
 class PolledWork(dist.Work):
-    """A collective across replicas. `wait` returns without a result once one of them is lost, or
-    raises `ReplicaLost` where the collective's name is ``required``."""
+    """A collective across replicas; ``work`` is None where one was lost before. `wait` returns
+    without a result once one of them is lost, or raises `ReplicaLost` where the collective's name
+    is ``required``."""
 
     required = ""
 
@@ -36,17 +39,14 @@ class PolledWork(dist.Work):
         self._parts = replicas, generation, group, work, kept
 
     def wait(self, *_: Any) -> bool:
-        has_arrived = self._arrives()
+        replicas, *parts = self._parts
+        has_arrived = bool(replicas.finish(*parts))
         if self.required and not has_arrived:
             raise ReplicaLost(f"a replica was lost during {self.required} over the replicate axis")
         return has_arrived
 
-    def _arrives(self) -> bool:
-        replicas, *parts = self._parts
-        return replicas.finish(*parts)
-
     def is_completed(self) -> bool:
-        return bool(self._parts[3].is_completed())
+        return self._parts[3] is None or bool(self._parts[3].is_completed())
 
 
 class _Lasting(ProcessGroup):
@@ -168,16 +168,14 @@ class World(_Lasting):
     """The default group: in the name of the whole job, among those ranks that are there. Results by
     rank, of a gather, keep what they held of those that are not."""
 
+    of_steps = True  # reductions may be part of a step
+
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
-        if self.replicas.in_step:
+        if self.replicas.in_step and self.of_steps:
             self.replicas.met = self.replicas.generation
             self.replicas.arrived = self.replicas.reduce_in_step(tensors, opts)
-            return _Ended()
-        return self.reduce_outside(tensors, opts)
-
-    def reduce_outside(self, tensors: Any, opts: Any) -> Any:
-        """The same outside of a step."""
+            return Ended()
 
         def attempt() -> Attempt:
             buffers = [each.clone() for each in tensors]
@@ -219,7 +217,7 @@ class World(_Lasting):
     def settle(self, attempt: Callable[[], Attempt]) -> Any:
         """Runs a collective until all who are there have its result."""
         self.replicas.settle(self, attempt)
-        return _Ended()
+        return Ended()
 
     def new_group(
         self,
@@ -243,6 +241,7 @@ class Everyone(World):
     """As `World`, for a thread beside the loop: what loses a replica raises `ReplicaLost`, and so
     does all that follows in this thread's work, which belongs to one ``generation``; None: any."""
 
+    of_steps = False
     generation: int | None = None
 
     def settle(self, attempt: Callable[[], Attempt]) -> Any:
@@ -252,28 +251,12 @@ class Everyone(World):
         elif not replicas.begin(inner, tried.start, tried, self.generation).wait():
             raise ReplicaLost("a replica was lost")
         tried.succeed()
-        return _Ended()
-
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        return self.reduce_outside(tensors, opts or dist.AllreduceOptions())
+        return Ended()
 
     def alltoall_base(self, *arguments: Any) -> Any:
         return self.settle(lambda: Attempt([], [], lambda group: group.alltoall_base(*arguments)))
 
     all_to_all_single: Any = alltoall_base
-
-
-class NotArrived(PolledWork):
-    """A collective that was not begun: a replica was lost before."""
-
-    def __init__(self) -> None:
-        dist.Work.__init__(self)
-
-    def is_completed(self) -> bool:
-        return True
-
-    def _arrives(self) -> bool:
-        return False
 
 
 def _make_group(

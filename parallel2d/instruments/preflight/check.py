@@ -18,7 +18,7 @@ import yaml
 from parallel2d.base import files
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.errors import ConfigError, counted
-from parallel2d.base.exchange import all_gather, check_shared_run_dir
+from parallel2d.base.exchange import all_gather, check_shared
 from parallel2d.base.runtime import Runtime
 from parallel2d.instruments.preflight.rank_measurement import RankMeasurement
 from parallel2d.instruments.preflight.verdict import Finding, NodeFacts, judge_nodes, judge_speeds
@@ -91,7 +91,7 @@ class ClusterCheck:
         # Where the first node cannot write to it, there is nothing to compare.
         if "run dir" not in map(attrgetter("check"), nodes[0].faults):
             try:
-                check_shared_run_dir(self._given.run_dir)
+                check_shared(self._given.run_dir)
             except ConfigError as error:
                 self._add([Finding("red", "run dir", str(error))])
         return nodes

@@ -7,5 +7,4 @@ from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.training.checkpoint.checkpointer import Checkpointer
 from parallel2d.training.checkpoint.in_memory import memory_copies
 from parallel2d.training.checkpoint.manifest import Checkpoint
-from parallel2d.training.checkpoint.state import load_model, load_optimizer
 from parallel2d.training.checkpoint.storage import CheckpointError

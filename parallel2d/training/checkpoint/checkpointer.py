@@ -1,8 +1,6 @@
 """`Checkpointer`: when a run saves, what it resumes from, and what happens when that fails.
 
-The trainer calls `restore` before the loop, `save_if_due` after every step and `finish` at the end.
-All ranks make the same calls. Every decision depends only on values that all ranks have, or is made
-by rank 0 and broadcast.
+Every decision depends only on values that all ranks have, or is made by rank 0 and broadcast.
 """
 
 from __future__ import annotations
@@ -10,9 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -38,13 +36,15 @@ from parallel2d.parallel.weights.named_tensors import (
 )
 from parallel2d.parallel.weights.states import Models, Optimizers
 from parallel2d.training.checkpoint.in_memory import MemoryCopies, forget_copies
+from parallel2d.training.checkpoint.local_state import Staging
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
-from parallel2d.training.checkpoint.resume import Resume, check_copies
+from parallel2d.training.checkpoint.resume import Resume
 from parallel2d.training.checkpoint.save import (
     Group,
     SavedState,
-    Staging,
     check_folder,
+    in_thread,
+    take,
     write_checkpoint,
 )
 from parallel2d.training.checkpoint.state import replica_tensors, rng_tensors, saved_tensors
@@ -59,13 +59,6 @@ from parallel2d.training.checkpoint.storage import (
 log = logging.getLogger(__name__)
 
 BEST = "best.json"  # in the folder of the checkpoints: which of them is the best
-
-
-def _folder_in(run_dir: str | os.PathLike[str]) -> str:
-    folder = os.path.join(os.fspath(run_dir), "checkpoints")
-    with as_config_error("hydra.run.dir"):
-        refuse_link(folder)
-    return folder
 
 
 def _joined(models: Mapping[str, nn.Module]) -> nn.Module:
@@ -114,11 +107,19 @@ class Checkpointer:
         self.config, self.mesh, self._optimizer, self._run_dir = config, mesh, optimizer, run_dir
         self.model = model if isinstance(model, nn.Module) else _joined(model)
         self.layout, self.copies = layout or {}, copies
-        check_copies(config, copies)
+        if copies is None and config.enabled and config.memory_every not in ("auto", 0):
+            raise ConfigError(
+                f"checkpoint.memory_every={config.memory_every}: give the copies to Checkpointer, "
+                "copies=parallel2d.training.checkpoint.memory_copies(config, run_dir, mesh)"
+            )
         self.group = Group.new()
         # The agreement of a step must not mix with the messages of a save that runs beside it.
         self._votes = Group.new() if config.enabled and config.every_minutes else None
-        self.store = open_store(config.folder or _folder_in(run_dir))
+        own_folder = os.path.join(os.fspath(run_dir), "checkpoints")
+        if not config.folder:
+            with as_config_error("hydra.run.dir"):
+                refuse_link(own_folder)
+        self.store = open_store(config.folder or own_folder)
         self.blocked_s, self.bytes_written, self.failures = 0.0, 0, 0
         self.published: list[int] = []
         self._known_good: set[int] = set()
@@ -126,14 +127,15 @@ class Checkpointer:
         # Rank 0, with `keep_best`: the best state of which there is a checkpoint; empty for none.
         self._best: dict[str, Any] = {}
         self._staging = Staging()
-        self._thread: threading.Thread | None = None
-        self._outcome: tuple[int, str | None, int] | None = None
+        # Its step, an error and bytes; None where a replica was lost.
+        self._saving: Future[tuple[int, str | None, int] | None] | None = None
         self._given: tuple[int, dict[str, Any]] = 0, {}  # to the last save
         self._has_lost = False  # a replica in that save, which is to be repeated
         self._last_step = self._base = 0
         self._first_call = True
         self._last_save = time.monotonic()
-        check_folder(self.store, self.group, config.enabled)
+        if config.enabled:
+            check_folder(self.store, self.group)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -162,9 +164,9 @@ class Checkpointer:
         restarted), its own come first.
 
         Args:
-            restarted: these workers replace others of the same run, or go back. They go on from its
-                newest checkpoint, or from a newer copy, whatever ``config.resume`` was for the
-                first workers. It is enough that one rank passes True.
+            restarted: these workers replace others of the same run, or go back: to its newest
+                checkpoint or copy, whatever ``config.resume`` is. It is enough that one rank passes
+                True.
             settings: parameter groups take the lr, betas and weight decay that were saved, which a
                 scheduler of torch goes on from. By default they keep those they were built with.
             begin: false leaves the run's folders as they are until `begin` is called, for callers
@@ -188,7 +190,7 @@ class Checkpointer:
             if self._resume.own_step is not None:
                 self._known_good.add(self._resume.own_step)
         if self.config.enabled:
-            self._find_best(state or {})
+            self._find_best(state or {}, self._resume.seen)
         if begin:
             self.begin()
         self._last_save = time.monotonic()
@@ -206,10 +208,7 @@ class Checkpointer:
         elif self.group.is_first:
             forget_copies(self._run_dir)
         if self.config.enabled and self.group.is_first:
-            try:
-                self._name_best()
-            except Exception as fault:
-                log.warning("%s could not be written: %s", BEST, describe_error(fault))
+            self._name_best()
 
     def newest(self) -> str | None:
         """The path of the newest checkpoint of this run that this object knows to be sound."""
@@ -225,25 +224,20 @@ class Checkpointer:
         if best and best.get("metric") == self.config.keep_best:
             self._best = best
 
-    def _find_best(self, state: dict[str, Any]) -> None:
-        """Takes over the best step that ``state`` knows. If its checkpoint is there no longer, or
-        it is of another run, ``state`` forgets it, and the next value is the best."""
+    def _find_best(self, state: dict[str, Any], own: Sequence[int]) -> None:
+        """Takes over the best step that ``state`` knows. If its checkpoint is not among the ``own``
+        of this run, ``state`` forgets it, and the next value is the best."""
         self._best = {}
         # Nothing of the state was checked yet: it may come from anywhere.
         best = state.get("best")
         if not isinstance(best, dict) or best.get("metric") != self.config.keep_best:
             return
-        if self.group.is_first:
-            try:
-                if best.get("step") in self.store.steps():
-                    self._best = best
-                else:
-                    log.warning("there is no checkpoint of the best step so far; it is forgotten")
-            except Exception as fault:
-                what, why = f"{self.store.root} cannot be read", describe_error(fault)
-                log.warning("%s, and the best step so far is forgotten: %s", what, why)
-        if not self.group.broadcast(bool(self._best)):
+        if best.get("step") not in own:
             state["best"] = None
+            what = "there is no checkpoint of the best step so far; it is forgotten"
+            self.group.say(what, logging.WARNING)
+        elif self.group.is_first:
+            self._best = best
 
     def save_if_due(
         self,
@@ -279,7 +273,9 @@ class Checkpointer:
             self.blocked_s = time.perf_counter() - begin
         if due is None and self._votes is not None:
             due = bool(self._votes.broadcast(self.time_is_up()))
-        is_due = any((due, last, preempted, wanted, self._is_of_interval(step)))
+        is_first_step = self._first_call and self.config.on_first_step
+        is_of_interval = self.config.every > 0 and step % self.config.every == 0
+        is_due = any((due, last, preempted, wanted, is_first_step, is_of_interval))
         self._first_call = False
         if self.config.enabled and is_due:
             # One save at a time: all use the same staging buffers.
@@ -289,11 +285,6 @@ class Checkpointer:
             self.blocked_s = time.perf_counter() - begin
         elif preempted:
             self.collect()
-
-    def _is_of_interval(self, step: int) -> bool:
-        if self._first_call and self.config.on_first_step:
-            return True
-        return self.config.every > 0 and step % self.config.every == 0
 
     def time_is_up(self) -> bool:
         """Whether ``every_minutes`` have passed on this rank's clock, or a save has lost a replica
@@ -306,17 +297,17 @@ class Checkpointer:
     def save_is_done(self) -> bool:
         """Whether a save that ran beside the loop has ended on this rank, and `collect` has not
         been called since."""
-        return self._thread is not None and not self._thread.is_alive()
+        return self._saving is not None and self._saving.done()
 
     def collect(self) -> None:
         """Waits for the save in progress, so that all ranks take account of it at one point.
         Collective. Raises as `save_if_due`."""
-        if self._thread is not None:
-            if self._thread.is_alive() and self.group.is_first:
-                log.info("waiting for the checkpoint that is still being written")
-            self._thread.join()
-            self._thread = None
-        outcome, self._outcome = self._outcome, None
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        if not saving.done():
+            self.group.say("waiting for the checkpoint that is still being written")
+        outcome = saving.result()
         if outcome is None:
             return
         step, error, size = outcome
@@ -355,14 +346,14 @@ class Checkpointer:
         self._last_save = time.monotonic()
         self._given, self._has_lost = (step, state), False
         self.group.stay()
-        taken = self._staging.take(self._state(step, state), self.mesh)
+        taken = take(self._state(step, state), self.mesh, self.group.rank, self._staging)
 
-        def write() -> None:
+        def write() -> tuple[int, str | None, int] | None:
             try:
-                error, size = write_checkpoint(taken, self.store, self.group, self._clear_the_way)
+                error, size = write_checkpoint(*taken, self.store, self.group, self._clear_the_way)
             except ReplicaLost:  # no fault of the storage
                 self._has_lost = True
-                return
+                return None
             except Exception:  # a rank has ended: the loop will get an error too
                 error = "another rank ended meanwhile; the next start checks whether it is complete"
                 size = 0
@@ -372,15 +363,12 @@ class Checkpointer:
                 else:
                     log.info("%s is published: %.1f MiB", step_name(step), size / 2**20)
                     self._retire(step, state.get("best"))
-            self._outcome = step, error, size
+            return step, error, size
 
+        self._saving = in_thread(write)
         if wait:
-            write()
+            self._saving.result()
             self._complete()
-        else:
-            # A daemon: a save must not keep the process alive when the run fails elsewhere.
-            self._thread = threading.Thread(target=write, name=f"checkpoint {step}", daemon=True)
-            self._thread.start()
 
     def _state(self, step: int, state: dict[str, Any]) -> SavedState:
         # Parameters that a forward has gathered would hide the sharded ones.
@@ -419,9 +407,8 @@ class Checkpointer:
         return f"{step_name(step)} is there already and sound: it is kept"
 
     def _retire(self, newest: int, best: dict[str, Any] | None) -> None:
-        """Rank 0: names the best checkpoint, and deletes what ``keep_best``, ``keep_last`` and
-        ``keep_every`` do not keep. The newest was read back before it was published, so what is
-        deleted is never the last good one."""
+        """Rank 0: names the best checkpoint, and deletes what is not kept. The newest was read back
+        before it was published, so what is deleted is never the last good one."""
         config = self.config
         try:
             steps = self.store.steps()
@@ -446,4 +433,7 @@ class Checkpointer:
             named = {key: self._best.get(key) for key in ("metric", "mode", "step", "value")}
             named["checkpoint"] = step_name(self._best["step"])
             text = json.dumps(named, indent=1) + "\n"
-        self.store.put_note(BEST, text)
+        try:
+            self.store.put_note(BEST, text)
+        except Exception as fault:
+            log.warning("%s could not be written: %s", BEST, describe_error(fault))

@@ -16,7 +16,6 @@ from parallel2d.base.files import replace
 from parallel2d.parallel.weights.states import Models, Optimizers, full_state, load_full_state
 from parallel2d.training.checkpoint.convert.formats import load_torch
 from parallel2d.training.checkpoint.save import Group
-from parallel2d.training.checkpoint.storage import describe_error
 
 Path = str | os.PathLike[str]
 
@@ -32,12 +31,9 @@ def save_full(path: Path, model: Models, optimizer: Optimizers | None = None, **
     content = full_state(model, optimizer, key_by="id") | extra
 
     def write() -> None:
-        try:
-            replace(os.fspath(path), lambda file: torch.save(content, file), durable=True)
-        except Exception as error:  # of the disk, or of what an extra is
-            raise ConfigError(f"save_full: {path} not written: {describe_error(error)}") from None
+        replace(os.fspath(path), lambda file: torch.save(content, file), durable=True)
 
-    _world().on_first(write)
+    _world().on_first(write, f"save_full: {path} not written")
 
 
 def load_full(path: Path, model: Models, optimizer: Optimizers | None = None) -> dict[str, Any]:

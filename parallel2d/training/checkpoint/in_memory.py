@@ -2,35 +2,34 @@
 to a checkpoint on disk: `memory_copies`.
 
 [Note: memory copies] The shared memory of a node outlives its workers. Every few steps each rank
-copies what it has of the state into one of two folders there, in turn. A folder gets a name with
-the step once all in it is written, and loses it before the first byte changes: what has a name is
-whole, whatever was killed and when. For a node that is lost, the ranks in the same place of the
-other replicas have the same state; of what replicas split (``strategy=hybrid_full``) the one of
-another replica keeps a second copy.
+stages what it has of the state, and a thread writes that there as a checkpoint of this rank alone,
+see [Note: atomic publication]; the one before stays. For a node that is lost, the ranks in the same
+place of the other replicas have the same state; of what replicas split (``strategy=hybrid_full``)
+the one of another replica keeps a second copy.
 
 All ranks load the newest step of which a copy is left for every rank, on the same mesh, and nodes
 are sent what they lack. Otherwise the checkpoints on disk remain.
 
 [Note: lineage] Whenever a run starts or goes back, it gets a random name, which its copies are
-under. ``memory.json`` in the run directory has the last name, the mesh, and the copy that it went
-on from; no others count. So the copies of another run, and those of steps that the run has left for
-an older checkpoint, are never loaded, whichever node holds them.
+under. ``memory.json`` in the run directory has the last name, and the copy that it went on from; no
+others count. So the copies of another run, and those of steps that the run has left for an older
+checkpoint, are never loaded, whichever node holds them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
-import itertools
 import json
 import logging
 import os
 import re
 import shutil
-import socket
-import threading
+import stat
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -41,32 +40,43 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base import exchange, files
 from parallel2d.base.config import CheckpointConfig
+from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders
+from parallel2d.base.files.folder import LocalFolder
+from parallel2d.base.memory import free_memory
 from parallel2d.base.replicas import ReplicaLost, current, is_present
-from parallel2d.base.topology import MEMORY_DIR
+from parallel2d.base.topology import MEMORY_DIR, SHARED_MEMORY
 from parallel2d.parallel.mesh import mesh_shape, ranks_of
+from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.weights.geometry import split_dims
-from parallel2d.training.checkpoint.local_state import LocalState, as_bytes, pack
-from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
-from parallel2d.training.checkpoint.save import Group, SavedState
-from parallel2d.training.checkpoint.shared_memory import (
-    Slot,
-    free_bytes,
-    open_place,
-    read_copy,
-    used,
+from parallel2d.training.checkpoint.local_state import (
+    STATE,
+    LocalState,
+    Staging,
+    as_bytes,
+    local_parts,
+    pack,
 )
-from parallel2d.training.checkpoint.storage import CheckpointError, describe_error, step_name
+from parallel2d.training.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
+from parallel2d.training.checkpoint.save import Group, SavedState, in_thread
+from parallel2d.training.checkpoint.storage import (
+    CheckpointError,
+    LocalStore,
+    describe_error,
+    step_name,
+)
 
 log = logging.getLogger(__name__)
 
 AUTO_EVERY = 10  # steps, with checkpoint.memory_every=auto
 RECORD = "memory.json"
-_PIECE = 2**27  # bytes that are sent at once
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-# START/rank-WRITER/step-STEP.OF.SLOT in the folder of a run; OF is a rank whose state it is, or
-# place-RANK where all ranks in its place of a replica have the same.
-_COPY = re.compile(r"([0-9a-f]{16})/rank-(\d{5,9})/step-(\d{8,18})\.(place-)?(\d{1,9})\.[01]")
+# In the folder of a run. OF is a rank whose state it is, or whose place of a replica, where all
+# ranks in that have the same.
+_COPY = re.compile(
+    r"(?P<start>[0-9a-f]{16})/rank-\d{5,9}/(?P<kind>rank|place)-(?P<of>\d{5,9})"
+    r"/step-(?P<step>\d{8,18})"
+)
 
 
 def memory_copies(
@@ -93,33 +103,26 @@ def forget_copies(run_dir: str | os.PathLike[str]) -> None:
 
 class MemoryCopies:
     """Copies of one run's state in shared memory. Every rank makes one and calls its methods at the
-    same points. A fault that all ranks hear of turns the copies off, with one warning. When a rank
-    no longer answers, all is left as it is: that is what copies are for.
-
-    Args:
-        every: steps between copies, see `memory_copies`.
-        run_dir: the run's folder, the same on all ranks.
-        group: one of its own. The thread that finishes a copy communicates while the loop does.
-
-    ``on``: whether copies are made.
+    same points, and gives a ``group`` of its own: the thread that finishes a copy communicates
+    while the loop does. A fault that all ranks hear of turns the copies off (``on``), with one
+    warning. When a rank no longer answers, all is left as it is: that is what copies are for.
     """
 
     def __init__(self, every: int, run_dir: str, mesh: DeviceMesh | None, group: Group) -> None:
         self.every, self.run_dir, self._group, self.on = every, run_dir, group, True
-        self._mesh: dict[str, Any] = {}
+        self._shape = (MeshShape(1, 1) if mesh is None else mesh_shape(mesh)).shown
         self._rows = {group.rank: [group.rank]}  # of each rank those in its place of each replica
         if mesh is not None:
-            self._mesh = mesh_shape(mesh).shown | {"ranks": mesh.mesh.flatten().tolist()}
             for row in ranks_of(mesh).flatten(1).T.tolist():
                 self._rows |= dict.fromkeys(row, row)
         # Step -> for each rank, which rank has its copy in reach, and where.
         self._sources: dict[int, dict[int, tuple[int, str]]] = {}
         self._opened: tuple[Any, ...] = ()  # start and step of what was loaded
         self._start = ""  # the name of this start, once it has begun
-        self._slots: list[Slot] = []  # two, used in turn; then two for copies of another rank
-        self._next = 0
+        self._staging, self._staged = Staging(), _NOTHING
+        self._whole = 0  # the newest step of this start that all ranks have a copy of
         self._due_now = False
-        self._thread: threading.Thread | None = None
+        self._copying: Future[None] | None = None
         self._root = self._folder = ""
         name = group.broadcast(hashlib.sha256(os.path.realpath(run_dir).encode()).hexdigest())
 
@@ -146,8 +149,8 @@ class MemoryCopies:
         return sorted(self._sources)
 
     def _copies(self) -> list[str]:
-        """The copies that this node holds, finished or not, by their paths in the run's folder."""
-        found = Path(self._folder).glob("*/*/*")
+        """Paths of the copies that this node holds, finished or not."""
+        found = Path(self._folder).glob("*/*/*/*")
         return [str(path.relative_to(self._folder)) for path in found]
 
     def _find_sources(
@@ -155,7 +158,7 @@ class MemoryCopies:
     ) -> dict[int, dict[int, tuple[int, str]]]:
         """See ``_sources``. ``reached``: the copies that each rank reaches."""
         try:
-            start, mesh, loaded = _read_record(self.run_dir)
+            start, loaded = _read_record(self.run_dir)
         except (OSError, ValueError) as fault:
             log.warning("copies in memory are passed over: %s", describe_error(fault))
             return {}
@@ -163,13 +166,11 @@ class MemoryCopies:
         found: dict[int, dict[int, list[tuple[int, str]]]] = {}
         for rank, paths in reached.items():
             for copy in filter(None, map(_COPY.fullmatch, paths)):
-                if copy[1] == start or (copy[1], int(copy[3])) == loaded:
-                    by_rank = found.setdefault(int(copy[3]), {})
-                    for served in self._served(copy):
+                step, of = int(copy["step"]), int(copy["of"])
+                if copy["start"] == start or (copy["start"], step) == loaded:
+                    by_rank = found.setdefault(step, {})
+                    for served in [of] if copy["kind"] == "rank" else self._rows.get(of, []):
                         by_rank.setdefault(served, []).append((rank, copy.string))
-        if found and mesh != self._mesh:
-            log.warning("copies in memory are those of another mesh, and are not used on this one")
-            return {}
         sources = {}
         for step, by_rank in found.items():
             lost = sorted(reached.keys() - by_rank.keys())
@@ -180,52 +181,42 @@ class MemoryCopies:
                 sources[step] = {rank: _nearest(rank, by_rank[rank]) for rank in reached}
         return sources
 
-    def _served(self, copy: re.Match[str]) -> list[int]:
-        """The ranks whose state a copy has."""
-        rank = int(copy[5])
-        return self._rows.get(rank, []) if copy[4] else [rank]
-
     def open(self, step: int) -> Checkpoint:
         """The copy of ``step``, verified. Raises `DamagedCheckpointError` with the reason, on all
         ranks, when it cannot be had. Collective."""
         rank, sources, group = self._group.rank, self._sources[step], self._group
-        held: dict[str, list[Tensor]] = {}
-        opened: list[LocalState] = []
-
-        def read() -> None:
-            for path in {path for source, path in sources.values() if source == rank}:
-                held[path] = read_copy(os.path.join(self._folder, path))
-                LocalState.from_bytes(*held[path])
-
-        group.agree(read)
+        reached = {path for source, path in sources.values() if source == rank}
+        held = group.agree(lambda: {path: self._read(path) for path in reached})
         moved = sorted(to for to, (source, _) in sources.items() if source != to)
         if moved:
-            sent = {to: held[sources[to][1]] for to in moved if sources[to][0] == rank}
-            held.setdefault(sources[rank][1], self._distribute(sent, sources[rank][0]))
+            mine = {to: held[sources[to][1]] for to in moved if sources[to][0] == rank}
+            manifest = self._exchange({to: blocks[0] for to, blocks in mine.items()})
+            state = self._exchange({to: blocks[1] for to, blocks in mine.items()})
+            held.setdefault(sources[rank][1], [manifest, state])
         _, own = sources[rank]
-        group.agree(lambda: opened.append(LocalState.from_bytes(*held[own])))
+        manifest, data = held[own]
+        opened: LocalState = group.agree(lambda: LocalState.from_bytes(manifest, data, self._shape))
         group.say(f"{step_name(step)} is in memory; {len(moved)} ranks were sent their parts")
         self._opened = own.split("/")[0], step
-        return opened[0]
+        return opened
 
-    def _distribute(self, sent: Mapping[int, list[Tensor]], source: int) -> list[Tensor]:
-        """Sends each rank in ``sent``, which are in order, its blocks, and returns those that
-        ``source`` sends to this one, if it does. Collective."""
-        sizes = {to: [block.numel() for block in blocks] for to, blocks in sent.items()}
-        found = [each.get(self._group.rank) for each in self._group.all_gather(sizes)]
-        mine: list[int] = next(filter(None, found), [])
-        data = torch.cat([_NOTHING, *itertools.chain.from_iterable(sent.values())])
-        totals = {to: sum(each) for to, each in sizes.items()}
-        return list(self._send(data, totals, {source: sum(mine)}).split(mine))
+    def _read(self, path: str) -> list[Tensor]:
+        """The bytes of the manifest and of the state of a copy, mapped."""
+        folder = LocalFolder(os.path.join(self._folder, path))
+        found = [folder.source(name) for name in (MANIFEST, STATE)]
+        return [torch.frombuffer(each.buffer(0, each.size), dtype=torch.uint8) for each in found]
 
-    def _send(self, data: Tensor, to: Mapping[int, int], source: Mapping[int, int]) -> Tensor:
-        """Sends each rank in ``to`` so many bytes of ``data``, in the order of the ranks, and
-        returns those that come from the ranks in ``source``. Collective."""
-        ranks = list(filter(is_present, range(self._group.size)))
-        incoming = [source.get(rank, 0) for rank in ranks]
+    def _exchange(self, sent: Mapping[int, Tensor]) -> Tensor:
+        """Sends each rank in ``sent``, which are in order, its bytes, and returns those that one
+        sends here. Collective."""
+        sizes = {to: data.numel() for to, data in sent.items()}
+        incoming = [each.get(self._group.rank, 0) for each in self._group.all_gather(sizes)]
+        outgoing = [sizes.get(rank, 0) for rank in filter(is_present, range(self._group.size))]
         received = torch.empty(sum(incoming), dtype=torch.uint8)
-        outgoing = [to.get(rank, 0) for rank in ranks]
-        c10d.all_to_all_single(received, data, incoming, outgoing, self._group.group)
+        data = [_NOTHING, *sent.values()]
+        # One alone is not copied.
+        whole = data[-1] if len(data) < 3 else torch.cat(data)
+        c10d.all_to_all_single(received, whole, incoming, outgoing, self._group.group)
         return received
 
     def begin(self, base: int) -> None:
@@ -233,20 +224,20 @@ class MemoryCopies:
         loaded stays until there is a newer one. Collective."""
         if not self.on:
             return
-        self._start = self._group.broadcast(os.urandom(8).hex())
+        self._start, self._whole = self._group.broadcast(os.urandom(8).hex()), 0
         loaded = self._opened if base in self._opened else ()
 
         def clear() -> None:
             if self._group.is_first:
-                record = {"start": self._start, "mesh": self._mesh, "loaded": loaded}
+                record = {"start": self._start, "loaded": loaded}
                 os.makedirs(self.run_dir, exist_ok=True)
                 path = os.path.join(self.run_dir, RECORD)
                 files.replace(path, json.dumps(record), durable=True)
             for path in self._copies():
                 copy = _COPY.fullmatch(path)
-                if copy is None or (copy[1], int(copy[3])) != loaded:
+                if copy is None or (copy["start"], int(copy["step"])) != loaded:
                     shutil.rmtree(os.path.join(self._folder, path), ignore_errors=True)
-            self._open_slots()
+            os.makedirs(self._own_folder)
 
         # Nobody writes before every node has been cleared.
         if self._try(clear):
@@ -255,16 +246,13 @@ class MemoryCopies:
 
     def follow(self) -> None:
         """This replica has got the state from another one, and makes copies as that does."""
-        self._start, *_ = _read_record(self.run_dir)
+        self._start, _ = _read_record(self.run_dir)
         self.on = bool(self._start)  # else it has turned them off
-        self._open_slots()
+        os.makedirs(self._own_folder, exist_ok=True)
 
-    def _open_slots(self) -> None:
-        for slot in self._slots:
-            slot.release()
-        folder = os.path.join(self._folder, self._start, f"rank-{self._group.rank:05d}")
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        self._slots = [Slot(folder, name) for name in ("own-0", "own-1", "kept-0", "kept-1")]
+    @property
+    def _own_folder(self) -> str:
+        return os.path.join(self._folder, self._start, f"rank-{self._group.rank:05d}")
 
     # In the loop
 
@@ -276,85 +264,77 @@ class MemoryCopies:
         return self.on
 
     def save(self, state: SavedState) -> None:
-        """Copies the state; the loop waits for the copy alone. Never raises for a fault of the
-        memory. All ranks."""
+        """Copies the state. Never raises for a fault of the memory. All ranks."""
         step = state.manifest.step
         if not self._start:
             self.begin(step - 1)
         # What replicas split, or each has for itself, is needed of all of them.
         several = len(self._rows[self._group.rank]) > 1
         splits = several and any("replicate" in split_dims(each) for each in state.shared.values())
-        in_place = "" if splits or state.of_replica else "place-"
+        kind = "rank" if splits or state.of_replica else "place"
         manifest, fault = state.manifest, None
         try:
-            tensors, blocks = pack({**state.shared, **state.of_replica, **state.own})
+            tensors, blocks = pack(local_parts(state.shared | state.of_replica | state.own))
             manifest = dataclasses.replace(manifest, tensors=tensors)
-            self._check_room(blocks, splits)
-            self._slots[self._next].fill(blocks)
+            self._staged = self._staging.take(blocks)
+            if not self._whole:
+                self._check_room(splits)
         except Exception as error:  # the others hear of it, whatever it is, and training goes on
             fault = error
         self._group.stay()
-        self._thread = threading.Thread(
-            target=self._finish_copy,
-            args=(manifest, f"{in_place}{self._group.rank}", splits, fault),
-            name=f"memory copy {step}",
-            daemon=True,
-        )
-        self._thread.start()
+        self._copying = in_thread(lambda: self._finish_copy(manifest, kind, splits, fault))
         self._due_now = False
 
     def _finish_copy(
-        self, manifest: Manifest, of: str, splits: bool, fault: Exception | None
+        self, manifest: Manifest, kind: str, splits: bool, fault: Exception | None
     ) -> None:
-        """Beside the loop: makes a copy of the state ``of`` ranks of what is in its slot, and waits
-        for all. ``splits``: replicas have different parts; ``fault``: of this rank so far."""
-        own, kept = self._slots[self._next], self._slots[self._next + 2]
-        name = f"{step_name(manifest.step)}.{{}}.{self._next}"
+        """Beside the loop: makes a copy of what is staged, and waits for all."""
 
-        def publish() -> None:
+        def write() -> None:
             if fault is not None:
                 raise fault
-            own.publish(name.format(of), manifest)
+            self._write(f"{kind}-{self._group.rank:05d}", manifest, self._staged)
 
         with contextlib.suppress(Exception):  # where a rank has ended: the loop hears of it too
-            if not self._try(publish):
+            if not self._try(write) or (splits and not self._keep(manifest)):
                 return
-            if splits and not self._keep(own.data, manifest, kept, name):
-                return
+            self._whole = manifest.step
             # What was loaded, and is needed no longer.
             for start in Path(self._folder).glob("*"):
                 if start.name != self._start:
                     shutil.rmtree(start, ignore_errors=True)
-            # This copy stays until the one in the other slot is complete.
-            self._next = 1 - self._next
 
-    def _keep(self, data: Tensor, manifest: Manifest, kept: Slot, name: str) -> bool:
+    def _write(self, of: str, manifest: Manifest, state: Tensor) -> None:
+        """Makes a copy of ``state``, which is that ``of`` a rank or place."""
+        store = LocalStore(os.path.join(self._own_folder, of), durable=False)
+        place = store.begin(manifest.step, "copy")
+        # Room for this one. That of which all have a copy stays.
+        for step in store.steps():
+            if step != self._whole:
+                store.delete(step)
+        manifest.files = {STATE: store.write(place, STATE, [memoryview(state.numpy().data)])}
+        store.publish(place, manifest.step, manifest.encode())
+
+    def _keep(self, manifest: Manifest) -> bool:
         """Makes a copy of what a rank of another replica has, as that does of this rank's."""
         row = self._rows[self._group.rank]
         # Half of the replicas further: on another node, unless all are on one.
         here, away = row.index(self._group.rank), len(row) // 2
-        to, source = row[(here + away) % len(row)], row[here - away]
-        text = as_bytes(exchange.encode(manifest).encode())
-        sizes = self._group.all_gather([len(text), data.numel()])
-        length, size = sizes[source]
-        other = exchange.decode(
-            self._send(text, {to: len(text)}, {source: length}).numpy().tobytes()
-        )
-        if not self._try(lambda: kept.reserve(size)):
-            return False
-        for begin in range(0, max(largest for _, largest in sizes), _PIECE):
-            piece, target = data[begin : begin + _PIECE], kept.data[begin : begin + _PIECE]
-            target.copy_(self._send(piece, {to: len(piece)}, {source: len(target)}))
-        return self._try(lambda: kept.publish(name.format(source), other))
+        to = row[(here + away) % len(row)]
+        text = self._exchange({to: as_bytes(exchange.encode(manifest).encode())})
+        state = self._exchange({to: self._staged})
+        of, other = f"rank-{row[here - away]:05d}", exchange.decode(text.numpy().tobytes())
+        return self._try(lambda: self._write(of, other, state))
 
-    def _check_room(self, blocks: Sequence[Tensor], splits: bool) -> None:
+    def _check_room(self, splits: bool) -> None:
         """Raises `CheckpointError` unless two copies fit on this node, before the first is made."""
-        if self._slots[0].data.numel():
-            return
         # Ranks of one node see each other's folders, and their parts are alike.
-        ranks = len(os.listdir(os.path.join(self._folder, self._start)))
-        mib = ranks * sum(block.numel() for block in blocks) * (4 if splits else 2) / 2**20
-        free = (free_bytes(self._root) + used(self._folder)) / 2**20
+        ranks = len(os.listdir(os.path.dirname(self._own_folder)))
+        mib = ranks * self._staged.numel() * (4 if splits else 2) / 2**20
+        system = os.statvfs(self._root)
+        # A tenth of the memory that this machine or container has left stays free.
+        free = min(system.f_bavail * system.f_frsize, 0.9 * free_memory())
+        free = (free + used(self._folder)) / 2**20
         if mib > free:
             raise CheckpointError(
                 f"{free:.1f} MiB of shared memory to give, and two copies need {mib:.1f} MiB; "
@@ -364,9 +344,8 @@ class MemoryCopies:
 
     def wait(self) -> None:
         """Returns when the last copy is complete on all nodes, or has failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._copying is not None:
+            self._copying.result()
 
     def finish(self) -> None:
         """Removes the copies of a run that has ended well. Collective."""
@@ -378,16 +357,12 @@ class MemoryCopies:
 
     def _try(self, work: Callable[[], object]) -> bool:
         """Runs ``work`` on every rank; the first fault of any turns the copies off. Collective."""
-        error = None
         try:
-            work()
-        except Exception as fault:  # the others wait for an answer, whatever happened
-            error = f"{socket.gethostname()}: {describe_error(fault)}"
-        errors = list(filter(None, self._group.all_gather(error)))
-        if errors:
+            self._group.agree(work)
+        except ConfigError as fault:
             self.on = False
             self._group.say(
-                f"memory copies off: {errors[0]}. Training goes on; a lost worker costs the steps "
+                f"memory copies off: {fault}. Training goes on; a lost worker costs the steps "
                 "since the last checkpoint",
                 logging.WARNING,
             )
@@ -395,8 +370,7 @@ class MemoryCopies:
         return self.on
 
     def _remove(self) -> None:
-        for slot in self._slots:
-            slot.release()
+        self._staging, self._staged = Staging(), _NOTHING
         self._group.all_gather(None)  # nobody is still writing
         if self._group.is_first:
             forget_copies(self.run_dir)
@@ -413,14 +387,45 @@ def _nearest(rank: int, sources: Sequence[tuple[int, str]]) -> tuple[int, str]:
     return (own or here or [sources[rank % len(sources)]])[0]
 
 
-def _read_record(run_dir: str) -> tuple[str, Any, tuple[Any, ...]]:
-    """The last start, its mesh, and the start and step of the copy that it went on from. Raises
-    OSError or ValueError."""
+def _read_record(run_dir: str) -> tuple[str, tuple[Any, ...]]:
+    """The last start, and the start and step of the copy that it went on from. Raises OSError or
+    ValueError."""
     try:
         content = files.read_json(os.path.join(run_dir, RECORD))
     except FileNotFoundError:
-        return "", {}, ()
+        return "", ()
     match content:
-        case {"start": str(start), "mesh": mesh, "loaded": [*loaded]}:
-            return start, mesh, tuple(loaded)
+        case {"start": str(start), "loaded": [*loaded]}:
+            return start, tuple(loaded)
     raise ValueError(f"{RECORD} names no start")
+
+
+def open_place() -> str:
+    """The folder in shared memory of this node, made if it does not exist. Raises OSError when it
+    is not ours alone."""
+    path = os.environ.get(MEMORY_DIR)
+    if path:
+        with contextlib.suppress(FileNotFoundError):
+            mode = os.lstat(path).st_mode
+            # /tmp, /dev/shm: making it private would close it for others
+            if stat.S_ISDIR(mode) and mode & 0o022:
+                raise PermissionError(
+                    errno.EPERM, "others may write to it; name a folder inside it", path
+                )
+        private_folders.make_private(path)
+        return os.path.abspath(path)
+    if not os.path.isdir(SHARED_MEMORY):
+        raise FileNotFoundError(
+            errno.ENOENT, f"no shared memory folder; set {MEMORY_DIR} to one", SHARED_MEMORY
+        )
+    return private_folders.open_folder(os.getppid(), SHARED_MEMORY)
+
+
+def used(path: str) -> int:
+    """Bytes that the files below ``path`` occupy, which other ranks may rename meanwhile."""
+    blocks = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                blocks += os.lstat(os.path.join(folder, name)).st_blocks
+    return 512 * blocks

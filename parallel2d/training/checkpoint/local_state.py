@@ -1,15 +1,15 @@
-"""What one rank has of a run's state, as one file: `pack` lays it out, and `LocalState` reads it
-again on the rank in the same place, of any replica that has the same. Copies in memory are such
-files, and a replica that joins others takes theirs.
+"""What one rank has of a run's state, as one file: `pack` lays it out, `Staging` holds it, and
+`LocalState` reads it again on the rank in the same place, of any replica that has the same. Copies
+in memory are such files, a replica that joins others takes theirs, and a checkpoint on disk has one
+of each rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import zlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,26 +32,63 @@ from parallel2d.training.checkpoint.manifest import (
 from parallel2d.training.checkpoint.storage import step_name
 
 STATE = "state.safetensors"
-_BLOCK = 4 * 2**20  # bytes under one CRC-32
+_ROOM = 2**16  # bytes by which a file may grow: numbers in its header, states of generators
 
 
-def pack(tensors: Mapping[str, Tensor]) -> tuple[dict[str, StoredTensor], list[Tensor]]:
-    """Returns what a manifest says of this rank's parts of ``tensors``, and the blocks of bytes
-    that make up their file: a header, then views of the parts, on whatever device."""
-    stored, entries, parts = {}, [], []
-    # The widest first, so that each part begins at a multiple of its own width.
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-        region, shape, dtype = local_region(tensor), tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]
+class Part(NamedTuple):
+    """A rectangle of the tensor ``name``, of this whole shape, and the values in it."""
+
+    name: str
+    shape: torch.Size
+    region: Region
+    values: Tensor
+
+
+def local_parts(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
+    """What this rank has of each."""
+    for name, tensor in tensors.items():
+        yield Part(name, tensor.shape, local_region(tensor), local_part(tensor.detach()))
+
+
+def pack(parts: Iterable[Part], file: str = STATE) -> tuple[dict[str, StoredTensor], list[Tensor]]:
+    """Returns what a manifest says of these parts, and the blocks of bytes that make up their
+    ``file``: a header, then views of the values, on whatever device."""
+    stored, entries, blocks = {}, [], []
+    # The widest first, so that each begins at a multiple of its own width.
+    for name, shape, region, values in sorted(parts, key=lambda each: -each.values.element_size()):
+        dtype = DTYPE_NAMES[values.dtype]
         chunks: tuple[Chunk, ...] = ()
         if region.numel:
-            chunks = (Chunk(STATE, region),)
+            chunks = (Chunk(file, region),)
             entries.append((chunk_key(name, shape, region), dtype, region.lengths))
-            part = local_part(tensor.detach()).contiguous()
             # A single value counts as contiguous whatever its stride; the view needs a stride of 1.
-            parts.append(part.as_strided((part.numel(),), (1,)).view(torch.uint8))
-        stored[name] = StoredTensor(dtype, shape, chunks)
-    header = as_bytes(encode_header(entries, {"format": "pt"}))
-    return stored, [header, *parts]
+            flat = values.contiguous().as_strided((values.numel(),), (1,))
+            blocks.append(flat.view(torch.uint8))
+        stored[name] = StoredTensor(dtype, tuple(shape), chunks)
+    return stored, [as_bytes(encode_header(entries, {"format": "pt"})), *blocks]
+
+
+class Staging:
+    """A buffer on CPU that holds a packed file, allocated once (page-locked beside a GPU)."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def take(self, blocks: Sequence[Tensor]) -> Tensor:
+        """Copies the blocks, one after the other."""
+        sizes = [block.numel() for block in blocks]
+        on_device = any(block.is_cuda for block in blocks)
+        total = sum(sizes)
+        if self._buffer.numel() < total:
+            self._buffer = torch.empty(total + _ROOM, dtype=torch.uint8, pin_memory=on_device)
+        staged = self._buffer[:total]
+        for block, piece in zip(blocks, staged.split(sizes), strict=True):
+            piece.copy_(block, non_blocking=on_device)
+        # Copies into page-locked memory run beside this thread, and training would change values.
+        if on_device:
+            torch.cuda.synchronize()
+        return staged
 
 
 def as_bytes(data: bytes) -> Tensor:
@@ -69,19 +106,10 @@ class _InMemory:
         return self
 
     def digest(self, name: str, progress: Progress | None = None) -> str:
-        return digest(self._data)
+        return hashlib.sha256(self._data).hexdigest()
 
     def buffer(self, begin: int, end: int) -> Any:
         return self._data[begin:end]
-
-
-def digest(data: memoryview) -> str:
-    """SHA-256 in hex over the CRC-32s of ``data``'s blocks: as fast as memory, and good against
-    accidents, the only thing that memory of our own is checked for."""
-    sums = hashlib.sha256()
-    for begin in range(0, len(data), _BLOCK):
-        sums.update(zlib.crc32(data[begin : begin + _BLOCK]).to_bytes(4, "little"))
-    return sums.hexdigest()
 
 
 class LocalState(Checkpoint):
@@ -94,12 +122,13 @@ class LocalState(Checkpoint):
         super().__init__(folder, dataclasses.replace(manifest, mesh={}))
 
     @classmethod
-    def from_bytes(cls, manifest: Tensor, data: Tensor) -> LocalState:
-        """Checks both, whose origin may be any. Raises `DamagedCheckpointError`."""
+    def from_bytes(cls, manifest: Tensor, data: Tensor, mesh: dict[str, int]) -> LocalState:
+        """Checks both, whose origin may be any, and that they are of a ``mesh`` as here. Raises
+        `DamagedCheckpointError`."""
         decoded = Manifest.decode(manifest.numpy().tobytes(), MANIFEST, local=True)
         state = cls(decoded, data, f"{step_name(decoded.step)} from memory")
-        if set(decoded.files) != {STATE}:
-            raise DamagedCheckpointError(f"{state.folder.label} is not in the one file {STATE}")
+        if decoded.mesh != mesh:
+            raise DamagedCheckpointError(f"{state.folder.label} is of another mesh")
         state.verify()
         return state
 

@@ -9,12 +9,10 @@ So every name, number and dtype is checked as if hostile, and nothing is importe
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import operator
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,8 +30,6 @@ from parallel2d.training.progress import LARGEST_COUNT, problems_of_state
 FORMAT = 1
 MANIFEST = "manifest.json"
 MAX_BYTES = 96 * 2**20  # two million chunks, for which a reader needs 2 GiB of memory
-_MOST_CORNERS = 1 << 18  # of the chunks of a tensor
-_MOST_CUT = 6  # dims along which a tensor is cut
 _MOST_AXES = 8
 _TRAINED = "global_batch_size"  # in the layout of what the train command saves
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
@@ -115,7 +111,7 @@ class Manifest:
     @tensor_file.without_collector()
     def decode(cls, data: bytes, what: str = MANIFEST, *, local: bool = False) -> Manifest:
         """Raises `DamagedCheckpointError`, naming ``what``, for what `encode` cannot have made.
-        ``local``: it is of what one rank has, one rectangle of a tensor or none."""
+        ``local``: it is of what one rank has."""
         if len(data) > MAX_BYTES:
             raise DamagedCheckpointError(f"{what}: {len(data)} bytes, more than {MAX_BYTES}")
         content = tensor_file.parse_json(data, what)
@@ -216,12 +212,11 @@ class Checkpoint:
         if region.numel:
             self.copy_into(name, region, local_part(tensor.detach()).view(region.lengths))
 
-    def read(self, name: str, region: Region | None = None) -> Tensor:
-        """A tensor, or a rectangle of it, on CPU in its stored dtype."""
+    def read(self, name: str) -> Tensor:
+        """A tensor on CPU in its stored dtype."""
         tensor = self.tensors[name]
-        region = region or Region.whole(tensor.shape)
-        result = torch.empty(region.lengths, dtype=DTYPES[tensor.dtype])
-        self.copy_into(name, region, result)
+        result = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+        self.copy_into(name, Region.whole(tensor.shape), result)
         return result
 
 
@@ -297,9 +292,7 @@ def _decode_tensor(
     shape = tuple(shape)
     try:
         chunks = tuple([_decode_chunk(chunk, shape, files) for chunk in listed])
-        if local:
-            require([(len(chunks) < 2, "one rank has several parts of it")])
-        else:
+        if not local:
             check_tiling(shape, [chunk.region for chunk in chunks])
     except ValueError as error:
         raise ValueError(f"{printable(name)}: {error}") from None
@@ -322,37 +315,22 @@ def _decode_chunk(item: Any, shape: tuple[int, ...], files: Mapping[str, StoredF
 
 
 def check_tiling(shape: Sequence[int], regions: Sequence[Region]) -> None:
-    """Raises ValueError unless ``regions``, all inside ``shape``, cover it exactly once.
-
-    Takes linear time. Of each region the corners are counted, those with an odd number of ends
-    below zero. The counts of all regions at each point equal those of the whole if and only if
-    every element is covered once: they are the mixed difference of how often it is covered.
-    """
+    """Raises ValueError unless ``regions``, all inside ``shape``, cover it exactly once, in a grid:
+    layouts cut a tensor along whole planes. Takes linear time."""
     require(_tiling(shape, regions))
 
 
 def _tiling(shape: Sequence[int], regions: Sequence[Region]) -> Iterator[tuple[object, str]]:
-    sizes = [region.numel for region in regions]
-    yield 0 not in sizes, "it has an empty chunk"
-    covers = sum(sizes) == math.prod(shape)
-    yield covers, f"its chunks do not cover its shape {list(shape)} exactly once"
-    # One chunk of that size is the whole.
-    if len(regions) < 2:
-        return
-    cut = [dim for dim, size in enumerate(shape) if {r.lengths[dim] for r in regions} != {size}]
-    yield cut, "it is stored twice"
-    # Every region has two ends along each of these dims.
-    corners_to_count = len(regions) << len(cut)
-    are_few = len(cut) <= _MOST_CUT and corners_to_count <= max(_MOST_CORNERS, 4 * len(regions))
-    yield are_few, f"it is cut into {len(regions)} chunks along {len(cut)} dims"
-    corners: Counter[tuple[int, ...]] = Counter()
-    signed = [*((region, 1) for region in regions), (Region.whole(shape), -1)]
-    for region, sign in signed:
-        ends = [(region.offsets[dim], region.offsets[dim] + region.lengths[dim]) for dim in cut]
-        sides = itertools.product((0, 1), repeat=len(cut))
-        for which, corner in zip(sides, itertools.product(*ends), strict=True):
-            corners[corner] += -sign if sum(which) % 2 else sign
-    yield not any(corners.values()), "its chunks overlap"
+    yield all(region.numel for region in regions), "it has an empty chunk"
+    cells = min(math.prod(shape), 1)  # of the grid, none without values
+    for dim, size in enumerate(shape):
+        spans = sorted({(region.offsets[dim], region.ends[dim]) for region in regions})
+        ends = [0, *(end for _, end in spans)]
+        follow = [begin for begin, _ in spans] == ends[:-1] and ends[-1] == size
+        yield follow or not cells, f"its chunks do not cover its shape {list(shape)} exactly once"
+        cells *= len(spans)
+    is_grid = len(regions) == len(set(regions)) == cells
+    yield is_grid, f"its chunks are no grid over its shape {list(shape)}, or overlap"
 
 
 def content_digest(content: Mapping[str, Any]) -> str:

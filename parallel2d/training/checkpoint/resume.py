@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,7 +40,6 @@ from parallel2d.training.checkpoint.state import (
 )
 from parallel2d.training.checkpoint.storage import (
     Store,
-    as_config_error,
     describe_error,
     find_checkpoint,
     step_name,
@@ -49,21 +48,12 @@ from parallel2d.training.checkpoint.storage import (
 log = logging.getLogger(__name__)
 
 
-def check_copies(config: CheckpointConfig, copies: MemoryCopies | None) -> None:
-    """Raises `ConfigError` where ``config`` asks for copies in memory and there are none."""
-    if copies is None and config.enabled and config.memory_every not in ("auto", 0):
-        raise ConfigError(
-            f"checkpoint.memory_every={config.memory_every}: give the copies to Checkpointer, "
-            "copies=parallel2d.training.checkpoint.memory_copies(config, run_dir, mesh)"
-        )
-
-
 @dataclass
 class Resume:
-    """One search for a checkpoint. Every rank makes one and calls `run`.
+    """One search for a checkpoint, on every rank.
 
     ``own_step``: the step of this run's own checkpoint that was loaded; None when it was another's
-    or a copy. ``stored``: the newest step that is on disk, 0 for none.
+    or a copy. ``stored``: the newest step that is on disk, 0 for none; ``seen``: all that are.
     """
 
     config: CheckpointConfig
@@ -75,14 +65,13 @@ class Resume:
     settings: bool
     own_step: int | None = None
     stored: int = 0
-    _left: tuple[Sequence[int], str] = ((), "")  # steps that are not continued, and the reason
-    _damaged: Sequence[int] = ()
-    _seen: Sequence[int] = ()
+    seen: Sequence[int] = ()
+    _aside: dict[int, str] = field(default_factory=dict)  # steps that are not continued, and why
 
     def run(self, restarted: bool) -> dict[str, Any] | None:
         """See `Checkpointer.restore`."""
         resume = self.config.resume
-        own = self._seen = self._own_steps()
+        own = self.seen = self._own_steps()
         copies: list[int] = []
         # Started anew by hand, copies count only where the newest state of this run is asked for.
         if self.copies is not None and (restarted or resume == "auto"):
@@ -96,15 +85,17 @@ class Resume:
         if resume == "auto":
             return self._newest(own, copies, self.config.load)
         if resume == "never":
-            self._left = own, "checkpoint.resume=never"
+            self._aside = dict.fromkeys(own, "checkpoint.resume=never")
             return None
         step = self._own_step(resume)
         if step is not None:
             state = self._load_path(self.store.path_of(step), step)
-            self._left = [other for other in own if other > step], f"checkpoint.resume={resume}"
+            later = [other for other in own if other > step]
+            self._aside = dict.fromkeys(later, f"checkpoint.resume={resume}")
             return state
         if not own:
-            return self._load_path(self.group.on_first(lambda: _find(resume)), None)
+            found = self.group.on_first(lambda: _find(resume), f"checkpoint.resume={resume}")
+            return self._load_path(found, None)
         self.group.say(
             "this run has checkpoints of its own and goes on there, not at "
             f"checkpoint.resume={resume}"
@@ -115,32 +106,20 @@ class Resume:
         """Moves checkpoints aside that the run does not go on from: later ones than the chosen
         one, damaged ones, and what another start has written in the meantime. Collective."""
         if self.config.enabled:
-            written = [step for step in self._own_steps() if step not in self._seen]
-            self._move_aside(written, "written by another start of this run")
-            # Otherwise they would stand where this run will write its own.
-            try:
-                self._move_aside(self._damaged, "damaged")
-            except ConfigError as fault:
-                self.group.say(str(fault), logging.WARNING)
-        self._move_aside(*self._left)
+            for step in self._own_steps():
+                if step not in self.seen:
+                    self._aside[step] = "written by another start of this run"
+
+        def move() -> None:
+            for step, why in self._aside.items():
+                name = self.store.move_aside(step)
+                log.warning("%s: %s is now %s", why, step_name(step), name)
+
+        self.group.on_first(move, "a checkpoint could not be moved aside")
 
     def _own_steps(self) -> list[int]:
-        def read() -> list[int]:
-            with as_config_error(f"{self.store.root} cannot be read"):
-                return self.store.steps()
-
-        own: list[int] = self.group.on_first(read)
+        own: list[int] = self.group.on_first(self.store.steps, f"{self.store.root} cannot be read")
         return own
-
-    def _move_aside(self, steps: Sequence[int], why: str) -> None:
-        def move() -> None:
-            with as_config_error(f"{why}: a checkpoint could not be moved aside"):
-                for step in steps:
-                    name = self.store.move_aside(step)
-                    log.warning("%s: %s is now %s", why, step_name(step), name)
-
-        if steps:
-            self.group.on_first(move)
 
     def _newest(self, own: list[int], copies: list[int], load: str) -> dict[str, Any] | None:
         """Loads the newest sound one in the store or among the copies; a copy where both have the
@@ -158,7 +137,9 @@ class Resume:
                     damaged[step] = f"{what}: {fault}"
                 self.group.say(f"passing over {what}: {fault}", logging.WARNING)
                 continue
-            self._damaged = list(damaged)
+            # Otherwise they would stand where this run will write its own.
+            if self.config.enabled:
+                self._aside = dict.fromkeys(damaged, "damaged")
             self.own_step = None if is_copy else step
             self.stored = max((other for other in own if other not in damaged), default=0)
             return state if load == "all" else None
@@ -183,7 +164,7 @@ class Resume:
             return self._load(checkpoint, load)
         except DamagedCheckpointError as fault:
             # With none on disk, the run would begin with what was loaded so far.
-            if not self._seen:
+            if not self.seen:
                 raise ConfigError(f"{fault}; checkpoint.resume=never starts again") from None
             raise
 
@@ -217,26 +198,26 @@ class Resume:
     def _load(self, checkpoint: Checkpoint, load: str) -> dict[str, Any]:
         strict, manifest = self.config.strict, checkpoint.manifest
         label, same_ranks = checkpoint.folder.label, manifest.world_size == self.group.size
-        passed_over: list[str] = []
 
-        def fill() -> None:
+        def fill() -> list[str]:
             # Everything is checked before anything is changed.
-            check_model(self.model, checkpoint, strict)
+            passed_over = check_model(self.model, checkpoint, strict)
             settings: list[Settings] = []
             optimizer = self.optimizer if load == "all" else None
             if optimizer is not None:
-                check_optimizer(self.model, optimizer, checkpoint, strict)
+                passed_over += check_optimizer(self.model, optimizer, checkpoint, strict)
                 if self.settings:
                     settings = stored_settings(self.model, optimizer, checkpoint)
-            passed_over.extend(load_model(self.model, checkpoint, strict))
+            load_model(self.model, checkpoint)
             if optimizer is not None:
-                passed_over.extend(load_optimizer(self.model, optimizer, checkpoint, strict))
+                load_optimizer(self.model, optimizer, checkpoint)
                 if settings:
                     put_settings(optimizer, settings)
             if load == "all" and same_ranks:
                 restore_rng(self.group.rank, checkpoint)
+            return passed_over
 
-        self.group.agree(fill)
+        passed_over = self.group.agree(fill)
         masters_were_loaded(self.model)
         restarts = load != "all" or not names_under(["ema"], checkpoint.tensors)
         self.group.agree(lambda: load_averages(self.model, checkpoint, restart=restarts))
@@ -260,10 +241,7 @@ class Resume:
 
 
 def _find(path: str) -> str:
-    """The checkpoint that ``path`` means: one, or the newest of a run directory or of its
-    ``checkpoints`` folder. Raises `ConfigError`."""
-    with as_config_error(f"checkpoint.resume={path}"):
-        found = find_checkpoint(path)
+    found = find_checkpoint(path)
     if not is_remote(path) and not os.path.isdir(found):
         raise ConfigError(
             f"checkpoint.resume={path}: there is no such folder; it may be auto, never, or a path"

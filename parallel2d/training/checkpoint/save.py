@@ -1,5 +1,5 @@
-"""One save on all ranks: `plan_writes` says which rank writes what, `Staging.take` copies that to
-CPU, `write_checkpoint` writes and publishes it. `Checkpointer` decides when.
+"""One save on all ranks: `plan_writes` says which rank writes what, `take` copies that to CPU,
+`write_checkpoint` writes and publishes it. `Checkpointer` decides when.
 
 The training loop waits for staging alone. The rest may run in a thread, because it communicates
 over a process group of its own. Rank 0 opens the folder, all ranks write, rank 0 gathers their
@@ -8,15 +8,17 @@ answers, writes the manifest, renames and broadcasts the outcome: errors are the
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,17 +26,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base import exchange
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.folder import is_remote
-from parallel2d.base.files.tensor_file import DTYPE_NAMES, DamagedCheckpointError, encode
+from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.base.replicas import first_rank, is_present
 from parallel2d.base.replicas.lasting_groups import Everyone
 from parallel2d.parallel.mesh import axis_positions, sharding_mesh, without_replicas
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region, split_dims
+from parallel2d.training.checkpoint.local_state import (
+    Part,
+    Staging,
+    local_parts,
+    pack,
+)
 from parallel2d.training.checkpoint.manifest import (
-    Chunk,
     Manifest,
-    StoredFile,
     StoredTensor,
-    chunk_key,
 )
 from parallel2d.training.checkpoint.storage import (
     CheckpointError,
@@ -84,12 +89,13 @@ class Group:
         """The first rank's value on every rank."""
         return value if self.group is None else exchange.broadcast(value, group=self.group)
 
-    def on_first(self, work: Callable[[], Any]) -> Any:
-        """Runs ``work`` on rank 0 and returns its result, on every rank; its `ConfigError` is
-        raised on all. It must raise no other error: the other ranks would wait. Collective."""
+    def on_first(self, work: Callable[[], Any], what: str = "rank 0") -> Any:
+        """Runs ``work`` on rank 0 and returns its result, on every rank; an error is raised on all,
+        as a `ConfigError` about ``what`` unless it is one. Collective."""
         answer: Any = None
         try:
-            answer = work() if self.is_first else None
+            with as_config_error(what):
+                answer = work() if self.is_first else None
         except ConfigError as fault:
             answer = fault
         answer = self.broadcast(answer)
@@ -97,20 +103,23 @@ class Group:
             raise answer
         return answer
 
-    def agree(self, work: Callable[[], object]) -> None:
-        """Runs ``work`` on every rank; an error on any is raised on all in the end. Collective."""
+    def agree(self, work: Callable[[], Any]) -> Any:
+        """Runs ``work`` on every rank and returns what it does here; an error on any is raised on
+        all in the end. Collective."""
+        result: Any = None
         error: Exception | None = None
         try:
-            work()
+            result = work()
         except DamagedCheckpointError as fault:
             error = DamagedCheckpointError(str(fault))
         except ConfigError as fault:
             error = ConfigError(str(fault))
-        except (OSError, RuntimeError, ValueError) as fault:
+        except Exception as fault:  # the others wait for an answer, whatever happened
             error = DamagedCheckpointError(f"rank {self.rank}: {describe_error(fault)}")
         for answer in self.all_gather(error):
             if answer is not None:
                 raise answer
+        return result
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on rank 0; an empty list elsewhere."""
@@ -121,39 +130,34 @@ class Group:
         return [value] if self.group is None else exchange.all_gather(value, self.group)
 
 
-def check_folder(store: Store, group: Group, is_written: bool) -> None:
+def in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """Runs it beside the caller, in a daemon: the process must be able to end before it has."""
+    found: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(function())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found
+
+
+def check_folder(store: Store, group: Group) -> None:
     """Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would
-    keep only its own part of a checkpoint. ``is_written``: whether anything will be. Collective."""
+    keep only its own part of a checkpoint. Collective."""
     root = store.root
-    if not is_written:
-        return
 
-    def leave_token() -> str | None:
-        with as_config_error(f"checkpoints cannot be written to {root}"):
-            store.prepare()
-            # All ranks reach it by the same address.
-            if is_remote(root):
-                return None
-            token = f".shared-{os.urandom(8).hex()}"
-            with open(os.path.join(root, token), "x"):
-                return token
+    def prepare() -> None:
+        store.prepare()
+        if not is_remote(root):
+            tempfile.TemporaryFile(dir=root).close()
 
-    token: str | None = group.on_first(leave_token)
-    if token is None:
-        return
-    # Each rank looks in its own folder.
-    path = os.path.join(root, token)
-    hosts = group.all_gather("" if os.path.exists(path) else socket.gethostname())
-    if group.is_first:
-        os.unlink(path)
-    ranks = [rank for rank, host in enumerate(hosts) if host]
-    if ranks:
-        blind = ", ".join(sorted({hosts[rank] for rank in ranks}))
-        raise ConfigError(
-            f"{root} is not the same folder on every rank: {blind} (ranks {ranks}) "
-            "does not see what rank 0 writes. Put the run directory on a shared file system, "
-            "or set checkpoint.folder to one"
-        )
+    group.on_first(prepare, f"checkpoints cannot be written to {root}")
+    # All ranks reach a remote one by the same address.
+    if group.size > 1 and not is_remote(root):
+        exchange.check_shared(root)
 
 
 # Which rank writes what
@@ -165,27 +169,16 @@ class SavedState:
     what only the ranks of this replica have; ``own``: what no other rank has."""
 
     manifest: Manifest  # without tensors and files
-    shared: Mapping[str, Tensor]
-    of_replica: Mapping[str, Tensor]
-    own: Mapping[str, Tensor]
+    shared: dict[str, Tensor]
+    of_replica: dict[str, Tensor]
+    own: dict[str, Tensor]
 
 
-def plan_all(state: SavedState, mesh: DeviceMesh | None) -> Iterator[tuple[str, Region, Tensor]]:
-    """`plan_writes` of what this rank has in common with others."""
-    mesh = None if mesh is None else sharding_mesh(mesh)
-    yield from plan_writes(state.shared.items(), mesh)
-    if state.of_replica and mesh is not None:
-        yield from plan_writes(state.of_replica.items(), without_replicas(mesh))
+def plan_writes(tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None) -> Iterator[Part]:
+    """Yields what this rank writes: over all ranks every element once. No communication: every rank
+    computes the same from the order of ``tensors``, placements and mesh coordinates.
 
-
-def plan_writes(
-    tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None
-) -> Iterator[tuple[str, Region, Tensor]]:
-    """Yields (name, region, local values) for what this rank writes. No communication: every rank
-    computes the same from placements and mesh coordinates.
-
-    Over all ranks every element is written exactly once. All ranks give ``tensors`` in the same
-    order. A rectangle goes to that of its holders which has least to write, or in parts of at least
+    A rectangle goes to that of its holders which has least to write, or in parts of at least
     `PART_BYTES` to several: bytes are even over ranks, and a manifest stays small.
     """
     # Bytes dealt out so far to each of the ranks that hold the same rectangles.
@@ -215,7 +208,7 @@ def plan_writes(
                 # Empty where there are more ranks than rows.
                 if written.numel:
                     values = local_part(tensor).detach().reshape(held.lengths)
-                    yield name, written, values[written.slices_in(held)]
+                    yield Part(name, tensor.shape, written, values[written.slices_in(held)])
 
 
 def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:
@@ -234,58 +227,40 @@ def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], 
 # What is written
 
 
-@dataclass
-class Snapshot:
-    """Holds what one rank writes, copied to CPU."""
+def take(
+    state: SavedState, mesh: DeviceMesh | None, rank: int, staging: Staging
+) -> tuple[Manifest, Tensor]:
+    """Copies this rank's share of ``state`` to CPU: returns a manifest of that alone, without
+    files, and the content of its file."""
+    mesh = None if mesh is None else sharding_mesh(mesh)
+    parts = [*plan_writes(state.shared.items(), mesh), *local_parts(state.own)]
+    if state.of_replica and mesh is not None:
+        parts += plan_writes(state.of_replica.items(), without_replicas(mesh))
+    tensors, blocks = pack(parts, _file_of(rank))
+    return replace(state.manifest, tensors=tensors), staging.take(blocks)
 
-    manifest: Manifest  # without tensors and files
-    parts: list[tuple[str, tuple[int, ...], Region, Tensor]]  # name, whole shape, region, values
 
-
-class Staging:
-    """CPU buffers that hold a snapshot, allocated once (page-locked beside a GPU)."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def take(self, state: SavedState, mesh: DeviceMesh | None) -> Snapshot:
-        """Copies this rank's share of ``state``, see `plan_all`."""
-        whole = {**state.shared, **state.of_replica, **state.own}
-        planned = list(plan_all(state, mesh))
-        planned += [(name, Region.whole(each.shape), each) for name, each in state.own.items()]
-        parts = []
-        is_on_gpu = False
-        for name, region, values in planned:
-            buffer = self._buffers.get(name)
-            if buffer is None or (buffer.shape, buffer.dtype) != (values.shape, values.dtype):
-                buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-                self._buffers[name] = buffer
-            buffer.copy_(values, non_blocking=values.is_cuda)
-            is_on_gpu |= values.is_cuda
-            parts.append((name, tuple(whole[name].shape), region, buffer))
-        # Copies into page-locked memory run beside this thread, and training would change values.
-        if is_on_gpu:
-            torch.cuda.synchronize()
-        return Snapshot(state.manifest, parts)
+def _file_of(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
 
 
 def write_checkpoint(
-    snapshot: Snapshot, store: Store, group: Group, exists: Callable[[int], str | None]
+    manifest: Manifest,
+    data: Tensor,
+    store: Store,
+    group: Group,
+    exists: Callable[[int], str | None],
 ) -> tuple[str | None, int]:
-    """Writes and publishes ``snapshot``. Collective over ``group``. Returns (error or None, bytes
-    written), alike on all ranks; never raises for a fault of the storage.
-
-    ``exists(step)`` runs on rank 0 and clears the way: it returns a reason to skip, or None.
-    """
-    step = snapshot.manifest.step
+    """Writes and publishes what `take` returned. Collective over ``group``. Returns (error or None,
+    bytes written), alike on all ranks; never raises for a fault of the storage. ``exists(step)``
+    runs on rank 0 and clears the way: it returns a reason to skip, or None."""
     place = error = None
     is_first = group.is_first  # throughout, though it may become another rank meanwhile
     if is_first:
         try:
-            reason = exists(step)
+            reason = exists(manifest.step)
             if reason is None:
-                place = store.begin(step, os.urandom(4).hex())
+                place = store.begin(manifest.step, os.urandom(4).hex())
             else:
                 log.info("%s", reason)
         except Exception as fault:  # whatever the storage raises: training goes on
@@ -293,59 +268,35 @@ def write_checkpoint(
     place, error = group.broadcast((place, error))
     if place is None:
         return error, 0
-    answers = group.gather(_write_part(snapshot, store, place, group.rank))
+    name, files = _file_of(group.rank), {}
+    try:
+        files[name] = store.write(place, name, [memoryview(data.numpy().data)])
+    except Exception as fault:
+        error = f"rank {group.rank}: {describe_error(fault)}"
+    answers = group.gather((manifest.tensors, files, error))
     outcome: tuple[str | None, int] = (None, 0)
     if is_first:
-        outcome = _publish(snapshot.manifest, store, place, answers)
+        outcome = _publish(manifest, store, place, answers)
     return group.broadcast(outcome)
 
 
-@exchange.sendable
-@dataclass(frozen=True)
-class _Answer:
-    name: str  # of this rank's file
-    file: StoredFile | None  # where it has a value to write
-    parts: Sequence[tuple[str, str, tuple[int, ...], Region]]  # name, dtype, whole shape, region
-    error: str | None
-
-
-def _write_part(snapshot: Snapshot, store: Store, place: str, rank: int) -> _Answer:
-    name = f"rank-{rank:05d}.safetensors"
-    parts = []
-    stored = []
-    for tensor, shape, region, values in snapshot.parts:
-        parts.append((tensor, DTYPE_NAMES[values.dtype], shape, region))
-        if values.numel():
-            stored.append((chunk_key(tensor, shape, region), values))
-    file = None
-    try:
-        if stored:
-            file = store.write(place, name, encode(stored, {"format": "pt"}))
-        return _Answer(name, file, parts, None)
-    except Exception as fault:  # whatever the storage raises: training goes on
-        return _Answer(name, None, (), f"rank {rank}: {describe_error(fault)}")
-
-
 def _publish(
-    manifest: Manifest, store: Store, place: str, answers: Sequence[_Answer]
+    manifest: Manifest, store: Store, place: str, answers: Sequence[Any]
 ) -> tuple[str | None, int]:
+    """``answers``: of each rank its parts of tensors, its file, and an error."""
     try:
-        errors = [answer.error for answer in answers if answer.error]
+        errors = [error for _, _, error in answers if error]
         if errors:
             more = f" and {len(errors) - 4} more ranks" if errors[4:] else ""
             raise CheckpointError("; ".join(errors[:4]) + more)
-        manifest.files = {answer.name: answer.file for answer in answers if answer.file}
-        described: dict[str, tuple[str, tuple[int, ...]]] = {}
-        chunks: dict[str, list[Chunk]] = {}
-        for answer in answers:
-            for name, dtype, shape, region in answer.parts:
-                described.setdefault(name, (dtype, shape))
-                listed = chunks.setdefault(name, [])
-                # The manifest records that a tensor without elements was there.
-                if region.numel:
-                    listed.append(Chunk(answer.name, region))
-        for name, listed in chunks.items():
-            manifest.tensors[name] = StoredTensor(*described[name], tuple(listed))
+        parts: dict[str, list[StoredTensor]] = {}
+        for tensors, files, _ in answers:
+            manifest.files |= files
+            for name, part in tensors.items():
+                parts.setdefault(name, []).append(part)
+        for name, listed in parts.items():
+            chunks = itertools.chain.from_iterable(part.chunks for part in listed)
+            manifest.tensors[name] = replace(listed[0], chunks=tuple(chunks))
         content = manifest.encode()
         # A save that could not be loaded again is a failed save.
         Manifest.decode(content, "the new manifest")

@@ -47,7 +47,6 @@ from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
 log = logging.getLogger(__name__)
 
 STEPS = "sync/steps"
-REPLICA = "replica/"  # what one replica alone has
 _SHOWN = 20  # differences that a message lists in full
 # Words of the state of NumPy's legacy generator, and bytes that no generator's state exceeds.
 _TWISTER, _LARGEST = 624, 2**16
@@ -56,17 +55,13 @@ _TWISTER, _LARGEST = 624, 2**16
 def saved_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """Everything that all replicas share, by its name in the checkpoint, in the same order on every
     rank. Collective over the replicas with ``sync=diloco``."""
-    found = _under("model", model_tensors(model)) | shared_tensors(model) | average_tensors(model)
+    found = _under("model", model_tensors(model)) | shared_tensors(model)
+    if (average := average_of(model)) is not None:
+        found |= _under("ema", average.values)
     # Replicas that train on their own have optimizers of their own: `replica_tensors`.
     if optimizer is not None and STEPS not in found:
         found |= _under("optimizer", optimizer_tensors(model, optimizer))
     return found
-
-
-def average_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Lists the averages of ``train.ema``; empty without."""
-    average = average_of(model)
-    return {} if average is None else _under("ema", average.values)
 
 
 def load_averages(model: nn.Module, checkpoint: Checkpoint, *, restart: bool) -> None:
@@ -98,21 +93,18 @@ def check_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[
             lines.append(f"{name}: {shape} in the model, {found} in the checkpoint")
     for name in sorted(stored.keys() - here.keys() - tied_names(model).keys()):
         lines.append(f"{printable(name)}: {stored[name]} in the checkpoint, not in the model")
+    advice = "checkpoint.strict=false loads what fits and leaves the rest as initialized"
+    shown, label = list_differences(lines), checkpoint.folder.label
     if strict and lines:
-        raise ConfigError(
-            f"{checkpoint.folder.label} holds another model than this one:\n"
-            f"{list_differences(lines)}\n"
-            "checkpoint.strict=false loads what fits and leaves the rest as initialized"
-        )
+        raise ConfigError(f"{label} holds another model than this one:\n{shown}\n{advice}")
     return lines
 
 
 def check_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, strict: bool
 ) -> list[str]:
-    """One line per way in which the stored optimizer does not fit this one; raises `ConfigError`
-    with all of them when there are any and ``strict``. Settings such as lr are no difference: those
-    of the running configuration hold."""
+    """As `check_model`, one line per way in which the stored optimizer does not fit this one.
+    Settings such as lr are no difference: those of the running configuration hold."""
     lines = []
     stored = checkpoint.manifest.optimizer
     if not stored:
@@ -129,13 +121,13 @@ def check_optimizer(
             lines.append(f"{name}: trained here, not trained in the checkpoint")
         for name in sorted(before - trained):
             lines.append(f"{printable(name)}: trained in the checkpoint, not trained here")
+    advice = (
+        "checkpoint.load=model_only takes the weights alone; checkpoint.strict=false loads what "
+        "fits"
+    )
+    shown, label = list_differences(lines), checkpoint.folder.label
     if strict and lines:
-        raise ConfigError(
-            f"{checkpoint.folder.label} holds another optimizer than this one:\n"
-            f"{list_differences(lines)}\n"
-            "checkpoint.load=model_only takes the weights alone; checkpoint.strict=false loads "
-            "what fits"
-        )
+        raise ConfigError(f"{label} holds another optimizer than this one:\n{shown}\n{advice}")
     return lines
 
 
@@ -179,36 +171,28 @@ def names_under(prefixes: Iterable[str], names: Iterable[str]) -> list[str]:
 
 
 @torch.no_grad()
-def load_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[str]:
+def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Fills the parameters and persistent buffers of ``model`` in place, this rank's part of each,
-    converted to the dtype they have here; no communication. Returns the differences that were
-    passed over.
-
-    Raises `ConfigError` with every difference when there are any and ``strict``,
-    `DamagedCheckpointError` when a file does not match the manifest.
-    """
+    converted to the dtype they have here, as far as they fit; no communication. Raises
+    `DamagedCheckpointError` when a file does not match the manifest."""
     reshard(model)
-    differences = check_model(model, checkpoint, strict)
     for name, tensor in model_tensors(model).items():
         source = fitting_name(name, tensor, checkpoint.manifest)
         if source is not None:
             checkpoint.fill(tensor, source)
-    return differences
 
 
 @torch.no_grad()
 def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, strict: bool
-) -> list[str]:
+    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint
+) -> None:
     """Fills the state of ``optimizer`` in place, creating it where it does not exist yet; no
-    communication. Parameter groups keep their settings. Returns the differences that were passed
-    over; a parameter that differs starts with fresh state. Raises as `load_model`.
-    """
-    differences = check_optimizer(model, optimizer, checkpoint, strict)
+    communication. Parameter groups keep their settings; a parameter that differs starts with fresh
+    state. Raises as `load_model`."""
     stored = checkpoint.manifest.optimizer
     # Without ``strict`` another optimizer starts anew: its state means something else.
     if stored.get("class") != type(optimizer).__name__:
-        return differences
+        return
     fitting = {}
     stored_as: dict[str, torch.dtype] = {}
     for name, parameter in trained_parameters(model, optimizer).items():
@@ -238,7 +222,6 @@ def load_optimizer(
             # What is a tensor here was filled above, whatever a checkpoint says beside it.
             if isinstance(value, SCALARS) and not isinstance(state.get(key), Tensor):
                 state[key] = value
-    return differences
 
 
 def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -284,15 +267,6 @@ def optimizer_prefix(model: nn.Module, names: Iterable[str]) -> str:
     return f"{_prefix(own)}/optimizer"
 
 
-def _residual_prefixes(kept: UpdateFollower, manifest: Manifest) -> list[str]:
-    """Those that this replica goes on from: its own, or where the number of replicas has changed
-    all that there are."""
-    available = _replicas_in(manifest.tensors, kept.residual_name)
-    if manifest.mesh.get("replicate", 1) == kept.replicas:
-        available = [each for each in available if each == kept.replica]
-    return [f"{_prefix(each)}/{kept.residual_name}" for each in available]
-
-
 @torch.no_grad()
 def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Fills what `shared_tensors` and `replica_tensors` list, as far as ``checkpoint`` has it; the
@@ -318,19 +292,19 @@ def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _load_residuals(kept: UpdateFollower, checkpoint: Checkpoint, is_first: bool) -> None:
-    """What replicas did not send counts as much for the next mean as before."""
-    manifest = checkpoint.manifest
-    saved = manifest.mesh.get("replicate", 1)
-    shares = 1 if saved == kept.replicas else saved
-    prefixes = _residual_prefixes(kept, manifest)
-    for name, value in kept.residuals().items() if prefixes else ():
-        total = torch.zeros_like(value)
-        for prefix in prefixes:
-            part = torch.zeros_like(value)
-            _fill_if_there(part, f"{prefix}/{name}", checkpoint)
-            total += part
-        kept.set_residual(name, total / shares)
+    """What replicas did not send counts as much for the next mean as before: a replica goes on from
+    its own, or where the number of replicas has changed from a share of all that there are."""
+    saved = checkpoint.manifest.mesh.get("replicate", 1)
     available = _replicas_in(checkpoint.tensors, kept.residual_name)
+    is_same = saved == kept.replicas
+    taken = [each for each in available if not is_same or each == kept.replica]
+    for name, value in kept.residuals().items() if taken else ():
+        total = torch.zeros_like(value)
+        for replica in taken:
+            part = torch.zeros_like(value)
+            _fill_if_there(part, f"{_prefix(replica)}/{kept.residual_name}/{name}", checkpoint)
+            total += part
+        kept.set_residual(name, total / (1 if is_same else saved))
     lost = sorted(set(range(saved)) - set(available))
     if is_first and available and lost:
         log.warning("what the replicas %s had not sent yet is lost with them", lost)
@@ -350,7 +324,7 @@ def _report_lost(outer: OuterSync, checkpoint: Checkpoint) -> None:
 
 
 def _prefix(replica: int) -> str:
-    return f"{REPLICA}{replica:05d}"
+    return f"replica/{replica:05d}"
 
 
 def _replicas_in(names: Iterable[str], kind: str) -> list[int]:

@@ -17,19 +17,17 @@ import itertools
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from parallel2d.base.errors import ConfigError, PlainError
-from parallel2d.base.files import flush_folder, refuse_link, replace
+from parallel2d.base.files import flush_folder, printable, refuse_link, replace
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.training.checkpoint.manifest import MANIFEST, StoredFile
 
 # What `step_name` writes, which adds zeros up to eight digits.
 _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
-_TOKEN_S = 3600.0  # after which no rank looks for a file that shows that all see one folder
 _PIECE = 2**24  # bytes, small enough to overlap hashing with the disk's own work
 
 Blocks = Iterable[bytes | memoryview]
@@ -42,15 +40,6 @@ class CheckpointError(PlainError):
 def step_name(step: int) -> str:
     """The folder's name: ``step-00000100``."""
     return f"step-{step:08d}"
-
-
-def _is_old_token(path: str) -> bool:
-    """Of a start that was killed; ranks that come back while others save look for a younger one."""
-    if not os.path.basename(path).startswith(".shared-"):
-        return False
-    with contextlib.suppress(FileNotFoundError):
-        return time.time() - os.lstat(path).st_mtime > _TOKEN_S
-    return False
 
 
 def _steps_in(names: Iterable[str]) -> list[int]:
@@ -96,10 +85,13 @@ def find_checkpoint(path: str) -> str:
 
 
 class LocalStore:
-    """On a file system that renames folders atomically (any local one, NFS, Lustre)."""
+    """On a file system that renames folders atomically (any local one, NFS, Lustre).
 
-    def __init__(self, root: str) -> None:
-        self.root = os.path.abspath(root)
+    ``durable=False``: in memory, which needs no flush and returns what was written.
+    """
+
+    def __init__(self, root: str, durable: bool = True) -> None:
+        self.root, self.durable = os.path.abspath(root), durable
 
     def prepare(self) -> None:
         """Makes the root."""
@@ -121,8 +113,8 @@ class LocalStore:
         """The place to write to. Removes what killed saves and deletions left: it takes room."""
         self.prepare()
         for name in os.listdir(self.root):
-            path = os.path.join(self.root, name)
-            if name.startswith((".saving-", ".deleting-")) or _is_old_token(path):
+            if name.startswith((".saving-", ".deleting-")):
+                path = os.path.join(self.root, name)
                 shutil.rmtree(path, ignore_errors=True)
                 # rmtree refuses links and files.
                 with contextlib.suppress(OSError):
@@ -137,6 +129,8 @@ class LocalStore:
         descriptor = os.open(os.path.join(place, name), flags, 0o666)
         with os.fdopen(descriptor, "rb+") as file:
             stored = _write_pieces(file, blocks)
+            if not self.durable:
+                return stored
             file.flush()
             os.fsync(file.fileno())
             # Read from the page cache, the data would be right whatever the disk holds. Only pages
@@ -282,8 +276,10 @@ def describe_error(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def as_config_error(what: str) -> Iterator[None]:
-    """Makes one `ConfigError` of whatever a storage raises."""
+    """Makes one `ConfigError` of whatever a storage, or a library, raises."""
     try:
         yield
+    except ConfigError:
+        raise
     except Exception as fault:
-        raise ConfigError(f"{what}: {describe_error(fault)}") from None
+        raise ConfigError(f"{what}: {printable(describe_error(fault), 500)}") from None

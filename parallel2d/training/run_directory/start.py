@@ -302,12 +302,8 @@ def _publish_pending(run_dir: str, name: str) -> None:
     # A restart has none, and hydra.output_subdir may name another place.
     if not name.startswith(_PENDING) or not os.path.isdir(pending):
         return
-    aside = f"{records}-before"
-    shutil.rmtree(aside, ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(records, aside)
+    shutil.rmtree(records, ignore_errors=True)
     os.rename(pending, records)
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def discard_pending(job: Job) -> None:

@@ -85,19 +85,12 @@ def convert(
     progress: Progress | None = None,
 ) -> int:
     """Writes ``source`` to ``target``, a file for ``safetensors`` and ``torch``, a folder for the
-    other formats; returns how many tensors it wrote.
+    other `FORMATS`; returns how many tensors it wrote. Raises `ConfigError`: the target exists, or
+    the source lacks what the format needs.
 
-    Args:
-        format: one of `FORMATS`.
-        dtype: safetensors name of the dtype that floating-point weights are converted to; None
-            keeps each. Optimizer state is never converted.
-        optimizer: convert optimizer state and the run's position too.
-        average: write the averages of ``train.ema`` in the place of weights.
-        shard_bytes: size at which a folder's data goes on in another file.
-        arguments: ``given`` of `write_model`.
-        progress: gets the bytes read since the last call.
-
-    Raises `ConfigError`: the target exists, or the source lacks what the format needs.
+    ``dtype``: safetensors name, for floating-point weights alone, optimizer state is never
+    converted; ``shard_bytes``: size at which a folder's data goes on in another file;
+    ``arguments``: ``given`` of `write_model`; ``progress`` gets the bytes read since the last call.
     """
     if os.path.lexists(target):
         raise ConfigError(f"{target} exists already; nothing is written over")
@@ -105,9 +98,7 @@ def convert(
         raise ConfigError("a Hugging Face model has no place for optimizer state")
     if optimizer and not source.optimizer:
         raise ConfigError("the source holds no optimizer state")
-    if average:
-        source = _averaged(source)
-    chosen = _chosen(source, dtype, optimizer, progress)
+    chosen = _chosen(source, dtype, optimizer, average, progress)
     with _published(target) as place:
         match format:
             case "hf":
@@ -123,35 +114,28 @@ def convert(
     return len(chosen.tensors)
 
 
-def _averaged(source: Source) -> Source:
-    """``source`` with averages in the place of the weights that have some."""
-    if not source.averages:
-        raise ConfigError("the source holds no averages: it was not trained with train.ema")
-
-    def read(name: str) -> Tensor:
-        return source.read(name.replace("model/", "ema/", 1) if name in source.averages else name)
-
-    return replace(source, tensors={**source.tensors, **source.averages}, read=read)
-
-
 def _chosen(
-    source: Source, dtype: str | None, optimizer: bool, progress: Progress | None
+    source: Source, dtype: str | None, optimizer: bool, average: bool, progress: Progress | None
 ) -> Source:
     """Returns what is written of ``source``: the widest dtypes first, weights converted to
     ``dtype``; and without optimizer state, the facts about the weights alone."""
     weights = names_under(["model"], source.tensors)
     if not weights:
         raise ConfigError("the source holds no weights")
-    tensors = dict(source.tensors)
-    if not optimizer:
-        tensors = {name: tensors[name] for name in weights}
+    averages = names_under(["ema"], source.tensors) if average else []
+    if average and not averages:
+        raise ConfigError("the source holds no averages: it was not trained with train.ema")
+    kinds = ["model", "optimizer"] if optimizer else ["model"]
+    tensors = {name: source.tensors[name] for name in names_under(kinds, source.tensors)}
+    stored_as = {f"model/{name.removeprefix('ema/')}": name for name in averages}
+    tensors |= {name: source.tensors[stored] for name, stored in stored_as.items()}
     for name in weights:
         stored, shape = tensors[name]
         if dtype is not None and DTYPES[stored].is_floating_point:
             tensors[name] = dtype, shape
 
     def read(name: str) -> Tensor:
-        values = source.read(name)
+        values = source.read(stored_as.get(name, name))
         if progress is not None:
             progress(values.nbytes)
         return values.to(DTYPES[tensors[name][0]]).contiguous()

@@ -45,8 +45,8 @@ _FACTS = {"step": int, "state": dict, "layout": dict, "optimizer": dict, "tied":
 
 @dataclass
 class Source:
-    """Weights to convert: ``tensors``, name in our format (``model/...``, ``optimizer/...``) ->
-    (dtype name, shape), their values by ``read``, and facts as in a `Manifest`."""
+    """Weights to convert: ``tensors``, name in our format (``model/...``, ``optimizer/...``,
+    ``ema/...``) -> (dtype name, shape), their values by ``read``, and facts as in a `Manifest`."""
 
     kind: str
     tensors: dict[str, tuple[str, tuple[int, ...]]]
@@ -56,8 +56,6 @@ class Source:
     layout: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
-    # Of ``train.ema``: name of the weight -> (dtype name, shape)
-    averages: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
     def facts_text(self) -> str:
         return json.dumps({key: getattr(self, key) for key in _FACTS}, separators=(",", ":"))
@@ -77,7 +75,7 @@ class Source:
 
 
 def facts_in(text: Any, what: str) -> dict[str, Any]:
-    """Reads what `Source.facts_text` wrote, checked for kinds; nothing in other files."""
+    """Reads what `Source.facts_text` wrote; nothing in other files."""
     if not isinstance(text, str):
         return {}
     content = tensor_file.parse_json(text.encode(), f"{what}: metadata")
@@ -104,14 +102,10 @@ def read_ours(path: str) -> Source:
     checkpoint = Checkpoint.open(path, mapped=False)
     checkpoint.verify()
     described = {}
-    for name in names_under(["model", "optimizer"], checkpoint.tensors):
+    for name in names_under(["model", "optimizer", "ema"], checkpoint.tensors):
         described[name] = checkpoint.tensors[name].dtype, checkpoint.tensors[name].shape
-    averages = {}
-    for name in names_under(["ema"], checkpoint.tensors):
-        stored = checkpoint.tensors[name]
-        averages[f"model/{name.removeprefix('ema/')}"] = stored.dtype, stored.shape
     facts = {key: getattr(checkpoint.manifest, key) for key in _FACTS}
-    return Source("parallel2d", described, checkpoint.read, **facts, averages=averages)
+    return Source("parallel2d", described, checkpoint.read, **facts)
 
 
 def write_ours(source: Source, folder: str, shard_bytes: int) -> None:
@@ -182,17 +176,20 @@ MOST_SECONDS, MOST_BYTES = 20, 2**30
 _BYTES_A_SECOND = 2**28
 # How many times a value may be seen through views, and a size that is always allowed.
 _REPEATED, _SMALL = 4, 2**20
-# Bytes of a mapped file that are read, at least, before it is mapped anew.
-_MAPPED = 32 * 2**20
 
 
 def read_torch(path: str) -> Source:
-    """A file of any writer. Raises `ConfigError` for one that is not of weights alone."""
-    file = _TorchFile(path)
-    facts = dict(file.facts)
+    """A file of any writer, mapped. Raises `ConfigError` for one that is not of weights alone.
+
+    ``torch.load(weights_only=True)`` builds tensors and plain containers and refuses all else. A
+    file can still ask for any amount of memory or time: a few bytes name an array of terabytes, or
+    a key that takes years to hash. So a child process with limits opens it first.
+    """
+    _open_in_child(path)
+    tensors, facts = _open(path)
     described = {}
     first: dict[Any, str] = {}
-    for name, tensor in file.tensors.items():
+    for name, tensor in tensors.items():
         # Weights that are one storage are tied. An empty tensor has no place in memory.
         place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
         shared = tensor.numel() and name.startswith("model/")
@@ -201,70 +198,54 @@ def read_torch(path: str) -> Source:
             tied[name.removeprefix("model/")] = first[place].removeprefix("model/")
         else:
             described[name] = tensor_file.DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
-    return Source("torch", described, file.read, **facts)
+    return Source(
+        "torch", described, lambda name: tensors[name].resolve_conj().resolve_neg(), **facts
+    )
 
 
-class _TorchFile:
-    """The `tensors` of a ``torch.save`` file by name, and the `facts` beside them.
+def _open(path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a ``torch.save`` file by name, and the facts beside them."""
+    label, size = os.path.basename(path), os.path.getsize(path)
+    tensors, facts = _interpret(load_torch(path), label)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    if total > _REPEATED * size + _SMALL:
+        raise ConfigError(
+            f"{label} has {size} bytes, and its tensors would take {total}: they "
+            "repeat their values (expand); save them with .contiguous() if that is meant"
+        )
+    return tensors, facts
 
-    ``torch.load(weights_only=True)`` builds tensors and plain containers and refuses all else. A
-    file can still ask for any amount of memory or time: a few bytes name an array of terabytes, or
-    a key that takes years to hash. So a child process with limits opens it first.
-    """
 
-    def __init__(self, path: str) -> None:
-        self._path, self._label, self._size = path, os.path.basename(path), os.path.getsize(path)
-        self._bytes_read = 0
-        self._open_in_child()
-        self._open()
-
-    def _open(self) -> None:
-        self.tensors, self.facts = _interpret(load_torch(self._path), self._label)
-        total = sum(tensor.nbytes for tensor in self.tensors.values())
-        if total > _REPEATED * self._size + _SMALL:
-            raise ConfigError(
-                f"{self._label} has {self._size} bytes, and its tensors would take {total}: they "
-                "repeat their values (expand); save them with .contiguous() if that is meant"
-            )
-
-    def read(self, name: str) -> Tensor:
-        """The values of one of `tensors`. Not to be kept while others are read."""
-        # Pages of a mapped file count as memory of the process until it is mapped anew. That takes
-        # a look at its whole structure, so it is done at most 32 times.
-        if self._bytes_read > max(_MAPPED, self._size // 32):
-            self._open()
-            self._bytes_read = 0
-        tensor = self.tensors[name]
-        self._bytes_read += tensor.nbytes
-        return tensor.resolve_conj().resolve_neg()
-
-    def _open_in_child(self) -> None:
-        receiver, sender = os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                # Native code that gives up says so there.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-                # A file that is no archive is read as a whole.
-                memory = psutil.Process().memory_info().vms + self._size + MOST_BYTES
-                resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-                seconds = MOST_SECONDS + self._size // _BYTES_A_SECOND
-                resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                self._open()
-                os._exit(0)
-            except ConfigError as error:
-                os.write(sender, str(error).encode())
-            finally:
-                # Not sys.exit: what the parent does at its end is not the child's to do.
-                os._exit(1)
-        os.close(sender)
-        with open(receiver, encoding="utf-8") as answer:
-            problem = answer.read()
-        _, status = os.waitpid(child, 0)
-        if status:
-            limits = f"{MOST_SECONDS} seconds or {MOST_BYTES >> 20} MiB"
-            raise ConfigError(problem or f"{self._label} is not loaded: it takes above {limits}")
+def _open_in_child(path: str) -> None:
+    """Raises `ConfigError` where a child process that opens the file fails, or takes too much."""
+    size = os.path.getsize(path)
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            # Native code that gives up says so there.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            # A file that is no archive is read as a whole.
+            memory = psutil.Process().memory_info().vms + size + MOST_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+            seconds = MOST_SECONDS + size // _BYTES_A_SECOND
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            _open(path)
+            os._exit(0)
+        except ConfigError as error:
+            os.write(sender, str(error).encode())
+        finally:
+            # Not sys.exit: what the parent does at its end is not the child's to do.
+            os._exit(1)
+    os.close(sender)
+    with open(receiver, encoding="utf-8") as answer:
+        problem = answer.read()
+    _, status = os.waitpid(child, 0)
+    if status:
+        limits = f"{MOST_SECONDS} seconds or {MOST_BYTES >> 20} MiB"
+        name = os.path.basename(path)
+        raise ConfigError(problem or f"{name} is not loaded: it takes above {limits}")
 
 
 def load_torch(path: str) -> Any:
@@ -333,11 +314,8 @@ def _optimizer_by_name(optimizer: Any, names: Any) -> dict[str, Tensor]:
 
 
 def write_torch(source: Source, path: str) -> None:
-    """Writes a file that ``torch.load(weights_only=True)`` reads, also with ``mmap=True``.
-
-    Weights alone: a plain ``state_dict``. With optimizer state: a dict of both, as
-    ``load_state_dict`` takes them, and the names that the optimizer's numbers mean.
-    """
+    """Writes a plain ``state_dict``; with optimizer state a dict of both, as ``load_state_dict``
+    takes them, and the names that the optimizer's numbers mean."""
     model, names = {}, {}
     state: dict[str, dict[str, Any]] = {}
     # Fake tensors have no values: torch leaves room for them in the file.
@@ -378,8 +356,7 @@ def write_torch(source: Source, path: str) -> None:
 
 
 def _numbered(optimizer: Mapping[str, Any], state: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """An optimizer's ``state_dict``, whose parameters are numbers, and their names in that order.
-    ``optimizer``: the manifest's part; ``state``: its tensors by name."""
+    """An optimizer's ``state_dict``, whose parameters are numbers, and their names in order."""
     names: list[str] = []
     groups: list[dict[str, Any]] = []
     for group in optimizer.get("groups", []):

@@ -6,14 +6,13 @@ builds what they describe, without values. Nothing is downloaded, and no code of
 
 from __future__ import annotations
 
-import contextlib
 import filecmp
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ from parallel2d.base.files.tensor_file import DTYPES
 from parallel2d.models import adapters, huggingface
 from parallel2d.parallel.weights.pretrained import has_weights, read_headers
 from parallel2d.training.checkpoint.convert.formats import Source, source_of
+from parallel2d.training.checkpoint.storage import as_config_error
 
 # Our Llama and the library's. The weights are the same: both rotate the two halves of a head.
 _TOP = {
@@ -77,24 +77,11 @@ _MOST_LABELS = 10_000_000
 _FOREIGN = ("backbone", "use_timm_backbone", "use_pretrained_backbone", "quantization_config")
 
 
-@contextlib.contextmanager
-def _one_message(what: str) -> Iterator[None]:
-    """Makes a `ConfigError` of whatever a library raises for settings that may be anything."""
-    try:
-        yield
-    except (ConfigError, OSError):
-        raise
-    except ImportError as error:
-        raise ConfigError(str(error)) from None
-    except Exception as error:
-        raise ConfigError(f"{what}: {type(error).__name__}: {printable(error, 300)}") from error
-
-
 def read_llama(path: str) -> Source:
     """The Llama of a folder under our names. Raises `ConfigError` for another model, and for one
     that computes what ours does not: biases, scaled rotary embedding, heads not of dim / heads."""
     what = os.path.basename(os.path.abspath(path))
-    with _one_message(f"{what}/config.json"):
+    with as_config_error(f"{what}/config.json"):
         arguments = _arguments_of(huggingface.saved_config(path, None, {}))
     if not has_weights(path):
         raise ConfigError(f"{what} holds no safetensors weights")
@@ -165,7 +152,7 @@ def _as_library_model(source: Source, given: Mapping[str, str]) -> Source:
     """Our Llama in ``source`` as if it were the library's, in names and in settings."""
     arguments = llama_arguments(source.layout)
     for key, value in given.items():
-        with _one_message(f"--model {key}={value} is no number"):
+        with as_config_error(f"--model {key}={value} is no number"):
             arguments[key] = json.loads(value)
     # What the weights tell is not asked.
     for name, keys in _SIZES.items():
@@ -216,7 +203,7 @@ def write_model(source: Source, folder: str, shard_bytes: int, given: Mapping[st
     model.hf_device_map = {"": "disk"}
     model._hf_hook = SimpleNamespace(weights_map=_Values(source, stored))
     huggingface.library().logging.disable_progress_bar()
-    with _one_message("transformers"), warnings.catch_warnings():
+    with as_config_error("transformers"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.save_pretrained(folder, max_shard_size=shard_bytes)
     return len(stored)
@@ -251,7 +238,7 @@ def _library_model(
             f"the run began with model.path={printable(path)}, which is not here: say where it is "
             "with --model path=FOLDER"
         )
-    with _one_message("the checkpoint's model"):
+    with as_config_error("the checkpoint's model"):
         _refuse_settings(settings["arguments"])
         config = huggingface.saved_config(path, settings["architecture"], settings["arguments"])
         # The folder may have such settings too.
@@ -315,26 +302,21 @@ def _stored_names(source: Source, model: Any) -> dict[str, str]:
 
 
 def _copy_tokenizer(told: Any, moved: str | None, folder: str) -> None:
-    """Copies the tokenizer.json of the run's data, of which it has ``told``, unless it is in the
-    ``folder`` already. ``moved``: where it is now."""
+    """Copies the tokenizer.json of the run's data. ``moved``: where it is now."""
     data = told if isinstance(told, dict) else {}
     file = moved or data.get("path")
     # Bytes need no file.
     if not isinstance(file, str) or file == "bytes":
         return
     file = os.path.realpath(os.path.expanduser(file))
-    if not os.path.isfile(file):
-        raise ConfigError(
-            f"the run's data.tokenizer={printable(file)} is not here: say where it is with --model "
-            "tokenizer=FILE"
-        )
+    # Any other file that a checkpoint names is not copied.
+    what = f"the run's data.tokenizer={printable(file)} is no tokenizer.json"
+    with as_config_error(f"{what} that is here; --model tokenizer=FILE says where it is"):
+        read_json(file, _MAX_TOKENIZER)["model"]["type"]
     target = os.path.join(folder, "tokenizer.json")
     # That of the folder the run began with says more about it.
     if os.path.isfile(target) and filecmp.cmp(target, file, shallow=False):
         return
-    # Any other file that a checkpoint names is not copied.
-    with _one_message(f"the run's data.tokenizer={printable(file)} is no tokenizer.json"):
-        read_json(file, _MAX_TOKENIZER)["model"]["type"]
     for name in os.listdir(folder):
         if name not in _NO_TOKENIZER:
             os.unlink(os.path.join(folder, name))
@@ -354,7 +336,7 @@ def write_adapter(source: Source, folder: str) -> int:
         listed = printable(list(found or []))
         raise ConfigError(f"the checkpoint names the adapters {listed}: --to peft writes one")
     ((adapter, plain),) = found.items()
-    with _one_message("the checkpoint's adapter"):
+    with as_config_error("the checkpoint's adapter"):
         settings = adapters.checked_settings(plain)
         base = plain.get("base_model_name_or_path")
         settings.base_model_name_or_path = base if isinstance(base, str) else None
