@@ -40,7 +40,7 @@ from parallel2d.parallel.sync.methods.outer_parameter import (
 )
 from parallel2d.parallel.sync.wires import RESIDUAL_DECAY, WIRES, Wire
 from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys
-from parallel2d.parallel.sync.wires.exchange import ExactMean, Exchange, Part, expected_mean
+from parallel2d.parallel.sync.wires.exchange import Coded, ExactMean, Exchange, expected_mean
 from parallel2d.parallel.weights.geometry import Region, as_real, first_position, local_part
 from parallel2d.parallel.weights.named_tensors import parameters_by_name, register_masters
 
@@ -212,7 +212,7 @@ class OuterSync(UpdateFollower):
             named = self.residuals()
             rests = [as_real(local_part(named[each.name])) for each in fragment.parameters]
             keep = functools.partial(coder.put_back, tensors=rests)
-        part = Part(coder, coder.rows(changes), means, keep)
+        part = Coded(coder, coder.rows(changes), means, keep)
         fragment.pending = Exchange(self._group, [part])
 
     def receive(self) -> None:

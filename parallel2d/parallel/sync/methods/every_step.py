@@ -26,7 +26,7 @@ from parallel2d.parallel.sync.methods.method import (
 from parallel2d.parallel.sync.methods.residuals import Residuals, as_stored
 from parallel2d.parallel.sync.wires import RESIDUAL_DECAY, WIRES, Wire
 from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys, blocks_of
-from parallel2d.parallel.sync.wires.exchange import Exchange, Part, expected_mean
+from parallel2d.parallel.sync.wires.exchange import Coded, Exchange, expected_mean
 from parallel2d.parallel.weights.geometry import Region
 
 _WARM = WIRES["bf16"]  # the wire of the first steps, where ``sync.wire`` is too coarse for them
@@ -176,7 +176,7 @@ class RoundedReduction:
             # A cast needs to know nothing about parameters.
             whole = [bucket.buffer()]
             coder = self.wire.coder(whole, ())
-            parts = [Part(coder, coder.rows(whole), whole)]
+            parts = [Coded(coder, coder.rows(whole), whole)]
         else:
             by_wire: dict[Wire, list[tuple[FSDPParameter, Tensor]]] = defaultdict(list)
             for parameter, gradient in zip(bucket.trained, bucket.parts(), strict=True):
@@ -189,7 +189,7 @@ class RoundedReduction:
 
     def _part(
         self, wire: Wire, members: Sequence[tuple[FSDPParameter, Tensor]], again: bool
-    ) -> Part:
+    ) -> Coded:
         gradients = [gradient for _, gradient in members]
         pieces = [Piece(self.keys.of(each.name), each.start) for each, _ in members]
         coder = wire.coder(gradients, pieces)
@@ -200,4 +200,4 @@ class RoundedReduction:
             counts = {each.name: blocks_of(gradient.numel()) for each, gradient in members}
             self.residuals.add_to(rows, counts, again=again)
             keep = functools.partial(self.residuals.keep, counts=counts)
-        return Part(coder, rows, gradients, keep)
+        return Coded(coder, rows, gradients, keep)

@@ -36,7 +36,7 @@ from parallel2d.parallel.weights.geometry import Region, as_real, pieces_of
 
 
 @dataclass(eq=False)
-class Part:
+class Coded:
     """The values of an exchange that have one form.
 
     ``rows``: this replica's values, as ``coder`` makes them of tensors; they may be overwritten.
@@ -119,7 +119,7 @@ class Exchange:
     make them, and call their methods, in the same order. ``parts``: of one message; their coders
     send one dtype."""
 
-    def __init__(self, group: dist.ProcessGroup, parts: Sequence[Part]) -> None:
+    def __init__(self, group: dist.ProcessGroup, parts: Sequence[Coded]) -> None:
         self._group = group
         self._parts = parts
         self._replicas = group.size()
@@ -145,7 +145,7 @@ class Exchange:
         for part in self._parts:
             part.keep_rest()
 
-    def _received_by_part(self) -> list[tuple[Part, Tensor]]:
+    def _received_by_part(self) -> list[tuple[Coded, Tensor]]:
         """What has arrived, [replicas, values], of each part."""
         self._work.wait()
         return list(zip(self._parts, self._received.split(self._lengths, dim=1), strict=True))
