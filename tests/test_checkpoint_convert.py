@@ -338,6 +338,15 @@ def test_a_compressed_archive_is_not_unpacked(tmp_path, capsys, record):
     assert "it is a compressed archive" in text
 
 
+def test_optimizer_facts_of_another_form_are_one_message(tmp_path, capsys):
+    facts = json.dumps({"optimizer": {"groups": [{"names": ["a"]}]}})
+    tensors = {"a": torch.ones(2), "optimizer/exp_avg/a": torch.ones(2)}
+    save_file(tensors, tmp_path / "a.safetensors", metadata={"parallel2d": facts})
+    words = [str(tmp_path / "a.safetensors"), str(tmp_path / "a.pt"), "--optimizer"]
+    assert main(["convert", *words]) == 1
+    assert "groups do not list parameter names" in capsys.readouterr().err
+
+
 def test_a_file_of_holes_is_not_converted(tmp_path, capsys):
     size = 2**33
     header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()

@@ -331,3 +331,11 @@ def test_folders_of_gone_launchers_are_removed_and_none_says_what_to_set(tmp_pat
     with pytest.raises(FileNotFoundError, match=f"set {MEMORY_DIR}"):
         in_memory.open_place()
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_damaged_record_of_starts_is_an_error_that_says_so(tmp_path):
+    assert in_memory._read_record(str(tmp_path)) == ("", ())
+    for text in ('{"start": "a", "loaded": 1}', '{"starts": [["a", 1]]}'):
+        (tmp_path / in_memory.RECORD).write_text(text)
+        with pytest.raises(ValueError, match="names no start"):
+            in_memory._read_record(str(tmp_path))
