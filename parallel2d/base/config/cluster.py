@@ -38,8 +38,12 @@ class LinkConfig:
     """One end's connection. Both directions can be used at once. ``null``: not known, and then all
     three are: a bandwidth without a latency gives no time."""
 
-    up_gbit: float | None = option(None, "1e9 bit/s sent by an end", above=0, needs="down_gbit")
-    down_gbit: float | None = option(None, "1e9 bit/s got by an end", above=0, needs="latency_us")
+    up_gbit: float | None = option(
+        None, "1e9 bits per second that one end sends", above=0, needs="down_gbit"
+    )
+    down_gbit: float | None = option(
+        None, "1e9 bits per second that one end gets", above=0, needs="latency_us"
+    )
     latency_us: float | None = option(
         None, "Microseconds that a step of a collective adds", min=0, needs="up_gbit"
     )

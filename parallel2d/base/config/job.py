@@ -122,7 +122,9 @@ class LoopConfig:
     """The training loop. Batch sizes count samples, such as sequences; steps count from 1."""
 
     steps: int = option(300, "Steps of the run, one global batch each", min=1)
-    epochs: int | None = option(None, "Passes over the data in place of `steps`; null: none", min=1)
+    epochs: int | None = option(
+        None, "Passes over the data; set `steps` and `data.epochs`; null: ends after `steps`", min=1
+    )
     seed: int = option(0, "Decides initial weights, data order and dropout", between=(0, 2**63 - 1))
     global_batch_size: int = option(32, "Samples of a step on all ranks", min=1)
     micro_batch_size: int | str = option(
@@ -194,7 +196,9 @@ class CheckpointConfig:
     asynchronous: bool = option(True, "Write while training goes on; false: wait, no CPU copy")
     keep_last: int = option(3, "Newest checkpoints kept, with AdamW 3x parameters; 0: all", min=0)
     keep_every: int = option(0, "Checkpoints of its multiples are never deleted; 0: none", min=0)
-    keep_best: str | None = option(None, "Metric whose best step is kept; best.json names it")
+    keep_best: str | None = option(
+        None, "Metric whose best step is kept beside the newest; checkpoints/best.json names it"
+    )
     keep_best_mode: str = option(
         "min", "Whether small or large values are better", choices=("min", "max"), needs="keep_best"
     )
@@ -205,9 +209,13 @@ class CheckpointConfig:
         "0: none. They cost 2x each rank's part. auto: 10 where all restart or go back",
         min=0,
     )
-    folder: str | None = option(None, "Place such as s3://bucket/run (fsspec); null: the run dir")
+    folder: str | None = option(
+        None, "Where checkpoints are, such as s3://bucket/run (fsspec); null: in the run dir"
+    )
     resume: str = option("auto", "auto: the run dir's newest sound one; never: afresh; or a path")
-    load: str = option("all", "What is resumed; all: optimizer too", choices=("all", "model_only"))
+    load: str = option(
+        "all", "What is resumed; model_only: no optimizer", choices=("all", "model_only")
+    )
     strict: bool = option(True, "Refuse names and shapes that differ; false: skip and list them")
 
 
@@ -218,22 +226,31 @@ class LaunchConfig:
 
     nproc_per_node: int | str = option("auto", "Ranks of a node; auto: one per GPU, else 4", min=1)
     nnodes: int | str = option(1, "Nodes; 2:4: go on with fewer, grow again, with one loss curve")
-    rdzv_endpoint: str | None = option(None, "HOST:PORT where nodes meet: of one, or of a store")
-    job_id: str | None = option(None, "Tells jobs that share an endpoint apart")
+    rdzv_endpoint: str | None = option(
+        None, "HOST:PORT where nodes meet: an address of one of them, or of a store outside of them"
+    )
+    job_id: str | None = option(
+        None, "Tells jobs that share an endpoint apart, for a store outside"
+    )
     secret_file: str | None = option(
         None,
-        "File with the job's secret (parallel2d.launch secret); null: PARALLEL2D_SECRET has it",
+        "File with the secret of the job's nodes; null: it is in PARALLEL2D_SECRET. `python -m "
+        "parallel2d.launch secret` makes one",
     )
     insecure: bool = option(False, "No secret: whoever reaches the endpoint decides what runs")
     rendezvous_timeout: float = option(600.0, "Seconds to wait for a store and enough nodes", min=1)
-    max_restarts: int | str = option("auto", "Failures in a row; auto: 0 on a node, else 5", min=0)
+    max_restarts: int | str = option(
+        "auto", "Failures without a step in between. auto: 0 on one node, 5 on several", min=0
+    )
     min_replicas: int = option(1, "Replicas that train on if others are lost; below: wait", min=1)
     timeout: float = option(600.0, "Seconds that a collective may wait for a late rank", above=0)
     first_step_timeout: float | None = option(
         None, "Seconds of the same in the first step; null: 1800, or `timeout` if larger"
     )
     grace_s: int = option(60, "Seconds that workers have to save after SIGTERM or SIGUSR1", min=1)
-    requeue_exit_code: int = option(75, "Exit code once saved after a signal", between=(1, 255))
+    requeue_exit_code: int = option(
+        75, "Exit code of a run that saved after such a signal (EX_TEMPFAIL)", between=(1, 255)
+    )
     host_id: str | None = option(None, "Host identity; null: host name and network namespace")
 
     @property

@@ -57,8 +57,12 @@ class HuggingFaceModel:
 
     family: str = option("hf", "Set by the group: model=hf")
     path: str | None = option(None, "Local folder with config.json; its safetensors are loaded")
-    architecture: str | None = option(None, "Model type such as qwen3; weights are by the seed")
-    arguments: dict[str, Any] = option({}, "Of its configuration: model.arguments.hidden_size=64")
+    architecture: str | None = option(
+        None, "Instead of path, a model type of the library: qwen3; weights come from the seed"
+    )
+    arguments: dict[str, Any] = option(
+        {}, "Set on the model's configuration: model.arguments.num_hidden_layers=4"
+    )
     head: str = option(
         "auto",
         "Which of the library's models is built; auto: that of config.json, or the first",
@@ -66,7 +70,9 @@ class HuggingFaceModel:
     )
     load_weights: bool = option(True, "Load the weights of the folder; false: those of the seed")
     tensor_plan: Any = option(None, "As of model=custom; null: the library's own plan, if any")
-    adapter: Any = option(None, "Arguments of peft.LoraConfig, trained on the frozen model")
+    adapter: Any = option(
+        None, "Trained beside the frozen model: {r: 8, target_modules: [q_proj]} of peft.LoraConfig"
+    )
 
 
 # What `model` holds, by `model.family`.
@@ -96,8 +102,12 @@ class DataConfig:
     mixture: list[Any] = option(
         [], "Instead of path: [{path: A, weight: 0.7}, {path: B, weight: 0.3}]", read_by=("tokens",)
     )
-    tokenizer: str = _prepared("bytes", "bytes, or a tokenizer.json that the vocabulary can hold")
-    end_token: str | None = _prepared(None, "Ends a document; null: the usual one, or an id more")
+    tokenizer: str = _prepared(
+        "bytes", "bytes, or the path of a tokenizer.json; the model's vocabulary must hold its ids"
+    )
+    end_token: str | None = _prepared(
+        None, "Token that ends a document; null: the tokenizer.json's usual one, or one id more"
+    )
     text_field: str = _rows(
         "text", "Field of a row with its text, in place of `prompt` and `completion` or `segments`"
     )

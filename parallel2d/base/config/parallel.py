@@ -242,9 +242,15 @@ class SyncConfig:
     mix: float | int | str = _diloco(
         "auto", "Share kept of its own parameters; auto = 0, or 0.5 with a delay", between=(0, 1)
     )
-    outer_lr: float | int | str = _diloco("auto", "Of the outer Nesterov step; auto = 0.7", above=0)
-    outer_momentum: float | int | str = _diloco("auto", "Of that step; auto = 0.6", between=(0, 1))
-    compare_every: int = option(50, "Steps between comparisons of replicas; 0: never", min=0)
+    outer_lr: float | int | str = _diloco(
+        "auto", "Learning rate of the outer Nesterov step; auto = 0.7", above=0
+    )
+    outer_momentum: float | int | str = _diloco(
+        "auto", "Momentum of the outer Nesterov step; auto = 0.6", between=(0, 1)
+    )
+    compare_every: int = option(
+        50, "Steps between comparisons of the replicas, which must be equal; 0: never", min=0
+    )
     during_accumulation: str = option(
         "reduce_scatter_only",
         "What each micro-batch reduces. full = over both axes (most bytes); reduce_scatter_only = "
