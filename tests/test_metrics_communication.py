@@ -150,8 +150,8 @@ SELDOM = {
 def test_measured_bytes_are_those_of_the_formula(ranks, layout):
     result = ranks.run(4, measure, *{**LAYOUTS, **SELDOM}[layout])[0]
     measured = result["measured"]
-    # Blocks are dealt out to four replicas: each bucket has up to three empty ones.
-    tolerance = 0.003 if "int" in layout else 0.001
+    # Blocks are dealt out to four replicas: each form in a bucket has up to three empty ones.
+    tolerance = 0.007 if "int" in layout else 0.001
     for key, expected in result["predicted"].items():
         assert measured[key] == pytest.approx(expected, rel=tolerance), key
     for axis in ("replicate", "shard", "context", "tensor"):
