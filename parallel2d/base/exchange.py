@@ -227,8 +227,7 @@ def check_shared(folder: str) -> None:
     try:
         _refuse_where(
             not os.path.exists(path),
-            f"{folder} is not the same folder on every rank: put the run directory on a shared "
-            "file system, or set checkpoint.folder to one",
+            f"{folder} is not the same folder on every rank: it must be on a shared file system",
         )
     finally:
         if is_first:

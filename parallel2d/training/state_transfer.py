@@ -35,6 +35,7 @@ from parallel2d.training.checkpoint.local_state import (
     STATE,
     LocalState,
     as_bytes,
+    bytes_of,
     local_parts,
     pack,
 )
@@ -70,7 +71,8 @@ class Sender:
         own = replica_tensors(model, optimizer)
         tensors |= {name: own[name] for name in own if "/optimizer/" in name}
         self._tensors = tensors
-        described, self._blocks = pack(local_parts(tensors))
+        described, blocks = pack(local_parts(tensors))
+        self._blocks = list(map(bytes_of, blocks))
         # The first block is the header, and each tensor that has values here is one more.
         held = [name for name, each in described.items() if each.chunks]
         ids = set(map(id, model.buffers()))
@@ -98,6 +100,7 @@ class Sender:
         if self._sent.result():
             # Again, because a buffer with gaps was copied.
             _, last = _divided(pack(local_parts(self._tensors))[1], self._buffers)
+            last = list(map(bytes_of, last))
             # An end that nothing follows says that all was read before it changed.
             all(map(self._send, [*last, torch.ones(1)]))
 

@@ -295,15 +295,15 @@ class SplitBlock:
                 f"{tuple(query.shape)}, which are no [batch, heads, positions, dim] of its "
                 f"{self._own} positions"
             )
-        shape = (*query.shape[:-1], value.shape[-1])
-        if query.ndim == 3:
+        is_flat = query.ndim == 3
+        if is_flat:
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
             mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
         if splits_keys:
             output = attend_to_slices(axis, self.name, query, key, value, mask, options)
         else:
             output = attend_to_all(axis, query, key, value, mask, options)
-        return output.reshape(shape)
+        return output.squeeze(1) if is_flat else output
 
 
 def is_mask(tensor: Tensor, dims: Sequence[int]) -> bool:

@@ -307,6 +307,9 @@ class MemoryCopies:
     def _write(self, of: str, manifest: Manifest, state: Tensor) -> None:
         """Makes a copy of ``state``, which is that ``of`` a rank or place."""
         store = LocalStore(os.path.join(self._own_folder, of), durable=False)
+        # A loop may ask twice for one step.
+        if manifest.step == self._whole and manifest.step in store.steps():
+            return
         place = store.begin(manifest.step, "copy")
         # Room for this one. That of which all have a copy stays.
         for step in store.steps():
@@ -330,10 +333,13 @@ class MemoryCopies:
         """Raises `CheckpointError` unless two copies fit on this node, before the first is made."""
         # Ranks of one node see each other's folders, and their parts are alike.
         ranks = len(os.listdir(os.path.dirname(self._own_folder)))
-        mib = ranks * self._staged.numel() * (4 if splits else 2) / 2**20
+        share = ranks * self._staged.numel()
+        mib = share * (4 if splits else 2) / 2**20
         system = os.statvfs(self._root)
+        # What another replica has is received as a whole first.
+        received = share if splits else 0
         # A tenth of the memory that this machine or container has left stays free.
-        free = min(system.f_bavail * system.f_frsize, 0.9 * free_memory())
+        free = min(system.f_bavail * system.f_frsize, 0.9 * free_memory() - received)
         free = (free + used(self._folder)) / 2**20
         if mib > free:
             raise CheckpointError(

@@ -51,8 +51,8 @@ def local_parts(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
 
 
 def pack(parts: Iterable[Part], file: str = STATE) -> tuple[dict[str, StoredTensor], list[Tensor]]:
-    """Returns what a manifest says of these parts, and the blocks of bytes that make up their
-    ``file``: a header, then views of the values, on whatever device."""
+    """Returns what a manifest says of these parts, and the blocks that make up their ``file``: a
+    header, then the values, on whatever device."""
     stored, entries, blocks = {}, [], []
     # The widest first, so that each begins at a multiple of its own width.
     for name, shape, region, values in sorted(parts, key=lambda each: -each.values.element_size()):
@@ -61,9 +61,7 @@ def pack(parts: Iterable[Part], file: str = STATE) -> tuple[dict[str, StoredTens
         if region.numel:
             chunks = (Chunk(file, region),)
             entries.append((chunk_key(name, shape, region), dtype, region.lengths))
-            # A single value counts as contiguous whatever its stride; the view needs a stride of 1.
-            flat = values.contiguous().as_strided((values.numel(),), (1,))
-            blocks.append(flat.view(torch.uint8))
+            blocks.append(values)
         stored[name] = StoredTensor(dtype, tuple(shape), chunks)
     return stored, [as_bytes(encode_header(entries, {"format": "pt"})), *blocks]
 
@@ -77,18 +75,25 @@ class Staging:
     @torch.no_grad()
     def take(self, blocks: Sequence[Tensor]) -> Tensor:
         """Copies the blocks, one after the other."""
-        sizes = [block.numel() for block in blocks]
+        sizes = [block.nbytes for block in blocks]
         on_device = any(block.is_cuda for block in blocks)
         total = sum(sizes)
         if self._buffer.numel() < total:
             self._buffer = torch.empty(total + _ROOM, dtype=torch.uint8, pin_memory=on_device)
         staged = self._buffer[:total]
         for block, piece in zip(blocks, staged.split(sizes), strict=True):
-            piece.copy_(block, non_blocking=on_device)
+            # One without gaps is made here alone.
+            piece.view(block.dtype).view(block.shape).copy_(block, non_blocking=on_device)
         # Copies into page-locked memory run beside this thread, and training would change values.
         if on_device:
             torch.cuda.synchronize()
         return staged
+
+
+def bytes_of(block: Tensor) -> Tensor:
+    """The bytes of ``block``, a view if it has no gaps."""
+    # A single value counts as contiguous whatever its stride; the view needs a stride of 1.
+    return block.contiguous().as_strided((block.numel(),), (1,)).view(torch.uint8)
 
 
 def as_bytes(data: bytes) -> Tensor:

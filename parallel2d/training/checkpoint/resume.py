@@ -47,6 +47,8 @@ from parallel2d.training.checkpoint.storage import (
 
 log = logging.getLogger(__name__)
 
+_DAMAGED = "damaged"  # why a checkpoint is moved aside
+
 
 @dataclass
 class Resume:
@@ -112,8 +114,14 @@ class Resume:
 
         def move() -> None:
             for step, why in self._aside.items():
-                name = self.store.move_aside(step)
-                log.warning("%s: %s is now %s", why, step_name(step), name)
+                try:
+                    name = self.store.move_aside(step)
+                    log.warning("%s: %s is now %s", why, step_name(step), name)
+                except Exception as fault:
+                    # It is passed over the next time too.
+                    if why != _DAMAGED:
+                        raise
+                    log.warning("%s could not be moved aside: %s", step_name(step), fault)
 
         self.group.on_first(move, "a checkpoint could not be moved aside")
 
@@ -139,7 +147,7 @@ class Resume:
                 continue
             # Otherwise they would stand where this run will write its own.
             if self.config.enabled:
-                self._aside = dict.fromkeys(damaged, "damaged")
+                self._aside = dict.fromkeys(damaged, _DAMAGED)
             self.own_step = None if is_copy else step
             self.stored = max((other for other in own if other not in damaged), default=0)
             return state if load == "all" else None

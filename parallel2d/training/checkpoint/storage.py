@@ -17,6 +17,7 @@ import itertools
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -31,6 +32,7 @@ _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
 _PIECE = 2**24  # bytes, small enough to overlap hashing with the disk's own work
 
 Blocks = Iterable[bytes | memoryview]
+_TOKEN_S = 3600.0  # after which no rank looks for a file that shows that all see one folder
 
 
 class CheckpointError(PlainError):
@@ -84,6 +86,15 @@ def find_checkpoint(path: str) -> str:
     return path
 
 
+def _is_old_token(path: str) -> bool:
+    """Of a start that was killed; ranks that come back while others save look for a younger one."""
+    if not os.path.basename(path).startswith(".shared-"):
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        return time.time() - os.lstat(path).st_mtime > _TOKEN_S
+    return False
+
+
 class LocalStore:
     """On a file system that renames folders atomically (any local one, NFS, Lustre).
 
@@ -113,8 +124,8 @@ class LocalStore:
         """The place to write to. Removes what killed saves and deletions left: it takes room."""
         self.prepare()
         for name in os.listdir(self.root):
-            if name.startswith((".saving-", ".deleting-")):
-                path = os.path.join(self.root, name)
+            path = os.path.join(self.root, name)
+            if name.startswith((".saving-", ".deleting-")) or _is_old_token(path):
                 shutil.rmtree(path, ignore_errors=True)
                 # rmtree refuses links and files.
                 with contextlib.suppress(OSError):

@@ -302,8 +302,12 @@ def _publish_pending(run_dir: str, name: str) -> None:
     # A restart has none, and hydra.output_subdir may name another place.
     if not name.startswith(_PENDING) or not os.path.isdir(pending):
         return
-    shutil.rmtree(records, ignore_errors=True)
+    aside = f"{records}-before"
+    shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(records, aside)
     os.rename(pending, records)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def discard_pending(job: Job) -> None:
