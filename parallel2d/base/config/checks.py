@@ -97,7 +97,7 @@ def check_data(data: DataConfig) -> None:
 
 def check_optimizer(optimizer: OptimizerConfig) -> None:
     """Raises `ConfigError` with one line per field that breaks its own constraint."""
-    _refuse(field_problems(optimizer, "optimizer."))
+    _refuse(field_problems(optimizer, "optimizer."), _betas(optimizer))
 
 
 def check_steps(config: TrainConfig) -> None:
@@ -211,9 +211,7 @@ _GROUP_KEYS = ("pattern", "lr_scale", "weight_decay", "algorithm")
 
 def _optimizer(config: TrainConfig) -> _Problems:
     optimizer = config.optimizer
-    betas = optimizer.betas
-    are_shares = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-    yield not are_shares, f"optimizer.betas={betas} must be two numbers in [0, 1)"
+    yield from _betas(optimizer)
     stands = optimizer.nesterov and optimizer.momentum == 0
     yield stands, "optimizer.nesterov=true needs optimizer.momentum above 0"
     for entry in optimizer.groups:
@@ -222,6 +220,13 @@ def _optimizer(config: TrainConfig) -> _Problems:
         config.precision.keep_low_precision_gradients,
         "precision.keep_low_precision_gradients=true is for optimizers of your own",
     )
+
+
+def _betas(optimizer: OptimizerConfig) -> _Problems:
+    betas = optimizer.betas
+    are_numbers = all(isinstance(beta, int | float) for beta in betas)
+    are_shares = are_numbers and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+    yield not are_shares, f"optimizer.betas={betas} must be two numbers in [0, 1)"
 
 
 def _group_problems(entry: Any, optimizer: str) -> _Problems:
@@ -242,7 +247,8 @@ def _group_problems(entry: Any, optimizer: str) -> _Problems:
             fits = key == "pattern" or (is_number and 0 <= value < math.inf)
             yield not fits, f"{where}={value} must be a number, at least 0"
         else:
-            yield _choice(f"optimizer.groups: {entry['pattern']}", key, _GROUP_KEYS)
+            near = did_you_mean(key, _GROUP_KEYS)
+            yield True, f"{where} is not one of {', '.join(_GROUP_KEYS)}{near}"
 
 
 # How the model is laid over the ranks

@@ -47,7 +47,7 @@ class Composition:
 
     def start(self, task: Task) -> None:
         """Makes the run directory and calls ``task``. Raises `ConfigError` where it cannot."""
-        if not self._composed.hydra.run.dir:
+        if not str(self._composed.hydra.run.dir).strip():
             raise ConfigError("hydra.run.dir is empty; name a folder, or omit it for a new one")
         _check_links(self._composed.hydra.run.dir)
         # What `hydra.main` does after it has composed.

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from typing import Any
 
+from omegaconf import ListConfig
+
 from parallel2d.base.errors import ConfigError, did_you_mean
 
 REQUIRED = "???"  # OmegaConf's mark of a value that must be given
@@ -29,7 +31,7 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "str": ("text", (str, os.PathLike)),
     "None": ("null", (type(None),)),
     "Any": ("anything", (object,)),
-    "list": ("a list [a,b]", (list, tuple)),
+    "list": ("a list [a,b]", (list, tuple, ListConfig)),
     "dict": ("a mapping {a: b}", (Mapping,)),
 }
 

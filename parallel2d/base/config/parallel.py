@@ -61,7 +61,7 @@ AUTOMATIC = "auto"  # strategy=auto: chosen by the planner before ranks build an
 
 @dataclass
 class StrategyConfig:
-    """What each mesh axis does to parameters, gradients and optimizer state, as in `PLACEMENTS`.
+    """What each mesh axis does to parameters, gradients and optimizer state.
 
     ``ddp`` keeps a full copy per rank. ``zero3`` shards parameters over all ranks and frees them
     after each module's forward; ``zero2`` keeps them gathered until backward is done. The hybrids
@@ -309,8 +309,8 @@ class ParallelConfig:
             "activation_checkpointing", activation_checkpointing, ActivationCheckpointingConfig
         )
         self.compile = _section("compile", compile, CompileConfig)
-        self.prefetch = _section("prefetch", prefetch, PrefetchConfig)
-        self.sync = _section("sync", sync, SyncConfig)
+        self.prefetch = _section("prefetch", prefetch or PrefetchConfig(), PrefetchConfig)
+        self.sync = _section("sync", sync or SyncConfig(), SyncConfig)
         self.cpu_offload = cpu_offload
         self.allow_cross_node = allow_cross_node
 
@@ -332,8 +332,6 @@ def _section(
 ) -> _Section:
     """``value``, or a copy of the preset that it names. Raises `ConfigError` for anything else."""
     named = named or presets(kind)
-    if value is None:
-        return kind()
     if isinstance(value, str) and named:
         problem = choice_problem(key, value, named)
         if problem:

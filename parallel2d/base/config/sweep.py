@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -51,6 +52,8 @@ def run_sweep(arguments: Sequence[str], task: Task) -> None:
     ):
         if _answer(hydra_instance, parsed):
             return
+        if any(re.fullmatch(r"hydra\.sweep\.dir=[\s'\"]*", word) for word in parsed.overrides):
+            raise ConfigError("hydra.sweep.dir is empty; name a folder, or omit it for a new one")
         try:
             returned = hydra_instance.multirun(parsed.config_name, call, parsed.overrides)
         except _SweepEnded as ended:

@@ -84,6 +84,7 @@ class _Audit:
         for module in model.modules():
             held = held_parameters(module)
             self._managed[module] = [key for key, each in held if isinstance(each, DTensor)]
+        self._learn_modules()
         self._states = self._engine.batch.states
         self._watches: list[GroupWatch] = []
         # The versions of sharded parameters of which a forward with gradients has computed
@@ -129,23 +130,42 @@ class _Audit:
                 state.group.release()
         return output
 
+    def _learn_modules(self) -> None:
+        """Takes down which modules there are and what they hold, in the form that is compared
+        fastest."""
+        self._modules = list(self._model.modules())
+        self._children = [module._modules for module in self._modules]
+        self._known_children = [dict(children) for children in self._children]
+        self._held = [module._parameters for module in self._modules]
+        self._known_names = list(chain.from_iterable(self._held))
+        # (module, attribute) of parameters that `fully_shard` does not have
+        self._unmanaged: list[tuple[nn.Module, str]] = []
+        for module in self._modules:
+            managed = self._managed.get(module, ())
+            self._unmanaged += [(module, key) for key in module._parameters if key not in managed]
+
     def _check_modules(self) -> None:
         """Raises RuntimeError for a trained parameter that nothing averages over the ranks, and for
         what keeps the memory of a gathered one, which is freed."""
+        names = list(chain.from_iterable(self._held))
+        if self._children != self._known_children or names != self._known_names:
+            self._learn_modules()
         trains = torch.is_grad_enabled() and self.averages
-        for module in self._model.modules():
-            managed = self._managed.get(module, ())
-            for attribute, each in held_parameters(module):
-                if attribute in managed:
-                    continue
-                self._refuse_kept(module, attribute, each)
-                if trains and each.requires_grad:
-                    raise RuntimeError(
-                        f"{self._fqn(module, attribute)} was added or unfrozen after parallelize, "
-                        "and nothing averages its gradient over the ranks: add it before "
-                        "parallelize, trainable"
-                    )
-            for attribute, value in plain_attributes(module) if self._auditing else ():
+        for module, attribute in self._unmanaged:
+            each = module._parameters[attribute]
+            if each is None:
+                continue
+            self._refuse_kept(module, attribute, each)
+            if trains and each.requires_grad:
+                raise RuntimeError(
+                    f"{self._fqn(module, attribute)} was added or unfrozen after parallelize, and "
+                    "nothing averages its gradient over the ranks: add it before parallelize, "
+                    "trainable"
+                )
+        if not self._auditing:
+            return
+        for module in self._modules:
+            for attribute, value in plain_attributes(module):
                 for held in tensors_in(value):
                     self._refuse_kept(module, attribute, held)
 
