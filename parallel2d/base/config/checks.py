@@ -223,9 +223,9 @@ def _optimizer(config: TrainConfig) -> _Problems:
 
 
 def _betas(optimizer: OptimizerConfig) -> _Problems:
-    betas = optimizer.betas
-    are_numbers = all(isinstance(beta, int | float) for beta in betas)
-    are_shares = are_numbers and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+    betas: Any = optimizer.betas
+    is_pair = isinstance(betas, Sequence) and len(betas) == 2
+    are_shares = is_pair and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas)
     yield not are_shares, f"optimizer.betas={betas} must be two numbers in [0, 1)"
 
 
