@@ -445,6 +445,8 @@ CORNERS = [Region((0, 0), (1, 1)), Region((1, 1), (1, 1))]
     ((), [Region((), ()), Region((), ())]),
     ((4,), [Region((0,), (2,)), Region((1,), (2,))]),
     ((2, 2), CORNERS * 2),
+    # Covered, but not cut along whole planes
+    ((2, 2), [Region((0, 0), (2, 1)), Region((0, 1), (1, 1)), Region((1, 1), (1, 1))]),
     ((10, 1000), [*grid((10, 1000), (1, 1000))[:-1], Region((0, 0), (10, 1))]),
     ((4,) * 24, [Region((0,) * d + (2,) + (0,) * (23 - d), (2,) * 24) for d in range(24)]),
 ])  # fmt: skip

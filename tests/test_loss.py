@@ -47,6 +47,23 @@ def test_gradient_is_the_derivative(z_loss):
     assert torch.autograd.gradcheck(lambda x: cross_entropy_sum(x, targets, z_loss), (logits,))
 
 
+def test_z_loss_is_the_squared_log_sum_exp_of_valid_tokens():
+    logits, targets = case(torch.float64)
+    ours = cross_entropy_sum(logits, targets, z_loss=0.3) - cross_entropy_sum(logits, targets)
+    expected = 0.3 * logits.logsumexp(1)[targets != -100].square().sum()
+    assert ours.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_huge_logits_and_only_ignored_targets_stay_finite():
+    logits = torch.tensor([[1e4, -1e4], [3e38, 0.0]], requires_grad=True)
+    value = cross_entropy_sum(logits, torch.tensor([1, 0]))
+    value.backward()
+    assert value.item() == pytest.approx(2e4)
+    assert logits.grad.isfinite().all()
+    nothing = cross_entropy_sum(logits, torch.tensor([-100, -100]))
+    assert nothing.item() == 0
+
+
 def test_only_one_chunk_is_held_in_full_precision():
     rows, vocab = 4096, 512
     logits = torch.randn(rows, vocab, dtype=torch.bfloat16, requires_grad=True)

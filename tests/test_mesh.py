@@ -54,6 +54,8 @@ def test_a_single_host_says_how_it_was_split():
 @pytest.mark.parametrize(("strategy", "hosts", "sizes", "words"), [
     ("hybrid", (4,), {"tensor": 3}, ["mesh.tensor=3", "4 ranks", "1, 2 or 4"]),
     ("hybrid", (4,), {"shard": 3}, ["mesh.shard=3", "must be 4", "2 x 2"]),
+    ("hybrid", (4,), {"replicate": 3}, ["mesh.replicate=3", "must be 4", "2 x 2"]),
+    ("zero2", (4,), {"replicate": 4}, ["strategy=zero2", "hybrid_zero2"]),
     ("hybrid", (8,), {"replicate": 2, "shard": 2}, ["mesh.replicate=2", "mesh.shard=2", "must be 8", "2 x 4"]),
     ("hybrid", (4,), {"shard": 0}, ["mesh.shard=0", "at least 1"]),
     ("hybrid", (4,), {"shard": "two"}, ["mesh.shard=two", "auto"]),

@@ -425,6 +425,8 @@ def test_raw_errors_are_messages(ranks):
         check_offload(True, "cuda", replicate=2)
     with pytest.raises(ConfigError, match="adamW is not one of .*did you mean adamw"):
         parallel2d.build_optimizer(nn.Linear(2, 2), OptimizerConfig("adamW"))
+    with pytest.raises(ConfigError, match="did you mean hybrid"):
+        ParallelConfig("hybird")
     logits = torch.zeros(2, 3, 5)
     with pytest.raises(ConfigError, match=r"\(2, 3, 5\).*\(2, 4\)"):
         parallel2d.cross_entropy_sum(logits, torch.zeros(2, 4, dtype=torch.int64))

@@ -49,6 +49,14 @@ def test_a_file_that_is_no_cluster_file_is_refused(tmp_path, text, message):
         compose([f"cluster={path}"])
 
 
+def test_keys_and_values_of_a_file_are_checked_as_words_are(tmp_path):
+    path = tmp_path / "mine.yaml"
+    for text, message in (("nodez: 2", "nodez"), ("device: {efficiency: 2}", "efficiency")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            compose([f"cluster={path}"])
+
+
 def test_a_fit_finds_latency_and_bandwidth():
     found = fit_link(samples(2e-4, 1e8))
     assert found.latency_s == pytest.approx(2e-4)

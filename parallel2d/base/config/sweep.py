@@ -59,13 +59,16 @@ def run_sweep(arguments: Sequence[str], task: Task) -> None:
         except _SweepEnded as ended:
             raise ended.cause from None
     # A sweeper of a plugin returns nothing, and tells itself what it has found.
-    jobs = list(itertools.chain(*(returned or [])))
+    _conclude(list(itertools.chain(*(returned or []))))
+
+
+def _conclude(jobs: list[JobReturn]) -> None:
     failed = [job for job in jobs if isinstance(job.return_value, Exception)]
     if len(jobs) > 1 and len(failed) < len(jobs):
         lines = map(files.for_terminal, table(jobs, "objective"))
         print("\n".join(lines), file=sys.stderr, flush=True)
     if len(failed) > 1:
-        told = [f"[{' '.join(job.overrides)}] {job.return_value}" for job in failed]
+        told = [f"[{' '.join(job.overrides or ())}] {job.return_value}" for job in failed]
         raise ConfigError("\n".join(told))
     if failed:
         raise failed[0].return_value

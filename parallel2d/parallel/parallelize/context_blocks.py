@@ -288,22 +288,32 @@ class SplitBlock:
         splits_keys = self.follows.get((*place, "key")) == positions
         if not self.stack.is_split or not (splits_query or splits_keys):
             return ATTENTION(query, key, value, attn_mask=mask, **options)
-        axis = self.stack.axis
+        ranks = self.stack.axis.size
         if not splits_query or query.shape[-2] != self._own or query.ndim not in (3, 4):
             raise ConfigError(
-                f"mesh.context={axis.size}: attention of {self.name} has queries of shape "
+                f"mesh.context={ranks}: attention of {self.name} has queries of shape "
                 f"{tuple(query.shape)}, which are no [batch, heads, positions, dim] of its "
                 f"{self._own} positions"
             )
-        is_flat = query.ndim == 3
-        if is_flat:
+        if query.ndim == 3:
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
             mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
-        if splits_keys:
-            output = attend_to_slices(axis, self.name, query, key, value, mask, options)
-        else:
-            output = attend_to_all(axis, query, key, value, mask, options)
-        return output.squeeze(1) if is_flat else output
+            return self._over_positions(query, key, value, mask, splits_keys, options).squeeze(1)
+        return self._over_positions(query, key, value, mask, splits_keys, options)
+
+    def _over_positions(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        splits_keys: bool,
+        options: dict[str, Any],
+    ) -> Tensor:
+        axis = self.stack.axis
+        if not splits_keys:
+            return attend_to_all(axis, query, key, value, mask, options)
+        return attend_to_slices(axis, self.name, query, key, value, mask, options)
 
 
 def is_mask(tensor: Tensor, dims: Sequence[int]) -> bool:

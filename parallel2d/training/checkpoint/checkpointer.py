@@ -273,9 +273,7 @@ class Checkpointer:
             self.blocked_s = time.perf_counter() - begin
         if due is None and self._votes is not None:
             due = bool(self._votes.broadcast(self.time_is_up()))
-        is_first_step = self._first_call and self.config.on_first_step
-        is_of_interval = self.config.every > 0 and step % self.config.every == 0
-        is_due = any((due, last, preempted, wanted, is_first_step, is_of_interval))
+        is_due = any((due, last, preempted, wanted, self._is_of_interval(step)))
         self._first_call = False
         if self.config.enabled and is_due:
             # One save at a time: all use the same staging buffers.
@@ -285,6 +283,11 @@ class Checkpointer:
             self.blocked_s = time.perf_counter() - begin
         elif preempted:
             self.collect()
+
+    def _is_of_interval(self, step: int) -> bool:
+        if self._first_call and self.config.on_first_step:
+            return True
+        return self.config.every > 0 and step % self.config.every == 0
 
     def time_is_up(self) -> bool:
         """Whether ``every_minutes`` have passed on this rank's clock, or a save has lost a replica

@@ -114,6 +114,9 @@ class Resume:
 
         def move() -> None:
             for step, why in self._aside.items():
+                # They are in the way of what this run will write alone.
+                if why == _DAMAGED and not self.config.enabled:
+                    continue
                 try:
                     name = self.store.move_aside(step)
                     log.warning("%s: %s is now %s", why, step_name(step), name)
@@ -145,9 +148,7 @@ class Resume:
                     damaged[step] = f"{what}: {fault}"
                 self.group.say(f"passing over {what}: {fault}", logging.WARNING)
                 continue
-            # Otherwise they would stand where this run will write its own.
-            if self.config.enabled:
-                self._aside = dict.fromkeys(damaged, _DAMAGED)
+            self._aside = dict.fromkeys(damaged, _DAMAGED)
             self.own_step = None if is_copy else step
             self.stored = max((other for other in own if other not in damaged), default=0)
             return state if load == "all" else None

@@ -251,10 +251,12 @@ class BucketQueue:
     def _go_on_with_all_but(self, left: int) -> None:
         """Has the oldest reductions send all that they send. The order is that of the starts, and
         so the same on every replica."""
-        for _, waits in self._in_flight[: max(len(self._in_flight) - left, 0)]:
-            while len(waits) > 1:
+        oldest = max(len(self._in_flight) - left, 0)
+        for _, waits in self._in_flight[:oldest]:
+            for wait in waits[:-1]:
                 with self._on_stream():
-                    waits.pop(0)()
+                    wait()
+            del waits[:-1]
 
     def _await_all_but(self, left: int) -> None:
         """Ends the oldest reductions until at most ``left`` are in flight."""
@@ -263,7 +265,8 @@ class BucketQueue:
             bucket, waits = self._in_flight.pop(0)
             name = f"replicate: wait {bucket.index()}"
             with self._on_stream(), torch.profiler.record_function(name):
-                waits.pop()()
+                for wait in waits:
+                    wait()
                 # Means of earlier backward passes are complete. They are added after the reduction.
                 for state in bucket.states:
                     state.add_means()

@@ -114,20 +114,25 @@ def convert(
     return len(chosen.tensors)
 
 
+def _names(source: Source, kind: str, what: str) -> list[str]:
+    found = names_under([kind], source.tensors)
+    if not found:
+        raise ConfigError(f"the source holds no {what}")
+    return found
+
+
 def _chosen(
     source: Source, dtype: str | None, optimizer: bool, average: bool, progress: Progress | None
 ) -> Source:
     """Returns what is written of ``source``: the widest dtypes first, weights converted to
     ``dtype``; and without optimizer state, the facts about the weights alone."""
-    weights = names_under(["model"], source.tensors)
-    if not weights:
-        raise ConfigError("the source holds no weights")
-    averages = names_under(["ema"], source.tensors) if average else []
-    if average and not averages:
-        raise ConfigError("the source holds no averages: it was not trained with train.ema")
+    weights = _names(source, "model", "weights")
     kinds = ["model", "optimizer"] if optimizer else ["model"]
     tensors = {name: source.tensors[name] for name in names_under(kinds, source.tensors)}
-    stored_as = {f"model/{name.removeprefix('ema/')}": name for name in averages}
+    stored_as: dict[str, str] = {}
+    if average:
+        averages = _names(source, "ema", "averages: it was not trained with train.ema")
+        stored_as = {f"model/{name.removeprefix('ema/')}": name for name in averages}
     tensors |= {name: source.tensors[stored] for name, stored in stored_as.items()}
     for name in weights:
         stored, shape = tensors[name]
