@@ -121,7 +121,7 @@ def build_hugging_face_llama(_tensor: int) -> tuple[Any, Any, Any]:
 # Sizes of the mesh, settings, micro-batches, and which of them communicate
 LAYOUTS = {
     "wire_int4": ({}, {"strategy": "hybrid", "sync": SyncConfig(wire="int4", warmup=0)}, 2),
-    "split_bf16": ({}, {"strategy": "hybrid_full", "sync": SyncConfig(wire="bf16")}, 2),
+    "split_int4": ({}, {"strategy": "hybrid_full", "sync": SyncConfig(wire="int4", warmup=0)}, 2),
     "diloco_int4": ({}, {"strategy": "ddp", "sync": SyncConfig("diloco", "int4", every=1)}, 1),
     "every_micro_batch": ({}, {"strategy": "hybrid", "precision": "bf16"}, 2, "full"),
     "last_micro_batch": ({}, {"strategy": "hybrid"}, 2, "none"),
@@ -139,6 +139,7 @@ SELDOM = {
     # Recomputation would otherwise gather in its forwards what backward has done with.
     "prefetch": ({}, {"strategy": "hybrid", "bucketing": "layer", "activation_checkpointing": "full", "prefetch": PrefetchConfig(2, 2)}, 2, "full"),
     "ddp": ({}, {"strategy": "ddp"}, 1),
+    "split_bf16": ({}, {"strategy": "hybrid_full", "sync": SyncConfig(wire="bf16")}, 2),
     "wire_int8": ({}, {"strategy": "hybrid", "sync": SyncConfig(wire="int8")}, 2),
     "four_replicas_int4": ({}, {"strategy": "ddp", "bucketing": WHOLE, "sync": SyncConfig(wire="int4", warmup=0)}, 1),
     "four_replicas_int8": ({}, {"strategy": "ddp", "bucketing": WHOLE, "sync": SyncConfig(wire="int8")}, 1),

@@ -155,7 +155,9 @@ OwnedParameters.after_update = dying
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sent", [("optimizer=sgd",), ("sync.wire=bf16",)], ids=["sgd", "adamw, bf16"]
+    "sent",
+    [("optimizer=sgd",), ("sync.wire=int4", "sync.warmup=2")],
+    ids=["sgd", "adamw, int4"],
 )
 def test_all_go_back_for_what_a_lost_replica_alone_had(tmp_path, sent):
     """To copies in memory, in the same processes: the history is that of a job without kills."""

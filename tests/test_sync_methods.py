@@ -26,6 +26,8 @@ METHODS = {
     "int4": ("hybrid", {"wire": "int4", "warmup": 1, "bucket_mib": 0.001}),
     "split": ("hybrid_full", {}),
     "split_bf16": ("hybrid_full", {"wire": "bf16"}),
+    "split_int8": ("hybrid_full", {"wire": "int8"}),
+    "split_int4": ("hybrid_full", {"wire": "int4", "warmup": 1, "bucket_mib": 0.001}),
     "diloco": ("hybrid", DILOCO),
     "diloco_bf16": ("hybrid", {**DILOCO, "wire": "bf16"}),
     "diloco_int8": ("hybrid", {**DILOCO, "wire": "int8"}),
@@ -38,7 +40,7 @@ METHODS = {
 # Their models have parameters without dimensions, which the agreement of a step reduces exactly; diloco shares them like the others.
 SCALAR = ("fp32", "int8", "split", "diloco")
 # Where four replicas do something else than two
-OF_FOUR = ("int8", "int4", "split", "diloco", "diloco_int4")
+OF_FOUR = ("int8", "int4", "split", "split_int4", "diloco", "diloco_int4")
 
 
 def check_method(ranks, name, replicas, shards):
@@ -58,9 +60,9 @@ def check_method(ranks, name, replicas, shards):
 
 
 @pytest.mark.parametrize("name", [
-    *("bf16", "int8", "int4", "split", "diloco", "diloco_int4", "in_flight"),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "late", "mixed", "fragments")),
-    *(pytest.param(name, marks=pytest.mark.soak) for name in ("split_bf16", "diloco_bf16", "diloco_int8")),
+    *("bf16", "int8", "int4", "split_int4", "diloco", "diloco_int4", "in_flight"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "split", "late", "mixed", "fragments")),
+    *(pytest.param(name, marks=pytest.mark.soak) for name in ("split_bf16", "split_int8", "diloco_bf16", "diloco_int8")),
 ])  # fmt: skip
 def test_every_method_equals_its_reference(ranks, name):
     check_method(ranks, name, 2, 2)
@@ -83,7 +85,7 @@ def test_accumulation_changes_nothing(ranks, name, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int4", "split", "in_flight"])
+@pytest.mark.parametrize("name", ["int4", "split_int4", "in_flight"])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(ranks, tmp_path, name):
     case, folder = (TWO_BY_TWO, *METHODS[name]), str(tmp_path)
     whole = ranks.run(4, sync_runs.run, *case, steps=11)
@@ -119,21 +121,22 @@ def test_every_layout_goes_on_from_another(ranks, tmp_path, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int4", "diloco_int4"])
+@pytest.mark.parametrize("name", ["int4", "split_int4", "diloco_int4"])
 def test_replicas_come_and_go_between_outer_steps(ranks, tmp_path, name):
     """Two replicas after four, and four after two: the shared parameters stay, what was not sent yet keeps its mean over the
     replicas, and training goes on."""
-    _, sync = METHODS[name]
+    strategy, sync = METHODS[name]
+    word = "ddp" if strategy == "hybrid" else strategy
     four, two = {"replicate": 4, "shard": 1}, {"replicate": 2, "shard": 1}
     again = {"folder": str(tmp_path), "resume": "auto"}
     saved = ranks.run(
-        4, sync_runs.run, four, "ddp", sync, steps=7, folder=str(tmp_path), save_after=[7]
+        4, sync_runs.run, four, word, sync, steps=7, folder=str(tmp_path), save_after=[7]
     )
     unsent = [run["residual"] for run in saved]
-    same = ranks.run(4, sync_runs.run, four, "ddp", sync, steps=7, **again)
+    same = ranks.run(4, sync_runs.run, four, word, sync, steps=7, **again)
     for run, rest in zip(same, unsent, strict=True):
         assert largest_difference(run["residual"], rest) == 0.0
-    shrunk = ranks.run(2, sync_runs.run, two, "ddp", sync, steps=7, **again)
+    shrunk = ranks.run(2, sync_runs.run, two, word, sync, steps=7, **again)
     mean = {name: sum(each[name] for each in unsent) / 4 for name in unsent[0]}
     most = max(float(np.abs(value).max()) for value in mean.values())
     assert most > 0.0
@@ -142,7 +145,7 @@ def test_replicas_come_and_go_between_outer_steps(ranks, tmp_path, name):
         # That of gradients is stored in 8 bits.
         assert largest_difference(run["residual"], mean) < (1e-15 if "name" in sync else most / 100)
     for size, sizes in ((2, two), (4, four)):
-        on = ranks.run(size, sync_runs.run, sizes, "ddp", sync, steps=10, **again)
+        on = ranks.run(size, sync_runs.run, sizes, word, sync, steps=10, **again)
         assert largest_difference(on[0]["parameters"], saved[0]["parameters"]) > 0.0
 
 

@@ -40,6 +40,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "int4": ("hybrid", {"wire": "int4", "warmup": 0}),
     "split": ("hybrid_full", {}),
     "split_bf16": ("hybrid_full", {"wire": "bf16"}),
+    "split_int8": ("hybrid_full", {"wire": "int8"}),
+    "split_int4": ("hybrid_full", {"wire": "int4", "warmup": 0}),
     "diloco": ("hybrid", {"name": "diloco"}),
     "diloco_int8": ("hybrid", {"name": "diloco", "wire": "int8"}),
     "diloco_int4": ("hybrid", {"name": "diloco", "wire": "int4"}),

@@ -39,7 +39,6 @@ _Conflicts = tuple[tuple[str, str, str], ...]
 _Problems = Iterator[tuple[object, str]]
 
 _FP8_INPUTS = "products take precision.param=bf16 (or fp32)"
-_FEW_BITS = "so few bits cannot hold updated parameters; use sync.wire=bf16"
 _BOTH_CHOOSE = "both choose modules: give one of them"
 _PARALLEL_CONFLICTS: _Conflicts = (
     ("precision.float8", "precision.param=fp64", _FP8_INPUTS),
@@ -49,8 +48,6 @@ _PARALLEL_CONFLICTS: _Conflicts = (
     ("strategy=hybrid_full", "sync=diloco", "use strategy=hybrid"),
     ("strategy=hybrid_full", "sync.engine=torch", "use sync.engine=parallel2d"),
     ("strategy=hybrid_full", "sync.during_accumulation=full", "use reduce_scatter_only or none"),
-    ("sync.wire=int8", "strategy=hybrid_full", _FEW_BITS),
-    ("sync.wire=int4", "strategy=hybrid_full", _FEW_BITS),
     ("sync.engine=torch", "sync=diloco", "use sync.engine=parallel2d"),
     ("sync.engine=torch", "sync.wire", "use sync.wire=auto, or sync.engine=parallel2d"),
     ("sync.during_accumulation=full", "sync=diloco", "it is for sync=every_step"),

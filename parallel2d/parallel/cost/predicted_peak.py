@@ -44,7 +44,7 @@ class _Group(NamedTuple):
 
     @classmethod
     def of(cls, group: Sequence[ParameterShape], shard: int) -> _Group:
-        traffic = group_traffic(group, shard)
+        traffic = group_traffic(group, shard, 1)
         trained = [parameter for parameter in group if parameter.is_trained]
         made = sums = 0
         for parameter, part in zip(trained, traffic.reduced_shapes, strict=True):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from parallel2d.base.config import OptimizerConfig
 from parallel2d.parallel.parallelize.layout import Layout, ParameterShape, first_part
 from parallel2d.parallel.sync.methods.residuals import stored_bytes
+from parallel2d.parallel.sync.methods.split_updates import owned_shapes
 
 _STEP_BYTES = 4  # torch's optimizers count the steps of each parameter in an fp32 tensor
 
@@ -21,11 +22,11 @@ _STEP_BYTES = 4  # torch's optimizers count the steps of each parameter in an fp
 class StateBytes:
     """Bytes of one rank, when gradients are there and before they are dropped.
 
-    ``masters``: with ``hybrid_full`` and ``sync.wire=bf16``, the unrounded rows that this replica
-    updates. ``outer``: with ``sync=diloco``, the parameters that replicas share, their momentum and
-    what was not sent yet; with ``train.ema``, averages. ``residuals``: with ``sync.wire=int4``
-    every step, what was not sent yet. With ``cpu_offload`` parameters, gradients, optimizer state
-    and outer parameters are in the memory of the host.
+    ``masters``: with ``hybrid_full`` and a ``sync.wire`` that rounds, the unrounded rows that this
+    replica updates. ``outer``: with ``sync=diloco``, the parameters that replicas share, their
+    momentum and what was not sent yet; with ``train.ema``, averages. ``residuals``: with
+    ``sync.wire=int4`` every step, what was not sent yet. With ``cpu_offload`` parameters,
+    gradients, optimizer state and outer parameters are in the memory of the host.
     """
 
     parameters: int
@@ -66,7 +67,8 @@ def state_bytes(layout: Layout) -> StateBytes:
             copies = method.shared_copies + layout.workload.average
             outer += count * copies * math.prod(held) * parameter.sum_itemsize
             if method.keeps_residuals and parameter.is_hidden:
-                residuals += count * stored_bytes(held)
+                owners = shape.replicate if method.splits_updates else 1
+                residuals += count * sum(map(stored_bytes, owned_shapes([held], owners)))
     return StateBytes(parameters, masters, gradients, state, outer, residuals, layout.buffer_bytes)
 
 

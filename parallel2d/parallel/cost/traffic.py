@@ -15,8 +15,8 @@ from parallel2d.parallel.parallelize.layout import Layout, ParameterShape, first
 from parallel2d.parallel.sync.methods.method import GroupTraffic
 
 
-def group_traffic(group: Sequence[ParameterShape], shard: int) -> GroupTraffic:
-    """What a group moves where ``shard`` ranks share it."""
+def group_traffic(group: Sequence[ParameterShape], shard: int, replicas: int) -> GroupTraffic:
+    """What a group moves where ``shard`` ranks of each of the ``replicas`` share it."""
     # No padding: the first part is as large as any.
     parts = [torch.Size(first_part(parameter.shape, shard)) for parameter in group]
     gathered = reduced = 0
@@ -34,7 +34,7 @@ def group_traffic(group: Sequence[ParameterShape], shard: int) -> GroupTraffic:
                 hidden.append(part)
             stored = parameter.stored
     item = min(items, default=4)
-    return GroupTraffic(gathered, reduced, item, tuple(trained), tuple(hidden), stored)
+    return GroupTraffic(gathered, reduced, item, tuple(trained), tuple(hidden), stored, replicas)
 
 
 class AxisTraffic:
@@ -43,9 +43,11 @@ class AxisTraffic:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        shard = layout.shape.sharding.shard
+        shape = layout.shape.sharding
         # What each group moves, and the number of equal groups
-        self.groups = [(group_traffic(each, shard), count) for each, count in layout.equal_groups]
+        self.groups: list[tuple[GroupTraffic, int]] = []
+        for group, count in layout.equal_groups:
+            self.groups.append((group_traffic(group, shape.shard, shape.replicate), count))
 
     def gathered(self, group: GroupTraffic) -> float:
         """By one all-gather of the parameters over the shard axis."""

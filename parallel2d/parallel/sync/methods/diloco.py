@@ -38,7 +38,7 @@ from parallel2d.parallel.sync.methods.outer_parameter import (
     OuterParameter,
     split_in_fragments,
 )
-from parallel2d.parallel.sync.wires import RESIDUAL_DECAY, WIRES, Wire
+from parallel2d.parallel.sync.wires import RESIDUAL_DECAY, WIRES, Wire, put_back
 from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys
 from parallel2d.parallel.sync.wires.exchange import Coded, ExactMean, Exchange, expected_mean
 from parallel2d.parallel.weights.geometry import Region, as_real, first_position, local_part
@@ -211,7 +211,7 @@ class OuterSync(UpdateFollower):
         if wire.keeps_rest:
             named = self.residuals()
             rests = [as_real(local_part(named[each.name])) for each in fragment.parameters]
-            keep = functools.partial(coder.put_back, tensors=rests)
+            keep = functools.partial(put_back, coder, tensors=rests)
         part = Coded(coder, coder.rows(changes), means, keep)
         fragment.pending = Exchange(self._group, [part])
 

@@ -6,6 +6,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,7 +24,7 @@ from parallel2d.parallel.sync.methods.method import (
     SyncMethod,
     UpdateFollower,
 )
-from parallel2d.parallel.sync.methods.residuals import Residuals, as_stored
+from parallel2d.parallel.sync.methods.residuals import PartName, Residuals, as_stored
 from parallel2d.parallel.sync.wires import RESIDUAL_DECAY, WIRES, Wire
 from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys, blocks_of
 from parallel2d.parallel.sync.wires.exchange import Coded, Exchange, expected_mean
@@ -80,24 +81,33 @@ class EveryStep(SyncMethod):
         return min(sum(sums) * item // 2, 2 * max([*sums, self.bucket_bytes]))
 
     def start(self, model: ReplicatedModel) -> Started:
-        updates = UpdateFollower()
-        residuals = None
-        if 0 < self.warmup < 1:
-            raise ConfigError(
-                f"sync.warmup={self.warmup} is a share of train.steps, which a loop of your own "
-                "does not have: give a number of steps, such as SyncConfig(wire='int4', warmup=100)"
-            )
-        if self.keeps_residuals:
-            updates = residuals = Residuals(model)
+        self.check_warmup()
+        residuals = Residuals(model, self.with_residuals(model))
         exact = AllReduce(model.group)
 
         def reduction_for(wire: Wire) -> Reduction:
             if not wire.rounds:
                 return exact
-            sent = _WARM if model.keys.step <= self.warmup else wire
+            sent = self.sent(wire, model.keys.step)
             return RoundedReduction(model.group, sent, model.keys, model.hidden, residuals)
 
-        return Started(updates, reduction_for)
+        return Started(residuals if self.keeps_residuals else UpdateFollower(), reduction_for)
+
+    def check_warmup(self) -> None:
+        """Raises `ConfigError` for a share of steps whose number nobody knows."""
+        if 0 < self.warmup < 1:
+            raise ConfigError(
+                f"sync.warmup={self.warmup} is a share of train.steps, which a loop of your own "
+                "does not have: give a number of steps, such as SyncConfig(wire='int4', warmup=100)"
+            )
+
+    def with_residuals(self, model: ReplicatedModel) -> Container[str]:
+        """FQNs of the parameters of which it is kept what was not sent."""
+        return model.hidden if self.keeps_residuals else ()
+
+    def sent(self, wire: Wire, step: int) -> Wire:
+        """What ``wire`` is in this ``step``, from 1."""
+        return _WARM if step <= self.warmup else wire
 
     def expected_gradient(
         self, values: Sequence[Tensor], cut: Sequence[Region], name: str, state: ExpectedState
@@ -106,10 +116,9 @@ class EveryStep(SyncMethod):
         # One without dimensions is averaged with what ranks agree on, unrounded.
         if wire is None or not values[0].ndim:
             wire = WIRES["fp64"]
-        elif state.keys.step <= self.warmup:
-            wire = _WARM
         else:
-            wire = wire.of_gradient(hidden=name in state.hidden)
+            sent = self.sent(wire, state.keys.step)
+            wire = sent.of_gradient(hidden=name in state.hidden)
         if not wire.keeps_rest:
             return expected_mean(values, wire, cut, state.keys, name, sent_back=self._sent_back)
         for replica, value in enumerate(values):
@@ -153,51 +162,78 @@ class AllReduce:
         return [wait]
 
 
+class GradientPart(NamedTuple):
+    """A part of a gradient that is coded for itself. ``start``: the position of its first value in
+    the whole parameter, flattened."""
+
+    name: PartName
+    start: int
+    values: Tensor
+
+
 @dataclass
 class RoundedReduction:
     """Sends what the wire rounds, and adds in fp32; see [Note: rounded exchange].
 
-    ``hidden``: FQNs of the hidden matrices; ``residuals``: for wires that keep the rest.
+    ``hidden``: FQNs of the hidden matrices; ``residuals``: of those whose wire keeps the rest.
     """
 
     group: dist.ProcessGroup
     wire: Wire
     keys: RoundingKeys
     hidden: Container[str]
-    residuals: Residuals | None = None
+    residuals: Residuals
 
     @property
     def most_in_flight(self) -> int:
         """As many as take the memory of two in 16 bits: each holds what it sends and receives."""
-        return 32 // self.wire.bits
+        return max(2, 32 // self.wire.bits)
 
     def start(self, bucket: Bucket) -> list[Wait]:
         if self.wire.dtype is not None:
-            # A cast needs to know nothing about parameters.
+            # As one tensor, which is not copied.
             whole = [bucket.buffer()]
             coder = self.wire.coder(whole, ())
-            parts = [Coded(coder, coder.rows(whole), whole)]
+            coded = [Coded(coder, coder.rows(whole), whole)]
         else:
-            by_wire: dict[Wire, list[tuple[FSDPParameter, Tensor]]] = defaultdict(list)
-            for parameter, gradient in zip(bucket.trained, bucket.parts(), strict=True):
-                own = self.wire.of_gradient(hidden=parameter.name in self.hidden)
-                by_wire[own].append((parameter, gradient))
             again = any(state.adds_to_means for state in bucket.states)
-            parts = [self._part(each, by_wire[each], again) for each in by_wire]
-        exchange = Exchange(self.group, parts)
+            coded = []
+            for wire, members in self.by_wire(bucket).items():
+                parts = [GradientPart((each.name, 0), each.start, part) for each, part in members]
+                results = [gradient for _, gradient in members]
+                coded.append(self.coded(wire, parts, results, again=again))
+        exchange = Exchange(self.group, coded)
         return [exchange.send_means, exchange.finish]
 
-    def _part(
-        self, wire: Wire, members: Sequence[tuple[FSDPParameter, Tensor]], again: bool
+    def by_wire(self, bucket: Bucket) -> dict[Wire, list[tuple[FSDPParameter, Tensor]]]:
+        """The parameters of ``bucket`` and their gradients, by the form in which they are sent."""
+        found: dict[Wire, list[tuple[FSDPParameter, Tensor]]] = defaultdict(list)
+        for parameter, gradient in zip(bucket.trained, bucket.parts(), strict=True):
+            own = self.wire.of_gradient(hidden=parameter.name in self.hidden)
+            found[own].append((parameter, gradient))
+        return found
+
+    def coded(
+        self,
+        wire: Wire,
+        parts: Sequence[GradientPart],
+        results: Sequence[Tensor],
+        *,
+        again: bool,
     ) -> Coded:
-        gradients = [gradient for _, gradient in members]
-        pieces = [Piece(self.keys.of(each.name), each.start) for each, _ in members]
-        coder = wire.coder(gradients, pieces)
-        rows = coder.rows(gradients)
+        """The ``parts`` of a bucket that are sent in one form. ``results``: as of `Coded`;
+        ``again``: as of `Residuals.add_to`."""
+        values = [part.values for part in parts]
+        pieces: list[Piece] = []
+        # A cast needs to know nothing about parameters.
+        if wire.dtype is None:
+            keys = {name: self.keys.of(name) for name in {part.name[0] for part in parts}}
+            pieces = [Piece(keys[part.name[0]], part.start) for part in parts]
+        coder = wire.coder(values, pieces)
+        rows = coder.rows(values)
         keep = None
         if wire.keeps_rest:
-            assert self.residuals is not None
-            counts = {each.name: blocks_of(gradient.numel()) for each, gradient in members}
+            counts = {part.name: blocks_of(part.values.numel()) for part in parts}
             self.residuals.add_to(rows, counts, again=again)
             keep = functools.partial(self.residuals.keep, counts=counts)
-        return Coded(coder, rows, gradients, keep)
+        return Coded(coder, rows, results, keep)

@@ -101,6 +101,7 @@ class GroupTraffic(NamedTuple):
     reduced_shapes: tuple[torch.Size, ...]  # of this rank's part of each of these gradients
     hidden_shapes: tuple[torch.Size, ...]  # of these, those of hidden matrices
     stored_itemsize: int  # bytes of one element of the sharded parameters
+    replicas: int
 
     @property
     def reduced_numel(self) -> int:

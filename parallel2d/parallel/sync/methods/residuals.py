@@ -10,7 +10,7 @@ scale has multiplied, so that the scale may change. They are stored in 8 bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,10 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
+from parallel2d.parallel.model_structure import updated_as
 from parallel2d.parallel.sync.methods.method import ReplicatedModel, UpdateFollower
 from parallel2d.parallel.sync.wires import RESIDUAL_DECAY
 from parallel2d.parallel.sync.wires.blocks import BLOCK, blocks_of, to_blocks
 from parallel2d.parallel.weights.geometry import Region, as_real, local_part
+
+# The FQN of a parameter, and the number of one of its parts; see `Residuals.cut`.
+PartName = tuple[str, int]
 
 # A power of two: values that are read and stored again come to the same codes and scales.
 _LARGEST = 64
@@ -47,35 +51,41 @@ class StoredBlocks(NamedTuple):
 
 
 class Residuals(UpdateFollower):
-    """Those of the hidden matrices of one model."""
+    """Those of one model: of ``names``, the FQNs of those whose wire keeps the rest."""
 
     follows = True
     residual_name = "gradient_residual"
     unshared_steps = 1
 
-    def __init__(self, model: ReplicatedModel) -> None:
+    def __init__(self, model: ReplicatedModel, names: Container[str]) -> None:
         self.replica = dist.get_group_rank(model.group, dist.get_rank())
         self.replicas = model.group.size()
         self._parameters: dict[str, FSDPParameter] = {}
         for group in model.groups:
             # Those that are frozen too: they may be trained later.
-            hidden = [each for each in group.parameters if each.name in model.hidden]
-            self._parameters |= {each.name: each for each in hidden}
-        self._kept: dict[str, StoredBlocks] = {}
+            kept = [each for each in group.parameters if each.name in names]
+            self._parameters |= {each.name: each for each in kept}
+        if not self._parameters:
+            self.residual_name = ""
+        self._kept: dict[PartName, StoredBlocks] = {}
         # After a reduction, until the optimizer's step
-        self._next: dict[str, StoredBlocks] = {}
+        self._next: dict[PartName, StoredBlocks] = {}
 
-    def add_to(self, rows: Tensor, counts: Mapping[str, int], *, again: bool) -> None:
-        """Adds what was not sent before to ``rows`` of gradients, ``counts`` of each parameter.
+    def cut(self, local: Tensor) -> Sequence[Tensor]:
+        """The parts of a rank's part of a parameter that are coded each for itself, views."""
+        return [local]
+
+    def add_to(self, rows: Tensor, counts: Mapping[PartName, int], *, again: bool) -> None:
+        """Adds what was not sent before to ``rows`` of gradients, ``counts`` of each part.
         ``again``: they are reduced once more before the optimizer's step, which takes both."""
-        kept = self._next if again else self._kept
+        kept = self._kept | self._next if again else self._kept
         factor = RESIDUAL_DECAY * self.loss_scale
         for name, part in zip(counts, rows.split(list(counts.values())), strict=True):
             if name in kept:
                 codes, scales = kept[name]
                 part.addcmul_(codes.to(part.dtype), scales.to(part.dtype) * factor)
 
-    def keep(self, rows: Tensor, counts: Mapping[str, int]) -> None:
+    def keep(self, rows: Tensor, counts: Mapping[PartName, int]) -> None:
         """Keeps ``rows``, which were not sent, for the step after this one."""
         all_codes, all_scales = StoredBlocks.of(rows)
         all_scales /= self.loss_scale
@@ -85,9 +95,9 @@ class Residuals(UpdateFollower):
             self._next[name] = StoredBlocks(codes, scales)
 
     def after_update(self) -> None:
-        for name, stored in self._next.items():
-            if self._parameters[name].sharded.grad is not None:
-                self._kept[name] = stored
+        for (name, number), stored in self._next.items():
+            if updated_as(self._parameters[name].sharded).grad is not None:
+                self._kept[name, number] = stored
         self._next = {}
 
     def clear_gradients(self, set_to_none: bool) -> None:
@@ -102,10 +112,10 @@ class Residuals(UpdateFollower):
                 continue
             wide = torch.promote_types(whole.dtype, torch.float32)
             found[name] = torch.zeros_like(whole, dtype=wide, requires_grad=False)
-            if name in self._kept:
-                local = as_real(local_part(found[name]))
-                values = self._kept[name].values(local.dtype).view(-1)
-                local.copy_(values[: local.numel()].view(local.shape))
+            for number, part in enumerate(self.cut(as_real(local_part(found[name])))):
+                if (name, number) in self._kept:
+                    values = self._kept[name, number].values(part.dtype).view(-1)
+                    part.copy_(values[: part.numel()].view(part.shape))
         return found
 
     def scale(self, factor: float) -> None:
@@ -115,7 +125,8 @@ class Residuals(UpdateFollower):
 
     @torch.no_grad()
     def set_residual(self, name: str, value: Tensor) -> None:
-        self._kept[name] = StoredBlocks.of(to_blocks([as_real(local_part(value))]))
+        for number, part in enumerate(self.cut(as_real(local_part(value)))):
+            self._kept[name, number] = StoredBlocks.of(to_blocks([part]))
 
 
 def stored_bytes(shape: Sequence[int]) -> int:

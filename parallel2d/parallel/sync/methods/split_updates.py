@@ -8,13 +8,17 @@ gradients, and the optimizer state is divided by the number of replicas.
 
 Owned rows are views of the sharded parameters. Where updates are sent in a narrower dtype they are
 tensors of their own, which keep what rounding loses; all replicas compute with rounded values.
+Parameters are sent in 16 bits where gradients have fewer, whose codes begin anew with each owner.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,19 +31,21 @@ from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
 from parallel2d.parallel.mesh import axis_names, mesh_shape, ranks_of
 from parallel2d.parallel.model_structure import update_as
-from parallel2d.parallel.sync.engine.buckets import Bucket, Wait, fill_buckets
+from parallel2d.parallel.sync.engine.buckets import Bucket, Reduction, Wait, fill_buckets
 from parallel2d.parallel.sync.engine.group_state import clear_gradients, keep_until_done
-from parallel2d.parallel.sync.methods.every_step import EveryStep
+from parallel2d.parallel.sync.methods.every_step import EveryStep, GradientPart, RoundedReduction
 from parallel2d.parallel.sync.methods.method import (
+    ExpectedState,
     GroupTraffic,
     Message,
     ReplicatedModel,
     Started,
-    UpdateFollower,
     needs_closure,
 )
-from parallel2d.parallel.sync.wires import Wire
-from parallel2d.parallel.weights.geometry import as_real, local_part, pieces_of
+from parallel2d.parallel.sync.methods.residuals import Residuals
+from parallel2d.parallel.sync.wires import WIRES, Wire, wire_of
+from parallel2d.parallel.sync.wires.exchange import Coded
+from parallel2d.parallel.weights.geometry import Region, as_real, local_part, pieces_of
 from parallel2d.parallel.weights.named_tensors import register_masters
 
 
@@ -47,20 +53,26 @@ class SplitUpdates(EveryStep):
     """Gradients are reduced to the replica that updates them, updated parameters are gathered."""
 
     splits_updates = True
-    _what = "gradients and updated parameters"
     _sent_back = False
 
     def __init__(self, config: SyncConfig) -> None:
         super().__init__(config)
         # In which updated parameters are sent; None: as they are stored.
-        self._parameter_wire = None if self.gradients_are_exact else self.named_wire
+        self._parameter_wire = None if self.gradients_are_exact else WIRES["bf16"]
         self.keeps_masters = self._parameter_wire is not None
+        form = "in bf16" if self.keeps_masters else "as stored"
+        self.description += f", updated parameters {form}"
 
     def reductions(self, accumulation: int) -> int:
         return 1
 
     def gradients(self, group: GroupTraffic) -> Message:
-        return Message("all_to_all", self.gradient_bytes(group))
+        # Each owner's rows begin a block.
+        cut = group._replace(
+            reduced_shapes=owned_shapes(group.reduced_shapes, group.replicas),
+            hidden_shapes=owned_shapes(group.hidden_shapes, group.replicas),
+        )
+        return Message("all_to_all", self.gradient_bytes(cut))
 
     def parameters(self, group: GroupTraffic) -> Message:
         wire = self._parameter_wire
@@ -73,9 +85,27 @@ class SplitUpdates(EveryStep):
         return super().buffer_bytes(sums, item_bytes) or unrounded
 
     def start(self, model: ReplicatedModel) -> Started:
-        owners = OwnedParameters(model, self._parameter_wire, self.bucket_bytes)
-        scatter = ScatterToOwners(model.group, owners)
-        return Started(owners, lambda _: scatter)
+        self.check_warmup()
+        named = self.with_residuals(model)
+        owners = OwnedParameters(model, self._parameter_wire, self.bucket_bytes, named)
+
+        def reduction_for(wire: Wire) -> Reduction:
+            sent = self.sent(wire, model.keys.step)
+            return ScatterToOwners(model.group, sent, model.keys, model.hidden, owners)
+
+        return Started(owners, reduction_for)
+
+    def expected_gradient(
+        self, values: Sequence[Tensor], cut: Sequence[Region], name: str, state: ExpectedState
+    ) -> Tensor:
+        owned: list[Region] = []
+        for region in cut if values[0].ndim else ():
+            for replica in range(len(values)):
+                begin, rows = rows_of_owner(region.lengths[0], replica, len(values))
+                first = region.offsets[0] + begin
+                if rows:
+                    owned.append(Region((first, *region.offsets[1:]), (rows, *region.lengths[1:])))
+        return super().expected_gradient(values, owned or cut, name, state)
 
     def expected_copy(self, updated: Tensor) -> Tensor:
         wire = self._parameter_wire
@@ -85,22 +115,46 @@ class SplitUpdates(EveryStep):
         return updated.to(wire.dtype).to(updated.dtype)
 
 
-class OwnedParameters(UpdateFollower):
-    """The parts of one model's parameters that this replica updates.
+def rows_of_owner(rows: int, replica: int, replicas: int) -> tuple[int, int]:
+    """Of ``rows``, where those that ``replica`` owns begin, and how many they are: as many as every
+    other replica's, rounded up. The last ones have fewer, or none."""
+    size = -(-rows // replicas)
+    begin = min(replica * size, rows)
+    return begin, min(size, rows - begin)
+
+
+def owned_shapes(shapes: Sequence[Sequence[int]], replicas: int) -> tuple[torch.Size, ...]:
+    """Of the rows that each of ``replicas`` owns of tensors of these ``shapes``."""
+    found: list[torch.Size] = []
+    for first, *others in shapes:
+        for replica in range(replicas):
+            found.append(torch.Size([rows_of_owner(first, replica, replicas)[1], *others]))
+    return tuple(found)
+
+
+class OwnedParameters(Residuals):
+    """The parts of one model's parameters that this replica updates, and what it did not send.
 
     ``wire``: in which updated parameters are sent; None: as they are stored. ``bucket_bytes``:
-    parameters are gathered in pieces of about this size. Collective over the world.
+    parameters are gathered in pieces of about this size. ``names``: as of `Residuals`. Collective
+    over the world.
     """
 
-    follows = True
     replicas_differ = False  # as `weights.named_tensors.MasterValues`
 
-    def __init__(self, model: ReplicatedModel, wire: Wire | None, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        model: ReplicatedModel,
+        wire: Wire | None,
+        bucket_bytes: int,
+        names: Container[str],
+    ) -> None:
+        super().__init__(model, names)
+        # All of them: those that are lost own their rows on.
+        self.replicas = mesh_shape(model.mesh).replicate
         self._model = model
         self._wire = None if wire is None else wire.dtype
         self._bucket_bytes = bucket_bytes
-        self.replicas = mesh_shape(model.mesh).replicate
-        self._replica = dist.get_group_rank(model.group, dist.get_rank())
         # The axes from the inside out: the order in which a parameter is split when replicas split
         # what the others leave. Placements on the usual order would need torch's strided shards,
         # which put rows elsewhere where sizes do not divide.
@@ -115,9 +169,9 @@ class OwnedParameters(UpdateFollower):
 
     @torch.no_grad()
     def make(self, model: nn.Module) -> None:
-        for parameter in self._parameters():
+        for parameter in self._all():
             whole = parameter.sharded
-            rows = self.rows(local_part(whole.detach()), self._replica)
+            rows = self.rows(local_part(whole.detach()), self.replica)
             if self._wire is not None and whole.requires_grad:
                 rows = rows.clone()
                 self._masters[parameter.name] = parameter
@@ -128,7 +182,7 @@ class OwnedParameters(UpdateFollower):
             update_as(whole, owned)
         register_masters(model, self)
 
-    def _parameters(self) -> list[FSDPParameter]:
+    def _all(self) -> list[FSDPParameter]:
         found: list[FSDPParameter] = []
         for group in reversed(self._model.groups):
             found.extend(group.parameters)
@@ -142,7 +196,7 @@ class OwnedParameters(UpdateFollower):
                 f"strategy=hybrid_full: {type(optimizer).__name__}.step computes losses between "
                 "updates, which replicas do not hear of before it ends; use strategy=hybrid"
             )
-        whole = {id(parameter.sharded) for parameter in self._parameters()}
+        whole = {id(parameter.sharded) for parameter in self._all()}
         for settings in optimizer.param_groups:
             if any(id(each) in whole for each in settings["params"]):
                 raise ConfigError(
@@ -177,7 +231,7 @@ class OwnedParameters(UpdateFollower):
     def parameters_were_changed(self) -> None:
         """Takes over what differs from the rounded parts."""
         for parameter in self._masters.values():
-            rows = self.rows(local_part(parameter.sharded), self._replica)
+            rows = self.rows(local_part(parameter.sharded), self.replica)
             owned = local_part(self.owned(parameter))
             is_rounded = owned.to(self._wire).to(rows.dtype) == rows
             owned.copy_(torch.where(is_rounded, owned, rows))
@@ -205,10 +259,20 @@ class OwnedParameters(UpdateFollower):
 
     def rows(self, local: Tensor, replica: int) -> Tensor:
         """The rows of a local tensor that ``replica`` owns, a view."""
-        rows = local.shape[0]
-        size = -(-rows // self.replicas)  # rounded up; the last ones have fewer, or none
-        begin = min(replica * size, rows)
-        return local.narrow(0, begin, min(size, rows - begin))
+        return local.narrow(0, *rows_of_owner(local.shape[0], replica, self.replicas))
+
+    def cut(self, local: Tensor) -> Sequence[Tensor]:
+        sizes = [rows_of_owner(len(local), each, self.replicas)[1] for each in range(self.replicas)]
+        return local.split(sizes)
+
+    def parts(self, parameter: FSDPParameter, gradient: Tensor) -> list[GradientPart]:
+        """Of this rank's ``gradient``, what each replica owns."""
+        found: list[GradientPart] = []
+        start, row = parameter.start, math.prod(parameter.sharded.shape[1:])
+        for replica, owned in enumerate(self.cut(gradient)):
+            found.append(GradientPart((parameter.name, replica), start, owned))
+            start += len(owned) * row
+        return found
 
     def take_gradient(self, parameter: FSDPParameter, rows: Tensor) -> None:
         """Adds the reduced ``rows`` to the gradient of the owned part of ``parameter``."""
@@ -223,6 +287,7 @@ class OwnedParameters(UpdateFollower):
             owned.grad = self._as_dtensor(rows, parameter.sharded)
 
     def clear_gradients(self, set_to_none: bool) -> None:
+        super().clear_gradients(set_to_none)
         for owned in self._owned.values():
             if set_to_none:
                 owned.grad = None
@@ -233,14 +298,15 @@ class OwnedParameters(UpdateFollower):
     def after_update(self) -> None:
         """Sends this replica's updated rows to the others and takes theirs. Collective. Raises
         `ConfigError` for a parameter that was unfrozen and whose rows would be rounded for good."""
-        trained = [each for each in self._parameters() if each.sharded.requires_grad]
+        super().after_update()
+        trained = [each for each in self._all() if each.sharded.requires_grad]
         if self._wire is not None:
             new = [each.name for each in trained if each.name not in self._masters]
             if new:
                 raise ConfigError(
-                    f"strategy=hybrid_full sync.wire=bf16: {first_five(new, ', ')}: unfrozen after "
-                    "parallelize, which keeps unrounded rows of trained parameters alone; do it "
-                    "before"
+                    f"strategy=hybrid_full sends rounded parameters with this sync.wire: "
+                    f"{first_five(new, ', ')}: unfrozen after parallelize, which keeps unrounded "
+                    "rows of trained parameters alone; do it before"
                 )
         self._gather(trained)
         # The optimizer counts its updates of the parts alone.
@@ -277,7 +343,7 @@ class OwnedParameters(UpdateFollower):
             work.wait()
             for replica, piece in enumerate(received.chunk(self.replicas)):
                 # Views of the owned rows hold their values already.
-                if replica == self._replica and self._wire is None:
+                if replica == self.replica and self._wire is None:
                     continue
                 targets = [as_real(self.rows(local, replica)) for local in locals_]
                 values = pieces_of(piece, [target.shape for target in targets])
@@ -287,8 +353,19 @@ class OwnedParameters(UpdateFollower):
         return wait
 
 
+class _Form(NamedTuple):
+    """The gradients of ``parameters`` that are sent in one form. ``message``: flat, and of
+    ``lengths`` to each owner; ``shapes``: of the rows that this replica owns."""
+
+    parameters: Sequence[FSDPParameter]
+    coded: Coded
+    message: Tensor
+    lengths: Sequence[int]
+    shapes: Sequence[torch.Size]
+
+
 @dataclass
-class ScatterToOwners:
+class ScatterToOwners(RoundedReduction):
     """Reduces the gradients of a bucket to the replicas that own them, and frees the others.
 
     As in [Note: rounded exchange], each replica sends its contributions in the bucket's wire, and
@@ -296,46 +373,53 @@ class ScatterToOwners:
     that costs less than an all-reduce; an all-to-all costs half.
     """
 
-    group: dist.ProcessGroup
-    owners: OwnedParameters
-    most_in_flight: int | None = 2
+    residuals: OwnedParameters
 
     def start(self, bucket: Bucket) -> list[Wait]:
         """Begins to average the owned rows of the bucket over the replicas."""
-        replicas = self.owners.replicas
-        own_replica = dist.get_group_rank(self.group, dist.get_rank())
-        gradients = bucket.parts()
-        shapes = [self.owners.rows(each, own_replica).shape for each in gradients]
-        flat: list[Tensor] = []
-        sizes: list[int] = []
-        for replica in range(replicas):
-            rows = [self.owners.rows(each, replica) for each in gradients]
-            flat.extend(piece.reshape(-1) for piece in rows)
-            sizes.append(sum(piece.numel() for piece in rows))
-        own = sizes[own_replica]
-        wide = torch.promote_types(gradients[0].dtype, torch.float32)
-        sent = torch.cat(flat)
-        if bucket.wire.item_bytes < sent.dtype.itemsize:
-            sent = sent.to(bucket.wire.dtype)
+        owners = self.residuals
+        forms = [self._form(*each) for each in self.by_wire(bucket).items()]
         # All of it has been copied.
-        keep_until_done(gradients[0])
-        device = sent.device
-        gradients.clear()
-        flat.clear()
+        keep_until_done(bucket.buffer())
         bucket.release()
         for parameter in bucket.trained:
             parameter.set_gradient(None)
-        received = sent.new_empty(replicas * own)
-        parts = [own] * replicas
-        work = dist.all_to_all_single(received, sent, parts, sizes, group=self.group, async_op=True)
+        lengths = [form.lengths[owners.replica] for form in forms]
+        sizes = [sum(of_owner) for of_owner in zip(*(form.lengths for form in forms), strict=True)]
+        sent = forms[0].message
+        if len(forms) > 1:
+            by_form = [form.message.split(form.lengths) for form in forms]
+            by_owner = zip(*by_form, strict=True)
+            sent = torch.cat(list(itertools.chain.from_iterable(by_owner)))
+        received = sent.new_empty(owners.replicas, sum(lengths))
+        parts = [sum(lengths)] * owners.replicas
+        work = dist.all_to_all_single(
+            received.view(-1), sent, parts, sizes, group=self.group, async_op=True
+        )
 
         def wait() -> None:
             work.wait()
-            mean = torch.zeros(own, dtype=wide, device=device)
-            for contribution in received.chunk(replicas):
-                mean += contribution
-            mean /= replicas
-            for parameter, rows in zip(bucket.trained, pieces_of(mean, shapes), strict=True):
-                self.owners.take_gradient(parameter, rows)
+            for form, contributions in zip(forms, received.split(lengths, dim=1), strict=True):
+                rows = form.coded.coder.values(form.coded.mean_of(contributions), form.shapes)
+                for parameter, own in zip(form.parameters, rows, strict=True):
+                    owners.take_gradient(parameter, own)
 
         return [wait]
+
+    def _form(self, wire: Wire, members: Sequence[tuple[FSDPParameter, Tensor]]) -> _Form:
+        owners = self.residuals
+        # Nothing is sent in a dtype that is wider than the gradients.
+        if wire.item_bytes > members[0][1].itemsize:
+            wire = wire_of(members[0][1].dtype)
+        parameters = [parameter for parameter, _ in members]
+        by_owner = list(zip(*(owners.parts(*each) for each in members), strict=True))
+        again = any(owners.owned(parameter).grad is not None for parameter in parameters)
+        coded = self.coded(wire, list(itertools.chain.from_iterable(by_owner)), (), again=again)
+        (message,) = coded.contribution(owners.replica, 1)
+        coded.keep_rest()
+        lengths: list[int] = []
+        for parts in by_owner:
+            rows = sum(wire.rows_of(part.values.numel()) for part in parts)
+            lengths.append(rows * coded.row_length)
+        shapes = [part.values.shape for part in by_owner[owners.replica]]
+        return _Form(parameters, coded, message, lengths, shapes)

@@ -6,7 +6,7 @@ row here, and code beside `blocks.py` if it is neither a dtype nor blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,20 +41,25 @@ class CastCoder:
         return rows.to(self.dtype)
 
     def decode(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows in ``dtype``."""
-        return sent.to(dtype)
+        """The rows in ``dtype``, a copy."""
+        return sent.to(dtype, copy=True)
 
-    def put_back(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copies the values in their order."""
-        values = pieces_of(rows[:, 0], [tensor.shape for tensor in tensors])
-        for tensor, value in zip(tensors, values, strict=True):
-            tensor.copy_(value)
+    def values(self, rows: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
+        """Views of the values, by tensor."""
+        return pieces_of(rows[:, 0], shapes)
 
 
 # What turns values into rows and rows into what is sent. Each row is decoded without the others, so
 # that rows can be dealt out to replicas. In `encode`, ``first`` is the number of the first row,
 # ``stage`` tells several roundings of one value apart; rows after the last are padding.
 Coder = CastCoder | BlockCoder
+
+
+def put_back(coder: Coder, rows: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Writes decoded ``rows`` into the ``tensors`` of which they are."""
+    values = coder.values(rows, [tensor.shape for tensor in tensors])
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,10 @@ class Wire:
             return self.dtype.itemsize * sum(shape.numel() for shape in shapes)
         row = BlockCode(self.bits).row_bytes
         return row * sum(blocks_of(shape.numel()) for shape in shapes)
+
+    def rows_of(self, numel: int) -> int:
+        """Rows that its coder makes of so many values of one tensor."""
+        return numel if self.dtype is not None else blocks_of(numel)
 
     def of_gradient(self, *, hidden: bool) -> Wire:
         """In which a gradient is sent every step. ``hidden``: it is that of a hidden matrix."""

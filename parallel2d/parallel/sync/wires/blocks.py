@@ -13,7 +13,7 @@ is cut into pieces, where a generator would have a state.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -148,10 +148,11 @@ class BlockCoder:
         places -= begins[owners]
         return torch.from_numpy(places), int(counts.max())
 
-    def put_back(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copies the blocks' values."""
-        for tensor, part in zip(tensors, rows.split(self._counts), strict=True):
-            tensor.copy_(part.view(-1)[: tensor.numel()].view(tensor.shape))
+    def values(self, rows: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
+        """Views of the blocks' values, by tensor."""
+        counts = [blocks_of(shape.numel()) for shape in shapes]
+        for part, shape in zip(rows.split(counts), shapes, strict=True):
+            yield part.view(-1)[: shape.numel()].view(shape)
 
 
 def owners_of(rows: int, key: int, replicas: int) -> numpy.ndarray:
@@ -162,12 +163,12 @@ def owners_of(rows: int, key: int, replicas: int) -> numpy.ndarray:
 
 def to_blocks(tensors: Sequence[Tensor]) -> Tensor:
     """[blocks, 256] of all ``tensors``; each begins a block, its last one is filled with zeros."""
-    counts = [blocks_of(tensor.numel()) for tensor in tensors]
-    first = tensors[0]
-    blocks = torch.zeros(sum(counts), BLOCK, dtype=first.dtype, device=first.device)
-    for tensor, part in zip(tensors, blocks.split(counts), strict=True):
-        part.view(-1)[: tensor.numel()] = tensor.reshape(-1)
-    return blocks
+    filled: list[Tensor] = []
+    for tensor in tensors:
+        filled.append(tensor.reshape(-1))
+        if tensor.numel() % BLOCK:
+            filled.append(tensor.new_zeros(-tensor.numel() % BLOCK))
+    return torch.cat(filled).view(-1, BLOCK)
 
 
 class BlockNoise:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel2d.parallel.sync.wires import Coder, Wire
+from parallel2d.parallel.sync.wires import Coder, Wire, put_back
 from parallel2d.parallel.sync.wires.blocks import (
     BLOCK,
     MEAN_STAGE,
@@ -41,7 +41,7 @@ class Coded:
 
     ``rows``: this replica's values, as ``coder`` makes them of tensors; they may be overwritten.
     The mean is written into ``results``. ``keep``: is given what rounding has taken away, as rows;
-    None: nobody wants it.
+    None: nobody wants it. ``row_length``: of a row as it is sent, known by `contribution`.
     """
 
     coder: Coder
@@ -63,7 +63,7 @@ class Coded:
         if self.keep is not None:
             rows -= self.coder.decode(sent, rows.dtype)
             self._rest = rows
-        self._row_length = sent.shape[1]
+        self.row_length = sent.shape[1]
         return sent.view(owners, -1)
 
     def _dealt(self, owners: int) -> Tensor:
@@ -82,7 +82,7 @@ class Coded:
 
     def mean_of(self, received: Tensor) -> Tensor:
         """The mean of [replicas, values], what the replicas have sent of the same rows."""
-        contributions = received.reshape(len(received), -1, self._row_length)
+        contributions = received.reshape(len(received), -1, self.row_length)
         total = self.coder.decode(contributions[0], self._dtype)
         # One after the other, in the same order everywhere: the sum has the same bits everywhere.
         for contribution in contributions[1:]:
@@ -107,11 +107,11 @@ class Coded:
 
     def means(self, received: Tensor) -> Tensor:
         """The rows of [replicas, values], what each has sent as the mean of the rows it owns."""
-        return self.coder.decode(received.reshape(-1, self._row_length), self._dtype)
+        return self.coder.decode(received.reshape(-1, self.row_length), self._dtype)
 
     def put_back(self, mean: Tensor) -> None:
         """Writes the mean into the results."""
-        self.coder.put_back(self._collected(mean), self.results)
+        put_back(self.coder, self._collected(mean), self.results)
 
 
 class Exchange:
@@ -244,5 +244,5 @@ def _as_read(coder: Coder | None, values: Tensor, stage: int) -> Tensor:
         return values
     found = torch.empty_like(values)
     sent = coder.encode(coder.rows([values]), 0, stage)
-    coder.put_back(coder.decode(sent, values.dtype), [found])
+    put_back(coder, coder.decode(sent, values.dtype), [found])
     return found
