@@ -25,7 +25,8 @@ SHOWN = {
     "fp32": "the default",
     "bf16": "sync.wire=bf16",
     "int8": "sync.wire=int8",
-    "split_bf16": "hybrid_full, bf16",
+    "int4": "sync.wire=int4",
+    "split_int4": "hybrid_full, int4",
     "diloco": "diloco",
     "diloco_int4": "diloco, int4",
     "streaming_int4": "diloco, int4, 3 fragments, delay 5",
@@ -41,7 +42,7 @@ NAMES = {
 def draw_rates() -> None:
     """Seconds of a step by bandwidth."""
     measured = json.loads(RATES.read_text())
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.2))
+    figure, axes = pyplot.subplots(figsize=(9.5, 4.2))
     for method, label in SHOWN.items():
         points = [
             (int(rate), rows[method]["step_s"]) for rate, rows in measured.items() if method in rows
@@ -52,7 +53,7 @@ def draw_rates() -> None:
     axes.set_xticks(rates, [str(rate) for rate in rates])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     _save(figure, "sync_rates.svg")
 
 
