@@ -242,7 +242,7 @@ def _residuals_after(*events):
                 parameter.grad /= scale
             optimizer.step()
         if event != "kept":
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=event != "zeroed step")
         found.append(sync_runs.local_residuals(model))
     return found, weights_of(model)
 
@@ -256,6 +256,11 @@ def test_residuals_change_with_an_update_alone(ranks):
     for found in (refused, scaled):
         assert largest_difference(found[-1], stepped[-1]) == 0.0
     assert largest_difference(after_all, updated) == 0.0
+    # Zeros in the place of gradients are no earlier reduction.
+    zeroed, dropped = (
+        ranks.run(2, _residuals_after, each, "step")[0] for each in ("zeroed step", "step")
+    )
+    assert largest_difference(zeroed[0][-1], dropped[0][-1]) == 0.0
     # The second reduction of a step sends what the first one did not.
     twice, _ = ranks.run(2, _residuals_after, "kept", "step")[0]
     assert largest_difference(*twice[:2]) == 0.0
