@@ -242,7 +242,7 @@ def _residuals_after(*events):
                 parameter.grad /= scale
             optimizer.step()
         if event != "kept":
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=event != "refused")
         found.append(sync_runs.local_residuals(model))
     return found, weights_of(model)
 

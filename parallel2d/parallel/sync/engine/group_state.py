@@ -140,11 +140,6 @@ class GroupState:
                 self._set_aside.append((parameter, local))
                 parameter.set_gradient(None)
 
-    @property
-    def adds_to_means(self) -> bool:
-        """Whether its reduction is added to means of earlier backward passes."""
-        return bool(self._set_aside)
-
     def add_means(self) -> None:
         """Adds what `set_aside_means` has taken out to the new gradients."""
         for parameter, earlier in self._set_aside:

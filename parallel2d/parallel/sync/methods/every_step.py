@@ -196,12 +196,11 @@ class RoundedReduction:
             coder = self.wire.coder(whole, ())
             coded = [Coded(coder, coder.rows(whole), whole)]
         else:
-            again = any(state.adds_to_means for state in bucket.states)
             coded = []
             for wire, members in self.by_wire(bucket).items():
                 parts = [GradientPart((each.name, 0), each.start, part) for each, part in members]
                 results = [gradient for _, gradient in members]
-                coded.append(self.coded(wire, parts, results, again=again))
+                coded.append(self.coded(wire, parts, results))
         exchange = Exchange(self.group, coded)
         return [exchange.send_means, exchange.finish]
 
@@ -213,16 +212,8 @@ class RoundedReduction:
             found[own].append((parameter, gradient))
         return found
 
-    def coded(
-        self,
-        wire: Wire,
-        parts: Sequence[GradientPart],
-        results: Sequence[Tensor],
-        *,
-        again: bool,
-    ) -> Coded:
-        """The ``parts`` of a bucket that are sent in one form. ``results``: as of `Coded`;
-        ``again``: as of `Residuals.add_to`."""
+    def coded(self, wire: Wire, parts: Sequence[GradientPart], results: Sequence[Tensor]) -> Coded:
+        """The ``parts`` of a bucket that are sent in one form. ``results``: as of `Coded`."""
         values = [part.values for part in parts]
         pieces: list[Piece] = []
         # A cast needs to know nothing about parameters.
@@ -234,6 +225,6 @@ class RoundedReduction:
         keep = None
         if wire.keeps_rest:
             counts = {part.name: blocks_of(part.values.numel()) for part in parts}
-            self.residuals.add_to(rows, counts, again=again)
+            self.residuals.add_to(rows, counts)
             keep = functools.partial(self.residuals.keep, counts=counts)
         return Coded(coder, rows, results, keep)

@@ -13,7 +13,6 @@ Parameters are sent in 16 bits where gradients have fewer, whose codes begin ane
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Container, Sequence
@@ -189,8 +188,6 @@ class OwnedParameters(Residuals):
         return found
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer is self._optimizer:
-            return
         if needs_closure(type(optimizer)):
             raise ConfigError(
                 f"strategy=hybrid_full: {type(optimizer).__name__}.step computes losses between "
@@ -205,15 +202,11 @@ class OwnedParameters(Residuals):
                     "parallel2d.build_optimizer, or on parallel2d.updated_parameters(model)"
                 )
         super().attach(optimizer)
-        zero_grad = optimizer.zero_grad
 
-        @functools.wraps(zero_grad)
-        def clear(set_to_none: bool = True) -> None:
-            zero_grad(set_to_none)
-            # Sums not reduced over replicas are in sharded parameters, which the optimizer lacks.
-            clear_gradients(self._model.groups, set_to_none)
-
-        optimizer.zero_grad = clear  # type: ignore[method-assign]
+    def drop_sums(self, set_to_none: bool) -> None:
+        super().drop_sums(set_to_none)
+        # Sums not reduced over replicas are in sharded parameters, which the optimizer lacks.
+        clear_gradients(self._model.groups, set_to_none)
 
     def owned(self, parameter: FSDPParameter) -> nn.Parameter:
         """This replica's part."""
@@ -416,8 +409,7 @@ class ScatterToOwners(RoundedReduction):
             wire = wire_of(members[0][1].dtype)
         parameters = [parameter for parameter, _ in members]
         by_owner = list(zip(*(owners.parts(*each) for each in members), strict=True))
-        again = any(owners.owned(parameter).grad is not None for parameter in parameters)
-        coded = self.coded(wire, list(itertools.chain.from_iterable(by_owner)), (), again=again)
+        coded = self.coded(wire, list(itertools.chain.from_iterable(by_owner)), ())
         (message,) = coded.contribution(owners.replica, 1)
         coded.keep_rest()
         shapes = [[part.values.shape for part in parts] for parts in by_owner]
