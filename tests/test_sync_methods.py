@@ -242,7 +242,7 @@ def _residuals_after(*events):
                 parameter.grad /= scale
             optimizer.step()
         if event != "kept":
-            optimizer.zero_grad(set_to_none=event != "zeroed step")
+            optimizer.zero_grad(set_to_none="zeroed" not in event)
         found.append(sync_runs.local_residuals(model))
     return found, weights_of(model)
 
@@ -250,12 +250,13 @@ def _residuals_after(*events):
 def test_residuals_change_with_an_update_alone(ranks):
     stepped, updated = ranks.run(2, _residuals_after, "step")[0]
     assert largest_difference(*stepped) > 0.0
-    refused, after_all = ranks.run(2, _residuals_after, "refused", "step")[0]
-    assert largest_difference(*refused[:2]) == 0.0
+    for refusal in ("refused", "zeroed refused"):
+        refused, after_all = ranks.run(2, _residuals_after, refusal, "step")[0]
+        assert largest_difference(*refused[:2]) == 0.0
+        assert largest_difference(refused[-1], stepped[-1]) == 0.0
+        assert largest_difference(after_all, updated) == 0.0
     scaled, _ = ranks.run(2, _residuals_after, "scaled step")[0]
-    for found in (refused, scaled):
-        assert largest_difference(found[-1], stepped[-1]) == 0.0
-    assert largest_difference(after_all, updated) == 0.0
+    assert largest_difference(scaled[-1], stepped[-1]) == 0.0
     # Zeros in the place of gradients are no earlier reduction.
     zeroed, dropped = (
         ranks.run(2, _residuals_after, each, "step")[0] for each in ("zeroed step", "step")

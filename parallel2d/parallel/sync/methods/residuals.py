@@ -9,6 +9,7 @@ scale has multiplied, so that the scale may change. They are stored in 8 bits.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
@@ -68,12 +69,29 @@ class Residuals(UpdateFollower):
         if not self._parameters:
             self.residual_name = ""
         self._kept: dict[PartName, StoredBlocks] = {}
-        # After a reduction, until the optimizer's step
+        # After a reduction, until the optimizer's step or until gradients are dropped
         self._next: dict[PartName, StoredBlocks] = {}
 
     def cut(self, local: Tensor) -> Sequence[Tensor]:
         """The parts of a rank's part of a parameter that are coded each for itself, views."""
         return [local]
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is self._optimizer:
+            return
+        super().attach(optimizer)
+        zero_grad = optimizer.zero_grad
+
+        @functools.wraps(zero_grad)
+        def clear(set_to_none: bool = True) -> None:
+            zero_grad(set_to_none)
+            self.drop_sums(set_to_none)
+
+        optimizer.zero_grad = clear  # type: ignore[method-assign]
+
+    def drop_sums(self, set_to_none: bool) -> None:
+        """Drops what the optimizer's ``zero_grad`` does not reach."""
+        self._next = {}
 
     def add_to(self, rows: Tensor, counts: Mapping[PartName, int], *, again: bool) -> None:
         """Adds what was not sent before to ``rows`` of gradients, ``counts`` of each part.

@@ -13,7 +13,6 @@ Parameters are sent in 16 bits where gradients have fewer, whose codes begin ane
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Container, Sequence
@@ -158,9 +157,9 @@ class OwnedParameters(Residuals):
         # The axes from the inside out: the order in which a parameter is split when replicas split
         # what the others leave. Placements on the usual order would need torch's strided shards,
         # which put rows elsewhere where sizes do not divide.
-        names = ("tensor", "shard", "replicate")
+        axes = ("tensor", "shard", "replicate")
         inside_out = ranks_of(model.mesh)[:, :, 0].permute(2, 1, 0).contiguous()
-        self._mesh = DeviceMesh(model.mesh.device_type, inside_out, mesh_dim_names=names)
+        self._mesh = DeviceMesh(model.mesh.device_type, inside_out, mesh_dim_names=axes)
         # By axes: making a mesh of some of them takes a millisecond.
         self._meshes = {self._mesh.mesh_dim_names: self._mesh}
         self._owned: dict[int, nn.Parameter] = {}
@@ -189,8 +188,6 @@ class OwnedParameters(Residuals):
         return found
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer is self._optimizer:
-            return
         if needs_closure(type(optimizer)):
             raise ConfigError(
                 f"strategy=hybrid_full: {type(optimizer).__name__}.step computes losses between "
@@ -205,15 +202,11 @@ class OwnedParameters(Residuals):
                     "parallel2d.build_optimizer, or on parallel2d.updated_parameters(model)"
                 )
         super().attach(optimizer)
-        zero_grad = optimizer.zero_grad
 
-        @functools.wraps(zero_grad)
-        def clear(set_to_none: bool = True) -> None:
-            zero_grad(set_to_none)
-            # Sums not reduced over replicas are in sharded parameters, which the optimizer lacks.
-            clear_gradients(self._model.groups, set_to_none)
-
-        optimizer.zero_grad = clear  # type: ignore[method-assign]
+    def drop_sums(self, set_to_none: bool) -> None:
+        super().drop_sums(set_to_none)
+        # Sums not reduced over replicas are in sharded parameters, which the optimizer lacks.
+        clear_gradients(self._model.groups, set_to_none)
 
     def owned(self, parameter: FSDPParameter) -> nn.Parameter:
         """This replica's part."""
@@ -262,8 +255,8 @@ class OwnedParameters(Residuals):
         return local.narrow(0, *rows_of_owner(local.shape[0], replica, self.replicas))
 
     def cut(self, local: Tensor) -> Sequence[Tensor]:
-        sizes = [rows_of_owner(len(local), each, self.replicas)[1] for each in range(self.replicas)]
-        return local.split(sizes)
+        rows, replicas = local.shape[0], self.replicas
+        return local.split([rows_of_owner(rows, each, replicas)[1] for each in range(replicas)])
 
     def parts(self, parameter: FSDPParameter, gradient: Tensor) -> list[GradientPart]:
         """Of this rank's ``gradient``, what each replica owns."""
@@ -271,7 +264,7 @@ class OwnedParameters(Residuals):
         start, row = parameter.start, math.prod(parameter.sharded.shape[1:])
         for replica, owned in enumerate(self.cut(gradient)):
             found.append(GradientPart((parameter.name, replica), start, owned))
-            start += len(owned) * row
+            start += owned.shape[0] * row
         return found
 
     def take_gradient(self, parameter: FSDPParameter, rows: Tensor) -> None:
@@ -283,7 +276,8 @@ class OwnedParameters(Residuals):
         if owned.grad is not None:
             local_part(owned.grad).add_(rows)
         else:
-            rows = rows.to(self._model.gradient_dtype or rows.dtype)
+            # A copy: these are views of what has arrived, or of blocks that are not full.
+            rows = rows.to(self._model.gradient_dtype or rows.dtype, copy=True)
             owned.grad = self._as_dtensor(rows, parameter.sharded)
 
     def clear_gradients(self, set_to_none: bool) -> None:
@@ -354,12 +348,11 @@ class OwnedParameters(Residuals):
 
 
 class _Form(NamedTuple):
-    """The gradients of ``parameters`` that are sent in one form. ``message``: flat, and of
-    ``lengths`` to each owner; ``shapes``: of the rows that this replica owns."""
+    """The gradients of ``parameters`` that are sent in one form. ``lengths``: of what each owner
+    gets; ``shapes``: of the rows that this replica owns."""
 
     parameters: Sequence[FSDPParameter]
     coded: Coded
-    message: Tensor
     lengths: Sequence[int]
     shapes: Sequence[torch.Size]
 
@@ -378,18 +371,18 @@ class ScatterToOwners(RoundedReduction):
     def start(self, bucket: Bucket) -> list[Wait]:
         """Begins to average the owned rows of the bucket over the replicas."""
         owners = self.residuals
-        forms = [self._form(*each) for each in self.by_wire(bucket).items()]
+        begun = [self._form(*each) for each in self.by_wire(bucket).items()]
         # All of it has been copied.
         keep_until_done(bucket.buffer())
         bucket.release()
         for parameter in bucket.trained:
             parameter.set_gradient(None)
+        forms = [form for form, _ in begun]
         lengths = [form.lengths[owners.replica] for form in forms]
         sizes = [sum(of_owner) for of_owner in zip(*(form.lengths for form in forms), strict=True)]
-        sent = forms[0].message
+        sent = begun[0][1]
         if len(forms) > 1:
-            by_form = [form.message.split(form.lengths) for form in forms]
-            by_owner = zip(*by_form, strict=True)
+            by_owner = zip(*(message.split(form.lengths) for form, message in begun), strict=True)
             sent = torch.cat(list(itertools.chain.from_iterable(by_owner)))
         received = sent.new_empty(owners.replicas, sum(lengths))
         parts = [sum(lengths)] * owners.replicas
@@ -406,7 +399,10 @@ class ScatterToOwners(RoundedReduction):
 
         return [wait]
 
-    def _form(self, wire: Wire, members: Sequence[tuple[FSDPParameter, Tensor]]) -> _Form:
+    def _form(
+        self, wire: Wire, members: Sequence[tuple[FSDPParameter, Tensor]]
+    ) -> tuple[_Form, Tensor]:
+        """What `start` begins with of the ``members`` of a bucket, and their message, flat."""
         owners = self.residuals
         # Nothing is sent in a dtype that is wider than the gradients.
         if wire.item_bytes > members[0][1].itemsize:
@@ -417,9 +413,6 @@ class ScatterToOwners(RoundedReduction):
         coded = self.coded(wire, list(itertools.chain.from_iterable(by_owner)), (), again=again)
         (message,) = coded.contribution(owners.replica, 1)
         coded.keep_rest()
-        lengths: list[int] = []
-        for parts in by_owner:
-            rows = sum(wire.rows_of(part.values.numel()) for part in parts)
-            lengths.append(rows * coded.row_length)
-        shapes = [part.values.shape for part in by_owner[owners.replica]]
-        return _Form(parameters, coded, message, lengths, shapes)
+        shapes = [[part.values.shape for part in parts] for parts in by_owner]
+        lengths = [wire.bytes_of(each) // message.itemsize for each in shapes]
+        return _Form(parameters, coded, lengths, shapes[owners.replica]), message

@@ -41,8 +41,8 @@ class CastCoder:
         return rows.to(self.dtype)
 
     def decode(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows in ``dtype``, a copy."""
-        return sent.to(dtype, copy=True)
+        """The rows in ``dtype``."""
+        return sent.to(dtype)
 
     def values(self, rows: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
         """Views of the values, by tensor."""
@@ -97,10 +97,6 @@ class Wire:
             return self.dtype.itemsize * sum(shape.numel() for shape in shapes)
         row = BlockCode(self.bits).row_bytes
         return row * sum(blocks_of(shape.numel()) for shape in shapes)
-
-    def rows_of(self, numel: int) -> int:
-        """Rows that its coder makes of so many values of one tensor."""
-        return numel if self.dtype is not None else blocks_of(numel)
 
     def of_gradient(self, *, hidden: bool) -> Wire:
         """In which a gradient is sent every step. ``hidden``: it is that of a hidden matrix."""

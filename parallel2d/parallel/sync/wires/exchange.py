@@ -41,7 +41,7 @@ class Coded:
 
     ``rows``: this replica's values, as ``coder`` makes them of tensors; they may be overwritten.
     The mean is written into ``results``. ``keep``: is given what rounding has taken away, as rows;
-    None: nobody wants it. ``row_length``: of a row as it is sent, known by `contribution`.
+    None: nobody wants it.
     """
 
     coder: Coder
@@ -63,7 +63,7 @@ class Coded:
         if self.keep is not None:
             rows -= self.coder.decode(sent, rows.dtype)
             self._rest = rows
-        self.row_length = sent.shape[1]
+        self._row_length = sent.shape[1]
         return sent.view(owners, -1)
 
     def _dealt(self, owners: int) -> Tensor:
@@ -81,8 +81,9 @@ class Coded:
         return rows[: self._count] if self._places is None else rows[self._places]
 
     def mean_of(self, received: Tensor) -> Tensor:
-        """The mean of [replicas, values], what the replicas have sent of the same rows."""
-        contributions = received.reshape(len(received), -1, self.row_length)
+        """The mean of [replicas, values], what the replicas have sent of the same rows. It may be
+        overwritten."""
+        contributions = received.reshape(len(received), -1, self._row_length)
         total = self.coder.decode(contributions[0], self._dtype)
         # One after the other, in the same order everywhere: the sum has the same bits everywhere.
         for contribution in contributions[1:]:
@@ -107,7 +108,7 @@ class Coded:
 
     def means(self, received: Tensor) -> Tensor:
         """The rows of [replicas, values], what each has sent as the mean of the rows it owns."""
-        return self.coder.decode(received.reshape(-1, self.row_length), self._dtype)
+        return self.coder.decode(received.reshape(-1, self._row_length), self._dtype)
 
     def put_back(self, mean: Tensor) -> None:
         """Writes the mean into the results."""
