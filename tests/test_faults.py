@@ -262,7 +262,9 @@ def undisturbed(folder: Path, steps: int, method: Sequence[str]) -> list[dict[st
     return jobs.rows(folder / "quiet")
 
 
-def compare(rows: list[dict[str, object]], expected: list[dict[str, object]], most: float) -> float:
+def compare(
+    rows: list[dict[str, object]], expected: list[dict[str, object]], most: float = 1e-9
+) -> float:
     """Every step once and in order, every batch the right one, every loss equal within ``most``. Returns the largest relative difference."""
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert [row["data/batch_hash"] for row in rows] == [row["data/batch_hash"] for row in expected]
