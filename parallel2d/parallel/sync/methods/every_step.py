@@ -117,8 +117,7 @@ class EveryStep(SyncMethod):
         if wire is None or not values[0].ndim:
             wire = WIRES["fp64"]
         else:
-            sent = self.sent(wire, state.keys.step)
-            wire = sent.of_gradient(hidden=name in state.hidden)
+            wire = self.sent(wire, state.keys.step).of_gradient(hidden=name in state.hidden)
         if not wire.keeps_rest:
             return expected_mean(values, wire, cut, state.keys, name, sent_back=self._sent_back)
         for replica, value in enumerate(values):
@@ -186,7 +185,8 @@ class RoundedReduction:
 
     @property
     def most_in_flight(self) -> int:
-        """As many as take the memory of two in 16 bits: each holds what it sends and receives."""
+        """Two, or as many as take the memory of two in 16 bits: each holds what it sends and
+        receives."""
         return max(2, 32 // self.wire.bits)
 
     def start(self, bucket: Bucket) -> list[Wait]:
