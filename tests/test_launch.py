@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -241,27 +240,33 @@ def test_a_place_is_taken_and_who_had_it_sees_that(job):
     job.wait_for(lambda: not (second.takes_part or second.is_open), second)
 
 
-def _serve(told, secret: str) -> None:
-    told.send(StoreServer.at("127.0.0.1", 0, secret).address)
-    signal.pause()
+STORE = (sys.executable, "-m", "parallel2d.launch", "store", "--host", "127.0.0.1", "--port")
 
 
 @pytest.fixture
-def silent_store(secret, monkeypatch):
+def store_command(secret):
+    """The process of a store of its own, and its address."""
+    with subprocess.Popen([*STORE, "0"], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("store listens on 127.0.0.1:")
+            yield process, line.rpartition("=")[2].strip()
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def silent_store(store_command, secret, monkeypatch):
     """A client of a store whose process has been stopped: it keeps its connections and never answers."""
-    monkeypatch.setattr(store_client, "_ANSWER_S", 1.0)  # how long its threads try when it is gone
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, secret))
-    process.start()
-    client = StoreClient(ours.recv(), secret, timeout_s=60.0)
+    process, address = store_command
+    client = StoreClient(address, secret, timeout_s=60.0)
     client.set("before", "here")
-    os.kill(process.pid, signal.SIGSTOP)
+    process.send_signal(signal.SIGSTOP)
     wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+    monkeypatch.setattr(store_client, "_ANSWER_S", 1.0)  # how long its threads try when it is gone
     threads = threading.enumerate()
     yield client
     process.kill()
-    process.join()
     # What they print is printed in this test.
     for waiting in set(threading.enumerate()) - set(threads):
         waiting.join(10.0)
@@ -324,21 +329,15 @@ def test_only_what_starts_the_same_command_again_leaves_a_record(tmp_path, monke
 
 
 @pytest.mark.slow
-def test_the_store_command_listens_where_it_is_told(secret, server):
-    words = [sys.executable, "-m", "parallel2d.launch", "store", "--host", "127.0.0.1", "--port"]
-    process = subprocess.Popen([*words, "0"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("store listens on 127.0.0.1:")
-        settings = LaunchConfig(nnodes="1", rdzv_endpoint=line.rpartition("=")[2].strip())
-        assert find_rendezvous(replace(settings, job_id="mine")).server is None
-        says = "serves more than one job: give yours a name with launch.job_id"
-        with pytest.raises(ConfigError, match=says):
-            find_rendezvous(settings)
-    finally:
-        process.terminate()
-        assert process.wait(timeout=20) == 0
-    refused = subprocess.run([*words, str(server.port)], capture_output=True, text=True)
+def test_the_store_command_listens_where_it_is_told(store_command, server):
+    process, address = store_command
+    settings = LaunchConfig(nnodes="1", rdzv_endpoint=address)
+    assert find_rendezvous(replace(settings, job_id="mine")).server is None
+    says = "serves more than one job: give yours a name with launch.job_id"
+    with pytest.raises(ConfigError, match=says):
+        find_rendezvous(settings)
+    process.terminate()
+    assert process.wait(timeout=20) == 0
+    refused = subprocess.run([*STORE, str(server.port)], capture_output=True, text=True)
     assert refused.returncode == 2
     assert "is in use by another process" in refused.stderr
