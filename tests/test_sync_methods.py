@@ -300,22 +300,27 @@ def test_exports_and_validation_see_the_shared_parameters(ranks):
     assert torch.equal(answers[0][3], answers[1][3])
 
 
-def _loaded(strategy, sync):
-    """A value that `load_state_dict` has written, three steps later."""
+def _written(strategy, sync, how):
+    """A value that was written to parameters, three steps later."""
     model, optimizer = _trained_model(strategy, sync, steps=3)
-    state = {name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}
-    model.load_state_dict(state)
+    if how == "loaded":
+        state = {name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}
+        model.load_state_dict(state)
+    else:
+        for parameter in model.parameters():
+            parameter.data.fill_(2.0)
     for step in range(3):
         _step(model, optimizer, 4 + step)
     with parallel2d.outer_parameters(model):
         return model[0].weight.full_tensor().mean().item()
 
 
-@pytest.mark.parametrize(("strategy", "sync"), [
-    ("ddp", {}), ("hybrid_full", {"wire": "bf16"}), ("ddp", {"name": "diloco", "every": 2}),
+@pytest.mark.parametrize(("strategy", "sync", "how"), [
+    ("hybrid_full", {"wire": "bf16"}, "loaded"), ("hybrid_full", {"wire": "bf16"}, "in place"),
+    ("ddp", {"name": "diloco", "every": 2}, "loaded"),
 ], ids=str)  # fmt: skip
-def test_what_load_state_dict_has_written_stays(ranks, strategy, sync):
-    for value in ranks.run(2, _loaded, strategy, sync):
+def test_what_is_written_to_parameters_stays(ranks, strategy, sync, how):
+    for value in ranks.run(2, _written, strategy, sync, how):
         assert value == pytest.approx(2.0, abs=0.2)
 
 
@@ -344,6 +349,25 @@ def _on_whole_parameters(strategy, sync):
     parallel2d.attach_optimizer(model, sync_runs.adamw(model.parameters()))
 
 
+def _whole_in_a_later_group(strategy, sync):
+    model, optimizer = _trained_model(strategy, sync)
+    optimizer.add_param_group({"params": [next(model.parameters())]})
+    _step(model, optimizer, 1)
+
+
+def _penalty_apart(strategy, sync):
+    model, optimizer = _trained_model(strategy, sync)
+    sync_runs.loss_of(model, sync_runs.batch_of(1)).backward()
+    sum(each.square().sum() for each in model.parameters()).backward()
+    optimizer.step()
+
+
+def _clipped_by_torch(strategy, sync):
+    model, _ = _trained_model(strategy, sync, steps=1)
+    torch.nn.utils.clip_grad_norm_(parallel2d.updated_parameters(model), 1.0)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
 def _unfrozen(strategy, sync):
     model, optimizer = _trained_model(strategy, sync, steps=1, frozen=[3])
     model[3].requires_grad_(True)
@@ -365,6 +389,9 @@ UNFROZEN = r"3\.(weight|bias).*unfrozen after parallelize"
     (_without_attaching, "ddp", {"wire": "int4", "warmup": 0}, NOT_ATTACHED),
     (_without_attaching, "ddp", {"wire": "int4"}, "a share of train.steps, which a loop of your own does not have"),
     (_on_whole_parameters, "hybrid_full", {}, r"parallel2d\.updated_parameters\(model\)"),
+    (_whole_in_a_later_group, "hybrid_full", {}, r"AdamW has model\.parameters\(\)"),
+    (_penalty_apart, "hybrid_full", {}, "0.weight.*a gradient of a backward outside of the model's forwards"),
+    (_clipped_by_torch, "hybrid_full", {}, r"clip_grad_norm_\(\) of model\.parameters\(\)"),
     (_unfrozen, "ddp", {"name": "diloco"}, UNFROZEN), (_unfrozen, "hybrid_full", {"wire": "bf16"}, UNFROZEN),
     # it would write over replicas that differ
     (_looked_at_from_rank_0, "ddp", {"name": "diloco"}, "use writeback=False"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import Any
@@ -22,9 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals.computations import SHARDED_AS
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
 from parallel2d.parallel.fsdp_internals.group_watch import (
@@ -42,6 +44,7 @@ from parallel2d.parallel.model_structure import (
     join_names,
     plain_attributes,
     tensors_in,
+    updated_as,
 )
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.replica_reducer import ReplicaReducer, engine_of
@@ -223,6 +226,10 @@ class _Audit:
     def _is_shared(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and storage_of(leaf) in self._storages
 
+    def before_update(self, stepping: Optimizer) -> None:
+        if isinstance(self._engine, ReplicaReducer):
+            self._engine.updates.before_update(stepping)
+
     def changed(self) -> Iterator[FSDPGroup]:
         """The groups that were changed after a forward whose backward is to come, with the sharded
         parameters in the places of the gathered ones of before."""
@@ -243,6 +250,8 @@ def _watch_process() -> None:
     # Gradients that backward leaves in gathered parameters are averaged, those that it returns not.
     torch.autograd.grad = _checked(torch.autograd.grad, "grad", 1, SHARDED_AS, GATHERED_AS)
     refuse_numbers_of_parts()
+    # torch's `clip_grad_norm_` calls it, wherever a script has imported that from.
+    clip_grad._clip_grads_with_norm_ = _not_of_parts(clip_grad._clip_grads_with_norm_)
     DTensor.data = property(Tensor.data.__get__, _set_data)  # type: ignore[attr-defined, assignment]
 
 
@@ -257,12 +266,31 @@ def _set_data(tensor: DTensor, value: Tensor) -> None:
     Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
 
 
+def _not_of_parts(clip: Callable[..., None]) -> Callable[..., None]:
+    """``clip`` of torch's ``clip_grad_norm_``, which would pass over parameters that are split."""
+
+    @functools.wraps(clip)
+    def refusing(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if any(updated_as(each) is not each for each in parameters):
+            raise ConfigError(
+                "clip_grad_norm_() of model.parameters(): with strategy=hybrid_full the gradients "
+                "are those of parallel2d.updated_parameters(model); give it these"
+            )
+        clip(parameters, *args, **kwargs)
+
+    return refusing
+
+
 def _changed_groups() -> list[FSDPGroup]:
     return list(chain.from_iterable(watch.changed() for watch in _audits))
 
 
 def refuse_others(stepping: Optimizer) -> None:
-    """Refuses gathered parameters, and trained ones of no model beside sharded ones."""
+    """Refuses gathered parameters, trained ones of no model beside sharded ones, and what those
+    that follow updates refuse."""
+    for watch in _audits:
+        watch.before_update(stepping)
     others: list[Tensor] = []
     any_sharded = False
     for parameter in stepped_by(stepping):

@@ -34,16 +34,10 @@ class MasterValues(Protocol):
     """Whether each replica has parameters of its own."""
 
     def masters(self) -> Mapping[str, Tensor]:
-        """By FQN of the parameter, for those that have one."""
+        """By FQN of the parameter, for those that have one; with what was written to it."""
 
     def masters_were_loaded(self) -> None:
         """Makes the parameters what the master values imply. Collective."""
-
-    def parameters_were_loaded(self) -> None:
-        """Makes the master values equal to the parameters."""
-
-    def parameters_were_changed(self) -> None:
-        """Takes over parameters that something other than the optimizer has changed."""
 
 
 def register_masters(model: nn.Module, masters: MasterValues) -> None:
@@ -52,7 +46,6 @@ def register_masters(model: nn.Module, masters: MasterValues) -> None:
     # A change through any module of the model must reach them.
     for module in model.modules():
         vars(module).setdefault(_MASTERS, []).append(masters)
-    model.register_load_state_dict_post_hook(lambda *_: masters.parameters_were_loaded())
 
 
 def masters_in(model: nn.Module) -> list[MasterValues]:

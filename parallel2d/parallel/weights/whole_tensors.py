@@ -151,8 +151,6 @@ def summon_full_params(
         _show(places, dict(zip(places, places, strict=True)))
         if writeback:
             _write_back(wholes, 0 if rank0_only else None, grads=with_grads)
-            for masters in masters_in(model):
-                masters.parameters_were_changed()
 
 
 def _refuse_whole(places: Places) -> None:

@@ -142,6 +142,7 @@ class OuterSync(UpdateFollower):
             nesterov=method.outer_momentum > 0,
         )
         register_masters(model, self)
+        model.register_load_state_dict_post_hook(lambda *_: self._parameters_were_loaded())
 
     @torch.no_grad()
     def after_update(self) -> None:
@@ -290,14 +291,11 @@ class OuterSync(UpdateFollower):
         self._forget()
 
     @torch.no_grad()
-    def parameters_were_loaded(self) -> None:
+    def _parameters_were_loaded(self) -> None:
         """The parameters are the outer ones, without momentum."""
         for parameter in self.parameters.values():
             local_part(parameter.outer.detach()).copy_(local_part(parameter.own.detach()))
         self._forget()
-
-    def parameters_were_changed(self) -> None:
-        """Does nothing: a change of the replica's parameters is shared like an update."""
 
     def residuals(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

@@ -42,6 +42,10 @@ class UpdateFollower:
     def make(self, model: nn.Module) -> None:
         """Called once, when the parameters of ``model`` have their values. Collective."""
 
+    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before each step of any ``optimizer``. Raises `ConfigError` for what it would pass
+        over."""
+
     def after_update(self) -> None:
         """Called after each update. Collective."""
 

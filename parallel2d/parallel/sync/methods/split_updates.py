@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ from parallel2d.parallel.sync.methods.residuals import Residuals
 from parallel2d.parallel.sync.wires import WIRES, Wire, wire_of
 from parallel2d.parallel.sync.wires.exchange import Coded
 from parallel2d.parallel.weights.geometry import Region, as_real, local_part, pieces_of
-from parallel2d.parallel.weights.named_tensors import register_masters
+from parallel2d.parallel.weights.named_tensors import register_masters, stepped_by
 
 
 class SplitUpdates(EveryStep):
@@ -193,20 +193,31 @@ class OwnedParameters(Residuals):
                 f"strategy=hybrid_full: {type(optimizer).__name__}.step computes losses between "
                 "updates, which replicas do not hear of before it ends; use strategy=hybrid"
             )
-        whole = {id(parameter.sharded) for parameter in self._all()}
-        for settings in optimizer.param_groups:
-            if any(id(each) in whole for each in settings["params"]):
-                raise ConfigError(
-                    f"{type(optimizer).__name__} was built on model.parameters(): with "
-                    "strategy=hybrid_full each replica updates its own part of them; build it with "
-                    "parallel2d.build_optimizer, or on parallel2d.updated_parameters(model)"
-                )
+        self.before_update(optimizer)
         super().attach(optimizer)
+
+    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        stepped = {id(each) for each in stepped_by(optimizer)}
+        updated = [each for each in self._all() if id(self.owned(each)) in stepped]
+        if any(id(each.sharded) in stepped for each in self._all()):
+            raise ConfigError(
+                f"{type(optimizer).__name__} has model.parameters(): with strategy=hybrid_full "
+                "each replica updates its own part of them; build it with "
+                "parallel2d.build_optimizer, or on parallel2d.updated_parameters(model)"
+            )
+        unsent = [each.name for each in updated if each.sharded.grad is not None]
+        if unsent:
+            raise ConfigError(
+                f"strategy=hybrid_full: {first_five(unsent, ', ')}: a gradient of a backward "
+                "outside of the model's forwards, as of a penalty, does not reach who updates: "
+                "add it to the loss of a forward, or to .grad of updated_parameters(model)"
+            )
+        self._take_over([each for each in updated if each.name in self._masters])
 
     def drop_sums(self, set_to_none: bool) -> None:
         super().drop_sums(set_to_none)
         # Sums not reduced over replicas are in sharded parameters, which the optimizer lacks.
-        clear_gradients(self._model.groups, set_to_none)
+        clear_gradients(self._model.groups, set_to_none=True)
 
     def owned(self, parameter: FSDPParameter) -> nn.Parameter:
         """This replica's part."""
@@ -214,6 +225,7 @@ class OwnedParameters(Residuals):
 
     def masters(self) -> dict[str, Tensor]:
         """By name, the parts that are tensors of their own; none where they are views."""
+        self._take_over(self._masters.values())
         return {name: self.owned(parameter) for name, parameter in self._masters.items()}
 
     def masters_were_loaded(self) -> None:
@@ -221,15 +233,13 @@ class OwnedParameters(Residuals):
         self._gather(list(self._masters.values()))
 
     @torch.no_grad()
-    def parameters_were_changed(self) -> None:
-        """Takes over what differs from the rounded parts."""
-        for parameter in self._masters.values():
+    def _take_over(self, parameters: Iterable[FSDPParameter]) -> None:
+        """Takes over what was written to ``parameters``: it differs from the rounded parts."""
+        for parameter in parameters:
             rows = self.rows(local_part(parameter.sharded), self.replica)
             owned = local_part(self.owned(parameter))
             is_rounded = owned.to(self._wire).to(rows.dtype) == rows
             owned.copy_(torch.where(is_rounded, owned, rows))
-
-    parameters_were_loaded = parameters_were_changed
 
     def _as_dtensor(self, rows: Tensor, whole: Tensor) -> DTensor:
         """``rows`` of this replica as a part of ``whole``."""
