@@ -248,7 +248,8 @@ def test_nothing_is_left_after_a_signal(tmp_path, number):
     assert tool.wait(20) == 128 + number
     assert left_of(tag) == []
     counters = json.loads((tmp_path / "out/counters.json").read_text())
-    assert counters["exit_codes"] == {"node0": None, "node1": None}
+    # The tool may have been starting node1.
+    assert counters["exit_codes"].items() <= {"node0": None, "node1": None}.items()
 
 
 @needs_nodes
