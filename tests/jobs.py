@@ -123,7 +123,7 @@ def run_python(*words, **options):
     return subprocess.run([sys.executable, *words], **given)
 
 
-def wait_for(condition, seconds=90.0):
+def wait_for(condition, seconds=240.0):
     """Until it is true; its value then."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):

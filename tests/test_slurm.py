@@ -84,7 +84,7 @@ class Batch:
             assert self.process.poll() is None, self.log.read_text()
             return any(row["step"] >= step for row in self.rows())
 
-        jobs.wait_for(is_there, 120)
+        jobs.wait_for(is_there, 300)
         self.process.send_signal(signal.SIGUSR1)
         assert self.end() == 75, self.log.read_text()
         return self.rows()

@@ -12,6 +12,7 @@ from training import largest_difference, weights_of
 import parallel2d
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.sync.average import WeightAverage
 from parallel2d.parallel.sync.methods.outer_parameter import OuterParameter
 from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
 from parallel2d.parallel.sync.wires.blocks import BlockCode, BlockNoise, Piece, key_of, to_blocks
@@ -322,6 +323,28 @@ def _written(strategy, sync, how):
 def test_what_is_written_to_parameters_stays(ranks, strategy, sync, how):
     for value in ranks.run(2, _written, strategy, sync, how):
         assert value == pytest.approx(2.0, abs=0.2)
+
+
+def _states_around_averages():
+    """What is saved before averages take the places of parameters that are sent rounded, inside and afterwards; and the averages."""
+    model, optimizer = _trained_model("hybrid_full", {"wire": "bf16"}, steps=2)
+    averages = WeightAverage(model)
+    _step(model, optimizer, 3)
+    averages.update(0.5)
+    states = [parallel2d.full_state(model)]
+    with parallel2d.outer_parameters(model):
+        states.append(parallel2d.full_state(model))
+    states.append(parallel2d.full_state(model))
+    average = averages.values["0.weight"].full_tensor()
+    # Only rank 0 has states.
+    return [each["model"]["0.weight"] for each in states if each], average
+
+
+def test_averages_are_saved_where_they_are_shown_and_change_nothing(ranks):
+    (before, inside, after), average = ranks.run(2, _states_around_averages)[0]
+    assert torch.equal(before, after)
+    assert torch.equal(inside, average)
+    assert not torch.equal(inside, before)
 
 
 def _dropped(strategy):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.parallel.weights.geometry import local_part
-from parallel2d.parallel.weights.named_tensors import parameters_by_name, reshard
+from parallel2d.parallel.weights.named_tensors import masters_in, parameters_by_name, reshard
 
 _AVERAGE = "_parallel2d_average"  # an attribute of the model
 
@@ -56,9 +56,13 @@ class WeightAverage:
         """Inside, the model has the averages. Memory: a copy of this rank's parts."""
         parameters = parameters_by_name(self._model)
         own = [local_part(parameters[name].detach()) for name in self.values]
+        # Master values take over what parameters have, should they be asked for inside.
+        for masters in masters_in(self._model):
+            if not masters.replicas_differ:
+                own += [local_part(each.detach()) for each in masters.masters().values()]
         kept = [local.clone() for local in own]
         try:
-            for local, average in zip(own, self.values.values(), strict=True):
+            for local, average in zip(own, self.values.values(), strict=False):
                 local.copy_(local_part(average))
             yield
         finally:

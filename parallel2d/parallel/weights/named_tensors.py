@@ -46,12 +46,19 @@ def register_masters(model: nn.Module, masters: MasterValues) -> None:
     # A change through any module of the model must reach them.
     for module in model.modules():
         vars(module).setdefault(_MASTERS, []).append(masters)
+    model.register_load_state_dict_post_hook(lambda *_: take_over_written(model))
 
 
 def masters_in(model: nn.Module) -> list[MasterValues]:
     """Master values of ``model``, of the model that it is a part of, and of models inside it."""
     found = chain.from_iterable(vars(module).get(_MASTERS, []) for module in model.modules())
     return list({id(masters): masters for masters in found}.values())
+
+
+def take_over_written(model: nn.Module) -> None:
+    """Master values become exactly what was written to parameters."""
+    for masters in masters_in(model):
+        masters.masters()
 
 
 def masters_were_loaded(model: nn.Module) -> None:

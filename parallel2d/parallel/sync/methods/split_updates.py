@@ -212,7 +212,8 @@ class OwnedParameters(Residuals):
                 "outside of the model's forwards, as of a penalty, does not reach who updates: "
                 "add it to the loss of a forward, or to .grad of updated_parameters(model)"
             )
-        self._take_over([each for each in updated if each.name in self._masters])
+        rounded = [each for each in updated if each.name in self._masters]
+        self._take_over(rounded, exactly=False)
 
     def drop_sums(self, set_to_none: bool) -> None:
         super().drop_sums(set_to_none)
@@ -225,7 +226,7 @@ class OwnedParameters(Residuals):
 
     def masters(self) -> dict[str, Tensor]:
         """By name, the parts that are tensors of their own; none where they are views."""
-        self._take_over(self._masters.values())
+        self._take_over(self._masters.values(), exactly=True)
         return {name: self.owned(parameter) for name, parameter in self._masters.items()}
 
     def masters_were_loaded(self) -> None:
@@ -233,13 +234,17 @@ class OwnedParameters(Residuals):
         self._gather(list(self._masters.values()))
 
     @torch.no_grad()
-    def _take_over(self, parameters: Iterable[FSDPParameter]) -> None:
-        """Takes over what was written to ``parameters``: it differs from the rounded parts."""
+    def _take_over(self, parameters: Iterable[FSDPParameter], *, exactly: bool) -> None:
+        """Takes over what was written to ``parameters`` since they were rounded. Not ``exactly``:
+        values that are changed a little, as by a decay in each step, keep what rounding takes."""
         for parameter in parameters:
-            rows = self.rows(local_part(parameter.sharded), self.replica)
-            owned = local_part(self.owned(parameter))
-            is_rounded = owned.to(self._wire).to(rows.dtype) == rows
-            owned.copy_(torch.where(is_rounded, owned, rows))
+            rows = as_real(self.rows(local_part(parameter.sharded), self.replica))
+            owned = as_real(local_part(self.owned(parameter)))
+            rounded = owned.to(self._wire).to(rows.dtype)
+            change = rows - rounded
+            near = rows == rounded if exactly else change.abs() <= rounded.abs() / 16
+            # Before they are sent for the first time they are not rounded.
+            owned.copy_(torch.where(near & (rows != owned), owned + change, rows))
 
     def _as_dtensor(self, rows: Tensor, whole: Tensor) -> DTensor:
         """``rows`` of this replica as a part of ``whole``."""
