@@ -391,6 +391,12 @@ def _clipped_by_torch(strategy, sync):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
+def _stepped_in_no_sync(strategy, sync):
+    model, optimizer = _trained_model(strategy, sync)
+    with parallel2d.no_sync(model):
+        _step(model, optimizer, 1)
+
+
 def _unfrozen(strategy, sync):
     model, optimizer = _trained_model(strategy, sync, steps=1, frozen=[3])
     model[3].requires_grad_(True)
@@ -415,6 +421,7 @@ UNFROZEN = r"3\.(weight|bias).*unfrozen after parallelize"
     (_whole_in_a_later_group, "hybrid_full", {}, r"AdamW has model\.parameters\(\)"),
     (_penalty_apart, "hybrid_full", {}, "0.weight.*a gradient of a backward outside of the model's forwards"),
     (_clipped_by_torch, "hybrid_full", {}, r"clip_grad_norm_\(\) of model\.parameters\(\)"),
+    (_stepped_in_no_sync, "ddp", {}, r"gradients of no_sync\(\) alone"),
     (_unfrozen, "ddp", {"name": "diloco"}, UNFROZEN), (_unfrozen, "hybrid_full", {"wire": "bf16"}, UNFROZEN),
     # it would write over replicas that differ
     (_looked_at_from_rank_0, "ddp", {"name": "diloco"}, "use writeback=False"),

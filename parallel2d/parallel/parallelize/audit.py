@@ -77,6 +77,7 @@ class _Audit:
         self._model = model
         self._engine = engine_of(model)
         self.averages = mesh_shape(mesh).data_ranks > 1
+        self._replicates = mesh_shape(mesh).replicate > 1
         self._compare_every = compare_every
         # By number the names of gathered parameters, once they have been
         self._storages: dict[int, str] = {}
@@ -227,8 +228,21 @@ class _Audit:
         return isinstance(leaf, Tensor) and storage_of(leaf) in self._storages
 
     def before_update(self, stepping: Optimizer) -> None:
-        if isinstance(self._engine, ReplicaReducer):
-            self._engine.updates.before_update(stepping)
+        if not isinstance(self._engine, ReplicaReducer):
+            return
+        if self._engine.batch.pending and self._is_unreduced():
+            parameters = chain.from_iterable(state.group.parameters for state in self._states)
+            stepped = set(map(id, stepped_by(stepping)))
+            if any(id(updated_as(each.sharded)) in stepped for each in parameters):
+                raise RuntimeError(
+                    f"{type(stepping).__name__}.step() with gradients of no_sync() alone, which "
+                    "are not reduced over all ranks: run the last backward pass of a global batch "
+                    "outside of it, or use parallel2d.accumulate(model, micro_batches)"
+                )
+        self._engine.updates.before_update(stepping)
+
+    def _is_unreduced(self) -> bool:
+        return self._replicates or any(state.has_whole_gradients for state in self._states)
 
     def changed(self) -> Iterator[FSDPGroup]:
         """The groups that were changed after a forward whose backward is to come, with the sharded
