@@ -19,8 +19,8 @@ from parallel2d.parallel.cost.state_memory import StateBytes
 from parallel2d.parallel.sync import accumulate
 from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.parallel.sync.methods.diloco import OuterSync
+from parallel2d.parallel.sync.methods.owned_parameters import OwnedParameters
 from parallel2d.parallel.sync.methods.residuals import Residuals
-from parallel2d.parallel.sync.methods.split_updates import OwnedParameters
 from parallel2d.training.metrics.communication import CommunicationMeter
 from parallel2d.training.optimizer import build_optimizer
 
@@ -196,7 +196,8 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
                 codes.nbytes + scales.nbytes for codes, scales in engine.updates._kept.values()
             )
         if isinstance(engine.updates, OwnedParameters):
-            masters = sum(map(_bytes, engine.updates.masters().values()))
+            kept_rows = [*engine.updates.masters().values(), *engine.updates._seen.values()]
+            masters = sum(map(_bytes, kept_rows))
         if isinstance(engine.updates, OuterSync):
             outer = sum(map(_bytes, engine.updates.masters().values()))
             outer += sum(map(_bytes, engine.updates.momenta.values()))

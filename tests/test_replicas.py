@@ -142,7 +142,7 @@ def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path, sent, alone):
 
 # Rank 3 is killed in the middle of an update, of which the others have a part
 SPLIT = """
-from parallel2d.parallel.sync.methods.split_updates import OwnedParameters
+from parallel2d.parallel.sync.methods.owned_parameters import OwnedParameters
 gather, updates = OwnedParameters.after_update, []
 def dying(self):
     updates.append(self)

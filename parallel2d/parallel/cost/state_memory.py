@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from parallel2d.base.config import OptimizerConfig
 from parallel2d.parallel.parallelize.layout import Layout, ParameterShape, first_part
+from parallel2d.parallel.sync.methods.owned_parameters import owned_shapes
 from parallel2d.parallel.sync.methods.residuals import stored_bytes
-from parallel2d.parallel.sync.methods.split_updates import owned_shapes
 
 _STEP_BYTES = 4  # torch's optimizers count the steps of each parameter in an fp32 tensor
 
@@ -23,10 +23,10 @@ class StateBytes:
     """Bytes of one rank, when gradients are there and before they are dropped.
 
     ``masters``: with ``hybrid_full`` and a ``sync.wire`` that rounds, the unrounded rows that this
-    replica updates. ``outer``: with ``sync=diloco``, the parameters that replicas share, their
-    momentum and what was not sent yet; with ``train.ema``, averages. ``residuals``: with
-    ``sync.wire=int4`` every step, what was not sent yet. With ``cpu_offload`` parameters,
-    gradients, optimizer state and outer parameters are in the memory of the host.
+    replica updates, and what it sent of them last. ``outer``: with ``sync=diloco``, the parameters
+    that replicas share, their momentum and what was not sent yet; with ``train.ema``, averages.
+    ``residuals``: with ``sync.wire=int4`` every step, what was not sent yet. With ``cpu_offload``
+    parameters, gradients, optimizer state and outer parameters are in the memory of the host.
     """
 
     parameters: int
@@ -61,7 +61,7 @@ def state_bytes(layout: Layout) -> StateBytes:
             if not parameter.is_trained:
                 continue
             if method.keeps_masters and is_split:
-                masters += count * math.prod(updated) * parameter.stored
+                masters += 2 * count * math.prod(updated) * parameter.stored
             gradients += count * math.prod(updated) * parameter.gradient
             state += count * _optimizer_bytes(updated, parameter, layout.workload.optimizer)
             copies = method.shared_copies + layout.workload.average

@@ -265,7 +265,8 @@ def _watch_process() -> None:
     torch.autograd.grad = _checked(torch.autograd.grad, "grad", 1, SHARDED_AS, GATHERED_AS)
     refuse_numbers_of_parts()
     # torch's `clip_grad_norm_` calls it, wherever a script has imported that from.
-    clip_grad._clip_grads_with_norm_ = _not_of_parts(clip_grad._clip_grads_with_norm_)
+    clip = _not_of_parts(clip_grad._clip_grads_with_norm_)
+    clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = clip
     DTensor.data = property(Tensor.data.__get__, _set_data)  # type: ignore[attr-defined, assignment]
 
 

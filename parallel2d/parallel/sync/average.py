@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from itertools import chain
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.parallel.weights.geometry import local_part
-from parallel2d.parallel.weights.named_tensors import (
-    masters_in,
-    parameters_by_name,
-    reshard,
-    take_over_written,
-)
+from parallel2d.parallel.weights.named_tensors import masters_in, parameters_by_name, reshard
 
 _AVERAGE = "_parallel2d_average"  # an attribute of the model
 
@@ -62,20 +56,16 @@ class WeightAverage:
         """Inside, the model has the averages. Memory: a copy of this rank's parts."""
         parameters = parameters_by_name(self._model)
         own = [local_part(parameters[name].detach()) for name in self.values]
-        rounded = [each for each in masters_in(self._model) if not each.replicas_differ]
-        values = chain.from_iterable(each.masters().values() for each in rounded)
-        masters = [local_part(each.detach()) for each in values]
-        kept = [local.clone() for local in [*own, *masters]]
+        kept = [local.clone() for local in own]
         try:
             for local, average in zip(own, self.values.values(), strict=True):
                 local.copy_(local_part(average))
-            # Unlike all that is written, so that everything is taken over.
-            for local in masters:
-                local.fill_(torch.nan)
-            take_over_written(self._model)
-            yield
+            with ExitStack() as stack:
+                for masters in masters_in(self._model):
+                    stack.enter_context(masters.as_parameters())
+                yield
         finally:
-            for local, before in zip([*own, *masters], kept, strict=True):
+            for local, before in zip(own, kept, strict=True):
                 local.copy_(before)
 
 

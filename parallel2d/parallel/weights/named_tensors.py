@@ -9,7 +9,7 @@ method beside the parameters (`MasterValues`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, Protocol
 
@@ -34,10 +34,19 @@ class MasterValues(Protocol):
     """Whether each replica has parameters of its own."""
 
     def masters(self) -> Mapping[str, Tensor]:
-        """By FQN of the parameter, for those that have one; with what was written to it."""
+        """By FQN of the parameter, for those that have one; with what was written to parameters."""
 
     def masters_were_loaded(self) -> None:
         """Makes the parameters what the master values imply. Collective."""
+
+    def parameters_were_loaded(self) -> None:
+        """Makes the master values equal to the parameters."""
+
+    def parameters_were_changed(self) -> None:
+        """Takes over parameters that something other than the optimizer has changed."""
+
+    def as_parameters(self) -> AbstractContextManager[None]:
+        """Inside, for what is saved, those that stand for the parameters are equal to them."""
 
 
 def register_masters(model: nn.Module, masters: MasterValues) -> None:
@@ -46,19 +55,13 @@ def register_masters(model: nn.Module, masters: MasterValues) -> None:
     # A change through any module of the model must reach them.
     for module in model.modules():
         vars(module).setdefault(_MASTERS, []).append(masters)
-    model.register_load_state_dict_post_hook(lambda *_: take_over_written(model))
+    model.register_load_state_dict_post_hook(lambda *_: masters.parameters_were_loaded())
 
 
 def masters_in(model: nn.Module) -> list[MasterValues]:
     """Master values of ``model``, of the model that it is a part of, and of models inside it."""
     found = chain.from_iterable(vars(module).get(_MASTERS, []) for module in model.modules())
     return list({id(masters): masters for masters in found}.values())
-
-
-def take_over_written(model: nn.Module) -> None:
-    """Master values become exactly what was written to parameters."""
-    for masters in masters_in(model):
-        masters.masters()
 
 
 def masters_were_loaded(model: nn.Module) -> None:

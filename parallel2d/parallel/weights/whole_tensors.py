@@ -18,7 +18,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import broadcast
 from parallel2d.parallel.model_structure import Places, fqn_of, places_in
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region
-from parallel2d.parallel.weights.named_tensors import masters_in, reshard, take_over_written
+from parallel2d.parallel.weights.named_tensors import masters_in, reshard
 
 PIECE_BYTES = 16 * 2**20  # of a tensor that are sent, or read from a file, at once
 
@@ -151,7 +151,8 @@ def summon_full_params(
         _show(places, dict(zip(places, places, strict=True)))
         if writeback:
             _write_back(wholes, 0 if rank0_only else None, grads=with_grads)
-            take_over_written(model)
+            for masters in masters_in(model):
+                masters.parameters_were_changed()
 
 
 def _refuse_whole(places: Places) -> None:

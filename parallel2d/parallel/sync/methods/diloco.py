@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -142,7 +142,6 @@ class OuterSync(UpdateFollower):
             nesterov=method.outer_momentum > 0,
         )
         register_masters(model, self)
-        model.register_load_state_dict_post_hook(lambda *_: self._parameters_were_loaded())
 
     @torch.no_grad()
     def after_update(self) -> None:
@@ -291,11 +290,17 @@ class OuterSync(UpdateFollower):
         self._forget()
 
     @torch.no_grad()
-    def _parameters_were_loaded(self) -> None:
+    def parameters_were_loaded(self) -> None:
         """The parameters are the outer ones, without momentum."""
         for parameter in self.parameters.values():
             local_part(parameter.outer.detach()).copy_(local_part(parameter.own.detach()))
         self._forget()
+
+    def parameters_were_changed(self) -> None:
+        """Does nothing: a change of the replica's parameters is shared like an update."""
+
+    def as_parameters(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def residuals(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
