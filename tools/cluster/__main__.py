@@ -75,22 +75,21 @@ def _run(options: argparse.Namespace) -> int:
         echo=lambda line: print(line, flush=True),
     )
     with cluster:
-        schedule = None
+        job = cluster.run(
+            options.words,
+            launcher=options.launcher,
+            min_nodes=options.min_nodes,
+            max_restarts=options.max_restarts,
+        )
+        schedule = Schedule(cluster, faults)
         try:
-            job = cluster.run(
-                options.words,
-                launcher=options.launcher,
-                min_nodes=options.min_nodes,
-                max_restarts=options.max_restarts,
-            )
-            schedule = Schedule(cluster, faults)
+            # From here on a signal leaves counters too.
+            print(f"[cluster] started on {len(cluster.nodes)} nodes", flush=True)
             has_ended = _wait(job, schedule, options.timeout)
         finally:
-            if schedule is not None:
-                schedule.stop()
-            if cluster.job is not None:
-                report = _report(cluster, cluster.job)
-                (options.output / "counters.json").write_text(json.dumps(report, indent=1))
+            schedule.stop()
+            report = _report(cluster, job)
+            (options.output / "counters.json").write_text(json.dumps(report, indent=1))
         if schedule.error is not None:
             raise ClusterError(f"a fault could not be carried out: {schedule.error}")
         if not has_ended:
