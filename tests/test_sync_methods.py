@@ -325,12 +325,13 @@ def test_what_is_written_to_parameters_stays(ranks, strategy, sync, how):
         assert value == pytest.approx(2.0, abs=0.2)
 
 
-def _states_around_averages():
-    """What is saved before averages take the places of parameters that are sent rounded, inside and afterwards; and the averages."""
-    model, optimizer = _trained_model("hybrid_full", {"wire": "bf16"}, steps=2)
+def _states_around_averages(strategy, sync):
+    """What is saved before averages take the places of parameters, inside and afterwards; and the averages."""
+    model, optimizer = _trained_model(strategy, sync, steps=2)
     averages = WeightAverage(model)
-    _step(model, optimizer, 3)
-    averages.update(0.5)
+    for step in range(3, 5):
+        _step(model, optimizer, step)
+        averages.update(0.5)
     states = [parallel2d.full_state(model)]
     with parallel2d.outer_parameters(model):
         states.append(parallel2d.full_state(model))
@@ -340,11 +341,36 @@ def _states_around_averages():
     return [each["model"]["0.weight"] for each in states if each], average
 
 
-def test_averages_are_saved_where_they_are_shown_and_change_nothing(ranks):
-    (before, inside, after), average = ranks.run(2, _states_around_averages)[0]
+@pytest.mark.parametrize(("strategy", "sync"), [("hybrid_full", {"wire": "bf16"}), ("ddp", {"name": "diloco", "every": 2})])  # fmt: skip
+def test_averages_are_saved_where_they_are_shown_and_change_nothing(ranks, strategy, sync):
+    (before, inside, after), average = ranks.run(2, _states_around_averages, strategy, sync)[0]
     assert torch.equal(before, after)
     assert torch.equal(inside, average)
     assert not torch.equal(inside, before)
+
+
+def _scaled_by_hand(how):
+    """How far unrounded rows are from what they are to be: scaled in three steps that do nothing else, themselves or by parameters."""
+    model, optimizer = _trained_model("hybrid_full", {"wire": "bf16"}, steps=3)
+    optimizer.param_groups[0].update(lr=0.0)
+    owned = [each.detach().to_local() for each in parallel2d.updated_parameters(model)]
+    expected = [rows.clone() for rows in owned]
+    for step in range(4, 7):
+        # Of the parameters rounded values are taken off.
+        for rows in expected:
+            rows.sub_((rows if how == "rows" else rows.bfloat16().double()) / 32)
+        for each in owned if how == "rows" else model.parameters():
+            each.data.mul_(31 / 32)
+        if how == "parameters, saved":
+            parallel2d.full_state(model)
+        _step(model, optimizer, step)
+    found, wanted = (torch.cat([rows.flatten() for rows in each]) for each in (owned, expected))
+    return (found - wanted).abs().max().item()
+
+
+@pytest.mark.parametrize("how", ["rows", "parameters", "parameters, saved"])
+def test_rows_that_are_scaled_by_hand_keep_what_rounding_takes(ranks, how):
+    assert max(ranks.run(2, _scaled_by_hand, how)) < 1e-12
 
 
 def _dropped(strategy):

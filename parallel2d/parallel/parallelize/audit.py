@@ -228,6 +228,7 @@ class _Audit:
         return isinstance(leaf, Tensor) and storage_of(leaf) in self._storages
 
     def before_update(self, stepping: Optimizer) -> None:
+        """Refuses gradients that `no_sync` has left as they are."""
         if not isinstance(self._engine, ReplicaReducer):
             return
         if self._engine.batch.pending and self._is_unreduced():
@@ -301,9 +302,9 @@ def _changed_groups() -> list[FSDPGroup]:
     return list(chain.from_iterable(watch.changed() for watch in _audits))
 
 
-def refuse_others(stepping: Optimizer) -> None:
-    """Refuses gathered parameters, trained ones of no model beside sharded ones, and what those
-    that follow updates refuse."""
+def before_update(stepping: Optimizer) -> None:
+    """Lets models follow the update that is to come. Refuses gathered parameters, trained ones of
+    no model beside sharded ones, and what the models refuse."""
     for watch in _audits:
         watch.before_update(stepping)
     others: list[Tensor] = []

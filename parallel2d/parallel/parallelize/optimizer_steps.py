@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals.computations import without_explanations
 from parallel2d.parallel.fsdp_internals.group_watch import part_of, quick_reads
-from parallel2d.parallel.parallelize.audit import count_update, refuse_others
+from parallel2d.parallel.parallelize.audit import before_update, count_update
 from parallel2d.parallel.weights.geometry import as_part
 from parallel2d.parallel.weights.named_tensors import stepped_by
 from parallel2d.parallel.weights.whole_tensors import copy_part
@@ -52,7 +52,7 @@ def watch_steps() -> None:
 def _watched(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def watched(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        refuse_others(self)
+        before_update(self)
         if vars(self).get(_CUT) is not self.state:
             # The iterations of torch's Muon are in bf16.
             if isinstance(self, torch.optim.Muon) and _has_sharded(self):

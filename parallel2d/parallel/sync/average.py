@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
 from parallel2d.parallel.weights.geometry import local_part
-from parallel2d.parallel.weights.named_tensors import masters_in, parameters_by_name, reshard
+from parallel2d.parallel.weights.named_tensors import (
+    equal,
+    masters_in,
+    parameters_by_name,
+    reshard,
+)
 
 _AVERAGE = "_parallel2d_average"  # an attribute of the model
 
@@ -53,20 +58,16 @@ class WeightAverage:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Inside, the model has the averages. Memory: a copy of this rank's parts."""
+        """Inside, the model has the averages, which are saved too. Memory: a copy of this rank's
+        parts."""
         parameters = parameters_by_name(self._model)
         own = [local_part(parameters[name].detach()) for name in self.values]
-        kept = [local.clone() for local in own]
-        try:
-            for local, average in zip(own, self.values.values(), strict=True):
-                local.copy_(local_part(average))
-            with ExitStack() as stack:
-                for masters in masters_in(self._model):
-                    stack.enter_context(masters.as_parameters())
-                yield
-        finally:
-            for local, before in zip(own, kept, strict=True):
-                local.copy_(before)
+        averages = map(local_part, self.values.values())
+        with ExitStack() as stack:
+            stack.enter_context(equal(zip(own, averages, strict=True)))
+            for masters in masters_in(self._model):
+                stack.enter_context(masters.as_parameters())
+            yield
 
 
 def average_of(model: nn.Module) -> WeightAverage | None:

@@ -8,7 +8,7 @@ method beside the parameters (`MasterValues`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, Protocol
@@ -46,7 +46,7 @@ class MasterValues(Protocol):
         """Takes over parameters that something other than the optimizer has changed."""
 
     def as_parameters(self) -> AbstractContextManager[None]:
-        """Inside, for what is saved, those that stand for the parameters are equal to them."""
+        """Inside, they are equal to the parameters, so that these are saved."""
 
 
 def register_masters(model: nn.Module, masters: MasterValues) -> None:
@@ -93,6 +93,21 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
         for module, mode in modes.items():
             module.training = mode
         reshard(model)
+
+
+@contextmanager
+@torch.no_grad()  # but not inside
+def equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Inside, the first tensor of each pair has the values of the second, then its own again.
+    Memory: a copy of the first ones."""
+    kept = [(tensor, tensor.clone(), shown) for tensor, shown in pairs]
+    try:
+        for tensor, _, shown in kept:
+            tensor.copy_(shown)
+        yield
+    finally:
+        for tensor, before, _ in kept:
+            tensor.copy_(before)
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -42,7 +42,11 @@ from parallel2d.parallel.sync.wires import RESIDUAL_DECAY, WIRES, Wire, put_back
 from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys
 from parallel2d.parallel.sync.wires.exchange import Coded, ExactMean, Exchange, expected_mean
 from parallel2d.parallel.weights.geometry import Region, as_real, first_position, local_part
-from parallel2d.parallel.weights.named_tensors import parameters_by_name, register_masters
+from parallel2d.parallel.weights.named_tensors import (
+    equal,
+    parameters_by_name,
+    register_masters,
+)
 
 
 class DiLoCo(SyncMethod):
@@ -300,7 +304,8 @@ class OuterSync(UpdateFollower):
         """Does nothing: a change of the replica's parameters is shared like an update."""
 
     def as_parameters(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        pairs = [(each.outer.detach(), each.own.detach()) for each in self.parameters.values()]
+        return equal((local_part(outer), local_part(own)) for outer, own in pairs)
 
     def residuals(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

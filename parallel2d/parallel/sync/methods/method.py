@@ -43,8 +43,8 @@ class UpdateFollower:
         """Called once, when the parameters of ``model`` have their values. Collective."""
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before each step of any ``optimizer``. Raises `ConfigError` for what it would pass
-        over."""
+        """Called before each step of any ``optimizer``. Takes over what was written to parameters.
+        Raises `ConfigError` for parameters and gradients that the step would pass over."""
 
     def after_update(self) -> None:
         """Called after each update. Collective."""

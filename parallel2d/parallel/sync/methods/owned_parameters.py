@@ -4,8 +4,8 @@ updates] in `split_updates`."""
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from parallel2d.parallel.sync.methods.method import ReplicatedModel, needs_closu
 from parallel2d.parallel.sync.methods.residuals import Residuals
 from parallel2d.parallel.sync.wires import Wire
 from parallel2d.parallel.weights.geometry import as_real, local_part, pieces_of
-from parallel2d.parallel.weights.named_tensors import register_masters, stepped_by
+from parallel2d.parallel.weights.named_tensors import equal, register_masters, stepped_by
 
 
 def rows_of_owner(rows: int, replica: int, replicas: int) -> tuple[int, int]:
@@ -42,6 +42,17 @@ def owned_shapes(shapes: Sequence[Sequence[int]], replicas: int) -> tuple[torch.
         for replica in range(replicas):
             found.append(torch.Size([rows_of_owner(first, replica, replicas)[1], *others]))
     return tuple(found)
+
+
+def _refuse_unsent(parameters: Iterable[FSDPParameter]) -> None:
+    trained = [each for each in parameters if each.sharded.requires_grad]
+    unsent = [each.name for each in trained if each.sharded.grad is not None]
+    if unsent:
+        raise ConfigError(
+            f"strategy=hybrid_full: {first_five(unsent, ', ')}: a gradient of a backward outside "
+            "of the model's forwards, as of a penalty, does not reach who updates: add it to the "
+            "loss of a forward, or to .grad of updated_parameters(model)"
+        )
 
 
 class OwnedParameters(Residuals):
@@ -76,8 +87,9 @@ class OwnedParameters(Residuals):
         # By axes: making a mesh of some of them takes a millisecond.
         self._meshes = {self._mesh.mesh_dim_names: self._mesh}
         self._owned: dict[int, nn.Parameter] = {}
-        # By name, those whose parts are tensors of their own, and their rows as they were sent last
+        # By name, those whose parts are tensors of their own
         self._masters: dict[str, FSDPParameter] = {}
+        # Their rows in the parameters, as they were last sent or taken over
         self._seen: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -112,24 +124,17 @@ class OwnedParameters(Residuals):
         super().attach(optimizer)
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = self._all()
         stepped = {id(each) for each in stepped_by(optimizer)}
-        updated = [each for each in self._all() if id(self.owned(each)) in stepped]
-        if any(id(each.sharded) in stepped for each in self._all()):
+        if any(id(each.sharded) in stepped for each in parameters):
             raise ConfigError(
                 f"{type(optimizer).__name__} has model.parameters(): with strategy=hybrid_full "
                 "each replica updates its own part of them; build it with "
                 "parallel2d.build_optimizer, or on parallel2d.updated_parameters(model)"
             )
-        trained = [each for each in updated if each.sharded.requires_grad]
-        unsent = [each.name for each in trained if each.sharded.grad is not None]
-        if unsent:
-            raise ConfigError(
-                f"strategy=hybrid_full: {first_five(unsent, ', ')}: a gradient of a backward "
-                "outside of the model's forwards, as of a penalty, does not reach who updates: "
-                "add it to the loss of a forward, or to .grad of updated_parameters(model)"
-            )
-        rounded = [each for each in updated if each.name in self._masters]
-        self._take_over(rounded, exactly=False)
+        updated = [each for each in parameters if id(self.owned(each)) in stepped]
+        _refuse_unsent(updated)
+        self._take_over([each for each in updated if each.name in self._masters], exactly=False)
 
     def drop_sums(self, set_to_none: bool) -> None:
         super().drop_sums(set_to_none)
@@ -156,8 +161,8 @@ class OwnedParameters(Residuals):
 
     @torch.no_grad()
     def _take_over(self, parameters: Iterable[FSDPParameter], *, exactly: bool) -> None:
-        """Takes over what was written to ``parameters``. Not ``exactly``: values that are changed a
-        little, as by a decay in each step, keep what rounding takes."""
+        """Takes over what was written to ``parameters``. Not ``exactly``: values that are changed
+        by at most a sixteenth, as by a decay in each step, keep what rounding takes."""
         for parameter in parameters:
             rows = as_real(self.rows(local_part(parameter.sharded), self.replica))
             seen = as_real(self._seen[parameter.name])
@@ -171,20 +176,13 @@ class OwnedParameters(Residuals):
             owned.copy_(torch.where(rows == seen, owned, written))
             seen.copy_(rows)
 
-    @contextmanager
-    @torch.no_grad()  # but not inside
-    def as_parameters(self) -> Iterator[None]:
-        kept: list[tuple[Tensor, Tensor]] = []
+    def as_parameters(self) -> AbstractContextManager[None]:
+        pairs: list[tuple[Tensor, Tensor]] = []
         for name, parameter in self._masters.items():
-            rows = self.rows(local_part(parameter.sharded), self.replica)
-            for each in (local_part(self.owned(parameter)), self._seen[name]):
-                kept.append((each, each.clone()))
-                each.copy_(rows)
-        try:
-            yield
-        finally:
-            for each, before in kept:
-                each.copy_(before)
+            rows = self.rows(local_part(parameter.sharded.detach()), self.replica)
+            own = local_part(self.owned(parameter).detach())
+            pairs += [(own, rows), (self._seen[name], rows)]
+        return equal(pairs)
 
     def _as_dtensor(self, rows: Tensor, whole: Tensor) -> DTensor:
         """``rows`` of this replica as a part of ``whole``."""
