@@ -168,6 +168,7 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
     outcome = StepOutcome(
         joins=False,
         told_to_stop=[],
+        store_ends=False,
         loss=1.0, grad_norm=1.0, tokens=batch * seq, batch_hash=0, own_norm=1.0, outer_norm=None, finite=True, preempted=False, save_is_due=False, ranks=measured
     )  # fmt: skip
     for step, step_s in enumerate((seconds, 2 * seconds, seconds), 1):

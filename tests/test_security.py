@@ -109,11 +109,16 @@ def test_two_nodes_need_a_secret_and_somebody_on_the_network_changes_nothing(tmp
         tried = cluster.output / "node2.log"
         job.wait_for_step(12)
         wait_for(lambda: tried.read_text().count("attacked 10 times") == 2)
-        job.send_signal(signal.SIGTERM)
-        assert set(job.wait(60).values()) == {75}
+        # The store ends with its node: both save, and the other one waits for it.
+        job.send_signal(signal.SIGTERM, 0)
+        assert job.processes[0].wait(60) == 75, job.tail()
+        wait_for(lambda: "the ranks have ended, waiting for it" in job.output(1))
+        job.send_signal(signal.SIGTERM, 1)
+        assert job.processes[1].wait(60) == 75, job.tail()
         over.touch()
         assert [attack.wait(60) for attack in attacks] == [0, 0]
-        log = (cluster.output / "node0.log").read_text()
+        log, last = job.output(0), job.step()
+        assert all(f"asked to stop; saved step-{last:08}\n" in job.output(node) for node in (0, 1))
     # Once for each address, and both names are one host's.
     assert log.count("dropped a connection from") == 1
     assert not marker.exists()

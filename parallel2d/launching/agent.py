@@ -35,7 +35,7 @@ from parallel2d.base import files
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.files import private_folders as folders
-from parallel2d.base.topology import AGENT, LIFE, MEMORY_DIR, PREFIX, SHARED_MEMORY
+from parallel2d.base.topology import AGENT, HAS_STORE, LIFE, MEMORY_DIR, PREFIX, SHARED_MEMORY
 from parallel2d.launching.agreement import folder_errors_explained
 from parallel2d.launching.failures import RankFailure, StoreLost, WorkersFailed, first_failure
 from parallel2d.launching.lost_replicas import Latecomer, LostReplicas
@@ -74,8 +74,9 @@ class NodeWorkers:
     """The ranks of this node, as long as the job lasts. ``words``: of each, on its command line.
     ``folder``: exists as long as this launcher. ``logs``: where ranks beside the first write what
     they print; None: to the console. ``main``: what each calls with ``words``
-    ("package.module:function"). ``save``: whether they can; ``have_saved``: after a signal;
-    ``have_left``: after one, and the other replicas go on; ``starts``: how often all have started.
+    ("package.module:function"). ``save``: whether they can; ``have_saved``: they did at their end;
+    ``have_left``: after a signal, and the other replicas go on; ``starts``: how often all have
+    started.
     """
 
     words: Sequence[str]
@@ -138,12 +139,10 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
             except JobDone:
                 workers.say("the job has ended, and had no place for this node")
             except Signalled:
-                ended_well = {0, workers.settings.requeue_exit_code} & set(node.ranks.codes())
-                workers.have_saved = workers.save and bool(ended_well)
-                workers.have_left = (
-                    bool(ended_well) and node.lost is not None and node.lost.has_left()
-                )
+                workers.have_left = node.has_left()
                 raise
+            finally:
+                workers.have_saved = workers.save and node.ended_well()
     except (DistNetworkError, DistStoreError) as error:
         raise StoreLost(str(error).splitlines()[0]) from None
 
@@ -188,6 +187,14 @@ class _Node:
         finally:
             self.ranks.end(signal.SIGTERM, grace_s)
 
+    def ended_well(self) -> bool:
+        """Whether a rank has finished, or was told to stop and did."""
+        return bool({0, self.workers.settings.requeue_exit_code} & set(self.ranks.codes()))
+
+    def has_left(self) -> bool:
+        """Whether the other replicas go on without those of this node."""
+        return self.ended_well() and self.lost is not None and self.lost.has_left()
+
     def _start(self) -> LostReplicas:
         """Starts the ranks of this node in their places."""
         state, ranks = self._round.state, self._round.ranks_of(self._round.own)
@@ -201,6 +208,7 @@ class _Node:
         of_all = {
             **self._rendezvous.environment,
             PREFIX: state.prefix,
+            HAS_STORE: int(self._rendezvous.server is not None and self._round.largest > 1),
             # The variables that torchrun gives a worker
             "WORLD_SIZE": len(lives) or sum(each.size for each in state.members),
             "LOCAL_WORLD_SIZE": self.workers.size,

@@ -118,12 +118,13 @@ class Membership:
 
     def note(self, outcome: StepOutcome) -> bool:
         """Takes from a step's agreement who comes and goes after it. Returns whether all save and
-        stop: a rank was told to stop, and without its replica too few would be left."""
+        stop: a rank was told to stop, and without its replica too few would be left, or without
+        its node no store."""
         self._joins = outcome.joins
         ranks, members = self.replicas.ranks, self.replicas.members
         told = set(outcome.told_to_stop)
         self._leaving = {number for number, _ in members if told.intersection(ranks[number])}
-        if len(members) - len(self._leaving) < self._least:
+        if outcome.store_ends or len(members) - len(self._leaving) < self._least:
             self._leaving = set()
         return bool(told) and not self._leaving
 

@@ -11,6 +11,7 @@ the same one.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.replicas import Applied, current, is_joining, present_ranks
+from parallel2d.base.topology import HAS_STORE
 from parallel2d.parallel.gradients import squared_norm_share
 from parallel2d.parallel.mesh import axis_positions, mesh_shape, sharding_mesh
 from parallel2d.parallel.sync.comparison import ReplicaComparison
@@ -106,7 +108,8 @@ class StepAgreement:
         squares[self._norm_index] = squared_norm_share(self._parameters, ranks)
         on_device = torch.cat([self._own_sums(own), squares])
         broken = (~on_device.isfinite().all()).reshape(1).double()
-        wishes = torch.tensor([own.save_is_due], dtype=torch.float64)
+        store_ends = own.stop_requested and os.environ.get(HAS_STORE) == "1"
+        wishes = torch.tensor([own.save_is_due, store_ends], dtype=torch.float64)
         # Each rank's report is in a row of its own: the sum over the ranks holds them all.
         report = torch.tensor([own.stop_requested, *own.report.floats()], dtype=torch.float64)
         reports = torch.zeros(dist.get_world_size(), len(report), dtype=torch.float64)
@@ -120,7 +123,7 @@ class StepAgreement:
         # The part that is made on CPU goes to the device in one copy. Numbers that are not finite
         # would spoil the sums of all ranks: zeros take their place, and `broken` tells of them.
         from_cpu = torch.cat([wishes, reports.flatten(), used, hashes]).to(self._device)
-        self._sizes = [3, 1, 5, self._norms, 1, reports.numel(), len(used), len(hashes)]
+        self._sizes = [3, 1, 5, self._norms, 2, reports.numel(), len(used), len(hashes)]
         return torch.cat([broken, on_device.nan_to_num(0.0, 0.0, 0.0), from_cpu])
 
     def conclude(
@@ -152,9 +155,10 @@ class StepAgreement:
             batch_hash=int(batch_hash),
             finite=finite,
             preempted=bool(told),
-            save_is_due=wishes.item() > 0,
+            save_is_due=wishes[0].item() > 0,
             joins=about[1].item() > 0,
             told_to_stop=told,
+            store_ends=wishes[1].item() > 0,
             ranks=[own.report.with_floats(row[1:]) for row in by_rank],
         )
         return outcome, int(upcoming_tokens)

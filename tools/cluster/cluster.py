@@ -105,6 +105,7 @@ class Cluster:
         self._logs: dict[str, BinaryIO] = {}
         self._lost_power: set[int] = set()
         self._store: Node | None = None
+        self._machines: list[Node] = []  # the nodes and the store's, whatever becomes of `nodes`
         self._processes: list[Process] = []
         self._begun = time.monotonic()
         self.tag = ""
@@ -131,15 +132,15 @@ class Cluster:
                 ]
             names = self._folder / "hosts"
             names.write_text("\n".join(lines) + "\n")
-            machines = [
+            self._machines = [
                 Node(
                     host, link.address, self.network.namespace(host), self._folder / "nodes", names
                 )
                 for host, link in self.network.links.items()
             ]
-            self.nodes = machines[: len(self._names)]
-            self._store = machines[-1] if self.store_outside else None
-            for machine in machines:
+            self.nodes = self._machines[: len(self._names)]
+            self._store = self._machines[-1] if self.store_outside else None
+            for machine in self._machines:
                 machine.boot()
                 self._logs[machine.name] = (self.output / f"{machine.name}.log").open(
                     "wb", buffering=0
@@ -163,7 +164,7 @@ class Cluster:
             return
         for process in self._processes:
             process.wake()
-        for machine in [*self.nodes, *([self._store] if self._store is not None else [])]:
+        for machine in self._machines:
             machine.kill()
         for process in self._processes:
             process.wait()
