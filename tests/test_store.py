@@ -266,6 +266,20 @@ def test_a_store_that_is_just_ending_is_asked_again():
     begun.result().close()
 
 
+def test_a_store_that_has_ended_is_not_waited_for(tmp_path):
+    for server in (
+        StoreServer.at("127.0.0.1", 0, SECRET),
+        StoreServer.within(str(tmp_path), SECRET),
+    ):
+        client, begin = StoreClient(server.address, SECRET), time.monotonic()
+        server.close()
+        for _ in range(2):  # the second time on a new connection
+            with pytest.raises(dist.DistNetworkError):
+                client.add("n", 1)
+        assert time.monotonic() < begin + 10
+        client.close()
+
+
 def test_requests_that_make_no_sense_are_answered(server, client):
     opened, channel = member(server)
     wrong = [[], [b"run"], [b"set", b"key"], [b"add", b"n", b"one"], [b"get"], [b"get", b"x", b"y"]]

@@ -110,10 +110,10 @@ class PortTaken(ConfigError):  # noqa: N818 (named after what happened)
     """Somebody listens there already; where a store may run outside, a reason to connect to it."""
 
 
-def connect(address: str, patience_s: float) -> socket.socket:
+def connect(address: str, patience_s: float, *, was_up: bool = False) -> socket.socket:
     """A connection to ``HOST:PORT`` or ``unix:PATH``, which may come up later: it is tried again
-    for ``patience_s`` seconds, its name resolved anew each time. Raises `ConfigError` with the last
-    outcome, such as refused."""
+    for ``patience_s`` seconds, its name resolved anew each time. ``was_up``: who refuses now has
+    ended, and is not waited for. Raises `ConfigError` with the last outcome, such as refused."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -122,13 +122,15 @@ def connect(address: str, patience_s: float) -> socket.socket:
             if time.monotonic() >= deadline:
                 raise
         except OSError as error:
-            if time.monotonic() >= deadline:
+            has_ended = was_up and isinstance(error, (ConnectionRefusedError, FileNotFoundError))
+            if has_ended or time.monotonic() >= deadline:
                 # That of a socket with a timeout has no number.
                 number = errno.ETIMEDOUT if isinstance(error, TimeoutError) else error.errno
                 otherwise = error.strerror or str(error) or type(error).__name__
+                within = "" if has_ended else f" within {patience_s:g} s"
                 raise ConfigError(
-                    f"{socket.gethostname()} cannot reach the endpoint {address} within "
-                    f"{patience_s:g} s: {_FAILURES.get(number, otherwise.lower())}"
+                    f"{socket.gethostname()} cannot reach the endpoint {address}{within}: "
+                    f"{_FAILURES.get(number, otherwise.lower())}"
                 ) from None
         time.sleep(min(0.2, patience_s / 4))
 

@@ -152,7 +152,9 @@ class StoreClient(Store):
                 raise DistNetworkError(f"the store at {self.address}: this client was closed")
             # Other threads may have all connections that there are.
             idle = self._idle.pop() if self._idle else None
-        connection = idle or _Connection(self.address, self._secret, _ANSWER_S, _ANSWER_S)
+        connection = idle or _Connection(
+            self.address, self._secret, _ANSWER_S, _ANSWER_S, was_up=True
+        )
         try:
             answer = connection.ask(request, answer_s)
         # a signal's exception too: the answer would be the next one's
@@ -172,10 +174,19 @@ class _Closed(ConfigError):  # noqa: N818 (named after what happened)
 
 
 class _Connection:
-    def __init__(self, address: str, secret: str, patience_s: float, answer_s: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        secret: str,
+        patience_s: float,
+        answer_s: float,
+        *,
+        was_up: bool = False,
+    ) -> None:
         deadline = time.monotonic() + patience_s
         for left in reversed(range(_TRIES)):
-            self._socket = connect(address, round(max(0.0, deadline - time.monotonic()), 1))
+            left_s = round(max(0.0, deadline - time.monotonic()), 1)
+            self._socket = connect(address, left_s, was_up=was_up)
             self._socket.settimeout(answer_s)
             try:
                 self._channel = self._prove(address, secret)
