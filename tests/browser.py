@@ -55,7 +55,7 @@ class Browser:
             message["sessionId"] = self._session
         os.write(self._write, json.dumps(message).encode() + b"\0")
         while True:
-            answer = self._next(30.0)
+            answer = self._next(240.0)
             if answer.get("id") == self._number:
                 assert "error" not in answer, answer["error"]
                 return answer["result"]
@@ -71,15 +71,23 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait_for(self, script: str, enough: Callable[[Any], bool], seconds: float = 30.0) -> Any:
+    def wait_for(self, script: str, enough: Callable[[Any], bool], seconds: float = 240.0) -> Any:
         """The first value of ``script`` that is ``enough``."""
         end = time.monotonic() + seconds
-        while not enough(value := self.ask(script)):
+        while (value := self._ask_unless_it_loads(script)) is None or not enough(value):
             assert time.monotonic() < end, (
                 f"after {seconds} s the page still says {value!r}; its console: {self.said}"
             )
             time.sleep(0.1)
         return value
+
+    def _ask_unless_it_loads(self, script: str) -> Any:
+        """None where the page is just being replaced by the one that was opened."""
+        try:
+            return self.ask(script)
+        except AssertionError as error:
+            if not any(said in str(error) for said in ("navigated or closed", "context")):
+                raise
 
     def close(self) -> None:
         self._process.kill()

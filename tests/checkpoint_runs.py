@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +16,13 @@ from parallel2d.training.checkpoint import Checkpointer
 
 
 class Heard(logging.Handler):
-    """Collects what the room checkpoint logs while it is open."""
+    """Collects what the room checkpoint logs while it is open, and calls ``then`` with each line."""
 
     LOGGER = logging.getLogger("parallel2d.training.checkpoint")
+
+    def __init__(self, then: Callable[[str], object] = lambda line: None) -> None:
+        super().__init__()
+        self.then = then
 
     def __enter__(self) -> list[str]:
         self.lines: list[str] = []
@@ -30,6 +35,7 @@ class Heard(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+        self.then(self.lines[-1])
 
 
 def build(

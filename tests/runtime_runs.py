@@ -145,7 +145,7 @@ def late() -> dict[str, object]:
     told = ""
     if runtime.identity.rank < runtime.identity.world_size - 1:
         try:
-            barrier("weights loaded", timeout_s=0.5)
+            barrier("weights loaded", timeout_s=3)
         except TimeoutError as error:
             told = str(error)
     barrier("gone on")

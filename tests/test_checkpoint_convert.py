@@ -2,6 +2,7 @@
 that are made to harm are one message within bounds."""
 
 import copy
+import inspect
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import zipfile
 
 import pytest
 import torch
+from jobs import peak_memory
 from safetensors.torch import load_file, save_file
 from test_checkpoint_hostile import bombs
 from training import LLAMA, build_llama, optimizer_of
@@ -372,15 +374,16 @@ def test_inspect_shows_what_there_is_and_verify_that_it_is_sound(trained, tmp_pa
     assert "sound" in capsys.readouterr().out
 
 
-MEASURED = """
-import resource, sys
+MEASURED = f"""
+import sys
 from parallel2d.checkpoint import main
 import torch._dynamo  # what fake tensors load at first use is no tensor
 codes = [main(sys.argv[1].split())]
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+{inspect.getsource(peak_memory)}
+before = peak_memory()
 codes += [main(arguments.split()) for arguments in sys.argv[2:]]
 assert not any(codes), codes
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print((peak_memory() - before) / 2**20)
 """
 
 

@@ -408,14 +408,14 @@ def test_a_step_of_another_size_and_a_mesh_of_other_ranks(victim, tmp_path):
     refused(victim, tmp_path, "larger than any")
     reseal(victim, lambda manifest: manifest.update(step=1, mesh={"shard": 3}))
     refused(victim, tmp_path, "is not one of 1 ranks")
-    begin = time.monotonic()
+    begin = time.process_time()
     for axes, says in ((50_000, "more axes than any"), (8, "is not one of 1 ranks")):
         mesh = {str(axis): 2**63 - 1 for axis in range(axes)}
         reseal(victim, lambda manifest, mesh=mesh: manifest.update(mesh=mesh))
         refused(victim, tmp_path, says)
     (victim / "manifest.json").write_bytes(b'{"a":[' + b"{}," * 1_000_000 + b"{}]}")
     refused(victim, tmp_path, "more lists than a file of its size has")
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 def grid(shape, parts):
@@ -433,9 +433,9 @@ def grid(shape, parts):
 ], ids=["scalar", "empty", "line", "grid", "many"])  # fmt: skip
 def test_chunks_that_cover_a_tensor_once_are_taken_soon(shape, regions):
     random.Random(1).shuffle(regions)
-    begin = time.monotonic()
+    begin = time.process_time()
     check_tiling(shape, regions)
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 CORNERS = [Region((0, 0), (1, 1)), Region((1, 1), (1, 1))]
@@ -451,7 +451,7 @@ CORNERS = [Region((0, 0), (1, 1)), Region((1, 1), (1, 1))]
     ((4,) * 24, [Region((0,) * d + (2,) + (0,) * (23 - d), (2,) * 24) for d in range(24)]),
 ])  # fmt: skip
 def test_chunks_that_do_not_are_refused_soon(shape, regions):
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(ValueError):
         check_tiling(shape, regions)
-    assert time.monotonic() - begin < 2
+    assert time.process_time() - begin < 2

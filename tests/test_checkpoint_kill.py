@@ -1,5 +1,6 @@
 """Whatever is killed and when, the newest published checkpoint is complete, and the run resumes from it."""
 
+import contextlib
 import multiprocessing.connection
 import os
 import random
@@ -79,6 +80,13 @@ def restore_once(folder):
     return state, _values(model, optimizer)
 
 
+def told(known):
+    """The lines that are whole."""
+    with contextlib.suppress(FileNotFoundError), open(known) as file:
+        return [tuple(map(int, line.split())) for line in file.read().split("\n")[:-1]]
+    return []
+
+
 def kill_while_saving(ranks, tmp_path, seed, rounds):
     """Kills all ranks at ``rounds`` random moments of one run; returns (restored step, steps lost) of
     each."""
@@ -93,9 +101,10 @@ def kill_while_saving(ranks, tmp_path, seed, rounds):
             os.unlink(known)
         for connection in pool.connections:
             connection.send((save_without_end, (folder, keep_last, asynchronous), {}))
-        # Wait for the first saves, then for a random while; an answer before the kill is a failure of the
-        # run.
-        while not os.path.exists(known):
+        # Wait for the first saves, in the last round for the first that is published, then for a random
+        # while; an answer before the kill is a failure of the run.
+        least = int(number == rounds - 1)
+        while max((published for _, published in told(known)), default=-1) < least:
             assert not multiprocessing.connection.wait(pool.connections, timeout=0.005), (
                 pool.connections[0].recv()
             )
@@ -105,8 +114,7 @@ def kill_while_saving(ranks, tmp_path, seed, rounds):
             os.kill(process.pid, signal.SIGKILL)
         for process in pool.processes:
             process.join()
-        with open(known) as file:
-            step, published = map(int, file.read().split("\n")[-2].split())
+        step, published = told(known)[-1]
         on_disk = os.listdir(os.path.join(folder, "checkpoints"))
         complete = sorted(int(name[5:]) for name in on_disk if name.startswith("step-"))
         pool.folder.cleanup()

@@ -134,8 +134,7 @@ def test_a_running_save_is_awaited_and_has_the_values_of_its_step(tmp_path, monk
     saved = [value.clone() for value in small.values()]
     small.train(1)
     assert complete(tmp_path) == [], "the loop did not wait for the disk"
-    with Heard() as heard:
-        threading.Timer(0.3, release.set).start()
+    with Heard(lambda line: "still being written" in line and release.set()) as heard:
         small.train(1)
     small.checkpointer.finish()
     assert any("still being written" in line for line in heard)

@@ -150,16 +150,18 @@ def test_nodes_have_names_and_memory_of_their_own_and_see_each_other():
 @needs_nodes
 def test_counters_equal_what_was_sent(tmp_path):
     with Cluster(2, output=tmp_path) as cluster:
-        before = cluster.counters()
-        transfer(cluster, 0, 1, 5_000_000)
-        after_link = cluster.counters()
-        link = difference(after_link, before)
-        # A receiver that gets no processor for a while is sent segments again: the least of three is what was sent.
-        inside = []
-        for _ in range(3):
+
+        def sent(receiver: int, size: int) -> list[dict]:
             begin = cluster.counters()
-            transfer(cluster, 0, 0, 3_000_000)
-            inside.append(difference(cluster.counters(), begin)["node0"])
+            transfer(cluster, 0, receiver, size)
+            return difference(cluster.counters(), begin)
+
+        # A receiver that gets no processor for a while is sent segments again: the least of three is what was sent.
+        link = min(
+            (sent(1, 5_000_000) for _ in range(3)),
+            key=lambda each: each["node0"]["eth0"]["tx_bytes"],
+        )
+        inside = [sent(0, 3_000_000)["node0"] for _ in range(3)]
     # With the headers of packets: 66 bytes for each of 1,448 to 65,160, the fewer the busier the machine is.
     most = 1 + 66 / 1448
     assert 1 < link["node0"]["eth0"]["tx_bytes"] / 5e6 < most
@@ -206,6 +208,7 @@ def test_a_partition_heals_and_a_killed_node_loses_its_memory_and_its_peers_noti
     with Cluster(3) as cluster:
         conversation(cluster)
         cluster.partition(1)
+        sends_on(cluster)  # what came before is read by then
         heard = len(said(cluster, 0))
         sends_on(cluster)
         # one line may have been on its way
@@ -245,9 +248,12 @@ def start_tool(tmp_path: Path, *options: str) -> tuple[subprocess.Popen, str]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_after_a_signal(tmp_path, number):
     tool, tag = start_tool(tmp_path)
-    assert len(left_of(tag)) > 4
-    tool.send_signal(number)
-    assert tool.wait(20) == 128 + number
+    try:
+        assert len(left_of(tag)) > 4
+        tool.send_signal(number)
+        assert tool.wait(120) == 128 + number
+    finally:
+        tool.kill()
     assert left_of(tag) == []
     counters = json.loads((tmp_path / "out/counters.json").read_text())
     assert counters["exit_codes"] == {"node0": None, "node1": None}
@@ -271,7 +277,7 @@ def test_faults_from_the_command_line(tmp_path, capsys):
     words = ["run", "--nodes", "2", "--ranks", "2", "--launcher", "none", "--timeout", "60"]
     words += ["--output", str(tmp_path)]
     for fault in (
-        "at=2s kill-worker node=0 rank=1", "at=0.3s kill-node node=1 for=0.2s", "at=2.5s kill-node node=1", "at=50s heal node=0"
+        "at=6s kill-worker node=0 rank=1", "at=1s kill-node node=1 for=0.2s", "at=8s kill-node node=1", "at=50s heal node=0"
     ):  # fmt: skip
         words += ["--fault", fault]
     code = main([*words, "--", "sh", "-c", WORKERS])
@@ -336,7 +342,7 @@ def test_two_nodes_train_like_one_and_send_what_the_theory_says(ranks, folder):
     expected = theory("hybrid", 2, 2) * 4 * layout["parameters"] * 8
     for node in ("node0", "node1"):
         # Headers, heartbeats and what was sent twice come on top.
-        assert expected < counted[node]["eth0"]["tx_bytes"] < 1.02 * expected
+        assert expected < counted[node]["eth0"]["tx_bytes"] < 1.05 * expected
 
 
 @needs_nodes

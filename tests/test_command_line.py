@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import jobs
@@ -79,13 +78,6 @@ def losses(run_dir: Path):
     return [row["loss"] for row in rows(run_dir)]
 
 
-def wait_until(condition, what, seconds=90.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not happen in {seconds} s"
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def open_place():
     """A temporary folder that every user may write to."""
@@ -120,8 +112,7 @@ def test_a_run_has_one_run_dir_with_everything_in_it_and_opens_no_port(folder, o
     variables.pop("XDG_RUNTIME_DIR", None)
     options = {"stderr": subprocess.PIPE, "text": True}
     launcher = subprocess.Popen(words, cwd=folder, env=variables, **options)
-    wait_until(lambda: launcher.poll() is not None or jobs.ranks_of(launcher.pid), "the first rank")
-    held = jobs.ranks_of(launcher.pid)[0]
+    held = jobs.wait_for(lambda: launcher.poll() is not None or jobs.ranks_of(launcher.pid))[0]
     os.kill(held, signal.SIGSTOP)
     (store,) = open_place.glob("parallel2d-*/launcher-*/store")
     assert listeners(str(launcher.pid)) == set()
@@ -211,7 +202,7 @@ def test_a_run_that_is_stopped_in_any_way_continues_from_what_it_saved(folder):
         def is_there() -> bool:
             return metrics.exists() and len(rows(folder / "run")) >= step
 
-        wait_until(is_there, f"step {step}")
+        jobs.wait_for(is_there)
 
     launcher = start()
     wait_for_step(2)
@@ -225,14 +216,14 @@ def test_a_run_that_is_stopped_in_any_way_continues_from_what_it_saved(folder):
 
     for number in (signal.SIGINT, signal.SIGKILL):
         launcher = start()
-        wait_until(lambda pid=launcher.pid: len(jobs.ranks_of(pid)) == 2, "the start of two ranks")
+        jobs.wait_for(lambda pid=launcher.pid: len(jobs.ranks_of(pid)) == 2)
         if number == signal.SIGINT:
             wait_for_step(step + 2)
         workers = jobs.ranks_of(launcher.pid)
         launcher.send_signal(number)
         _, said = launcher.communicate(timeout=20)
         for pid in workers:
-            wait_until(lambda pid=pid: not psutil.pid_exists(pid), "the end of all workers", 10)
+            jobs.wait_for(lambda pid=pid: not psutil.pid_exists(pid))
         if number == signal.SIGINT:
             assert launcher.returncode == 130
             assert f"resumed after step {step}" in said

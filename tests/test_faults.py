@@ -132,7 +132,7 @@ class Disturbed:
         node, begin = self.random.randrange(2), time.monotonic()
         self.cluster.kill_node(node)
         seconds = self._recovered(begin)
-        assert self.nodes_in_use() == 1
+        jobs.wait_for(lambda: self.nodes_in_use() == 1)
         self.steps_on(self.random.randrange(1, 5))
         self.cluster.restore_node(node)
         self._wait_for_both()
@@ -179,7 +179,7 @@ class Disturbed:
             assert time.monotonic() < deadline, "its ranks outlive it"
             time.sleep(0.05)
         took = self._recovered(begin)
-        assert self.nodes_in_use() == 1
+        jobs.wait_for(lambda: self.nodes_in_use() == 1)
         self.away = node
         return took
 

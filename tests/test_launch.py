@@ -47,6 +47,16 @@ SMALL = (
 )  # fmt: skip
 
 
+SLOWLY = """
+import time
+from parallel2d.training.hooks import Hook
+
+class Slowly(Hook):
+    def step(self, run, step, metrics):
+        time.sleep(0.03)
+"""
+
+
 def command(folder: Path, *words: str) -> list[str]:
     places = [f"hydra.run.dir={folder}/run", f"data.cache_dir={folder}/cache"]
     return [sys.executable, "-m", "parallel2d.train", *SMALL, *places, *words]
@@ -82,7 +92,9 @@ def test_killed_workers_are_started_again_and_nothing_is_lost(tmp_path):
     Its sync method keeps state between steps: outer momentum, residuals, a fragment on its way."""
     method = ["mesh.replicate=2", "sync=diloco", "sync.every=7", "sync.fragments=2", "sync.delay=3", "sync.wire=int4"]  # fmt: skip
     words = command(tmp_path, "train.steps=80", *method)
+    (tmp_path / "slowly.py").write_text(SLOWLY)
     copied = ["checkpoint.every=50", "checkpoint.memory_every=4", "launch.max_restarts=5"]
+    copied += ["train.hooks=[slowly:Slowly]"]
     process = subprocess.Popen([*words, *copied], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     kill_server(process, tmp_path / "run")
     errors = process.communicate(timeout=120)[1]
@@ -179,8 +191,11 @@ def test_a_name_is_new_once_its_job_has_ended(server):
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """``launcher(size)`` of a job that beats fast; ``join(*launchers)`` at once; ``wait_for(condition, *launchers)`` while these look."""
-    monkeypatch.setattr(rounds, "_BEAT_S", 0.02)
-    at, settings = own_rendezvous(str(tmp_path)), LaunchConfig(nnodes="2:3", rendezvous_timeout=1.0)
+    monkeypatch.setattr(rounds, "_BEAT_S", 0.1)
+    at, settings = (
+        own_rendezvous(str(tmp_path)),
+        LaunchConfig(nnodes="2:3", rendezvous_timeout=30.0),
+    )
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(8) as pool:
         stack.callback(at.close)
 

@@ -225,7 +225,7 @@ def test_only_axis_groups_count_and_a_removed_meter_leaves_torch_as_it_was(ranks
 
 
 def wait_for_a_late_rank() -> list[tuple[float, float, float]]:
-    """Calls, seconds and exposed seconds of an all-reduce for which rank 1 comes 0.3 s late, for each way to wait for it."""
+    """Calls, seconds and exposed seconds of an all-reduce for which rank 1 comes 2 s late, for each way to wait for it."""
     mesh = parallel2d.build_mesh(parallel2d.MeshSpec(), "zero3")
     group = mesh.get_group("shard")
     ways = (
@@ -239,7 +239,7 @@ def wait_for_a_late_rank() -> list[tuple[float, float, float]]:
         for way in ways:
             meter.start()
             dist.barrier()
-            time.sleep(0.3 * dist.get_rank())
+            time.sleep(2.0 * dist.get_rank())
             way()
             values = dict(zip(COMMUNICATION_KEYS, meter.read(), strict=True))
             found.append(
@@ -290,5 +290,8 @@ def test_bytes_per_axis_are_those_that_the_kernel_counts(folder, words, inside, 
     rows = jobs.rows(folder / "run")
     for axis, interface in ((inside, "lo"), (between, "eth0")):
         measured = 4 * len(rows) * rows[-1][f"comm/{axis}/bytes"]  # all ranks and steps
-        sent = sum(node[interface]["tx_bytes"] for node in counted)
+        # Headers left out: a busy machine sends smaller frames.
+        sent = sum(
+            node[interface]["tx_bytes"] - 66 * node[interface]["tx_packets"] for node in counted
+        )
         assert measured == pytest.approx(sent, rel=0.02), axis

@@ -1,6 +1,7 @@
 """The dashboard as a person sees it: a finished sweep, shown by TensorBoard, looked at with a browser."""
 
 import contextlib
+import json
 import socket
 import subprocess
 import sys
@@ -50,13 +51,15 @@ def dashboard(runs):
         words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240
         while True:
             with (
                 contextlib.suppress(OSError),
                 urllib.request.urlopen(f"http://localhost:{port}/data/runs") as answer,
             ):
-                if answer.read().strip() not in (b"", b"[]"):
+                if len(json.loads(answer.read() or "[]")) == len(
+                    list(runs.glob("**/metrics.jsonl"))
+                ):
                     break
             assert server.poll() is None, server.stderr.read()
             assert time.monotonic() < end, "the dashboard did not answer"
@@ -64,7 +67,7 @@ def dashboard(runs):
         yield f"http://localhost:{port}"
     finally:
         server.terminate()
-        server.communicate(timeout=30)
+        server.communicate(timeout=240)
 
 
 @pytest.fixture(scope="module")

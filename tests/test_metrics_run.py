@@ -15,7 +15,7 @@ import jobs
 import pytest
 import torch.distributed as dist
 import yaml
-from test_command_line import SMALL, command, environment, execute, folder, rows, wait_until  # noqa: F401
+from test_command_line import SMALL, command, environment, execute, folder, rows  # noqa: F401
 from torch import nn
 from workers import logged
 
@@ -136,10 +136,10 @@ def test_a_stopped_rank_is_named_when_the_timeout_is_over(folder):  # noqa: F811
     stacks = folder / "run" / "stacks"
     stopped = 0
     try:
-        wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, "the first step")
+        jobs.wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0)
         _, stopped = jobs.ranks_of(launcher.pid)
         os.kill(stopped, signal.SIGSTOP)
-        wait_until(stacks.exists, "the dump of stacks", 60)
+        jobs.wait_for(stacks.exists)
         _, said = launcher.communicate(timeout=90)
     finally:
         if stopped:
@@ -248,7 +248,7 @@ class Paced(nn.Module):
 
     def forward(self, tokens):
         if not tokens.is_meta:
-            end = time.process_time() + (0.06 if dist.get_rank() == self.slow else 0.03)
+            end = time.process_time() + (0.2 if dist.get_rank() == self.slow else 0.1)
             while time.process_time() < end:
                 pass
         return self.head(self.embedding(tokens))

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 from test_faults import compare
-from test_launch import command
+from test_launch import SLOWLY, command
 
 from parallel2d.base.replicas.events import Events, post
 from parallel2d.base.replicas.lasting_groups import Across, World
@@ -29,29 +29,20 @@ from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import new_secret
 from parallel2d.base.store.server import StoreServer
 
-SLOWLY = """
-import time
-from parallel2d.training.hooks import Hook
-
-class Slowly(Hook):
-    def step(self, run, step, metrics):
-        time.sleep(0.03)
-"""
-
-
-# Slow enough to kill somebody while a replica that joins gets the state
-PACED = """
+# While a replica that joins gets the state: until the test has killed somebody
+HELD = """
 import os
 from parallel2d.base.replicas import Presence
 plain = Presence.link
-def paced(self, joiner):
-    send = plain(self, joiner)
+def held(self, joiner):
+    send, end = plain(self, joiner), time.monotonic() + 60
     def slowly(tensor):
         open("gets-" + os.environ["RANK"], "w").close()
-        time.sleep(0.02)
+        while not os.path.exists("go") and time.monotonic() < end:
+            time.sleep(0.02)
         return send(tensor)
     return send and slowly
-Presence.link = paced
+Presence.link = held
 """
 
 
@@ -68,21 +59,24 @@ def training(folder, *words, hooks=SLOWLY):
         assert job.wait(60) == 75, (folder / "said.txt").read_text()
     finally:
         if job.poll() is None:
-            for process in psutil.Process(job.pid).children(recursive=True):
-                process.kill()
-            job.kill()
+            job.kill()  # its ranks end with it
+            job.wait()
     rows = jobs.rows(folder / "run")
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     starts = (folder / "run/segments.jsonl").read_text().splitlines()
     assert len(starts) == 1, "some rank was there all the time"
 
 
-def last_row(folder):
-    """Its step, and the replicas that were there; zeros before the first."""
+def rows_so_far(folder, newest=0):
+    """The rows that are whole; of the ``newest`` lines, 0: of all."""
     path = folder / "run/metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    whole = [line for line in lines[-2:] if line.endswith("\n")]
-    row = json.loads(whole[-1]) if whole else {"step": 0, "replicas/present": 0}
+    return [json.loads(line) for line in lines[-newest:] if line.endswith("\n")]
+
+
+def last_row(folder):
+    """Its step, and the replicas that were there; zeros before the first."""
+    row = [{"step": 0, "replicas/present": 0}, *rows_so_far(folder, 2)][-1]
     return row["step"], row["replicas/present"]
 
 
@@ -97,8 +91,9 @@ def differs(folder, *words):
 
 def kill(job, *victims):
     for process in psutil.Process(job.pid).children(recursive=True):
-        if process.name() in [f"rank {each}" for each in victims]:
-            process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            if process.name() in [f"rank {each}" for each in victims]:
+                process.kill()
 
 
 COPIED = ("checkpoint.memory_every=4",)
@@ -124,8 +119,7 @@ def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path, sent, alone):
         jobs.wait_for(lambda: last_row(tmp_path) > (5, 1))
         *_, second = jobs.ranks_of(job.pid)
         kill(job, 0)
-        jobs.wait_for(lambda: last_row(tmp_path)[1] == 1)
-        jobs.wait_for(lambda: last_row(tmp_path)[1] == 2)
+        jobs.wait_for(lambda: rows_so_far(tmp_path)[-1]["replicas/joined"] == 1)
         assert second in jobs.ranks_of(job.pid)
     last = jobs.rows(tmp_path / "run")[-1]
     assert last["replicas/joined"] == 1
@@ -190,19 +184,22 @@ def test_a_replica_that_is_lost_while_another_gets_the_state(tmp_path):
     """The donor, the one that joins, or both; then the history is that of one process."""
     words = ["strategy=ddp", "train.global_batch_size=12", "sync.compare_every=1"]
 
-    def wait_for(present):
-        jobs.wait_for(lambda: last_row(tmp_path)[1] == present)
+    def counts():
+        return [row["replicas/present"] for row in rows_so_far(tmp_path)]
 
     more = ["launch.max_restarts=30", "launch.nproc_per_node=3"]
-    with training(tmp_path, *words, *more, hooks=SLOWLY + PACED) as job:
+    with training(tmp_path, *words, *more, hooks=SLOWLY + HELD) as job:
         for first, *then in ((2, 0), (2, 2), (1, 1, 2)):
-            wait_for(3)
-            (tmp_path / f"gets-{first}").unlink(missing_ok=True)
+            jobs.wait_for(lambda: last_row(tmp_path)[1] == 3)
+            for name in (f"gets-{first}", "go"):
+                (tmp_path / name).unlink(missing_ok=True)
+            before, present = len(counts()), 2 - len({*then} - {first})
             kill(job, first)
             jobs.wait_for((tmp_path / f"gets-{first}").exists)
             kill(job, *then)
-            wait_for(2 - len({*then} - {first}))
-        wait_for(3)
+            (tmp_path / "go").touch()
+            jobs.wait_for(lambda before=before, present=present: present in counts()[before:])
+        jobs.wait_for(lambda: last_row(tmp_path)[1] == 3)
     assert differs(tmp_path, *words) < 1e-12
 
 
@@ -277,8 +274,11 @@ def test_a_loop_of_ones_own_goes_on(tmp_path):
     script = script.replace("STEPS, GLOBAL", "_, GLOBAL")
     script = script.replace("def build_model", "STEPS = 80\n\n\ndef build_model", 1)
     (tmp_path / "plain.py").write_text(script)
-    norm = "        norm = clip_gradient_norm"
-    script = script.replace(norm, f"        __import__('time').sleep(0.1)\n{norm}")
+    mean = (
+        "            mean = reduce(total)"  # a rank that is killed before it is missed in this step
+    )
+    script = script.replace(mean, f"            __import__('time').sleep(0.1)\n{mean}")
+    script = script.replace('print(f"step', 'print(replicas.data_ranks, f"step', 1)
     (tmp_path / "slow.py").write_text(script)
 
     def start(name):
@@ -287,20 +287,26 @@ def test_a_loop_of_ones_own_goes_on(tmp_path):
             started = [sys.executable, "-m", "parallel2d.launch", *words]
             return subprocess.Popen(started, stdout=said, stderr=subprocess.STDOUT)
 
-    def losses(name):
+    def lines(name):
         text = (tmp_path / f"{name}.txt").read_text()
-        return dict(re.findall(r"step +(\d+) loss ([\d.]+)", text))
+        return re.findall(r".*step +\d+ loss .*\n", text)
+
+    def ranks_by_line():
+        return "".join(line[0] for line in lines("slow.py"))
+
+    def losses(name):
+        return dict(re.findall(r"step +(\d+) loss ([\d.]+)", "".join(lines(name))))
 
     assert start("plain.py").wait(300) == 0
     job = start("slow.py")
     try:
-        for step, victim in ((6, 2), (40, 1)):
+        for done, (step, victim) in enumerate(((6, 2), (40, 1)), 1):
             jobs.wait_for(lambda step=step: str(step) in losses("slow.py"))
             before = jobs.ranks_of(job.pid)
             os.kill(before[victim], signal.SIGKILL)
             others = slice(0, 2) if victim > 1 else slice(2, 4)
             jobs.wait_for(lambda old=before: len({*old} & {*jobs.ranks_of(job.pid)}) == 2)
-            jobs.wait_for(lambda: len(jobs.ranks_of(job.pid)) == 4)
+            jobs.wait_for(lambda n=done: re.fullmatch(f"(4+2+){{{n}}}4+", ranks_by_line()))
             assert before[others] == jobs.ranks_of(job.pid)[others]
         assert job.wait(300) == 0, (tmp_path / "slow.py.txt").read_text()
     finally:

@@ -1,5 +1,6 @@
 """Reports on run directories that are incomplete, hostile or large."""
 
+import inspect
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from jobs import peak_memory
 from test_report import FOUR, row, segment, write_run
 
 from parallel2d.dashboard import main as dashboard
@@ -160,13 +162,13 @@ def test_names_are_no_tags_of_a_page_or_of_its_figures(tmp_path):
 
 
 # Loads what a report needs, reads, and prints the bytes that reading took and those of the whole process
-MEASURE = """
-import resource, sys
+MEASURE = f"""
+import sys
 from parallel2d.report import main
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-before = peak()
+{inspect.getsource(peak_memory)}
+before = peak_memory()
 assert main([sys.argv[1], "--markdown"]) == 0
-print(peak() - before)
+print(peak_memory() - before)
 """
 
 

@@ -18,7 +18,7 @@ from parallel2d.launching.network_interface import is_loopback, list_interfaces
 
 SCRIPT = Path(__file__).parent.parent / "tools" / "slurm" / "train.sbatch"
 WORDS = [
-    "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=8", "train.steps=400",
+    "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=8", "train.steps=1000000",
     "model.n_layers=1", "model.dim=32", "model.hidden_dim=48", "train.validate_every=0", "checkpoint.every=1000", "precision=fp64",
     "metrics.console=silent", "metrics.tensorboard=false",
 ]  # fmt: skip
@@ -84,9 +84,12 @@ class Batch:
             assert self.process.poll() is None, self.log.read_text()
             return any(row["step"] >= step for row in self.rows())
 
-        jobs.wait_for(is_there, 300)
-        self.process.send_signal(signal.SIGUSR1)
-        assert self.end() == 75, self.log.read_text()
+        try:
+            jobs.wait_for(is_there, 300)
+            self.process.send_signal(signal.SIGUSR1)
+        finally:
+            code = self.end()
+        assert code == 75, self.log.read_text()
         return self.rows()
 
     def end(self) -> int:
@@ -98,7 +101,7 @@ class Batch:
 
 
 def live_twice(folder: Path, *words: str, **variables: str) -> str:
-    """A job that is asked to stop after three steps, and its next life, which is asked too (400 steps would take too long)."""
+    """A job that is asked to stop after three steps, and its next life, which is asked too."""
     first = Batch(folder, 0, *words, **variables)
     reached = first.stop_after_step(3)[-1]["step"]
     job = first.run_dir.name.rpartition("-")[2]
@@ -143,10 +146,12 @@ def run_stand_in(
     stand_in.write_text(f"#!/bin/bash\n{program}\n")
     stand_in.chmod(0o755)
     batch = Batch(folder, int(variables.pop("LIFE", "0")), PYTHON=str(stand_in), **variables)
-    for number in signals:
-        jobs.wait_for(lambda: "up" in batch.log.read_text(), 30)
-        batch.process.send_signal(number)
-    code = batch.end()
+    try:
+        for number in signals:
+            jobs.wait_for(lambda: "up" in batch.log.read_text())
+            batch.process.send_signal(number)
+    finally:
+        code = batch.end()
     notes = folder / "notes"
     return code, batch.log.read_text(), notes.read_text() if notes.exists() else ""
 

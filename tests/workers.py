@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 TIMEOUT = 240.0  # seconds a test may take on the workers before they are ended
+GRACE_S = 10.0  # for the answers of others, once a rank has failed
 
 
 def _worker(rank: int, world_size: int, folder: str, connection: Any) -> None:
@@ -155,7 +156,9 @@ class Pool:
         failure = None
         errors: list[tuple[str, str]] = []
         while waiting:
-            ready = multiprocessing.connection.wait(waiting, timeout=2.0 if failure else timeout)
+            ready = multiprocessing.connection.wait(
+                waiting, timeout=GRACE_S if failure else timeout
+            )
             if not ready:
                 break
             for connection in ready:
@@ -165,8 +168,11 @@ class Pool:
                     kind, value = connection.recv()
                 except EOFError:
                     kind, value = "error", ("EOFError", "the worker process ended", "")
+                    self.processes[rank].join(timeout=60)  # its exit code comes a moment later
                 if kind == "error":
-                    failure = failure or WorkerError(rank, *value)
+                    # One that ended is the cause of what others raised, whoever is heard first.
+                    if failure is None or (value[0] == "EOFError" != failure.kind):
+                        failure = WorkerError(rank, *value)
                     errors.append(value[:2])
                 results[rank] = value
         if failure:
@@ -188,7 +194,6 @@ class Pool:
         damaged. Empty if none was."""
         said = []
         for rank, process in enumerate(self.processes):
-            process.join(timeout=0.2)
             if process.exitcode in (-signal.SIGSEGV, -signal.SIGABRT):
                 words = Path(self.folder.name, f"stderr.{rank}").read_text(errors="replace")
                 said.append(f"rank {rank} ended with {process.exitcode}:\n{words[-4000:]}")

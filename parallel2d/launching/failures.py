@@ -108,7 +108,8 @@ class RankFailure:
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
     """The failure that came first, of those of one node, in the order in which they were seen."""
     reported = [each for each in failures if each.error]
-    killed = [each for each in failures if not each.error and each.exit_code < 0]
+    killed = [each for each in failures if not each.error]
+    killed = [each for each in killed if each.exit_code < 0 or each.exit_code == LOST]
     # A rank that was killed leaves no error file, and its peers have only lost a connection.
     if killed and all(map(attrgetter("lost_a_peer"), reported)):
         return killed[0]

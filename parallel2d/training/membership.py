@@ -73,6 +73,7 @@ class Membership:
         self._least = min(trainer.config.launch.min_replicas, len(replicas.ranks))
         if replicas.needs_all:
             self._least = len(replicas.ranks)
+        self._told_to_stop = trainer.config.launch.requeue_exit_code
         self._planned = replicas.generation
         self._dealt: int | None = None
         self._readers: list[Member] = []  # among whom batches from the feed are dealt
@@ -126,6 +127,10 @@ class Membership:
         self._leaving = {number for number, _ in members if told.intersection(ranks[number])}
         if outcome.store_ends or len(members) - len(self._leaving) < self._least:
             self._leaving = set()
+        if (
+            self.replicas.replica in self._leaving
+        ):  # the first of its ranks to leave ends the others
+            self.replicas.exit_code = self._told_to_stop
         return bool(told) and not self._leaving
 
     def before_step(self, feed: BatchFeed) -> None:
@@ -139,7 +144,7 @@ class Membership:
         if self.is_joining:
             return
         if self.replicas.replica in leaving:
-            self.replicas.leave(self.trainer.config.launch.requeue_exit_code)
+            self.replicas.leave()
         if self._has_joined:
             self._say(f"from step {self.trainer.progress.step} on")
         self._has_joined = joins
@@ -305,7 +310,8 @@ class Membership:
         while True:
             replicas.regroup(admit=True, least=self._least)
             if len(replicas.members) < self._least:  # a rank was told to stop meanwhile
-                replicas.leave(trainer.config.launch.requeue_exit_code)
+                replicas.exit_code = self._told_to_stop
+                replicas.leave()
             replicas.met = replicas.generation
             state = None
             with contextlib.suppress(ReplicaLost):

@@ -59,12 +59,14 @@ class Presence:
         joined: members of this generation that have no state yet.
         groups: those whose inside is exchanged.
         begun: collectives of steps across replicas that were started.
+        exit_code: of this rank where the others go on without its replica.
     """
 
     def __init__(self, store: Any, rank: int, together: int, life: int, timeout: timedelta) -> None:
         self.store, self.rank, self.life, self.timeout = store, rank, life, timeout
         self.on = self.needs_all = self.is_divided = False
-        self.in_step = self.arrived = self.lost = False
+        self.in_step = self.arrived = self.lost = self._ends = False
+        self.exit_code = LEFT_OUT
         self.ranks: list[list[int]] = [list(range(together))]
         self.hosts: list[str] = []
         if life:
@@ -167,11 +169,14 @@ class Presence:
         try:
             while True:
                 if events.read(3600.0):
-                    if self.own in events.dead or events.restarts:
+                    if self.own in events.dead:
+                        os._exit(self.exit_code)
+                    if events.restarts:
                         os._exit(LEFT_OUT)
                     self._look()
         except Exception:  # the store is gone, which the next generation would need
-            self.give_up()
+            if not self._ends:
+                self.give_up()
 
     def _look(self) -> None:
         is_broken = self._events.broken >= self.generation >= 0
@@ -431,14 +436,15 @@ class Presence:
         and nobody had lost anything before (``lost``, summed in it)."""
         return self.arrived and not lost
 
-    def leave(self, exit_code: int) -> NoReturn:
+    def leave(self) -> NoReturn:
         """Ends this rank, and lets the others go on without its replica."""
         if self.place == 0 and self.own not in self._events.dead:
             post(self.store, "dead", self.own, self._events.count)
-        os._exit(exit_code)
+        os._exit(self.exit_code)
 
     def end(self) -> None:
         """The job has ended well: who waits to join ends too. Collective."""
+        self._ends = True  # the store may end before this rank has seen all of them come
         dist.barrier()
         self.on = False
         if self.rank == self.first_rank:
