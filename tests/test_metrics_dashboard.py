@@ -51,15 +51,13 @@ def dashboard(runs):
         words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
     try:
-        end = time.monotonic() + 240
+        end, count = time.monotonic() + 240, len({path.parent for path in runs.rglob("events.*")})
         while True:
             with (
                 contextlib.suppress(OSError),
                 urllib.request.urlopen(f"http://localhost:{port}/data/runs") as answer,
             ):
-                if len(json.loads(answer.read() or "[]")) == len(
-                    list(runs.glob("**/metrics.jsonl"))
-                ):
+                if len(json.loads(answer.read() or "[]")) == count:
                     break
             assert server.poll() is None, server.stderr.read()
             assert time.monotonic() < end, "the dashboard did not answer"
