@@ -86,7 +86,10 @@ class Browser:
         try:
             return self.ask(script)
         except AssertionError as error:
-            if not any(said in str(error) for said in ("navigated or closed", "context")):
+            if not any(
+                said in str(error)
+                for said in ("navigated or closed", "Cannot find context", "context was destroyed")
+            ):
                 raise
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ MARKS = ("slow", "soak", "extras")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test has at most one of the marks, so that each of `-m slow`, `-m extras` and `-m soak` runs what the others do not. One that
-    waits for ever fails, and the others go on; soak tests may take as long as they do."""
+    takes too long fails; soak tests may take as long as they do."""
     for item in items:
         given = {mark.name for mark in item.iter_markers() if mark.name in MARKS}
         assert len(given) <= 1, f"{item.nodeid} is marked {' and '.join(sorted(given))}; choose one"

@@ -16,7 +16,7 @@ JOB = "PARALLEL2D_JOB"  # set by the launcher of one node for its workers: the j
 AGENT = "PARALLEL2D_AGENT"  # set by our launcher: its folder, which lives as long as it does
 # set by our launcher: the endpoint of the workers' store, and the prefix of their keys in it
 STORE, PREFIX = "PARALLEL2D_STORE", "PARALLEL2D_STORE_PREFIX"
-# set by our launcher: 1 where it has that store, which ends with it
+# set by our launcher: 1 where it has the store that other nodes use, which ends with it
 HAS_STORE = "PARALLEL2D_HAS_STORE"
 LIFE = "PARALLEL2D_LIFE"  # set by our launcher: how often the ranks of this replica were replaced
 # set by our launcher: a folder in shared memory for this node's ranks, which it removes at its end

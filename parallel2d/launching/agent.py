@@ -74,9 +74,9 @@ class NodeWorkers:
     """The ranks of this node, as long as the job lasts. ``words``: of each, on its command line.
     ``folder``: exists as long as this launcher. ``logs``: where ranks beside the first write what
     they print; None: to the console. ``main``: what each calls with ``words``
-    ("package.module:function"). ``save``: whether they can; ``have_saved``: they did at their end;
-    ``have_left``: after a signal, and the other replicas go on; ``starts``: how often all have
-    started.
+    ("package.module:function"). ``save``: whether they can; ``have_saved``: they did, or left, at
+    their last end; ``have_left``: after a signal, and the other replicas go on; ``starts``: how
+    often all have started.
     """
 
     words: Sequence[str]
@@ -141,8 +141,13 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
             except Signalled:
                 workers.have_left = node.has_left()
                 raise
+            except (DistNetworkError, DistStoreError):
+                # The store may end with another node once the job has ended well.
+                if set(node.ranks.codes()) != {0}:
+                    raise
             finally:
-                workers.have_saved = workers.save and node.ended_well()
+                if node.ranks.processes:
+                    workers.have_saved = workers.save and node.ended_well()
     except (DistNetworkError, DistStoreError) as error:
         raise StoreLost(str(error).splitlines()[0]) from None
 

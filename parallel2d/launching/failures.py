@@ -90,6 +90,11 @@ class RankFailure:
         """Whether it failed only because another rank had ended: its connection broke."""
         return bool(self.error and _BROKEN_CONNECTION.search(self.error.text))
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether it was, or the process that forks ranks, before it wrote an error."""
+        return not self.error and (self.exit_code < 0 or self.exit_code == LOST)
+
     def __str__(self) -> str:
         """Says in one line what happened."""
         if self.lost_a_peer:
@@ -108,8 +113,7 @@ class RankFailure:
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
     """The failure that came first, of those of one node, in the order in which they were seen."""
     reported = [each for each in failures if each.error]
-    killed = [each for each in failures if not each.error]
-    killed = [each for each in killed if each.exit_code < 0 or each.exit_code == LOST]
+    killed = [each for each in failures if each.was_killed]
     # A rank that was killed leaves no error file, and its peers have only lost a connection.
     if killed and all(map(attrgetter("lost_a_peer"), reported)):
         return killed[0]

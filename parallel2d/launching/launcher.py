@@ -146,15 +146,14 @@ def start_node(
             try:
                 return run_node(workers, rendezvous)
             except StoreLost as lost:
+                gone = f"the rendezvous store at {endpoint} does not answer ({lost})"
                 pause = workers.restarts.after_failure()
                 if rendezvous.server or pause is None:
-                    raise WorkersFailed(
-                        f"the rendezvous store at {endpoint} does not answer: {lost}"
-                    ) from None
-                workers.say(
-                    f"the rendezvous store at {endpoint} does not answer ({lost}); the ranks have "
-                    "ended, waiting for it"
-                )
+                    if not workers.have_saved:
+                        raise WorkersFailed(gone) from None
+                    workers.say(gone)
+                    raise Signalled(signal.SIGTERM) from None
+                workers.say(f"{gone}; the ranks have ended, waiting for it")
                 rendezvous.close()
                 time.sleep(pause + 1.0)
                 rendezvous = find_rendezvous(settings)

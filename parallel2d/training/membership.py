@@ -73,7 +73,7 @@ class Membership:
         self._least = min(trainer.config.launch.min_replicas, len(replicas.ranks))
         if replicas.needs_all:
             self._least = len(replicas.ranks)
-        self._told_to_stop = trainer.config.launch.requeue_exit_code
+        self._requeue_exit_code = trainer.config.launch.requeue_exit_code
         self._planned = replicas.generation
         self._dealt: int | None = None
         self._readers: list[Member] = []  # among whom batches from the feed are dealt
@@ -119,18 +119,17 @@ class Membership:
 
     def note(self, outcome: StepOutcome) -> bool:
         """Takes from a step's agreement who comes and goes after it. Returns whether all save and
-        stop: a rank was told to stop, and without its replica too few would be left, or without
-        its node no store."""
+        stop: a rank was told to stop, and without its replica too few would be left, or the store
+        of the others would end with its node."""
         self._joins = outcome.joins
         ranks, members = self.replicas.ranks, self.replicas.members
         told = set(outcome.told_to_stop)
         self._leaving = {number for number, _ in members if told.intersection(ranks[number])}
         if outcome.store_ends or len(members) - len(self._leaving) < self._least:
             self._leaving = set()
-        if (
-            self.replicas.replica in self._leaving
-        ):  # the first of its ranks to leave ends the others
-            self.replicas.exit_code = self._told_to_stop
+        # The first of its ranks to leave ends the others.
+        if self.replicas.replica in self._leaving:
+            self.replicas.exit_code = self._requeue_exit_code
         return bool(told) and not self._leaving
 
     def before_step(self, feed: BatchFeed) -> None:
@@ -310,7 +309,8 @@ class Membership:
         while True:
             replicas.regroup(admit=True, least=self._least)
             if len(replicas.members) < self._least:  # a rank was told to stop meanwhile
-                replicas.exit_code = self._told_to_stop
+                replicas.exit_code = self._requeue_exit_code
+                replicas.vote(True)  # until all of its ranks know it
                 replicas.leave()
             replicas.met = replicas.generation
             state = None

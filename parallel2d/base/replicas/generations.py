@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DistStoreError, PrefixStore, ProcessGroupGloo
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, ProcessGroupGloo
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas.events import (
@@ -59,7 +59,7 @@ class Presence:
         joined: members of this generation that have no state yet.
         groups: those whose inside is exchanged.
         begun: collectives of steps across replicas that were started.
-        exit_code: of this rank where the others go on without its replica.
+        exit_code: with which this rank ends once its replica does not go on.
     """
 
     def __init__(self, store: Any, rank: int, together: int, life: int, timeout: timedelta) -> None:
@@ -169,10 +169,8 @@ class Presence:
         try:
             while True:
                 if events.read(3600.0):
-                    if self.own in events.dead:
+                    if self.own in events.dead or events.restarts:
                         os._exit(self.exit_code)
-                    if events.restarts:
-                        os._exit(LEFT_OUT)
                     self._look()
         except Exception:  # the store is gone, which the next generation would need
             if not self._ends:
@@ -444,8 +442,9 @@ class Presence:
 
     def end(self) -> None:
         """The job has ended well: who waits to join ends too. Collective."""
-        self._ends = True  # the store may end before this rank has seen all of them come
+        self._ends = True  # from now on the store may end, with a node that is done before
         dist.barrier()
         self.on = False
         if self.rank == self.first_rank:
-            post(self.store, "end", None, self._events.count)
+            with contextlib.suppress(DistNetworkError, DistStoreError):
+                post(self.store, "end", None, self._events.count)

@@ -122,15 +122,15 @@ def connect(address: str, patience_s: float, *, was_up: bool = False) -> socket.
             if time.monotonic() >= deadline:
                 raise
         except OSError as error:
-            has_ended = was_up and isinstance(error, (ConnectionRefusedError, FileNotFoundError))
-            if has_ended or time.monotonic() >= deadline:
+            if was_up and isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
+                deadline = patience_s = 0.0
+            if time.monotonic() >= deadline:
                 # That of a socket with a timeout has no number.
                 number = errno.ETIMEDOUT if isinstance(error, TimeoutError) else error.errno
                 otherwise = error.strerror or str(error) or type(error).__name__
-                within = "" if has_ended else f" within {patience_s:g} s"
                 raise ConfigError(
-                    f"{socket.gethostname()} cannot reach the endpoint {address}{within}: "
-                    f"{_FAILURES.get(number, otherwise.lower())}"
+                    f"{socket.gethostname()} cannot reach the endpoint {address} within "
+                    f"{patience_s:g} s: {_FAILURES.get(number, otherwise.lower())}"
                 ) from None
         time.sleep(min(0.2, patience_s / 4))
 
@@ -153,7 +153,9 @@ def _connect_once(address: str, seconds: float) -> socket.socket:
         try:
             connection = socket.create_connection((numeric, port), seconds)
         except OSError as error:
-            failure = error
+            # A refusal counts where all refuse.
+            if failure is None or isinstance(failure, ConnectionRefusedError):
+                failure = error
         else:
             set_for_requests(connection)
             return connection

@@ -85,7 +85,7 @@ class ClusterCheck:
         if self._speaks:
             facts = NodeFacts.collect(self._given.run_dir, len(self._own_ranks))
         nodes = list(filter(None, all_gather(facts)))
-        # A rank that is held up seems to have another time: the least difference counts.
+        # A rank that is held up seems to have a later time: the least difference counts.
         ahead = [self._clocks_ahead() for _ in range(3)]
         self._add(judge_nodes(nodes, [min(each, key=abs) for each in zip(*ahead, strict=True)]))
         # Where the first node cannot write to it, there is nothing to compare.
