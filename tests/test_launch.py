@@ -32,7 +32,7 @@ from parallel2d.base.topology import AGENT
 from parallel2d.launching import agreement, launcher
 from parallel2d.launching import round as rounds
 from parallel2d.launching.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
-from parallel2d.launching.failures import WorkersFailed
+from parallel2d.launching.failures import LOST, RankError, RankFailure, WorkersFailed, first_failure
 from parallel2d.launching.rendezvous import find_rendezvous, own_rendezvous
 from parallel2d.launching.round import JobDone
 from parallel2d.parallel.mesh import Topology
@@ -84,6 +84,16 @@ def kill_server(process: subprocess.Popen[str], run_dir: Path) -> None:
     ranks = jobs.ranks_of(process.pid)
     os.kill(psutil.Process(ranks[1]).ppid(), signal.SIGKILL)
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+
+
+def test_what_was_killed_first_is_the_cause():
+    """Of ranks that lost a connection by it, and of those that the launcher has ended since."""
+    server, killed, ended = (RankFailure(0, code, None) for code in (LOST, -9, -15))
+    error = RankError("Connection closed by peer", 1.0, False, False)
+    cut, own = (RankFailure(1, 1, replace(error, text=text)) for text in (error.text, "mine"))
+    assert first_failure([server, ended]) == server
+    assert first_failure([cut, killed, ended]) == killed
+    assert first_failure([killed, own, cut]) == own
 
 
 @pytest.mark.slow
