@@ -341,8 +341,9 @@ def test_two_nodes_train_like_one_and_send_what_the_theory_says(ranks, folder):
     assert layout["parameters"] > 3e6
     expected = theory("hybrid", 2, 2) * 4 * layout["parameters"] * 8
     for node in ("node0", "node1"):
-        # Headers, heartbeats and what was sent twice come on top.
-        assert expected < counted[node]["eth0"]["tx_bytes"] < 1.05 * expected
+        # Heartbeats and what was sent twice come on top, and headers, the more the busier the machine is.
+        link = counted[node]["eth0"]
+        assert expected < link["tx_bytes"] - 66 * link["tx_packets"] < 1.02 * expected
 
 
 @needs_nodes

@@ -274,9 +274,8 @@ def test_a_loop_of_ones_own_goes_on(tmp_path):
     script = script.replace("STEPS, GLOBAL", "_, GLOBAL")
     script = script.replace("def build_model", "STEPS = 80\n\n\ndef build_model", 1)
     (tmp_path / "plain.py").write_text(script)
-    mean = (
-        "            mean = reduce(total)"  # a rank that is killed before it is missed in this step
-    )
+    # Who is killed before it is missed in the step that was begun.
+    mean = "            mean = reduce(total)"
     script = script.replace(mean, f"            __import__('time').sleep(0.1)\n{mean}")
     script = script.replace('print(f"step', 'print(replicas.data_ranks, f"step', 1)
     (tmp_path / "slow.py").write_text(script)

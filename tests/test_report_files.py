@@ -161,7 +161,7 @@ def test_names_are_no_tags_of_a_page_or_of_its_figures(tmp_path):
     assert "&lt;b&gt;" in texts
 
 
-# Loads what a report needs, reads, and prints the bytes that reading took and those of the whole process
+# Prints by how many bytes a report makes the process grow
 MEASURE = f"""
 import sys
 from parallel2d.report import main
