@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from parallel2d.base import files
-from parallel2d.base.config import Job, TrainConfig
 from parallel2d.base.config.composition import compose, from_yaml
+from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import LIFE, RankIdentity, Topology, find_rank
 from parallel2d.launching.agreement import agree_on_job, forget_run, recording_steps

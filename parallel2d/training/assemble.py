@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.config import Job, TrainConfig
-from parallel2d.base.config.job import SchedulerConfig
+from parallel2d.base.config.job import Job, SchedulerConfig, TrainConfig
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.exchange import check_same_data
 from parallel2d.base.replicas import current
