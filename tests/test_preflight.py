@@ -66,7 +66,7 @@ def told(nodes: list[NodeFacts], clocks: list[float] | None = None) -> list[tupl
 
 
 def test_a_version_or_device_that_differs_names_the_nodes():
-    nodes = [facts("node0"), facts("node1", torch="2.14.0"), facts("node2")]
+    nodes = [facts("node0"), facts("node1", torch="2.15.0"), facts("node2")]
     assert told(nodes) == [("red", "node1: torch 2.15.0, the others 2.14.1")]
     # among equals that of the first node is the usual one; a key that is missing differs too
     pair = [facts("node0", nccl="2.27"), facts("node1", GPUs="H100, H100")]
