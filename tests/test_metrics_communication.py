@@ -143,7 +143,6 @@ SELDOM = {
     "wire_int8": ({}, {"strategy": "hybrid", "sync": SyncConfig(wire="int8")}, 2),
     "four_replicas_int4": ({}, {"strategy": "ddp", "bucketing": WHOLE, "sync": SyncConfig(wire="int4", warmup=0)}, 1),
     "four_replicas_int8": ({}, {"strategy": "ddp", "bucketing": WHOLE, "sync": SyncConfig(wire="int8")}, 1),
-    "torch": ({}, {"strategy": "hybrid", "precision": "bf16", "sync": SyncConfig(engine="torch")}, 2),
 }  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def _store_of_torchrun(host: str, port: int) -> Any:
         ) from None
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return store  # the counters of several nodes may differ
-    # Torch 2.13 keeps the store when it starts ranks again, and in it addresses of ended ones.
+    # torchrun keeps the store when it restarts ranks, and with it addresses of ended ones.
     return dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -317,7 +317,7 @@ def limit_waiting(seconds: float) -> None:
         replicas.timeout = limit
     for group in list(dist.distributed_c10d._world.pg_map):
         if getattr(group, "inner", group) is not None:
-            dist.distributed_c10d._set_pg_timeout(limit, group)
+            dist.set_timeout(limit, group)
 
 
 def barrier(name: str, timeout_s: float | None = None) -> None:

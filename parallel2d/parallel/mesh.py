@@ -125,6 +125,7 @@ def group_of(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     if _CONTEXT not in vars(mesh):
         rows = groups_along(ranks_of(mesh), axis).tolist()
         own, _ = dist.new_subgroups_by_enumeration(rows, group_desc="context")
+        assert isinstance(own, dist.ProcessGroup)  # every rank is in one row
         inherit_timeout(own, mesh.device_type)
         vars(mesh)[_CONTEXT] = own
     found: dist.ProcessGroup = vars(mesh)[_CONTEXT]
@@ -139,7 +140,7 @@ def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
     # torch's fake backend has no options: it never waits.
     options = getattr(default, "options", None)
     if options is not None:
-        dist.distributed_c10d._set_pg_timeout(options._timeout, group)
+        dist.set_timeout(options._timeout, group)
 
 
 def has_cpu_backend() -> bool:

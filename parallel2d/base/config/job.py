@@ -324,8 +324,7 @@ class TrainConfig:
         """Whether replicas may be lost one by one: each has the whole state, but for what it did
         not send of its last gradients; where they split updates, the others wait for it."""
         certifies = self.train.certify or self.train.certify_only
-        own_engine = self.sync.engine == "parallel2d"
-        return self.strategy.placement.replicates and own_engine and not certifies
+        return self.strategy.placement.replicates and not certifies
 
     def parallel(self) -> ParallelConfig:
         """The part that `parallel2d.parallelize` reads."""

@@ -53,7 +53,7 @@ from parallel2d.parallel.parallelize import apply_on_fake_tensors
 from parallel2d.parallel.parallelize.layout import Layout, SampleShape
 from parallel2d.parallel.parallelize.preconditions import check_parameters
 from parallel2d.parallel.sync import accumulate
-from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
+from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.training.assemble import lay_out, plan_batches
 from parallel2d.training.data.batch import token_sequences
 from parallel2d.training.data.feed import BatchPlan
@@ -381,7 +381,7 @@ def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: 
         model = apply_on_fake_tensors(plain, parts.module, mesh, fake, topology)
         with fake:
             build_optimizer(model, workload.optimizer)
-            for engine in reducers_in(model):
+            for engine in engines_in(model):
                 engine.agreement.defer()
             batches = [workload.example("cpu") for _ in range(min(workload.accumulation, 2))]
             tracker = FSDPMemTracker(model)

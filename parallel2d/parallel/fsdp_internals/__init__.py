@@ -1,7 +1,7 @@
 """All private attributes of torch's `fully_shard` that this package reaches.
 
 Each use says why it is needed and, where one is known, which public interface or issue would make
-it unnecessary. Written for torch 2.13; `tests/test_sync.py` compares `REACHED` and `KEPT` with what
+it unnecessary. Written for torch 2.14; `tests/test_sync.py` compares `REACHED` and `KEPT` with what
 these files reach, and lists what another torch version lacks.
 """
 

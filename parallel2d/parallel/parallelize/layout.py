@@ -337,8 +337,8 @@ class _Collector:
 
     def _gradient_dtype(self, parameter: nn.Parameter, stored: torch.dtype) -> torch.dtype:
         """The dtype of the gradient that the optimizer gets; see `ReplicaReducer`."""
-        # Torch's own engine casts gradients to the dtype of the parameter, and so does `Scalar`.
-        if self.config.sync.engine == "torch" or stays_whole(parameter):
+        # `Scalar` casts gradients to the dtype of the parameter.
+        if stays_whole(parameter):
             return stored
         precision = self.precision
         kept = precision.reduce if precision.keep_reduced else precision.storage

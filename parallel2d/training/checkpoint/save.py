@@ -73,7 +73,9 @@ class Group:
         """All ranks of the job. Collective."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(None)
-        return cls(dist.new_group(backend="gloo", timeout=_TIMEOUT))
+        group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        assert isinstance(group, dist.ProcessGroup)  # every rank is a member
+        return cls(group)
 
     def stay(self) -> None:
         """From now on all calls raise `ReplicaLost` once a replica is lost that is there now."""

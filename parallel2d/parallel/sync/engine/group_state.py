@@ -72,8 +72,7 @@ class GroupState:
         if any_gradient and self.final:
             raise RuntimeError(
                 f"{self.group.called} got gradients twice in one backward pass, and the first were "
-                "on their way to other replicas: call the module, not parts of it, or use "
-                "sync.engine=torch"
+                "on their way to other replicas: call the module, not parts of it"
             )
         # The second one in this backward pass.
         self.repeats |= self.started

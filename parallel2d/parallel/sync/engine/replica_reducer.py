@@ -240,35 +240,17 @@ def own_replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     # One row for each group: the ranks that differ in the replicate axis alone.
     rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh_shape(mesh).replicate)
     own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), group_desc=GROUP_NAME)
+    assert isinstance(own, dist.ProcessGroup)  # every rank is in one row
     inherit_timeout(own, mesh.device_type)
     return own
 
-
-class TorchReducer:
-    """The engine of ``sync.engine=torch``: `fully_shard`'s second axis, on groups of its own.
-
-    It stays for comparison. Its partial sums do not record which parameters they hold, so
-    parameters that ranks or micro-batches use differently may get each other's gradients; it adds
-    in the dtype in which gradients are sent; and it takes no hooks.
-    """
-
-    def __init__(self, mesh: DeviceMesh, groups: Sequence[FSDPGroup], method: SyncMethod) -> None:
-        self.method = method
-        # Nothing is ever pending: torch has reduced everything when a backward pass ends.
-        states = [GroupState(group, method.wire(group.wire)) for group in groups]
-        self.batch = GlobalBatch(mesh.device_type, new_stream(mesh.device_type), states)
-        self.update_mesh = mesh
-        self.updates = UpdateFollower()
-
-
-Engine = ReplicaReducer | TorchReducer
 
 # An attribute of the model and no table beside it: the engine refers to the model's parameters, so
 # that the garbage collector frees both together.
 _ENGINE = "_parallel2d_engine"
 
 
-def register_engine(model: nn.Module, engine: Engine) -> None:
+def register_engine(model: nn.Module, engine: ReplicaReducer) -> None:
     """Makes ``engine`` that of ``model``."""
     vars(model)[_ENGINE] = engine
 
@@ -298,19 +280,14 @@ def update_mesh_of(parameters: Iterable[Tensor]) -> DeviceMesh | None:
     return meshes[0] if meshes else None
 
 
-def engines_in(model: nn.Module) -> list[Engine]:
+def engines_in(model: nn.Module) -> list[ReplicaReducer]:
     """The engines of ``model`` and of modules below it."""
     return [vars(module)[_ENGINE] for module in model.modules() if _ENGINE in vars(module)]
 
 
-def reducers_in(model: nn.Module) -> list[ReplicaReducer]:
-    """Our engines of ``model`` and of modules below it."""
-    return [engine for engine in engines_in(model) if isinstance(engine, ReplicaReducer)]
-
-
-def engine_of(model: nn.Module) -> Engine:
+def engine_of(model: nn.Module) -> ReplicaReducer:
     """The engine of a model from `parallel2d.parallelize`. Raises `ConfigError` for another."""
-    found: Engine | None = vars(model).get(_ENGINE)
+    found: ReplicaReducer | None = vars(model).get(_ENGINE)
     if found is None:
         raise ConfigError(
             f"{type(model).__name__} did not come from parallel2d.parallelize; give the model that "

@@ -154,6 +154,8 @@ class ScatterToOwners(RoundedReduction):
             received.view(-1), sent, parts, sizes, group=self.group, async_op=True
         )
 
+        assert work is not None  # of an asynchronous collective
+
         def wait() -> None:
             work.wait()
             for form, contributions in zip(forms, received.split(lengths, dim=1), strict=True):
