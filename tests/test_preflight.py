@@ -75,7 +75,7 @@ def test_a_version_or_device_that_differs_names_the_nodes():
         ("red", "node1: nccl none, the others 2.27"),
     ]
     many = [facts(f"node{k}", torch="2.15.0" if k > 9 else "2.14.1") for k in range(19)]
-    assert told(many)[0][1].startswith("node10, node11, node12, node13, node14 ...: torch 2.14.0")
+    assert told(many)[0][1].startswith("node10, node11, node12, node13, node14 ...: torch 2.15.0")
     assert told([facts("node0"), facts("node1")]) == []
 
 
