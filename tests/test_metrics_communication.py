@@ -49,7 +49,7 @@ def measure(
         model, init, plan = (build or build_small_llama)(shape.tensor)
     workload = Workload(SEQUENCES, accumulation, token_sequences(TOKENS))
     parallel.sync = dataclasses.replace(parallel.sync, during_accumulation=mode)
-    layout = resolve(parallel, mesh, model, workload, tensor_plan=plan)
+    layout = resolve(parallel, shape, model, workload, mesh=mesh, tensor_plan=plan)
     inside, predicted_passes = None, None
     if shape.tensor * shape.context > 1:
         twin, meter = tensor_twin(model, mesh, layout), CommunicationMeter(mesh, dry=True)

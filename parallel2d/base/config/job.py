@@ -4,6 +4,7 @@ everything."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -357,4 +358,5 @@ class Job:
     records: str = ""  # folder in the run directory in which Hydra's records wait
     certified: bool = False
     is_judged: bool = False  # a sweeper chooses the next job by this one's objective
-    ranks: int | None = None  # of all nodes, where those that are not there count as lost
+    # Sizes of the mesh axes over all nodes, where replicas of missing nodes count as lost
+    sizes: Mapping[str, int] | None = None
