@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.open_files import prepare
 from parallel2d.base.replicas import (
     current,
     first_rank,
@@ -221,6 +222,11 @@ def _join(
 ) -> Runtime:
     """Makes the default process group and gathers the hosts of its ranks. Collective."""
     global _hosts
+    prepare(identity.world_size)
+    # Gloo then connects a pair of ranks at their first message. Otherwise each group connects every
+    # rank with all others, and reads their addresses from the store: N descriptors per rank and
+    # group, and 8 N^3 bytes for N ranks.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     device, backend = _choose_device(identity)
     waits = LaunchConfig(timeout=timeout_s, first_step_timeout=first_timeout_s)
     rank, size = identity.rank, identity.world_size
