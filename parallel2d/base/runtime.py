@@ -17,6 +17,7 @@ import logging
 import os
 import random
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -104,6 +105,7 @@ _setups = 0  # how often this process has called `setup`; each call has its own 
 _stores: dict[tuple[str, ...], Any] = {}  # the latest store of `setup`, by its address
 _servers: list[StoreServer] = []  # under srun, on rank 0, until this process ends
 _undo: dict[Callable[[], object], None] = {}  # a set that keeps the order of `on_teardown`
+_patient: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _hosts: tuple[str, ...] = ()  # by rank, while a process group of ours exists
 
 
@@ -314,15 +316,25 @@ def release_groups() -> None:
     gc.collect()
 
 
+def patient_group(timeout: timedelta) -> dist.ProcessGroup:
+    """Make a gloo group of all ranks for work that waits for disks: `limit_waiting` does not change
+    its ``timeout``. Collective."""
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)  # every rank is a member
+    _patient.add(group)
+    return group
+
+
 def limit_waiting(seconds: float) -> None:
     """From now on a collective on any process group that exists waits at most ``seconds`` for a
     late rank. Call it after the first step; see [Note: two timeouts]. Groups made later have
-    torch's own default again, those of a mesh from `parallel2d.build_mesh` the one of the world."""
+    torch's own default again, those of a mesh from `parallel2d.build_mesh` the one of the world;
+    groups in which checkpoints are saved keep theirs."""
     limit = timedelta(seconds=seconds)
     if (replicas := current()) is not None:
         replicas.timeout = limit
     for group in list(dist.distributed_c10d._world.pg_map):
-        if getattr(group, "inner", group) is not None:
+        if getattr(group, "inner", group) is not None and group not in _patient:
             dist.set_timeout(limit, group)
 
 
