@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel2d.base.config import SyncConfig
+from parallel2d.base.device import keep_until_done
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
 from parallel2d.parallel.sync.engine.buckets import Bucket, Reduction, Wait
-from parallel2d.parallel.sync.engine.group_state import keep_until_done
 from parallel2d.parallel.sync.methods.every_step import EveryStep, RoundedReduction
 from parallel2d.parallel.sync.methods.method import (
     ExpectedState,
