@@ -28,12 +28,8 @@ from parallel2d.launching.processes import (
 )
 from parallel2d.launching.rank_processes import start_server
 from parallel2d.rank import choose_layout, rank_main
-from parallel2d.training.run_directory import (
-    discard_pending,
-    note_failure,
-    objective_missing,
-    read_objective,
-)
+from parallel2d.training.run_directory.end import note_failure, objective_missing, read_objective
+from parallel2d.training.run_directory.start import discard_pending
 
 _PURPOSE = (
     "Trains a model with hybrid 2-D parallelism: sharded inside a node, replicated across nodes. "

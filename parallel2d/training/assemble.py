@@ -53,7 +53,7 @@ from parallel2d.training.optimizer import (
     plan_groups,
 )
 from parallel2d.training.run_description import RunFacts, build_recorder, describe_run, outputs
-from parallel2d.training.run_directory import RunClaim, accept_start, read_segments
+from parallel2d.training.run_directory.start import RunClaim, accept_start, read_segments
 from parallel2d.training.trainer import Trainer
 from parallel2d.training.training_data import (
     check_position,
