@@ -33,22 +33,11 @@ from parallel2d.parallel.model_structure import hidden_matrices, near_names
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.sync.methods.method import needs_closure
 from parallel2d.parallel.weights.named_tensors import updated_by_name
-from parallel2d.training.optimizer.muon import ADAMW, MUON, Muon
-from parallel2d.training.optimizer.whole_matrices import whole_matrices
+from parallel2d.training.optimizer.muon import ADAMW, MUON
+from parallel2d.training.optimizer.muon import Muon as Muon
+from parallel2d.training.optimizer.whole_matrices import whole_matrices as whole_matrices
 
 log = logging.getLogger(__name__)
-
-__all__ = [
-    "LossScaler",
-    "Muon",
-    "build_optimizer",
-    "learning_rate",
-    "muon_names",
-    "plan_groups",
-    "set_learning_rate",
-    "whole_matrices",
-]
-
 
 _NO_ENTRY = -1  # sorts before the number of any entry
 # The arguments by which torch's optimizers choose among their implementations.
