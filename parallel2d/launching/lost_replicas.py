@@ -100,8 +100,8 @@ def _check_fit(job: dict[str, Any], size: int, nodes: int) -> None:
     ranks = math.prod(job["sizes"].values())
     if ranks != size * nodes:
         raise ConfigError(
-            f"the running job has {ranks} ranks on {nodes} nodes, and this node would start {size}; "
-            f"give it launch.nproc_per_node={ranks // nodes}"
+            f"the running job has {ranks} ranks on {nodes} nodes, and this node would start "
+            f"{size}; give it launch.nproc_per_node={ranks // nodes}"
         )
     if not has_owner(job["run_dir"]):
         raise ConfigError(
