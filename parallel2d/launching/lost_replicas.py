@@ -26,7 +26,7 @@ from parallel2d.launching.agreement import PUBLISHED
 from parallel2d.launching.failures import RankFailure
 from parallel2d.launching.node_ranks import NodeRanks
 from parallel2d.launching.round import Launcher, Round, State
-from parallel2d.training.run_directory import has_owner
+from parallel2d.training.run_directory.start import has_owner
 
 _LONGEST_PAUSE_S = 60.0  # before a replica starts again
 _STOPPED_S = 1.0  # after which a rank that is stopped counts as lost
