@@ -72,10 +72,6 @@ class RankError:
         is_config, step = isinstance(error, ConfigError), getattr(error, "step_of_run", None)
         return cls(text, time.time(), is_config, complete, step)
 
-    @property
-    def last_line(self) -> str:
-        return ["", *self.text.splitlines()][-1]
-
 
 @dataclass(frozen=True)
 class RankFailure:
@@ -100,7 +96,7 @@ class RankFailure:
         if self.lost_a_peer:
             return "lost the connection to another rank"
         if self.error:
-            return self.error.last_line
+            return ["", *self.error.text.splitlines()][-1]
         code = self.exit_code
         if code == LOST:
             return f"exited with code {code}, as ranks do when the process that forks them is ended"

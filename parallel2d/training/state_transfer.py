@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel2d.base.exchange import decode, encode
+from parallel2d.base.files.tensor_file import bytes_of
 from parallel2d.base.replicas import Presence
 from parallel2d.base.replicas.events import Member
 from parallel2d.parallel.weights.named_tensors import (
@@ -35,7 +36,6 @@ from parallel2d.training.checkpoint.local_state import (
     STATE,
     LocalState,
     as_bytes,
-    bytes_of,
     local_parts,
     pack,
 )

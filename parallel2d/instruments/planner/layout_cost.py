@@ -328,7 +328,7 @@ def _inner_mesh(shape: MeshShape) -> Iterator[DeviceMesh | None]:
         yield None
         return
     with fake_process_group(inner.world_size):
-        topology = Topology.single_host(inner.world_size)
+        topology = Topology.equal_hosts(1, inner.world_size)
         yield place_mesh(inner, topology, allow_cross_node=False, device_type="cpu")
 
 

@@ -90,12 +90,6 @@ class Staging:
         return staged
 
 
-def bytes_of(block: Tensor) -> Tensor:
-    """The bytes of ``block``, a view if it has no gaps."""
-    # A single value counts as contiguous whatever its stride; the view needs a stride of 1.
-    return block.contiguous().as_strided((block.numel(),), (1,)).view(torch.uint8)
-
-
 def as_bytes(data: bytes) -> Tensor:
     """``data`` as a tensor of uint8."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
