@@ -15,11 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel2d.base.files.folder import Progress
-from parallel2d.base.files.tensor_file import (
-    DTYPE_NAMES,
-    DamagedCheckpointError,
-    encode_header,
-)
+from parallel2d.base.files.tensor_file import DTYPE_NAMES, DamagedCheckpointError, encode_header
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region
 from parallel2d.training.checkpoint.manifest import (
     MANIFEST,
