@@ -181,11 +181,10 @@ def count_activations(
     is_split = layout.tensor_plan is not None or layout.shape.context > 1
     if not is_split or not config.metrics.communication:
         return None
-    meter = CommunicationMeter(mesh, dry=True, device_type=layout.workload.device_type)
     loss = ModelLoss(config, parts).value
     if name_of_head(config, parts) is not None:
         loss = functools.partial(_of_slices, loss)
-    return count_tensor_axis(tensor_twin(parts.module, mesh, layout), mesh, layout, loss, meter)
+    return count_tensor_axis(tensor_twin(parts.module, mesh, layout), mesh, layout, loss)
 
 
 def _of_slices(loss: LossOfBatch, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
