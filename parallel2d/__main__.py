@@ -16,7 +16,6 @@ COMMANDS = {
     "certify": "compare a layout of train with one process, step by step",
     "plan": "find the fastest layout of train that fits, and what it costs",
     "report": "write one page about one finished run or several",
-    "dashboard": "start TensorBoard on runs",
     "checkpoint": "inspect, verify or convert a checkpoint",
     "data": "prepare, inspect or verify a folder of token shards",
     "preflight": "check whether a cluster is fit to train on",

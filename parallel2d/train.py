@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import resource
 import signal
 import sys
 from collections.abc import Sequence
 
 from parallel2d import launching
+from parallel2d.base import open_files
 from parallel2d.base.config import Job, TrainConfig
 from parallel2d.base.config.composition import Composition, compose, to_yaml
 from parallel2d.base.config.help_page import information, show
@@ -29,7 +29,6 @@ from parallel2d.training.run_directory import (
     read_objective,
 )
 
-_LEAST_FILES = 128  # that a process may open: of libraries, and connections to other ranks
 _PURPOSE = (
     "Trains a model with hybrid 2-D parallelism: sharded inside a node, replicated across nodes. "
     "Without arguments it trains a small Llama on the source of Python's library, on this machine."
@@ -130,18 +129,13 @@ def _prepare_launch(config: TrainConfig, nodes: int) -> None:
     """Starts the process that ranks are forked from, and imports what watches them meanwhile. A
     mesh that cannot work is refused before, in a third of the time.
     Ctrl-C waits for the imports: some libraries lose an interrupt there, or stay half imported."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= files < _LEAST_FILES:
-        raise ConfigError(
-            f"a process may open {files} files, and a rank needs at least {_LEAST_FILES}; raise "
-            f"the limit (ulimit -n {8 * _LEAST_FILES})"
-        )
+    workers = launching.workers_per_node(config.launch)
+    open_files.prepare(nodes * workers)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         from parallel2d.parallel.mesh_sizes import resolve_mesh
 
         if not config.is_automatic:
-            workers = launching.workers_per_node(config.launch)
             resolve_mesh(config, Topology.equal_hosts(nodes, workers))
         launching.start_server()
         importlib.import_module("parallel2d.launching.agent")

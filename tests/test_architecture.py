@@ -3,7 +3,6 @@
 import ast
 import re
 import tomllib
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -111,15 +110,6 @@ def _visit(module, graph, path, done):
     for target in graph.get(module, ()):
         _visit(target, graph, (*path, module), done)
     done.add(module)
-
-
-def test_no_name_of_a_class_exists_twice():
-    classes = defaultdict(list)
-    for name, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                classes[node.name].append(name)
-    assert not {name: found for name, found in classes.items() if len(found) > 1}
 
 
 @pytest.mark.parametrize(("library", "where"), [

@@ -52,7 +52,7 @@ class Block(nn.Module):
             each.view(batch, length, -1, 8).transpose(1, 2)
             for each in (self.query(h), *self.key_value(h).chunk(2, -1))
         )
-        causal = self.how == "both" or (mask is None and self.how != "bidirectional")
+        causal = mask is None and self.how != "bidirectional"
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1]
         )
@@ -119,7 +119,7 @@ SOUND = [
     {"kv_heads": 2, "documents": True},
     {"kv_heads": 1, "recomputed": "full"},
     {"kv_heads": 1, "recomputed": "selective"},
-    {"how": "both", "kv_heads": 1, "documents": True},
+    {"kv_heads": 1, "documents": True},
 ]
 
 

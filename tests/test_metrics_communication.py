@@ -51,7 +51,7 @@ def measure(
         model, init, plan = (build or build_small_llama)(shape.tensor)
     workload = Workload(SEQUENCES, accumulation, token_sequences(TOKENS))
     parallel.sync = dataclasses.replace(parallel.sync, during_accumulation=mode)
-    layout = resolve(parallel, mesh, model, workload, tensor_plan=plan)
+    layout = resolve(parallel, shape, model, workload, mesh=mesh, tensor_plan=plan)
     inside, predicted_passes = None, None
     if shape.tensor * shape.context > 1:
         twin = tensor_twin(model, mesh, layout)
@@ -145,7 +145,6 @@ SELDOM = {
     "wire_int8": ({}, {"strategy": "hybrid", "sync": SyncConfig(wire="int8")}, 2),
     "four_replicas_int4": ({}, {"strategy": "ddp", "bucketing": WHOLE, "sync": SyncConfig(wire="int4", warmup=0)}, 1),
     "four_replicas_int8": ({}, {"strategy": "ddp", "bucketing": WHOLE, "sync": SyncConfig(wire="int8")}, 1),
-    "torch": ({}, {"strategy": "hybrid", "precision": "bf16", "sync": SyncConfig(engine="torch")}, 2),
 }  # fmt: skip
 
 

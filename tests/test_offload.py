@@ -17,6 +17,7 @@ from parallel2d import (
     build_on_meta,
     clip_gradient_norm,
     launching,
+    mesh_shape,
     parallelize,
 )
 from parallel2d.base.config import PrecisionConfig
@@ -75,7 +76,7 @@ def _offloaded():
     model = nn.Sequential(nn.Linear(6, 8), *blocks)
     expected = copy.deepcopy(model)
     mesh = build_mesh(MeshSpec(), "zero3")
-    layout = resolve(ParallelConfig("zero3"), mesh, model)
+    layout = resolve(ParallelConfig("zero3"), mesh_shape(mesh), model, mesh=mesh)
     layout.config.cpu_offload = True
     model = shard(model, mesh, layout)
     allocate(model, "cpu", offload=True)

@@ -56,7 +56,7 @@ def test_what_the_user_set_wins():
 
 
 def facts(host: str, faults: tuple[Finding, ...] = (), **versions: str) -> NodeFacts:
-    required = {"torch": "2.13.0", "GPUs": "none", **versions}
+    required = {"torch": "2.14.1", "GPUs": "none", **versions}
     return NodeFacts(host, 2, required, "cpu", 1 << 34, list(faults))
 
 
@@ -66,16 +66,16 @@ def told(nodes: list[NodeFacts], clocks: list[float] | None = None) -> list[tupl
 
 
 def test_a_version_or_device_that_differs_names_the_nodes():
-    nodes = [facts("node0"), facts("node1", torch="2.14.0"), facts("node2")]
-    assert told(nodes) == [("red", "node1: torch 2.14.0, the others 2.13.0")]
+    nodes = [facts("node0"), facts("node1", torch="2.15.0"), facts("node2")]
+    assert told(nodes) == [("red", "node1: torch 2.15.0, the others 2.14.1")]
     # among equals that of the first node is the usual one; a key that is missing differs too
     pair = [facts("node0", nccl="2.27"), facts("node1", GPUs="H100, H100")]
     assert told(pair) == [
         ("red", "node1: GPUs H100, H100, the others none"),
         ("red", "node1: nccl none, the others 2.27"),
     ]
-    many = [facts(f"node{k}", torch="2.14.0" if k > 9 else "2.13.0") for k in range(19)]
-    assert told(many)[0][1].startswith("node10, node11, node12, node13, node14 ...: torch 2.14.0")
+    many = [facts(f"node{k}", torch="2.15.0" if k > 9 else "2.14.1") for k in range(19)]
+    assert told(many)[0][1].startswith("node10, node11, node12, node13, node14 ...: torch 2.15.0")
     assert told([facts("node0"), facts("node1")]) == []
 
 

@@ -56,6 +56,13 @@ def build_mesh(
     spec = spec or MeshSpec()
     topology = topology or Topology.gather()
     shape = spec.resolve(strategy, topology)
+    return place_mesh(shape, topology, allow_cross_node, device_type)
+
+
+def place_mesh(
+    shape: MeshShape, topology: Topology, allow_cross_node: bool, device_type: str | None = None
+) -> DeviceMesh:
+    """Build the mesh of `build_mesh` from sizes that are resolved already. Collective."""
     ranks = shape.place(topology)
     for line in [*shape.notes, *check_placement(ranks, topology, allow_cross_node)]:
         if dist.get_rank() == 0:
@@ -128,6 +135,7 @@ def group_of(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     if _CONTEXT not in vars(mesh):
         rows = groups_along(ranks_of(mesh), axis).tolist()
         own, _ = dist.new_subgroups_by_enumeration(rows, group_desc="context")
+        assert isinstance(own, dist.ProcessGroup)  # every rank is in one row
         inherit_timeout(own, mesh.device_type)
         vars(mesh)[_CONTEXT] = own
     found: dist.ProcessGroup = vars(mesh)[_CONTEXT]
@@ -157,7 +165,7 @@ def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
     # torch's fake backend has no options: it never waits.
     options = getattr(default, "options", None)
     if options is not None:
-        dist.distributed_c10d._set_pg_timeout(options._timeout, group)
+        dist.set_timeout(options._timeout, group)
 
 
 def has_cpu_backend() -> bool:
@@ -185,9 +193,7 @@ def mesh_shape(mesh: DeviceMesh) -> MeshShape:
             f"the mesh must name its axes {', '.join(AXES)} in this order, got {names}"
         )
     # mesh[name].size() would make a mesh for every axis, a millisecond each.
-    sizes = dict(zip(names, mesh.shape, strict=True))
-    replicate, shard = sizes.get("replicate", 1), sizes.get("shard", 1)
-    return MeshShape(replicate, shard, sizes.get("tensor", 1), context=sizes.get("context", 1))
+    return MeshShape.from_sizes(dict(zip(names, mesh.shape, strict=True)))
 
 
 def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -24,7 +24,7 @@ from parallel2d.base.runtime import Runtime, barrier, seed_everything
 from parallel2d.base.topology import Topology
 from parallel2d.models.adapters import settings_of
 from parallel2d.parallel.chunked_head import ChunkedHead
-from parallel2d.parallel.mesh import build_mesh, data_coordinate, mesh_shape
+from parallel2d.parallel.mesh import data_coordinate, place_mesh
 from parallel2d.parallel.mesh_sizes import MeshShape, resolve_mesh
 from parallel2d.parallel.parallelize import apply_layout
 from parallel2d.parallel.parallelize.activation_checkpointing import kept_operators
@@ -94,14 +94,15 @@ def check(config: TrainConfig, topology: Topology) -> None:
 def lay_out(
     config: TrainConfig,
     parts: ModelParts,
-    mesh: DeviceMesh | MeshShape,
+    shape: MeshShape,
     batches: BatchPlan,
     sample: SampleShape,
     device_type: str,
+    mesh: DeviceMesh | None = None,
 ) -> Layout:
-    """How the job is laid over the ranks of ``mesh``: what is checked before ranks start, trained,
-    and planned. Raises `ConfigError` for what cannot work."""
-    tensor = mesh.tensor if isinstance(mesh, MeshShape) else mesh_shape(mesh).tensor
+    """Return the layout of the job over axes of these sizes: the one that is checked before ranks
+    start, trained, and planned. ``mesh``: as of `resolve`. Raises `ConfigError` for settings that
+    cannot work."""
     workload = Workload(
         batches.micro_batch_size,
         batches.accumulation,
@@ -111,8 +112,8 @@ def lay_out(
         device_type,
         config.train.ema is not None,
     )
-    plan = plan_tensor_axis(config, parts, tensor)
-    return resolve(config.parallel(), mesh, parts.module, workload, tensor_plan=plan)
+    plan = plan_tensor_axis(config, parts, shape.tensor)
+    return resolve(config.parallel(), shape, parts.module, workload, mesh=mesh, tensor_plan=plan)
 
 
 def build_trainer(
@@ -124,14 +125,8 @@ def build_trainer(
     ``quiet``: it writes and shows nothing; ``hooks``: called after those of ``train.hooks``.
     """
     config, device, topology = job.config, runtime.device, runtime.topology
-    shape = resolve_mesh(config, topology)
-    mesh = build_mesh(
-        shape.spec(),
-        config.strategy,
-        topology=topology,
-        allow_cross_node=config.mesh.allow_cross_node,
-        device_type=device.type,
-    )
+    shape = MeshShape.from_sizes(job.sizes) if job.sizes else resolve_mesh(config, topology)
+    mesh = place_mesh(shape, topology, config.mesh.allow_cross_node, device.type)
     replicas = current()
     if replicas is not None:
         replicas.needs_all = config.strategy.placement.splits_updates
@@ -148,7 +143,7 @@ def build_trainer(
     job = dataclasses.replace(job, config=config)
 
     check_model(parts.module, mesh, config.parallel(), topology)
-    layout = lay_out(config, parts, mesh, plan, data.train.shape, device.type)
+    layout = lay_out(config, parts, shape, plan, data.train.shape, device.type, mesh)
     comes_back = replicas is not None and replicas.life > 0
     writes = runtime.is_first and not quiet and not comes_back
     facts = describe_run(job, runtime, mesh, data, parts, layout, writes)

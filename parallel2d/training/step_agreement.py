@@ -26,7 +26,7 @@ from parallel2d.base.topology import HAS_STORE
 from parallel2d.parallel.gradients import squared_norm_share
 from parallel2d.parallel.mesh import axis_positions, mesh_shape, sharding_mesh
 from parallel2d.parallel.sync.comparison import ReplicaComparison
-from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
+from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
 from parallel2d.training.progress import RankReport, StepOutcome
 
@@ -64,7 +64,7 @@ class StepAgreement:
         self._device = device
         self._compare_every = compare_every
         # Which parameters were used travels along, where that may wait until here.
-        able = [each.agreement for each in reducers_in(model) if each.may_defer_agreement]
+        able = [each.agreement for each in engines_in(model) if each.may_defer_agreement]
         self._used = next(iter(able), None)
         if self._used is not None:
             self._used.defer()

@@ -253,16 +253,13 @@ def count_tensor_axis(
 
 
 def _make_gradients_whole(model: nn.Module, layout: Layout) -> None:
-    # Our engine adds the parts of a gradient in fp32 at least, torch's in the gradient's own dtype.
-    is_wide = layout.config.sync.engine == "parallel2d"
     for parameter in model.parameters():
         gradient = parameter.grad
         if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
             continue
         if gradient.placements == parameter.placements:
             continue
-        sent: Any = gradient
-        if is_wide:
-            sent = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        # The engine adds the parts of a gradient in fp32 at least.
+        sent: Any = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         # The counter sees the collective that this takes; its result is not needed.
         sent.redistribute(placements=parameter.placements)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.config import ParallelConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import Topology
-from parallel2d.parallel.mesh import sharding_mesh
+from parallel2d.parallel.mesh import mesh_shape, sharding_mesh
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.parallelize.activation_checkpointing import (
     checkpoint_activations,
@@ -120,7 +120,8 @@ def parallelize(
     attributes = {fqn_of(name): dict(vars(each)) for name, each in model.named_parameters()}
     source = WeightSource(model, seed=seed, init=init, broadcast_from=broadcast_from, given=weights)
     # After the weights were handed over, which ties on all ranks what is tied on one.
-    layout = resolve(config, mesh, model, tensor_plan=tensor_plan, ignored=ignored)
+    shape = mesh_shape(mesh)
+    layout = resolve(config, shape, model, mesh=mesh, tensor_plan=tensor_plan, ignored=ignored)
     apply_layout(layout, model, mesh, source, topology, seed or 0)
     for name, parameter in model.named_parameters():
         kept = attributes.get(fqn_of(name), {})

@@ -130,16 +130,6 @@ class EveryStep(SyncMethod):
         return mean
 
 
-class EveryStepByTorch(EveryStep):
-    """The second axis of `fully_shard` reduces the gradients (``sync.engine=torch``)."""
-
-    def gradients(self, group: GroupTraffic) -> Message:
-        return Message("all_reduce", group.reduced_bytes)
-
-    def buffer_bytes(self, sums: Sequence[int], item_bytes: int) -> int:
-        return 0
-
-
 @dataclass
 class AllReduce:
     """An all-reduce in place, in the dtype of the gradients or in a narrower one of 32 bits."""

@@ -287,6 +287,8 @@ class OwnedParameters(Residuals):
         received = sent.new_empty(self.replicas * sent.numel())
         work = dist.all_gather_single(received, sent, group=self._model.group, async_op=True)
 
+        assert work is not None  # of an asynchronous collective
+
         def wait() -> None:
             metering.wait(work, self._model.group)
             for replica, piece in enumerate(received.chunk(self.replicas)):

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from parallel2d.base import metering
 from parallel2d.base.config import SyncConfig
+from parallel2d.base.device import keep_until_done
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
 from parallel2d.parallel.sync.engine.buckets import Bucket, Reduction, Wait
-from parallel2d.parallel.sync.engine.group_state import keep_until_done
 from parallel2d.parallel.sync.methods.every_step import EveryStep, RoundedReduction
 from parallel2d.parallel.sync.methods.method import (
     ExpectedState,
@@ -154,6 +154,8 @@ class ScatterToOwners(RoundedReduction):
         work = dist.all_to_all_single(
             received.view(-1), sent, parts, sizes, group=self.group, async_op=True
         )
+
+        assert work is not None  # of an asynchronous collective
 
         def wait() -> None:
             metering.wait(work, self.group)

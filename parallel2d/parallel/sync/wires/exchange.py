@@ -137,11 +137,15 @@ class Exchange:
             self._keep_rests()
             self._gather(message.view(-1))
         else:
-            self._work = dist.all_to_all_single(self._received, message, group=group, async_op=True)
+            work = dist.all_to_all_single(self._received, message, group=group, async_op=True)
+            assert work is not None  # of an asynchronous collective
+            self._work = work
 
     def _gather(self, message: Tensor) -> None:
         received = self._received.view(-1)
-        self._work = dist.all_gather_single(received, message, group=self._group, async_op=True)
+        work = dist.all_gather_single(received, message, group=self._group, async_op=True)
+        assert work is not None  # of an asynchronous collective
+        self._work = work
 
     def _keep_rests(self) -> None:
         for part in self._parts:
