@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base import metering
 from parallel2d.base.config import AXES
+from parallel2d.base.device import communication_streams, current_stream, timed_event
 from parallel2d.base.runtime import on_teardown
 from parallel2d.parallel.cost.collectives import AxisTraffic
 from parallel2d.parallel.mesh import axis_groups, axis_names, group_of
@@ -163,8 +164,8 @@ class CommunicationMeter:
     collectives].
 
     Args:
-        streams: returns the streams in which the model communicates, for the exposed seconds on
-            a device.
+        streams: returns streams in which the model communicates, in addition to those of this
+            package, for the exposed seconds on a device.
     """
 
     def __init__(
@@ -173,9 +174,8 @@ class CommunicationMeter:
         self._streams_of_model = streams
         self._waits: StreamWaits | None = None
         if mesh.device_type != "cpu":
-            module = torch.get_device_module(mesh.device_type)
-            timed_event = functools.partial(module.Event, enable_timing=True)
-            self._waits = StreamWaits(module.current_stream, timed_event)
+            current = functools.partial(current_stream, mesh.device_type)
+            self._waits = StreamWaits(current, functools.partial(timed_event, mesh.device_type))
         self._axes: dict[str, _Measured] = {}
         by_ranks: dict[tuple[int, ...], _Measured] = {}
         self._groups: dict[dist.ProcessGroup, _Measured] = {}
@@ -224,7 +224,7 @@ class CommunicationMeter:
         for axis in self._axes.values():
             axis.reset()
         if self._waits:
-            self._waits.start(self._streams_of_model())
+            self._waits.start([*communication_streams(), *self._streams_of_model()])
 
     def read(self) -> list[float]:
         """Return the sums since `start`, in the order of `metrics.keys.COMMUNICATION_KEYS`; zeros
