@@ -9,17 +9,33 @@ the same names, and they do nothing: no caller needs a branch for CPUs.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
 from torch import Tensor
 
+_streams: weakref.WeakSet[torch.Stream] = weakref.WeakSet()
+
 
 def new_stream(device_type: str) -> torch.Stream:
     """A stream for communication. Its priority is high, as that of FSDP2's streams, because kernels
     that pack and unpack messages would otherwise wait for kernels of the model."""
-    return cast(torch.Stream, torch.get_device_module(device_type).Stream(priority=-1))
+    stream = cast(torch.Stream, torch.get_device_module(device_type).Stream(priority=-1))
+    if device_type != "cpu":
+        _streams.add(stream)
+    return stream
+
+
+def communication_streams() -> list[torch.Stream]:
+    """The streams from `new_stream` that are in use; none on CPU."""
+    return list(_streams)
+
+
+def timed_event(device_type: str) -> torch.Event:
+    """A new event that records a time."""
+    return cast(torch.Event, torch.get_device_module(device_type).Event(enable_timing=True))
 
 
 def current_stream(device_type: str) -> torch.Stream:
