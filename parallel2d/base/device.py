@@ -12,6 +12,7 @@ the same names, and they do nothing: no caller needs a branch for CPUs.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -174,10 +175,21 @@ def _module(device_type: str) -> Any:
     return torch.get_device_module(device_type)
 
 
+_streams: weakref.WeakSet[torch.Stream] = weakref.WeakSet()
+
+
 def new_stream(device_type: str) -> torch.Stream:
     """A stream for communication. Its priority is high, as that of FSDP2's streams, because kernels
     that pack and unpack messages would otherwise wait for kernels of the model."""
-    return cast(torch.Stream, _module(device_type).Stream(priority=-1))
+    stream = cast(torch.Stream, _module(device_type).Stream(priority=-1))
+    if device_type != "cpu":
+        _streams.add(stream)
+    return stream
+
+
+def communication_streams() -> list[torch.Stream]:
+    """The streams from `new_stream` that are in use; none on CPU."""
+    return list(_streams)
 
 
 def current_stream(device_type: str) -> torch.Stream:

@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError, did_you_mean
+from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import agreed, first_rank, present_ranks
 
 _Class = TypeVar("_Class", bound=type)
@@ -93,6 +94,7 @@ def raise_together(problem: str | None, source: int) -> None:
         raise ConfigError(problem)
 
 
+@control_traffic()
 def _received(value: Any, group: dist.ProcessGroup | None) -> list[Tensor]:
     """The encoded values of all ranks, by rank. Collective."""
     device = _device(group)
@@ -286,7 +288,8 @@ def reduce(
     result = value.detach().clone().to(sums)
     if dist.is_initialized():
         result = result.contiguous()
-        dist.all_reduce(result, operation, group)
+        with control_traffic():
+            dist.all_reduce(result, operation, group)
         if is_mean:
             result /= present_ranks() if group is None else dist.get_world_size(group)
     return result.to(kept)

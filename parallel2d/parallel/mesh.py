@@ -8,8 +8,10 @@ parameters alone matter, the two are one axis, ``shard``, of the mesh that `shar
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.config.parallel import AXES, MeshConfig, StrategyConfig, named_strategy
 from parallel2d.base.device import accelerator_type
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import absent_ranks, current, init_plain_world
 from parallel2d.base.runtime import release_groups
 from parallel2d.base.topology import Topology
@@ -139,8 +142,23 @@ def group_of(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     return found
 
 
+_axis_groups: list[weakref.ref[dist.ProcessGroup]] = []
+
+
+def axis_groups() -> dict[dist.ProcessGroup, tuple[int, ...]]:
+    """The process groups of mesh axes that this package has made, with their ranks."""
+    found: dict[dist.ProcessGroup, tuple[int, ...]] = {}
+    for group in list(filter(None, (reference() for reference in _axis_groups))):
+        with contextlib.suppress(KeyError):  # torch has destroyed it
+            found[group] = tuple(dist.get_process_group_ranks(group))
+    _axis_groups[:] = map(weakref.ref, found)
+    return found
+
+
 def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
-    """Gives ``group`` the timeout of the world's group; torch gives new groups its own default."""
+    """Give ``group``, of a mesh axis, the timeout of the world's group; torch gives new groups its
+    own default."""
+    _axis_groups.append(weakref.ref(group))
     if current() is not None:
         return  # all groups of that world have one
     default = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
@@ -186,7 +204,8 @@ def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """
     shape = mesh_shape(mesh)
     if mesh.size() == dist.get_world_size():
-        dist.all_reduce(value)
+        with control_traffic():
+            dist.all_reduce(value)
         # Every data rank was counted once per rank that shares its data.
         return value.div_(shape.context * shape.tensor)
     for axis in ("shard", "replicate"):

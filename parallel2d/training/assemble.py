@@ -171,7 +171,7 @@ def build_trainer(
         optimizer=optimizer,
         data=data,
         plan=plan,
-        recorder=build_recorder(facts, mesh, first=writes),
+        recorder=build_recorder(facts, mesh, model, first=writes),
         checkpointer=checkpointer,
         claim=RunClaim(job.run_dir),
         hooks=[*build_hooks(config.train.hooks), *hooks],

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base import files
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import Applied, current
 from parallel2d.base.replicas.events import post
 from parallel2d.base.topology import AGENT
@@ -134,7 +135,8 @@ class Replicas:
         replicas = self._replicas
         assert replicas is not None
         vector = torch.tensor([replicas.lost, replicas.joins], dtype=torch.float64)
-        dist.all_reduce(vector)
+        with control_traffic():
+            dist.all_reduce(vector)
         sums: list[float] | None = vector.tolist()
         if not replicas.holds(vector[0].item()):
             sums = replicas.regroup(admit=False)

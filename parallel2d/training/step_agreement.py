@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import Applied, current, is_joining, present_ranks
 from parallel2d.base.topology import HAS_STORE
 from parallel2d.parallel.gradients import squared_norm_share
@@ -94,7 +95,8 @@ class StepAgreement:
         if replicas is not None:
             about = [replicas.lost, replicas.joins, not is_joining()]
         vector = torch.cat([torch.tensor(about, dtype=torch.float64).to(self._device), vector])
-        dist.all_reduce(vector)
+        with control_traffic():
+            dist.all_reduce(vector)
         if replicas is not None and replicas.on and not replicas.holds(vector[0].item()):
             return None
         return self.conclude(step, vector, own, loss_scale)

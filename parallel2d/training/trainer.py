@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from parallel2d.training.step_agreement import OwnPart, StepAgreement
 from parallel2d.training.trainer_parts import LoopCallbacks, TrainerParts
 
 
+@dataclass(kw_only=True, eq=False)
 class Trainer(TrainerParts):
     """Trains its parts. Every rank makes one and calls its methods at the same points."""
 

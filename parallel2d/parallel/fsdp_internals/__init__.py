@@ -52,7 +52,7 @@ KEPT: dict[type, tuple[str, ...]] = {
         "_comm_ctx", "_fsdp_param_groups", "_is_root", "_state_ctx", "_states_to_forward_prefetch",
         "_training_state",
     ),
-    FSDPCommContext: ("post_forward_order",),
+    FSDPCommContext: ("all_gather_stream", "post_forward_order", "reduce_scatter_stream"),
     FSDPStateContext: ("post_backward_final_callback_queued",),
     FSDPParamGroup: (
         "modules", "fsdp_params", "mesh_info", "mp_policy", "post_forward_mesh_info",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import present_ranks
 from parallel2d.parallel.mesh import has_cpu_backend, sharding_mesh
 from parallel2d.parallel.model_structure import stays_whole, updated_as
@@ -110,6 +111,7 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     return found
 
 
+@control_traffic()
 def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raises `ConfigError`, with the parameter and the ranks, when replicas differ in a single bit
     of what must be equal. Collective over the world; see ``sync.compare_every``."""

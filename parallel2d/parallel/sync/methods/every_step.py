@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel2d.base import metering
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
@@ -144,7 +145,7 @@ class AllReduce:
         work = dist.all_reduce(sent, dist.ReduceOp.AVG, group=self.group, async_op=True)
 
         def wait() -> None:
-            work.wait()
+            metering.wait(work, self.group)
             if sent is not flat:
                 flat.copy_(sent)
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel2d.base import metering
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.device import keep_until_done
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
@@ -157,7 +158,7 @@ class ScatterToOwners(RoundedReduction):
         assert work is not None  # of an asynchronous collective
 
         def wait() -> None:
-            work.wait()
+            metering.wait(work, self.group)
             for form, contributions in zip(forms, received.split(lengths, dim=1), strict=True):
                 rows = form.coded.coder.values(form.coded.mean_of(contributions), form.shapes)
                 for parameter, own in zip(form.parameters, rows, strict=True):
