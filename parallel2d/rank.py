@@ -105,12 +105,11 @@ def _sizes_with_missing_nodes(
 ) -> Mapping[str, int] | None:
     """Return the sizes of the mesh over all nodes if replicas may be lost and none lies on two of
     the nodes, else None."""
-    import torch
-
+    from parallel2d.base.device import accelerator_type
     from parallel2d.parallel.mesh_sizes import resolve_mesh
 
     needs_all = config.strategy.placement.splits_updates
-    if torch.cuda.is_available() or needs_all or not _survives(config, identity):
+    if accelerator_type() != "cpu" or needs_all or not _survives(config, identity):
         return None
     shape = resolve_mesh(config, Topology.equal_hosts(nodes, local))
     divides = shape.replicate > 1 and shape.replicate % nodes == 0

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config.job import Job, SchedulerConfig, TrainConfig
+from parallel2d.base.device import accelerator_type
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.exchange import check_same_data
 from parallel2d.base.replicas import current
@@ -69,7 +70,7 @@ def check(config: TrainConfig, topology: Topology) -> None:
         )
     batches = plan_batches(config, shape, data_rank=0, pad=False)
     kept_operators(config.activation_checkpointing.keep)
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = accelerator_type()
     check_float8(config.precision, device_type)
     parts = build_model(config.model)
     check_parameters(parts.module)

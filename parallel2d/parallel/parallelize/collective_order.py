@@ -34,10 +34,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel2d.base.device import current_device
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather, broadcast
 from parallel2d.parallel.fsdp_internals.sharded_model import AllGather, ReduceScatter
-from parallel2d.parallel.weights.initial_values import rank_device
 
 RING = 4096  # entries kept for each rank; no rank is so many collectives ahead of another
 
@@ -169,7 +169,7 @@ class CollectiveOrder:
         kind = code & 3
         if kind == END:
             return  # an entry without a collective
-        device = rank_device(self._device_type)
+        device = current_device(self._device_type)
         # Zeros, because a reduce-scatter adds them to what the others sent.
         whole = torch.zeros(numel, dtype=_DTYPES[code >> 2 & 63], device=device)
         part = whole[: numel // self._group.size()].clone()

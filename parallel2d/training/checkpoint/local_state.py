@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from parallel2d.base.device import synchronize
 from parallel2d.base.files.folder import Progress
 from parallel2d.base.files.tensor_file import DTYPE_NAMES, DamagedCheckpointError, encode_header
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region
@@ -72,7 +73,8 @@ class Staging:
     def take(self, blocks: Sequence[Tensor]) -> Tensor:
         """Copies the blocks, one after the other."""
         sizes = [block.nbytes for block in blocks]
-        on_device = any(block.is_cuda for block in blocks)
+        types = {block.device.type for block in blocks} - {"cpu"}
+        on_device = bool(types)
         total = sum(sizes)
         if self._buffer.numel() < total:
             self._buffer = torch.empty(total + _ROOM, dtype=torch.uint8, pin_memory=on_device)
@@ -81,8 +83,8 @@ class Staging:
             # One without gaps is made here alone.
             piece.view(block.dtype).view(block.shape).copy_(block, non_blocking=on_device)
         # Copies into page-locked memory run beside this thread, and training would change values.
-        if on_device:
-            torch.cuda.synchronize()
+        for device_type in types:
+            synchronize(device_type)
         return staged
 
 
