@@ -15,19 +15,20 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from parallel2d.base import files
-from parallel2d.base.config import Job, TrainConfig
 from parallel2d.base.config.composition import compose, from_yaml
+from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import LIFE, RankIdentity, Topology, find_rank
 from parallel2d.launching.agreement import agree_on_job, forget_run, recording_steps
 from parallel2d.launching.failures import failures_reported_once
 from parallel2d.launching.processes import end_with_parent
 from parallel2d.launching.rank_processes import speak_for_all
-from parallel2d.training.run_directory import discard_pending, read_segments, summarize
+from parallel2d.training.run_directory.end import summarize
+from parallel2d.training.run_directory.start import discard_pending, read_segments
 
 if TYPE_CHECKING:
     from parallel2d.base.runtime import Runtime
-    from parallel2d.instruments.certification import Certificate
+    from parallel2d.instruments.certification.certificate import Certificate
 
 
 def rank_main(words: Sequence[str]) -> int:
@@ -164,7 +165,7 @@ def _certify(job: Job, runtime: Runtime) -> Certificate | None:
     loop = job.config.train
     if not loop.certify_only and (not loop.certify or job.restarted):
         return None
-    from parallel2d.instruments.certification import certify_job
+    from parallel2d.instruments.certification.training_job import certify_job
 
     certificate = certify_job(job, runtime)
     passed = certificate.passed

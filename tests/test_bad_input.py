@@ -9,9 +9,10 @@ from dataclasses import fields, is_dataclass
 import jobs
 import pytest
 
-from parallel2d import ConfigError, launching
+from parallel2d import ConfigError
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.config.options import default_of, field_problems, load_reference, value_problem
+from parallel2d.base.topology import find_rank, first_host
 from parallel2d.train import main
 
 
@@ -25,7 +26,7 @@ def in_an_empty_folder(tmp_path, monkeypatch):
     def never(*_args):
         raise AssertionError("workers were started")
 
-    monkeypatch.setattr(launching, "start_workers", never)
+    monkeypatch.setattr("parallel2d.train.start_workers", never)
 
 
 TEXT = (
@@ -243,7 +244,7 @@ SLURM_TASK = {
 
 def test_an_srun_task_is_a_rank_and_a_shell_is_not():
     environment = dict(SLURM_TASK)
-    found = launching.find_rank(environment)
+    found = find_rank(environment)
     assert (found.rank, found.world_size, found.local_rank) == (5, 8, 1)
     assert (found.node, found.nodes, found.launcher) == (1, 2, "srun")
     assert environment["MASTER_ADDR"] == "gpu03"
@@ -252,14 +253,14 @@ def test_an_srun_task_is_a_rank_and_a_shell_is_not():
         {**SLURM_TASK, "SLURM_STEP_ID": str(0xFFFFFFFA)},
         {**SLURM_TASK, "SLURM_STEP_NUM_TASKS": "1"},
     ):
-        assert launching.find_rank(shell) is None
+        assert find_rank(shell) is None
 
 
 @pytest.mark.parametrize(("nodes", "first"), [
     ("gpu1", "gpu1"), ("gpu1,gpu2", "gpu1"), ("gpu[03-05,9],cpu1", "gpu03"), ("a1,b[2-3]", "a1"), ("n[7]", "n7"),
 ])  # fmt: skip
 def test_first_host_of_a_slurm_list(nodes, first):
-    assert launching.first_host(nodes) == first
+    assert first_host(nodes) == first
 
 
 def test_nothing_is_left_behind_by_wrong_words(tmp_path):

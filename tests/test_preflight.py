@@ -19,7 +19,7 @@ import parallel2d
 from parallel2d.base.config.composition import compose
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.runtime import Runtime
-from parallel2d.base.topology import Topology
+from parallel2d.base.topology import RankIdentity, Topology
 from parallel2d.instruments.planner.layout_cost import cost_of
 from parallel2d.instruments.preflight.check import ClusterCheck
 from parallel2d.instruments.preflight.verdict import (
@@ -29,7 +29,6 @@ from parallel2d.instruments.preflight.verdict import (
     judge_nodes,
     judge_speeds,
 )
-from parallel2d.launching import RankIdentity
 from parallel2d.launching.network_interface import choose_interface, is_loopback, list_interfaces
 from parallel2d.preflight import main, understand
 from tools.cluster import Cluster, why_not
@@ -228,7 +227,7 @@ def test_wrong_arguments_end_with_2(words, message, capsys, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_what_cannot_meet_is_one_message(capsys, monkeypatch):
-    monkeypatch.setattr("parallel2d.launching.start_server", lambda: None)
+    monkeypatch.setattr("parallel2d.preflight.start_server", lambda: None)
     assert main(["--nnodes=2", "--endpoint=nowhere.invalid:1", "--timeout=1"]) == 1
     assert "host name nowhere.invalid does not resolve on" in capsys.readouterr().err
     addresses = [each.address for each in list_interfaces() if ":" not in each.address]

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from parallel2d.base import files
-from parallel2d.base.config import Job, TrainConfig
 from parallel2d.base.config.composition import Composition, compose, from_yaml, to_yaml
+from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.config.sweep import run_sweep
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders as folders
@@ -76,7 +76,7 @@ def agree_on_job(
     )
 
 
-def job_record(job: Job) -> dict[str, Any]:
+def _record_of(job: Job) -> dict[str, Any]:
     """Describes a job to ranks, and to those that replace them."""
     return {
         "run_dir": job.run_dir,
@@ -85,6 +85,13 @@ def job_record(job: Job) -> dict[str, Any]:
         "records": job.records,
         "label": job.label,
     }
+
+
+def write_job(job: Job, folder: str) -> str:
+    """Write the job for the ranks that this launcher starts. Returns the path of the file."""
+    path = os.path.join(folder, "composed.json")
+    files.replace(path, json.dumps(_record_of(job)))
+    return path
 
 
 def _publish_job(
@@ -134,7 +141,7 @@ def _first_job(
     """Return the record of the job that the launcher or this process has composed, and its
     configuration if it was composed here. The record is None for no job."""
     if identity.launcher == "self":
-        return json.loads(os.environ[JOB]), None
+        return files.read_json(os.environ[JOB]), None
     if not {"-m", "--multirun"}.isdisjoint(arguments):
         raise ConfigError("-m is refused here: torchrun, srun and launch.nnodes start one job")
     jobs: list[Job] = []
@@ -143,7 +150,7 @@ def _first_job(
         run_sweep(arguments, jobs.append)
     else:
         composition.start(jobs.append)
-    return (job_record(jobs[0]), jobs[0].config) if jobs else (None, None)
+    return (_record_of(jobs[0]), jobs[0].config) if jobs else (None, None)
 
 
 def launcher_folder() -> str:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.config import AXES, MeshConfig, StrategyConfig, named_strategy
+from parallel2d.base.config.parallel import AXES, MeshConfig, StrategyConfig, named_strategy
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import absent_ranks, current, init_plain_world

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from parallel2d.base.config import AXES, MeshConfig, StrategyConfig, TrainConfig, named_strategy
+from parallel2d.base.config.job import TrainConfig
+from parallel2d.base.config.parallel import AXES, MeshConfig, StrategyConfig, named_strategy
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.files import is_count
 from parallel2d.base.topology import Topology

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.config import Job, TrainConfig
-from parallel2d.base.config.job import SchedulerConfig
+from parallel2d.base.config.job import Job, SchedulerConfig, TrainConfig
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.exchange import check_same_data
 from parallel2d.base.replicas import current
@@ -54,9 +53,8 @@ from parallel2d.training.optimizer import (
     plan_groups,
 )
 from parallel2d.training.run_description import RunFacts, build_recorder, describe_run, outputs
-from parallel2d.training.run_directory import RunClaim, accept_start, read_segments
+from parallel2d.training.run_directory.start import RunClaim, accept_start, read_segments
 from parallel2d.training.trainer import Trainer
-from parallel2d.training.trainer_parts import TrainerParts
 from parallel2d.training.training_data import (
     check_position,
     check_targets,
@@ -163,23 +161,21 @@ def build_trainer(
         copies=memory_copies(config.checkpoint, job.run_dir, mesh),
     )
     trainer = Trainer(
-        TrainerParts(
-            config=config,
-            run_dir=job.run_dir,
-            model=model,
-            loss=loss,
-            mesh=mesh,
-            device=device,
-            optimizer=optimizer,
-            data=data,
-            plan=plan,
-            recorder=build_recorder(facts, mesh, model, first=writes),
-            checkpointer=checkpointer,
-            claim=RunClaim(job.run_dir),
-            hooks=[*build_hooks(config.train.hooks), *hooks],
-            replicas=replicas,
-            take_roles=functools.partial(_take_roles, job, facts),
-        )
+        config=config,
+        run_dir=job.run_dir,
+        model=model,
+        loss=loss,
+        mesh=mesh,
+        device=device,
+        optimizer=optimizer,
+        data=data,
+        plan=plan,
+        recorder=build_recorder(facts, mesh, model, first=writes),
+        checkpointer=checkpointer,
+        claim=RunClaim(job.run_dir),
+        hooks=[*build_hooks(config.train.hooks), *hooks],
+        replicas=replicas,
+        take_roles=functools.partial(_take_roles, job, facts),
     )
     if comes_back:  # the others have its state
         trainer.recorder.begin(0)
@@ -231,7 +227,7 @@ def _take_roles(job: Job, facts: RunFacts, trainer: Trainer) -> None:
     """This rank goes on with the records of the run, in the place of one that is lost."""
     step, recorder = trainer.progress.step, trainer.recorder
     trainer.callbacks.speaks()
-    trainer.parts.claim.take()
+    trainer.claim.take()
     segments = read_segments(job.run_dir)
     number = segments[-1].number if segments else 1
     recorder.take_over(*outputs(facts), step, number)
@@ -243,7 +239,7 @@ def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) 
     finished, recorder = trainer.progress.step, trainer.recorder
     number, not_before = 1, 0.0
     if first:
-        start = accept_start(job, facts.record(), finished, trainer.parts.claim)
+        start = accept_start(job, facts.record(), finished, trainer.claim)
         number, not_before = start.segment.number, start.begun_before_s
         for change in start.changes:
             recorder.say(f"changed     {change}")

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.config import PRECISIONS, CompileConfig, TrainConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import Topology
-from parallel2d.launching import workers_per_node
+from parallel2d.launching.processes import workers_per_node
 from parallel2d.parallel.chunked_head import ChunkedHead
 from parallel2d.parallel.cost.activation_profile import (
     LossOf,

@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.config import ParallelConfig
+from parallel2d.base.config.parallel import ParallelConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.mesh import mesh_shape, sharding_mesh

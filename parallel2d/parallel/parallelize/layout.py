@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
-from parallel2d.base.config import OptimizerConfig, ParallelConfig
+from parallel2d.base.config.job import OptimizerConfig
+from parallel2d.base.config.parallel import ParallelConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.model_structure import find_blocks, fqn_of, hidden_matrices, stays_whole
