@@ -20,6 +20,7 @@ and is a node of its own in the autograd graph.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,8 @@ from parallel2d.parallel.sync.engine.replica_reducer import (
     ReplicaReducer,
     register_engine,
 )
+
+log = logging.getLogger(__name__)
 
 
 def shard(
