@@ -9,8 +9,10 @@ dataclasses and errors that `sendable` has registered. Another rank receives the
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import json
+import mmap
 import os
 import socket
 import uuid
@@ -208,6 +210,32 @@ _KINDS = {
 }
 
 sendable(ConfigError)
+
+
+def shared_memory(group: dist.ProcessGroup, size: int) -> mmap.mmap | None:
+    """Return zeros that all ranks of ``group`` share; None, on every rank, if they cannot share
+    memory. Collective.
+
+    The memory has no name in a file system: it is freed with the last process that maps it.
+    """
+    name, path, file = f"parallel2d-{uuid.uuid4().hex}", "", -1
+    # Only Linux has `memfd_create`.
+    with contextlib.suppress(OSError, AttributeError):
+        if group.rank() == 0:
+            file = os.memfd_create(name)
+            os.truncate(file, size)
+            path = f"/proc/{os.getpid()}/fd/{file}"
+    name, path = broadcast((name, path), dist.get_global_rank(group, 0), group)
+    memory = None
+    # In another PID namespace, the path may lead to a file of another process, or nowhere.
+    with contextlib.suppress(OSError):
+        if name in os.readlink(path):
+            with open(path, "r+b", buffering=0) as opened:
+                memory = mmap.mmap(opened.fileno(), size)
+    everywhere = all(all_gather(memory is not None, group))
+    if file >= 0:
+        os.close(file)
+    return memory if everywhere else None
 
 
 def check_shared(folder: str) -> None:

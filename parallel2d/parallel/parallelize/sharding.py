@@ -19,6 +19,8 @@ and is a node of its own in the autograd graph.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,18 +39,17 @@ from parallel2d.parallel.fsdp_internals.sharded_model import (
     reduce_over_shard_alone,
 )
 from parallel2d.parallel.mesh import mesh_shape
-from parallel2d.parallel.parallelize.collective_order import (
-    CollectiveOrder,
-    OrderedAllGather,
-    OrderedReduceScatter,
-)
+from parallel2d.parallel.parallelize.collective_order import CollectiveOrder
 from parallel2d.parallel.parallelize.layout import Layout
 from parallel2d.parallel.parallelize.precision import Precision
+from parallel2d.parallel.parallelize.reduce_scatter import OrderedAllGather, OrderedReduceScatter
 from parallel2d.parallel.parallelize.scalars import Scalar
 from parallel2d.parallel.sync.engine.replica_reducer import (
     ReplicaReducer,
     register_engine,
 )
+
+log = logging.getLogger(__name__)
 
 
 def shard(
@@ -110,6 +111,12 @@ def synchronize(
         shard_group = mesh.get_group("shard")
         hosts = {topology.hosts[rank] for rank in dist.get_process_group_ranks(shard_group)}
         order = CollectiveOrder.of(shard_group, len(hosts) == 1, mesh.device_type)
+        if len(hosts) == 1 and not order.shares_memory and shard_group.rank() == 0:
+            log.warning(
+                "ranks of %s cannot open each other's memory in /proc: if they run different "
+                "modules, this is found at the end of a backward pass, not before",
+                *hosts,
+            )
     kept = precision.reduce if precision.keep_reduced else precision.storage
     engine = ReplicaReducer(
         mesh,
@@ -136,8 +143,9 @@ def _keep_order(
         # Modules of one group share the state that holds it.
         module = group.modules[0]
         assert isinstance(module, FSDPModule)
-        module.set_custom_all_gather(OrderedAllGather(order, number, index, abandon))
-        module.set_custom_reduce_scatter(OrderedReduceScatter(order, number, index, abandon))
+        enter = functools.partial(order.enter, number, index)
+        module.set_custom_all_gather(OrderedAllGather(enter, abandon))
+        module.set_custom_reduce_scatter(OrderedReduceScatter(enter, abandon))
 
 
 class _OwnTensor(torch.autograd.Function):

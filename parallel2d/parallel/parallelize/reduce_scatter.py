@@ -1,0 +1,102 @@
+"""The all-gather and the reduce-scatter of a group of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel2d.base.device import current_device
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.fsdp_internals.sharded_model import AllGather, ReduceScatter
+
+# Kinds of collectives, and the end of a backward pass
+GATHER, SCATTER, EXCHANGE, END = range(4)
+VERBS = ("gathers {}", "reduces {}", "reduces {}", "ends its backward pass")
+
+
+class _Ordered:
+    """A collective that is entered in the order of the shard group before it is issued.
+
+    Args:
+        enter: takes the kind, size and dtype. Raises `ConfigError` if it must not be issued.
+        failed: cleans up, and returns the error to raise.
+    """
+
+    def __init__(
+        self, enter: Callable[[int, int, torch.dtype], None], failed: Callable[..., BaseException]
+    ) -> None:
+        self._order = enter
+        self._failed = failed
+
+    def _enter(self, kind: int, payload: Tensor) -> None:
+        try:
+            self._order(kind, payload.numel(), payload.dtype)
+        except ConfigError as error:
+            raise self._failed(error) from None
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class OrderedAllGather(_Ordered, AllGather):
+    """The all-gather of a group of parameters."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._enter(GATHER, output_tensor)
+        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class OrderedReduceScatter(_Ordered, ReduceScatter):
+    """The reduce-scatter of a group of gradients.
+
+    A payload of fewer than 32 bits is exchanged and added in fp32, so that each contribution and
+    the result are rounded once, not every partial sum (Megatron-LM and VeOmni do the same). A rank
+    sends as many bytes as in a ring reduce-scatter.
+    """
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if input_tensor.dtype.itemsize >= 4:
+            self._enter(SCATTER, input_tensor)
+            return dist.reduce_scatter_single(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )
+        assert not async_op, "the engine never asks for it"
+        self._enter(EXCHANGE, input_tensor)
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        total = received.view(group.size(), -1).sum(0, dtype=torch.float32)
+        if op == dist.ReduceOp.AVG:
+            total /= group.size()
+        output_tensor.copy_(total)
+        return None
+
+
+def join(
+    kind: int, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, device_type: str
+) -> None:
+    """Take part, with zeros, in a collective that other ranks have issued."""
+    whole = torch.zeros(numel, dtype=dtype, device=current_device(device_type))
+    part = whole[: numel // group.size()].clone()
+    if kind == GATHER:
+        dist.all_gather_single(whole, part, group=group)
+    elif kind == SCATTER:
+        dist.reduce_scatter_single(part, whole, group=group)
+    elif kind == EXCHANGE:
+        dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
