@@ -114,12 +114,9 @@ class Hook:
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """Tells what the hooks of all ranks came to in a step, the same on every rank."""
+class Agreed(HookResult):
+    """What the hooks of all ranks ask for in a step, the same on every rank."""
 
-    metrics: dict[str, float] = field(default_factory=dict)
-    save: bool = False
-    stop: str | None = None
     saved: bool = False  # whether every rank passed true
 
 
