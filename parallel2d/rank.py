@@ -20,7 +20,7 @@ from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import LIFE, RankIdentity, Topology, find_rank
 from parallel2d.launching.agreement import agree_on_job, forget_run, recording_steps
-from parallel2d.launching.failures import failures_reported_once
+from parallel2d.launching.failures import failures_reported_once, note_waiting
 from parallel2d.launching.processes import end_with_parent
 from parallel2d.launching.rank_processes import speak_for_all
 from parallel2d.training.run_directory.end import summarize
@@ -200,7 +200,7 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
         trains = trainer.has_steps()
         position = recording_steps(identity, trainer.recorder.position)
         first = settings.longest_wait
-        with Watch(store, identity.rank, hosts, run_dir, first, position) as watch:
+        with Watch(store, identity.rank, hosts, run_dir, first, position, note_waiting) as watch:
 
             def first_step_done() -> None:
                 limit_waiting(settings.timeout)

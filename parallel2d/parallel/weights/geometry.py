@@ -139,6 +139,7 @@ def as_part(local: Tensor, whole: DTensor) -> DTensor:
     if local.device.type not in ("meta", whole.device_mesh.device_type):
         with torch.no_grad():
             held = torch.empty_like(whole, dtype=local.dtype, device=local.device)
+            assert isinstance(held, DTensor)
             held.to_local().copy_(local)
         return held
     # The shape is given, since torch would take the parts of all ranks to be equal in size.
