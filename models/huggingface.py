@@ -257,12 +257,11 @@ def read_prefix_and_suffix(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class StoredForm:
-    """How a parameter is put together: each group of stored tensors stacked along a new dim 0 if
-    ``stacked``, the groups then concatenated along ``dim`` (None: there is one group)."""
+    """How a parameter is put together of groups of stored tensors."""
 
     names: list[list[str]]
-    stacked: bool
-    dim: int | None
+    stacked: bool  # each group along a new dim 0
+    dim: int | None  # along which groups are concatenated then; None: there is one
 
 
 def stored_forms(model: nn.Module, stored: Collection[str]) -> dict[str, StoredForm]:
