@@ -38,7 +38,6 @@ class EveryStep(SyncMethod):
     """The gradients of every global batch are reduced on all replicas."""
 
     crosses = True
-    _what = "gradients"
     # Whether all replicas get the mean, or its owner alone
     _sent_back = True
 
@@ -46,7 +45,7 @@ class EveryStep(SyncMethod):
         super().__init__(config)
         wire = self.named_wire
         form = "precision.reduce" if wire is None else wire.name
-        self.description = f"every step, {self._what} in {form}"
+        self.description = f"every step, gradients in {form}"
         self.gradients_are_exact = wire is None or not wire.rounds
         if wire is not None and wire.finer:
             self.keeps_residuals = True
