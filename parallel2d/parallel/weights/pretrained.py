@@ -213,7 +213,11 @@ def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) ->
     """The parts of parameter ``name``, each at its place. Nothing is read."""
     try:
         # Of tensors without storage, torch says whether they fit together.
-        groups = [_group_on_meta(group, form, headers) for group in form.names]
+        groups = []
+        for names in form.names:
+            tensors = [torch.empty(headers[each][1].shape, device="meta") for each in names]
+            (group,) = [torch.stack(tensors)] if form.stacked else tensors
+            groups.append(group)
         whole = groups[0] if form.dim is None else torch.cat(groups, form.dim)
         # torch skips tensors of shape (0,).
         if any(group.ndim != whole.ndim for group in groups):
@@ -235,13 +239,6 @@ def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) ->
         if form.dim is not None:
             begin[form.dim] += shape[form.dim]
     return _Stored(tuple(whole.shape), parts)
-
-
-def _group_on_meta(names: Sequence[str], form: huggingface.StoredForm, headers: _Headers) -> Tensor:
-    """The tensors of a group, stacked, or the only one. Raises what torch does if they differ."""
-    tensors = [torch.empty(headers[name][1].shape, device="meta") for name in names]
-    (group,) = [torch.stack(tensors)] if form.stacked else tensors
-    return group
 
 
 def read_headers(path: str) -> dict[str, tuple[ByteSource, Entry]]:
