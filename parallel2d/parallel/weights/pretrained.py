@@ -68,20 +68,19 @@ def _has(path: str, name: str) -> bool:
 
 
 class _Stored(NamedTuple):
-    """A whole parameter in the folder: its shape, and by the name of each stored tensor, where that
-    is and which value of the parameter is its first."""
+    """An unsharded parameter in the folder."""
 
     shape: tuple[int, ...]
+    # By the name of each stored tensor: its place, and the index of its first value
     parts: dict[str, tuple[Entry, tuple[int, ...]]]
 
 
 class _Target(NamedTuple):
-    """A parameter or persistent buffer of the model: its FQNs, several where it is tied, and the
-    names under which a folder may have it, the first of which counts."""
+    """A parameter or persistent buffer of the model."""
 
     tensor: Tensor
-    names: list[str]
-    spellings: list[str]
+    names: list[str]  # FQNs, several where it is tied
+    spellings: list[str]  # names under which a folder may have it; the first counts
 
     def stored_names(self, stored: Mapping[str, _Stored]) -> list[str]:
         return [name for name in self.spellings if name in stored]
@@ -142,17 +141,14 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
     if problems:
         raise ConfigError(f"{path} does not fit {type(model).__name__}: {first_five(problems)}")
     masters_were_loaded(model)
-    _log_rest(path, missing, sorted(headers.keys() - read))
-    return found
-
-
-def _log_rest(path: str, missing: Sequence[str], unread: Sequence[str]) -> None:
     # Left are a new head and adapters, which have initial values.
     if missing:
         log.warning("%s has no %s: drawn from the seed", path, ", ".join(missing))
+    unread = sorted(headers.keys() - read)
     if unread:
         first = printable(unread[0])
         log.info("%s: %d tensors are not read, %s the first", path, len(unread), first)
+    return found
 
 
 def _targets(model: nn.Module, adapted: str, prefix: str, base: str) -> list[_Target]:
