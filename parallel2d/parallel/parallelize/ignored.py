@@ -40,9 +40,9 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
         # A module or parameter may be given that is not part of this model.
         found = in_model.intersection(given)
         if not found:
-            is_pattern = isinstance(entry, str)
-            which = f"pattern {entry}" if is_pattern else f"a {type(entry).__name__}"
-            near = near_names(entry, list(named)) if is_pattern else ""
+            which, near = f"a {type(entry).__name__}", ""
+            if isinstance(entry, str):
+                which, near = f"pattern {entry}", near_names(entry, list(named))
             raise ConfigError(
                 f"ignored: {which} chooses no parameter of {type(model).__name__}{near}"
             )
