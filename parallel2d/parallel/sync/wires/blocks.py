@@ -26,9 +26,9 @@ _SCALE_BYTES = 4  # of one fp32
 
 @dataclass(frozen=True)
 class BlockCode:
-    """How a block is written. ``bits``: per value, 8 or 4."""
+    """The format of a block."""
 
-    bits: int
+    bits: int  # per value, 8 or 4
 
     @property
     def largest(self) -> int:
@@ -87,13 +87,11 @@ class BlockCode:
 
 @dataclass(frozen=True)
 class Piece:
-    """Where the random numbers of one tensor come from.
+    """The source of the random numbers of one tensor."""
 
-    ``key``: of its parameter. ``start``: the position of its first value in the whole parameter, so
-    that two ranks of a shard group do not use the same numbers.
-    """
-
-    key: int
+    key: int  # of its parameter
+    # The position of its first value in the unsharded parameter: two ranks of a shard group do not
+    # use the same numbers.
     start: int
 
 

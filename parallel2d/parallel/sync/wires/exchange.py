@@ -38,17 +38,12 @@ from parallel2d.parallel.weights.geometry import Region, as_real, pieces_of
 
 @dataclass(eq=False)
 class Coded:
-    """The values of an exchange that have one form.
-
-    ``rows``: this replica's values, as ``coder`` makes them of tensors; they may be overwritten.
-    The mean is written into ``results``. ``keep``: is given what rounding has taken away, as rows;
-    None: nobody wants it.
-    """
+    """The values of an exchange in one format."""
 
     coder: Coder
-    rows: Tensor
-    results: Sequence[Tensor]
-    keep: Callable[[Tensor], None] | None = None
+    rows: Tensor  # this replica's values, as ``coder`` makes them of tensors; may be overwritten
+    results: Sequence[Tensor]  # get the mean
+    keep: Callable[[Tensor], None] | None = None  # gets the rounding error, as rows
 
     def __post_init__(self) -> None:
         self._count = len(self.rows)
