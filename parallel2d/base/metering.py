@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-# Runs a wait for a collective of one group, and measures it
-Timer = Callable[[Callable[[], object]], None]
+# By group, what runs a wait for one of its collectives, and measures it
+timers: dict[dist.ProcessGroup, Callable[[Callable[[], object]], None]] = {}
 
 
 class _Thread(threading.local):
@@ -22,7 +22,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_timers: dict[dist.ProcessGroup, Timer] = {}
 
 
 @contextmanager
@@ -45,19 +44,11 @@ def is_control_traffic() -> bool:
 
 
 def wait(work: dist.Work | None, group: dist.ProcessGroup) -> None:
-    """Wait for ``work``, an asynchronous collective of ``group``. A meter of this group measures
-    the wait: `dist.Work.wait` has no hook."""
+    """Wait for ``work``, an asynchronous collective of ``group``. The timer of this group
+    measures the wait: `dist.Work.wait` has no hook."""
     assert work is not None, "this rank is not in the group"
-    timer = _timers.get(group)
+    timer = timers.get(group)
     if timer is None:
         work.wait()
     else:
         timer(work.wait)
-
-
-def set_timer(group: dist.ProcessGroup, timer: Timer | None) -> None:
-    """Measure the waits for collectives of ``group`` with ``timer`` from now on; None: no more."""
-    if timer is None:
-        _timers.pop(group, None)
-    else:
-        _timers[group] = timer

@@ -137,20 +137,25 @@ def group_of(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
 _axis_groups: list[weakref.ref[dist.ProcessGroup]] = []
 
 
-def axis_groups() -> dict[dist.ProcessGroup, tuple[int, ...]]:
-    """The process groups of mesh axes that this package has made, with their ranks."""
-    found: dict[dist.ProcessGroup, tuple[int, ...]] = {}
-    for group in list(filter(None, (reference() for reference in _axis_groups))):
-        with contextlib.suppress(KeyError):  # torch has destroyed it
-            found[group] = tuple(dist.get_process_group_ranks(group))
-    _axis_groups[:] = map(weakref.ref, found)
+def axes_of_groups(mesh: DeviceMesh) -> dict[dist.ProcessGroup, str]:
+    """The axis of ``mesh`` to which each process group belongs: its own groups, and all others of
+    this package over the same ranks, because an engine has groups of its own, and `DTensor` takes
+    those of an earlier mesh that is equal to this one."""
+    found = {group_of(mesh, axis): axis for axis in axis_names(mesh)}
+    by_ranks: dict[tuple[int, ...], str] = {}
+    for group, axis in found.items():
+        # Of axes with equal ranks the first shards the parameters.
+        by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), axis)
+    for group in filter(None, [reference() for reference in _axis_groups]):
+        with contextlib.suppress(KeyError):  # torch has destroyed it, or its ranks are others
+            found.setdefault(group, by_ranks[tuple(dist.get_process_group_ranks(group))])
     return found
 
 
 def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
     """Give ``group``, of a mesh axis, the timeout of the world's group; torch gives new groups its
     own default."""
-    _axis_groups.append(weakref.ref(group))
+    _axis_groups.append(weakref.ref(group, _axis_groups.remove))
     if current() is not None:
         return  # all groups of that world have one
     default = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))

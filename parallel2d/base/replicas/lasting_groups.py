@@ -6,6 +6,8 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from enum import Enum
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -50,23 +52,8 @@ class PolledWork(dist.Work):
         return self._parts[3] is None or bool(self._parts[3].is_completed())
 
 
-Hook = Callable[[Any], None]
-
-
-class _Name(NamedTuple):
-    name: str
-
-
-class HookedCall(NamedTuple):
-    """The argument of torch's hooks of a process group, before and after a collective; it has the
-    fields of both."""
-
-    name: _Name
-    async_op: bool
-    input_tensors: Sequence[Tensor]
-    output_tensors: Sequence[Tensor]
-    op_id: int
-    work: Any = None
+# Names of torch's hooks of a process group
+_Operation = Enum("_Operation", ["ALLREDUCE", "ALLGATHER", "ALLTOALL"])
 
 
 class _Lasting(ProcessGroup):
@@ -143,9 +130,14 @@ class Across(_Lasting):
 
     def __init__(self, replicas: Any, key: str, rank: int, size: int) -> None:
         super().__init__(replicas, key, rank, size)
-        self._pre_hooks: dict[int, Hook] = {}
-        self._post_hooks: dict[int, Hook] = {}
-        self._calls = itertools.count()
+        # torch calls the hooks of a group in its own collectives, which these replace.
+        self._before: dict[Any, Callable[[Any], None]] = {}
+        self._after: dict[Any, Callable[[Any], None]] = {}
+        self.register_pre_hook = self._before.__setitem__  # type: ignore[method-assign, assignment]
+        self.unregister_pre_hook = self._before.pop  # type: ignore[method-assign, assignment]
+        self.register_post_hook = self._after.__setitem__  # type: ignore[method-assign, assignment]
+        self.unregister_post_hook = self._after.pop  # type: ignore[method-assign, assignment]
+        self._numbers = itertools.count()
 
     def members(self) -> list[int]:
         replicas = self.replicas
@@ -157,44 +149,37 @@ class Across(_Lasting):
     def rank(self) -> int:
         return self.members().index(self.replicas.rank)
 
-    # torch calls the hooks of a group in its own collectives, which these replace.
-    def register_pre_hook(self, hook_id: Any, hook: Hook) -> None:
-        self._pre_hooks[hook_id] = hook
-
-    def register_post_hook(self, hook_id: Any, hook: Hook) -> None:
-        self._post_hooks[hook_id] = hook
-
-    def unregister_pre_hook(self, hook_id: Any) -> None:
-        self._pre_hooks.pop(hook_id, None)
-
-    def unregister_post_hook(self, hook_id: Any) -> None:
-        self._post_hooks.pop(hook_id, None)
-
-    def _hooked(self, kind: str, inputs: Any, outputs: Any, name: str, *arguments: Any) -> Any:
-        """As `run`, between the hooks."""
-        is_async = bool(getattr(arguments[-1], "asyncOp", False))
-        call = HookedCall(_Name(kind), is_async, inputs, outputs, next(self._calls))
-        for hook in self._pre_hooks.values():
-            hook(call)
-        work = self.run(name, *arguments)
-        for hook in self._post_hooks.values():
-            hook(call._replace(work=work))
-        return work
+    def _hooked(self, kind: _Operation, sent: Any, received: Any, *call: Any) -> Any:
+        """As `run` of ``call``, between the hooks."""
+        given = SimpleNamespace(name=kind, input_tensors=sent, output_tensors=received)
+        given.async_op, given.op_id = getattr(call[-1], "asyncOp", False), next(self._numbers)
+        for hook in self._before.values():
+            hook(given)
+        given.work = self.run(*call)
+        for hook in self._after.values():
+            hook(given)
+        return given.work
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
-        return self._hooked("ALLREDUCE", tensors, [], "allreduce", tensors, opts)
+        return self._hooked(_Operation.ALLREDUCE, tensors, [], "allreduce", tensors, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
-        return self._hooked("ALLGATHER", inputs, outputs[0], "allgather", outputs, inputs, opts)
+        return self._hooked(
+            _Operation.ALLGATHER, inputs, outputs[0], "allgather", outputs, inputs, opts
+        )
 
     def _allgather_base(self, output: Any, own: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
-        return self._hooked("ALLGATHER", [own], [output], "_allgather_base", output, own, opts)
+        return self._hooked(
+            _Operation.ALLGATHER, [own], [output], "_allgather_base", output, own, opts
+        )
 
     def alltoall_base(self, output: Any, own: Any, *sizes: Any) -> Any:
-        return self._hooked("ALLTOALL", [own], [output], "alltoall_base", output, own, *sizes)
+        return self._hooked(
+            _Operation.ALLTOALL, [own], [output], "alltoall_base", output, own, *sizes
+        )
 
     # Torch's functions call one or the other, by their version.
     all_gather_single: Any = _allgather_base

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from parallel2d.base.device import random_states_kept
 from parallel2d.parallel.cost.collectives import AxisTraffic
 from parallel2d.parallel.loss import loss_chunks
-from parallel2d.parallel.mesh import axis_names, group_of
+from parallel2d.parallel.mesh import axes_of_groups
 from parallel2d.parallel.model_structure import without_storage
 from parallel2d.parallel.parallelize.activation_checkpointing import checkpoint_activations
 from parallel2d.parallel.parallelize.context_parallel import (
@@ -167,14 +167,9 @@ class CollectiveCounter(TorchDispatchMode):
     def __init__(self, mesh: DeviceMesh, device_type: str) -> None:
         super().__init__()
         self._device_type = device_type
-        self._axes: dict[str, AxisTraffic] = {}
-        self._by_group: dict[str, AxisTraffic | None] = {}
-        self._by_ranks: dict[tuple[int, ...], AxisTraffic] = {}
-        for axis in axis_names(mesh):
-            group = group_of(mesh, axis)
-            traffic = self._axes[axis] = AxisTraffic(axis, group.size())
-            self._by_group[group.group_name] = traffic
-            self._by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), traffic)
+        self._groups = axes_of_groups(mesh)
+        sizes = {axis: group.size() for group, axis in self._groups.items()}
+        self._axes = {axis: AxisTraffic(axis, size) for axis, size in sizes.items()}
 
     def start(self) -> None:
         """Set all counts to zero."""
@@ -195,25 +190,19 @@ class CollectiveCounter(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function in _COUNTED:
             collective, place = _COUNTED[function]
-            traffic = self._traffic_of(args[place])
-            if traffic is not None and traffic.size > 1:
+            axis = self._axes.get(self._axis_of(args[place]))
+            if axis is not None and axis.size > 1:
                 tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
-                whole = max(tensor.nbytes for tensor in tensors)
-                traffic.add(collective, whole, self._device_type)
+                axis.add(collective, max(each.nbytes for each in tensors), self._device_type)
         return result
 
-    def _traffic_of(self, group: Any) -> AxisTraffic | None:
+    def _axis_of(self, group: Any) -> str:
+        """The axis of ``group``, as operators take it; empty for another or a destroyed one."""
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
-        name: Any = group if isinstance(group, str) else group.group_name
-        if name not in self._by_group:
-            # DTensor takes the groups of an earlier mesh that is equal to this one. torch may have
-            # destroyed them since.
-            ranks: list[int] = []
-            with contextlib.suppress(RuntimeError, ValueError, KeyError):
-                ranks = dist.get_process_group_ranks(_resolve_process_group(name))
-            self._by_group[name] = self._by_ranks.get(tuple(ranks))
-        return self._by_group[name]
+        with contextlib.suppress(RuntimeError, ValueError, KeyError):
+            group = _resolve_process_group(GroupName(group)) if isinstance(group, str) else group
+        return self._groups.get(group, "")
 
 
 def count_tensor_axis(

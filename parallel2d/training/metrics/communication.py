@@ -38,7 +38,7 @@ from parallel2d.base.config import AXES
 from parallel2d.base.device import communication_streams, current_stream, timed_event
 from parallel2d.base.runtime import on_teardown
 from parallel2d.parallel.cost.collectives import AxisTraffic
-from parallel2d.parallel.mesh import axis_groups, axis_names, group_of
+from parallel2d.parallel.mesh import axes_of_groups
 from parallel2d.training.metrics.phases import named, seconds_between
 
 # Names of torch's hooks
@@ -131,11 +131,9 @@ class StreamWaits:
             # and all-reduce: a wait for this stream then includes that axis.
             self._axis_of[stream] = axis
             return
-        before, after = self._timed_event(), self._timed_event()
-        before.record(stream)
+        before = self.begin()
         type(event).wait(event, stream)
-        after.record(stream)
-        self.waits.append((axis, before, after))
+        self.waits.append((axis, before, self.begin()))
 
 
 class LoggedCollective(NamedTuple):
@@ -179,21 +177,13 @@ class CommunicationMeter:
         if mesh.device_type != "cpu":
             current = functools.partial(current_stream, mesh.device_type)
             self._waits = StreamWaits(current, functools.partial(timed_event, mesh.device_type))
-        self._axes: dict[str, _Measured] = {}
-        by_ranks: dict[tuple[int, ...], _Measured] = {}
         self._groups: dict[dist.ProcessGroup, _Measured] = {}
-        for name in axis_names(mesh):
-            group = group_of(mesh, name)
-            axis = self._axes[name] = _Measured(name, group.size())
+        self._axes: dict[str, _Measured] = {}
+        for group, name in axes_of_groups(mesh).items():
+            axis = self._axes.setdefault(name, _Measured(name, group.size()))
             # Over an axis of one rank nothing is sent.
             if axis.size > 1:
                 self._groups[group] = axis
-                # Of axes with equal ranks the first shards the parameters.
-                by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), axis)
-        # The engine has a group of its own, and DTensor takes those of an equal mesh.
-        for group, ranks in axis_groups().items():
-            if ranks in by_ranks:
-                self._groups.setdefault(group, by_ranks[ranks])
         self._is_installed = False
         self._last: tuple[str, str] | None = None  # collective and axis
         # Every collective in order, if a caller sets a list
@@ -207,7 +197,7 @@ class CommunicationMeter:
         for group, axis in self._groups.items():
             group.register_pre_hook(id(self), functools.partial(self._begin, axis))
             group.register_post_hook(id(self), functools.partial(self._end, axis))
-            metering.set_timer(group, functools.partial(self._time_wait, axis))
+            metering.timers[group] = functools.partial(self._time_wait, axis)
         return self
 
     def remove(self) -> None:
@@ -218,7 +208,7 @@ class CommunicationMeter:
         for group in self._groups:
             group.unregister_pre_hook(id(self))
             group.unregister_post_hook(id(self))
-            metering.set_timer(group, None)
+            metering.timers.pop(group, None)
         if self._waits:
             self._waits.remove()
 
