@@ -16,7 +16,6 @@ COMMANDS = {
     "certify": "compare a layout of train with one process, step by step",
     "plan": "find the fastest layout of train that fits, and what it costs",
     "report": "write one page about one finished run or several",
-    "dashboard": "start TensorBoard on runs",
     "checkpoint": "inspect, verify or convert a checkpoint",
     "data": "prepare, inspect or verify a folder of token shards",
     "preflight": "check whether a cluster is fit to train on",
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "parallel2d") ->
     if first not in COMMANDS:
         # Imported here because Hydra comes with it, which most commands do not need.
         from parallel2d.base.config.help_page import show
-        from parallel2d.launching import exit_code_of
+        from parallel2d.launching.launcher import exit_code_of
 
         return exit_code_of(lambda: show(_information(first, program)))
     module = importlib.import_module(f"parallel2d.{first}")

@@ -12,14 +12,16 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel2d import launching
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.config.composition import compose
 from parallel2d.base.config.words import quoted
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
-from parallel2d.launching.failures import failures_reported_once
-from parallel2d.launching.processes import end_with_parent
+from parallel2d.base.topology import RankIdentity, find_rank
+from parallel2d.launching.failures import WorkersFailed, failures_reported_once
+from parallel2d.launching.launcher import start_node
+from parallel2d.launching.processes import end_with_parent, open_standard_streams, workers_per_node
+from parallel2d.launching.rank_processes import start_server
 
 # Option -> key of train, type, meaning.
 _LAUNCHING: dict[str, tuple[str, type, str]] = {
@@ -60,10 +62,10 @@ def main(
 ) -> int:
     """Returns the exit code: 0 fit, 1 not fit, 2 wrong arguments, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    launching.open_standard_streams()
+    open_standard_streams()
     try:
         given, config = understand(words, program)
-        identity = launching.find_rank()
+        identity = find_rank()
     except ConfigError as error:
         print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
         return 2
@@ -71,7 +73,7 @@ def main(
         return _take_part(identity, given, config)
     try:
         return _start_ranks(words, config)
-    except (ConfigError, launching.WorkersFailed) as error:
+    except (ConfigError, WorkersFailed) as error:
         print(f"parallel2d: on {socket.gethostname()}: {for_terminal(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -112,18 +114,16 @@ def understand(words: Sequence[str], program: str) -> tuple[argparse.Namespace, 
 
 def _start_ranks(words: Sequence[str], config: TrainConfig) -> int:
     """Starts this node's ranks as train does, and returns the exit code when they have ended."""
-    launching.start_server()
-    workers = launching.workers_per_node(config.launch)
+    start_server()
+    workers = workers_per_node(config.launch)
     with tempfile.TemporaryDirectory(prefix="parallel2d-") as folder:
         verdict = Path(folder, "verdict")
         own = [*words, f"--verdict={verdict}"]
-        launching.start_node(config, own, workers, "parallel2d.preflight:main")
+        start_node(config, own, workers, "parallel2d.preflight:main")
         return int(verdict.read_text())
 
 
-def _take_part(
-    identity: launching.RankIdentity, given: argparse.Namespace, config: TrainConfig
-) -> int:
+def _take_part(identity: RankIdentity, given: argparse.Namespace, config: TrainConfig) -> int:
     """This process is a rank: checks with all others. Returns the exit code."""
     from torch.distributed import DistError
 

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from parallel2d.base import files
-from parallel2d.base.config import Job, TrainConfig
 from parallel2d.base.config.composition import compose, from_yaml
+from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import LIFE, RankIdentity, Topology, find_rank
 from parallel2d.launching.agreement import agree_on_job, forget_run, recording_steps
 from parallel2d.launching.failures import failures_reported_once
 from parallel2d.launching.processes import end_with_parent
 from parallel2d.launching.rank_processes import speak_for_all
-from parallel2d.training.run_directory import discard_pending, read_segments, summarize
+from parallel2d.training.run_directory.end import summarize
+from parallel2d.training.run_directory.start import discard_pending, read_segments
 
 if TYPE_CHECKING:
     from parallel2d.base.runtime import Runtime
-    from parallel2d.instruments.certification import Certificate
+    from parallel2d.instruments.certification.certificate import Certificate
 
 
 def rank_main(words: Sequence[str]) -> int:
@@ -84,30 +86,35 @@ def choose_layout(
 
 def _choose_size(
     config: TrainConfig, words: Sequence[str], identity: RankIdentity, sizes: Sequence[int]
-) -> tuple[TrainConfig, int | None]:
-    """``config`` with the layout for the ranks of all nodes, and their number, where the replicas
-    of nodes that are not there count as lost; else with that for the ranks that are there, and
-    None. ``sizes``: the ranks of each node that is there."""
+) -> tuple[TrainConfig, Mapping[str, int] | None]:
+    """``config`` with the layout for the ranks of all nodes, and the sizes of its mesh, where the
+    replicas of nodes that are not there count as lost; else with that for the ranks that are there,
+    and None. ``sizes``: the ranks of each node that is there."""
     nodes = config.launch.node_range[1]
     if identity.launcher == "nodes" and len(set(sizes)) == 1:
         whole = choose_layout(config, words, nodes, nodes * sizes[0])
-        if _may_lack_nodes(whole, identity, nodes, sizes[0]):
-            return whole, nodes * sizes[0]
+        mesh_sizes = _sizes_with_missing_nodes(whole, identity, nodes, sizes[0])
+        if mesh_sizes is not None:
+            return whole, mesh_sizes
         config = whole if nodes == len(sizes) else config
     return choose_layout(config, words, identity.nodes, identity.world_size), None
 
 
-def _may_lack_nodes(config: TrainConfig, identity: RankIdentity, nodes: int, local: int) -> bool:
-    """Whether replicas may be lost, and none lies on two of the nodes."""
+def _sizes_with_missing_nodes(
+    config: TrainConfig, identity: RankIdentity, nodes: int, local: int
+) -> Mapping[str, int] | None:
+    """Return the sizes of the mesh over all nodes if replicas may be lost and none lies on two of
+    the nodes, else None."""
     import torch
 
     from parallel2d.parallel.mesh_sizes import resolve_mesh
 
     needs_all = config.strategy.placement.splits_updates
     if torch.cuda.is_available() or needs_all or not _survives(config, identity):
-        return False
-    replicas = resolve_mesh(config, Topology.equal_hosts(nodes, local)).replicate
-    return replicas > 1 and replicas % nodes == 0
+        return None
+    shape = resolve_mesh(config, Topology.equal_hosts(nodes, local))
+    divides = shape.replicate > 1 and shape.replicate % nodes == 0
+    return shape.sizes if divides else None
 
 
 def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
@@ -119,8 +126,9 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
     _log_to(job.run_dir, identity)
     settings = job.config.launch
     together = identity.world_size if _survives(job.config, identity) else None
-    if job.ranks is not None:
-        identity = dataclasses.replace(identity, world_size=job.ranks)
+    if job.sizes is not None:
+        world_size = math.prod(job.sizes.values())
+        identity = dataclasses.replace(identity, world_size=world_size)
     with process_group(
         identity,
         store,
@@ -157,7 +165,7 @@ def _certify(job: Job, runtime: Runtime) -> Certificate | None:
     loop = job.config.train
     if not loop.certify_only and (not loop.certify or job.restarted):
         return None
-    from parallel2d.instruments.certification import certify_job
+    from parallel2d.instruments.certification.training_job import certify_job
 
     certificate = certify_job(job, runtime)
     passed = certificate.passed

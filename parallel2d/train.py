@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import resource
 import signal
 import sys
 from collections.abc import Sequence
 
-from parallel2d import launching
-from parallel2d.base.config import Job, TrainConfig
+from parallel2d.base import open_files
 from parallel2d.base.config.composition import Composition, compose, to_yaml
 from parallel2d.base.config.help_page import information, show
+from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.config.sweep import run_sweep
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
-from parallel2d.base.topology import Topology
-from parallel2d.rank import choose_layout, rank_main
-from parallel2d.training.run_directory import (
-    discard_pending,
-    note_failure,
-    objective_missing,
-    read_objective,
+from parallel2d.base.topology import Topology, find_rank
+from parallel2d.launching.launcher import exit_code_of, run_once, start_node, start_workers
+from parallel2d.launching.processes import (
+    keep_others_from_writing,
+    open_standard_streams,
+    workers_per_node,
 )
+from parallel2d.launching.rank_processes import start_server
+from parallel2d.rank import choose_layout, rank_main
+from parallel2d.training.run_directory.end import note_failure, objective_missing, read_objective
+from parallel2d.training.run_directory.start import discard_pending
 
-_LEAST_FILES = 128  # that a process may open: of libraries, and connections to other ranks
 _PURPOSE = (
     "Trains a model with hybrid 2-D parallelism: sharded inside a node, replicated across nodes. "
     "Without arguments it trains a small Llama on the source of Python's library, on this machine."
@@ -45,15 +46,15 @@ def main(
     and what it does, for ``--help``. Returns the exit code: 0 done, 1 failed or planned and too
     large, 2 a configuration that cannot run, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    launching.open_standard_streams()
-    launching.keep_others_from_writing()
-    return launching.exit_code_of(
+    open_standard_streams()
+    keep_others_from_writing()
+    return exit_code_of(
         lambda: _run(words, program, purpose), interrupted="interrupted; all workers have ended"
     )
 
 
 def _run(words: list[str], program: str, purpose: str) -> int:
-    identity = launching.find_rank()
+    identity = find_rank()
     answer = information(words, program, purpose)
     if answer is not None:
         if identity is None or identity.rank == 0:
@@ -70,7 +71,7 @@ def _run(words: list[str], program: str, purpose: str) -> int:
         # Each node checks for itself, rank 0 of the job composes.
         nodes = composition.config.launch.node_range[1]
         _prepare_launch(composition.config, nodes)
-        launching.start_node(composition.config, words, _check(composition.config, nodes))
+        start_node(composition.config, words, _check(composition.config, nodes))
     else:
         composition.start(_launch)
     return 0
@@ -112,9 +113,9 @@ def _launch(job: Job) -> float | None:
                 "start one job"
             )
         _prepare_launch(job.config, nodes=1)
-        workers = launching.workers_per_node(settings)
+        workers = workers_per_node(settings)
         config = choose_layout(job.config, job.overrides, nodes=1, ranks=workers)
-        launching.start_workers(dataclasses.replace(job, config=config), _check(config, nodes=1))
+        start_workers(dataclasses.replace(job, config=config), _check(config, nodes=1))
     except (Exception, KeyboardInterrupt) as error:
         note_failure(job.run_dir, str(error) or "interrupted")
         raise
@@ -130,20 +131,15 @@ def _prepare_launch(config: TrainConfig, nodes: int) -> None:
     """Starts the process that ranks are forked from, and imports what watches them meanwhile. A
     mesh that cannot work is refused before, in a third of the time.
     Ctrl-C waits for the imports: some libraries lose an interrupt there, or stay half imported."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= files < _LEAST_FILES:
-        raise ConfigError(
-            f"a process may open {files} files, and a rank needs at least {_LEAST_FILES}; raise "
-            f"the limit (ulimit -n {8 * _LEAST_FILES})"
-        )
+    workers = workers_per_node(config.launch)
+    open_files.prepare(nodes * workers)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         from parallel2d.parallel.mesh_sizes import resolve_mesh
 
         if not config.is_automatic:
-            workers = launching.workers_per_node(config.launch)
             resolve_mesh(config, Topology.equal_hosts(nodes, workers))
-        launching.start_server()
+        start_server()
         importlib.import_module("parallel2d.launching.agent")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -152,10 +148,10 @@ def _prepare_launch(config: TrainConfig, nodes: int) -> None:
 def _check(config: TrainConfig, nodes: int) -> int:
     """The workers of a node, once the job was checked as far as one process can. One that ranks
     are forked from has imported what the check needs, so a fork of it checks."""
-    workers = launching.workers_per_node(config.launch)
+    workers = workers_per_node(config.launch)
     if not config.is_automatic:  # else rank 0 of the job chooses a layout, which is checked there
         job = [to_yaml(config), str(nodes), str(workers)]
-        launching.run_once("parallel2d.rank:check_main", job)
+        run_once("parallel2d.rank:check_main", job)
     return workers
 
 

@@ -68,7 +68,7 @@ def job_of(folder, run_dir, words):
 
     from parallel2d.base.config import Job
     from parallel2d.base.runtime import Runtime
-    from parallel2d.launching import RankIdentity
+    from parallel2d.base.topology import RankIdentity
     from parallel2d.parallel.mesh import Topology
 
     os.chdir(folder)

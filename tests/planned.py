@@ -17,7 +17,7 @@ from parallel2d.models import llama
 from parallel2d.parallel.cost.fake_group import fake_process_group
 from parallel2d.parallel.cost.state_memory import StateBytes
 from parallel2d.parallel.sync import accumulate
-from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
+from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.sync.methods.diloco import OuterSync
 from parallel2d.parallel.sync.methods.owned_parameters import OwnedParameters
 from parallel2d.parallel.sync.methods.residuals import Residuals
@@ -190,7 +190,7 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
             _bytes(value) for value in of_parameter.values() if isinstance(value, torch.Tensor)
         )
     masters = outer = kept = 0
-    for engine in reducers_in(model):
+    for engine in engines_in(model):
         if isinstance(engine.updates, Residuals):
             kept = sum(
                 codes.nbytes + scales.nbytes for codes, scales in engine.updates._kept.values()

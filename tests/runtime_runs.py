@@ -116,6 +116,7 @@ def timeouts() -> dict[str, object]:
     from datetime import timedelta
 
     from parallel2d import build_mesh, limit_waiting, setup, teardown
+    from parallel2d.training.checkpoint.save import Group
 
     def all_timeouts() -> list[float]:
         groups = dist.distributed_c10d._world.pg_map
@@ -127,11 +128,12 @@ def timeouts() -> dict[str, object]:
 
     setup(timeout_s=7, first_timeout_s=70)
     mesh = build_mesh(strategy="hybrid")
+    saving = Group.new()
     groups = len(dist.distributed_c10d._world.pg_map)
     before = all_timeouts()
     limit_waiting(7)
     after = all_timeouts()
-    assert mesh.size() == dist.get_world_size()
+    assert mesh.size() == saving.size == dist.get_world_size()
     teardown()
     return {"groups": groups, "before": before, "after": after}
 

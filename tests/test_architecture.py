@@ -3,7 +3,6 @@
 import ast
 import re
 import tomllib
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -113,15 +112,6 @@ def _visit(module, graph, path, done):
     done.add(module)
 
 
-def test_no_name_of_a_class_exists_twice():
-    classes = defaultdict(list)
-    for name, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                classes[node.name].append(name)
-    assert not {name: found for name, found in classes.items() if len(found) > 1}
-
-
 @pytest.mark.parametrize(("library", "where"), [
     (
         "hydra",
@@ -159,6 +149,45 @@ def test_the_page_names_files_that_exist():
     assert len(named) > 20
     for word in named:
         assert (ROOT / PACKAGE / word).exists() or (ROOT / word).exists(), word
+
+
+def way(title):
+    """The (path, name) of each row of a way on the page, in its order."""
+    text = PAGE.read_text()
+    section = text[text.index(f"### {title}") :].split("\n#", 1)[0]
+    return re.findall(r"^\| `([\w/.]+)` \| `(\w+)` \|", section, re.M)
+
+
+def names_in(path):
+    """Names that a file defines at its top level, and all names that it reads or imports."""
+    tree = ast.parse((ROOT / PACKAGE / path).read_text())
+    defined = {getattr(node, "name", None) for node in tree.body}
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used |= {node.name for node in ast.walk(tree) if isinstance(node, ast.alias)}
+    return defined, used
+
+
+ARGUMENT = "From `strategy=zero3` to `fully_shard`"
+GRADIENT = "One gradient, from autograd to the optimizer"
+
+
+@pytest.mark.parametrize(("title", "most"), [(ARGUMENT, 15), (GRADIENT, 9)])
+def test_a_way_on_the_page_is_short_and_its_files_define_what_it_names(title, most):
+    steps = way(title)
+    assert 0 < len({path for path, _ in steps}) == len(steps) <= most
+    for path, name in steps:
+        assert name in names_in(path)[0], f"{path} does not define {name}"
+
+
+def test_each_step_of_an_argument_is_used_by_another_file_of_its_way():
+    steps = way(ARGUMENT)
+    used = {path: names_in(path)[1] for path, _ in steps}
+    for path, name in steps[1:]:
+        assert any(name in used[other] for other in used if other != path), name
+    tree = ast.parse((ROOT / PACKAGE / steps[-1][0]).read_text())
+    last = next(node for node in tree.body if getattr(node, "name", None) == steps[-1][1])
+    assert "fully_shard" in {getattr(node, "id", None) for node in ast.walk(last)}
 
 
 def test_the_table_of_tests_names_every_file():

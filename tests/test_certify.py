@@ -80,7 +80,7 @@ LAYOUTS = [
     ("transformer", HYBRID, {"strategy": "hybrid", "sync": {"name": "diloco", "fragments": 2, "delay": 2}}, "adamw"),
     ("convolutions", HYBRID, {"strategy": "hybrid", "sync": {"wire": "int8"}}, "adamw"),
     ("convolutions", ZERO, {"strategy": "zero2", "precision": "fp16", "bucketing": "layer"}, "adamw"),
-    ("recurrent", HYBRID, {"strategy": "hybrid", "precision": "bf16", "sync": {"engine": "torch"}}, "sgd"),
+    ("recurrent", HYBRID, {"strategy": "hybrid", "precision": "bf16"}, "sgd"),
     ("experts", HYBRID, {"strategy": "hybrid", "sync": {"wire": "int4"}}, "adamw"),
     ("recurrent", HYBRID, {"strategy": "hybrid", "precision": "bf16", "sync": {"wire": "int4"}}, "adamw"),
     ("experts", HYBRID, {"strategy": "hybrid", "precision": "bf16_reduce_bf16", "sync": {"during_accumulation": "full"}}, "adamw"),

@@ -36,6 +36,8 @@ class Block(nn.Module):
             self.gate = nn.Parameter(torch.full((WIDTH,), 1e-6))
         elif how == "batch norm":
             self.mix = nn.BatchNorm1d(WIDTH)
+        elif how == "multihead":
+            self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
 
     def forward(self, x: Tensor, mask: Tensor | None, table: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -48,11 +50,13 @@ class Block(nn.Module):
         elif self.how == "positions":
             table = torch.linspace(0, 1, length, dtype=x.dtype)[:, None]
         h = self.norm(x) + table
+        if self.how == "multihead":
+            return x + self.attention(h, h, h, need_weights=False)[0]
         q, k, v = (
             each.view(batch, length, -1, 8).transpose(1, 2)
             for each in (self.query(h), *self.key_value(h).chunk(2, -1))
         )
-        causal = self.how == "both" or (mask is None and self.how != "bidirectional")
+        causal = mask is None and self.how != "bidirectional"
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1]
         )
@@ -119,8 +123,30 @@ SOUND = [
     {"kv_heads": 2, "documents": True},
     {"kv_heads": 1, "recomputed": "full"},
     {"kv_heads": 1, "recomputed": "selective"},
-    {"how": "both", "kv_heads": 1, "documents": True},
+    {"kv_heads": 1, "documents": True},
+    {"how": "multihead"},
+    {"how": "multihead", "recomputed": "full"},
 ]
+
+
+def attention_inside_blocks(sizes: dict[str, int]) -> set[int]:
+    """Identities of ``F.scaled_dot_product_attention`` while blocks run."""
+    mesh = build_mesh(MeshSpec(**sizes), "zero3")
+    model = parallelize(Model("multihead"), mesh, ParallelConfig("zero3"), broadcast_from=0)
+    found = {id(F.scaled_dot_product_attention)}
+
+    def pack(tensor: Tensor) -> Tensor:
+        found.add(id(F.scaled_dot_product_attention))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.arange(LENGTH).repeat(2, 1)).sum().backward()
+    return found
+
+
+def test_blocks_run_with_attention_of_torch_in_its_place(ranks):
+    for found in ranks.run(2, attention_inside_blocks, {"context": 2}):
+        assert len(found) == 1
 
 
 def refusals(sizes: dict[str, int], hows: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ from test_docs_words import PAGES, lines_of, words_of
 from test_docs_words import is_elsewhere as is_composed_elsewhere
 
 PROGRAM = re.compile(
-    r"^\s*(?:\w+ +)?python -m parallel2d\.(checkpoint|data|report|launch|preflight|dashboard) .*"
+    r"^\s*(?:\w+ +)?python -m parallel2d\.(checkpoint|data|report|launch|preflight) .*"
 )
 # In the place of words that the reader chooses
 CHOSEN = {
@@ -23,7 +23,6 @@ CHOSEN = {
 NEW = ("reported", "exported-anew", "exported", "exported-beside", "whole.pt", "secret")
 # A word -> why a command with it does not run here
 ELSEWHERE = {
-    "parallel2d.dashboard": "serves until it is stopped; test_metrics_dashboard.py",
     "--nnodes": "needs several nodes; test_preflight.py",
     "TinyLlama-1.1B": "reads downloaded weights; test_checkpoint_convert.py",
     "ADAPTER": "needs a run with adapters; test_adapters.py",

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,49 @@ class Slowly(Hook):
 """
 
 
+# Python runs it at the start of each process. It notes each call of the functions that parse, check and resolve.
+COUNTING = """
+import importlib.machinery
+import os
+import sys
+
+WATCHED = {
+    "omegaconf.omegaconf": ("OmegaConf", "to_object"),
+    "parallel2d.base.config.checks": (None, "validated"),
+    "parallel2d.parallel.mesh_sizes": ("MeshSpec", "resolve"),
+}
+
+
+def count(module):
+    owner, name = WATCHED[module.__name__]
+    owner = getattr(module, owner) if owner else module
+    function = getattr(owner, name)
+
+    def counted(*args):
+        result = function(*args)
+        if name != "to_object" or type(result).__name__ == "TrainConfig":
+            with open(os.environ["CALLS"], "a") as file:
+                file.write(f"{os.getpid()} {os.environ.get('RANK', 'none')} {name}\\n")
+        return result
+
+    setattr(owner, name, counted)
+
+
+class Counting(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name not in WATCHED:
+            return None
+        spec = super().find_spec(name, path, target)
+        execute = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (execute(module), count(module))
+        return spec
+
+
+sys.meta_path.insert(0, Counting)
+"""
+
+
 def command(folder: Path, *words: str) -> list[str]:
     places = [f"hydra.run.dir={folder}/run", f"data.cache_dir={folder}/cache"]
     return [sys.executable, "-m", "parallel2d.train", *SMALL, *places, *words]
@@ -94,6 +138,33 @@ def test_what_was_killed_first_is_the_cause():
     assert first_failure([server, ended]) == server
     assert first_failure([cut, killed, ended]) == killed
     assert first_failure([killed, own, cut]) == own
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.mark.parametrize(("launcher", "processes"), [
+    ((), {"none": 2}),  # the launcher, and the process that checks the job
+    pytest.param(TORCHRUN, {}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_each_process_parses_the_config_and_resolves_the_mesh_once(tmp_path, launcher, processes):
+    (tmp_path / "sitecustomize.py").write_text(COUNTING)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "CALLS": str(tmp_path / "calls")}
+    words = command(tmp_path, "train.steps=1", "checkpoint.enabled=false")
+    if launcher:
+        words = [sys.executable, *launcher, *words[1:]]
+        words.remove("launch.nproc_per_node=2")
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    calls = Counter((tmp_path / "calls").read_text().splitlines())
+    assert set(calls.values()) == {1}, calls
+    found = [tuple(call.split()[1:]) for call in calls]
+    for name in ("to_object", "resolve"):
+        ranks = Counter(rank for rank, called in found if called == name)
+        assert ranks == {"0": 1, "1": 1, **processes}
+    # Only the process that composes checks the keys against each other.
+    assert [name for _, name in found].count("validated") == 1
 
 
 @pytest.mark.slow

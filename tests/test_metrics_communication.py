@@ -13,7 +13,9 @@ import torch.distributed._functional_collectives as functional
 import training
 
 import parallel2d
+from parallel2d.base import exchange, metering
 from parallel2d.base.config import BucketingConfig, PrecisionConfig, PrefetchConfig, SyncConfig
+from parallel2d.base.metering import control_traffic
 from parallel2d.models.llama import tensor_plan
 from parallel2d.parallel.cost.collectives import sent_bytes
 from parallel2d.parallel.cost.tensor_twin import count_tensor_axis, tensor_twin
@@ -49,11 +51,11 @@ def measure(
         model, init, plan = (build or build_small_llama)(shape.tensor)
     workload = Workload(SEQUENCES, accumulation, token_sequences(TOKENS))
     parallel.sync = dataclasses.replace(parallel.sync, during_accumulation=mode)
-    layout = resolve(parallel, mesh, model, workload, tensor_plan=plan)
+    layout = resolve(parallel, shape, model, workload, mesh=mesh, tensor_plan=plan)
     inside, predicted_passes = None, None
     if shape.tensor * shape.context > 1:
-        twin, meter = tensor_twin(model, mesh, layout), CommunicationMeter(mesh, dry=True)
-        over_tensor = count_tensor_axis(twin, mesh, layout, training.loss_of_logits, meter)
+        twin = tensor_twin(model, mesh, layout)
+        over_tensor = count_tensor_axis(twin, mesh, layout, training.loss_of_logits)
         assert over_tensor, "not counted"
         inside = over_tensor.of_step(layout)
         _, predicted_passes = inside["tensor"]
@@ -143,7 +145,6 @@ SELDOM = {
     "wire_int8": ({}, {"strategy": "hybrid", "sync": SyncConfig(wire="int8")}, 2),
     "four_replicas_int4": ({}, {"strategy": "ddp", "bucketing": WHOLE, "sync": SyncConfig(wire="int4", warmup=0)}, 1),
     "four_replicas_int8": ({}, {"strategy": "ddp", "bucketing": WHOLE, "sync": SyncConfig(wire="int8")}, 1),
-    "torch": ({}, {"strategy": "hybrid", "precision": "bf16", "sync": SyncConfig(engine="torch")}, 2),
 }  # fmt: skip
 
 
@@ -191,72 +192,93 @@ def test_bytes_over_the_tensor_axis_are_counted_before_the_first_step(ranks, cas
     )
 
 
-def functions_of_torch() -> tuple[Any, ...]:
-    return (
-        *(dist.all_reduce, dist.all_gather_single, dist.Work.wait),
-        *(functional.all_reduce, functional.wait_tensor),
-    )
+HOOKED = (dist, functional, dist.Work, dist.ProcessGroup, torch.cuda.Stream, torch.cuda.Event)
 
 
-def names_after_meter() -> bool:
+def public_attributes() -> list[dict[str, int]]:
+    return [
+        {name: id(value) for name, value in vars(each).items() if not name.startswith("_")}
+        for each in HOOKED
+    ]
+
+
+def leave_torch_alone() -> list[bool]:
+    """Whether torch is the same while a meter is installed, and after it."""
     mesh = parallel2d.build_mesh(parallel2d.MeshSpec(), "zero3")
-    before = functions_of_torch()
+    before = public_attributes()
     meter = CommunicationMeter(mesh).install()
-    meter.start()
-    dist.all_reduce(torch.ones(8))  # names no group: the loop's own
-    unnamed = meter.read()
     dist.all_reduce(torch.ones(8), group=mesh.get_group("shard"))
-    named = dict(zip(COMMUNICATION_KEYS, meter.read(), strict=True))
-    meter.start()
-    functional.all_gather_single(torch.ones(8), 0, mesh.get_group("shard")).sum()
-    gathered = dict(zip(COMMUNICATION_KEYS, meter.read(), strict=True))
-    meter.start()
+    during = public_attributes()
     meter.remove()
-    dist.all_reduce(torch.ones(8), group=mesh.get_group("shard"))
-    assert not any(unnamed)
-    assert named["comm/shard/bytes"] == sent_bytes("all_reduce", 32, 2, "cpu")
-    assert gathered["comm/shard/bytes"] == sent_bytes("all_gather", 64, 2, "cpu")
-    assert not any(meter.read())
-    return before == functions_of_torch()
+    return [during == before, public_attributes() == before]
 
 
-def test_only_axis_groups_count_and_a_removed_meter_leaves_torch_as_it_was(ranks):
-    assert ranks.run(2, names_after_meter) == [True, True]
+def test_meter_replaces_no_attribute_of_torch(ranks):
+    assert ranks.run(2, leave_torch_alone) == [[True, True]] * 2
 
 
-def wait_for_a_late_rank() -> list[tuple[float, float, float]]:
-    """Calls, seconds and exposed seconds of an all-reduce for which rank 1 comes 2 s late, for each way to wait for it."""
+def count_by_group() -> None:
     mesh = parallel2d.build_mesh(parallel2d.MeshSpec(), "zero3")
     group = mesh.get_group("shard")
-    ways = (
-        lambda: dist.all_reduce(torch.ones(8), group=group),
-        lambda: dist.all_reduce(torch.ones(8), group=group, async_op=True).wait(),
-        lambda: functional.all_reduce(torch.ones(8), "sum", group).sum(),
-    )
-    found = []
+    meter = CommunicationMeter(mesh).install()
+
+    def sent_by(collective: Callable[[], Any]) -> float:
+        meter.start()
+        collective()
+        return dict(zip(COMMUNICATION_KEYS, meter.read(), strict=True))["comm/shard/bytes"]
+
+    def control() -> None:
+        with control_traffic():
+            dist.all_reduce(torch.ones(8))
+
+    parts = list(torch.empty(2, 8))
+    assert sent_by(control) == 0
+    assert sent_by(lambda: exchange.all_gather("objects")) == 0
+    ring = sent_bytes("all_reduce", 32, 2, "cpu")
+    assert sent_by(lambda: dist.all_reduce(torch.ones(8), group=group)) == ring
+    gathered = sent_bytes("all_gather", 64, 2, "cpu")
+    assert sent_by(lambda: dist.all_gather(parts, torch.ones(8), group=group)) == gathered
+    assert sent_by(lambda: functional.all_gather_single(torch.ones(8), 0, group).sum()) == gathered
+    meter.start()
+    meter.remove()
+    dist.all_reduce(torch.ones(8), group=group)
+    assert not any(meter.read())
+
+
+def test_meter_counts_axis_groups_without_control_traffic(ranks):
+    ranks.run(2, count_by_group)
+
+
+# Ways to wait for an all-reduce, by the axis over which it runs
+WAYS = {
+    "synchronous": ("shard", lambda tensor, group: dist.all_reduce(tensor, group=group)),
+    "asynchronous": ("shard", lambda tensor, group: metering.wait(dist.all_reduce(tensor, group=group, async_op=True), group)),
+    "functional": ("tensor", lambda tensor, group: functional.all_reduce(tensor, "sum", group).sum()),
+}  # fmt: skip
+
+
+def wait_for_a_late_rank(way: str) -> list[float]:
+    """Calls, seconds and exposed seconds of an all-reduce for which rank 1 comes 2 s late."""
+    axis, reduce = WAYS[way]
+    mesh = parallel2d.build_mesh(parallel2d.MeshSpec(**{axis: 2}), "zero3")
     meter = CommunicationMeter(mesh).install()
     try:
-        for way in ways:
-            meter.start()
-            dist.barrier()
-            time.sleep(2.0 * dist.get_rank())
-            way()
-            values = dict(zip(COMMUNICATION_KEYS, meter.read(), strict=True))
-            found.append(
-                [values[f"comm/shard/{q}"] for q in ("calls", "seconds", "exposed_seconds")]
-            )
+        meter.start()
+        dist.barrier()
+        time.sleep(2.0 * dist.get_rank())
+        reduce(torch.ones(8), mesh.get_group(axis))
+        values = dict(zip(COMMUNICATION_KEYS, meter.read(), strict=True))
     finally:
         meter.remove()
-    return found
+    return [values[f"comm/{axis}/{each}"] for each in ("calls", "seconds", "exposed_seconds")]
 
 
-def test_on_cpu_exposed_is_what_the_thread_waited_however_it_waited(ranks):
-    for (calls, seconds, exposed), (_, late, _) in zip(
-        *ranks.run(2, wait_for_a_late_rank), strict=True
-    ):
-        assert calls == 1
-        assert seconds == exposed > 0.25
-        assert late < seconds
+@pytest.mark.parametrize("way", WAYS)
+def test_on_cpu_exposed_seconds_are_those_for_which_the_thread_was_blocked(ranks, way):
+    (calls, seconds, exposed), (_, late, _) = ranks.run(2, wait_for_a_late_rank, way)
+    assert calls == 1
+    assert seconds == exposed > 0.25
+    assert late < seconds
 
 
 def test_an_axis_that_deviates_is_named_once():

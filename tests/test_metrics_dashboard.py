@@ -46,7 +46,7 @@ def free_port():
 @contextlib.contextmanager
 def dashboard(runs):
     port = free_port()
-    words = [sys.executable, "-m", "parallel2d.dashboard", str(runs), "--port", str(port)]
+    words = [sys.executable, "-m", "tensorboard.main", "--logdir", str(runs), "--port", str(port)]
     server = subprocess.Popen(
         words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )

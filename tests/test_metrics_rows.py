@@ -16,8 +16,7 @@ import pytest
 from torch import nn
 from training import loss_of_logits
 
-from parallel2d import build_on_meta, dashboard
-from parallel2d.base.errors import ConfigError
+from parallel2d import build_on_meta
 from parallel2d.parallel.cost.flops import count_flops
 from parallel2d.training.data.batch import token_sequences
 from parallel2d.training.metrics import keys, recorder
@@ -255,15 +254,6 @@ def test_no_panel_of_the_dashboard_is_empty(chart):
     for pattern in LAYOUT[chart[0]][chart[1]]:
         tags = [*ROW, *(tag for tag, _ in OF_AN_AXIS.values())]
         assert any(re.match(pattern, key) for key in tags), pattern
-
-
-def test_the_dashboard_finds_every_run_below_a_folder(tmp_path):
-    for name in ("0", "1"):
-        (tmp_path / "sweep" / name / "tensorboard").mkdir(parents=True)
-    boards = dashboard.find_boards([str(tmp_path / "sweep")])
-    assert list(boards) == ["0", "1"]
-    with pytest.raises(ConfigError, match="no run with a tensorboard folder"):
-        dashboard.find_boards([str(tmp_path / "sweep" / "0" / "tensorboard")])
 
 
 def began(folder, from_step):

@@ -19,7 +19,7 @@ from test_command_line import SMALL, command, environment, execute, folder, rows
 from torch import nn
 from workers import logged
 
-from parallel2d.training.run_directory import read_segments
+from parallel2d.training.run_directory.start import read_segments
 
 
 def records(run_dir):

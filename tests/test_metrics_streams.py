@@ -25,7 +25,7 @@ class Event:
 def device():
     class Stream:
         def __init__(self, number):
-            self.cuda_stream, self.time = number, 0.0
+            self.number, self.time = number, 0.0
 
         def wait_event(self, event):
             event.wait(self)
@@ -46,9 +46,9 @@ def device():
         current = compute
 
     device = Device()
-    device.waits = StreamWaits(Stream, lambda: device.current, Event)
-    device.waits.install()
-    device.waits.start()
+    device.before = dict(vars(Stream))
+    device.waits = StreamWaits(lambda: device.current, Event)
+    device.waits.start([device.gather, device.scatter, device.reduce])
     yield device
     device.waits.remove()
 
@@ -109,6 +109,10 @@ def test_waits_for_other_work_and_those_of_other_streams_are_none(device):
     assert device.waits.waits == []
 
 
-def test_removed_it_leaves_the_streams_as_they_were(device):
+def test_class_of_streams_is_unchanged_and_removal_restores_the_streams(device):
+    gathered = issue(device, device.gather, "shard", 1.0)
+    assert "wait" in vars(gathered)
+    assert dict(vars(type(device.gather))) == device.before
     device.waits.remove()
-    assert not hasattr(device.compute.record_event(), "_parallel2d_axis")
+    assert "record_event" not in vars(device.gather)
+    assert "wait" not in vars(issue(device, device.gather, "shard", 1.0))

@@ -16,7 +16,7 @@ from parallel2d import (
     build_mesh,
     build_on_meta,
     clip_gradient_norm,
-    launching,
+    mesh_shape,
     parallelize,
 )
 from parallel2d.base.config import PrecisionConfig
@@ -37,7 +37,9 @@ from parallel2d.train import main
 ])  # fmt: skip
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_command_refuses_it_on_cpu(tmp_path, monkeypatch, capsys, word, reason):
-    monkeypatch.setattr(launching, "start_workers", lambda *_: pytest.fail("workers were started"))
+    monkeypatch.setattr(
+        "parallel2d.train.start_workers", lambda *_: pytest.fail("workers were started")
+    )
     (tmp_path / "text.txt").write_text("some words of a text\n" * 500)
     monkeypatch.chdir(tmp_path)
     data = ["data=text", "data.path=text.txt", "data.cache_dir=cache", "train.seq_len=16"]
@@ -75,7 +77,7 @@ def _offloaded():
     model = nn.Sequential(nn.Linear(6, 8), *blocks)
     expected = copy.deepcopy(model)
     mesh = build_mesh(MeshSpec(), "zero3")
-    layout = resolve(ParallelConfig("zero3"), mesh, model)
+    layout = resolve(ParallelConfig("zero3"), mesh_shape(mesh), model, mesh=mesh)
     layout.config.cpu_offload = True
     model = shard(model, mesh, layout)
     allocate(model, "cpu", offload=True)

@@ -16,12 +16,8 @@ STRATEGIES = ("ddp", "zero2", "zero3", "hybrid_zero2", "hybrid", "hybrid_full")
 BUCKETINGS = ("none", "layer", "block", "size")
 TENSOR = (1, 2)
 ACCUMULATION = (1, 2)
-ENGINES = ("parallel2d", "torch")  # of the replicate axis; without one they are the same
 
-FULL = [
-    case for case in itertools.product(STRATEGIES, BUCKETINGS, TENSOR, ACCUMULATION, ENGINES)
-    if case[0] in ("ddp", "hybrid", "hybrid_zero2") or case[4] == "parallel2d"
-]  # fmt: skip
+FULL = list(itertools.product(STRATEGIES, BUCKETINGS, TENSOR, ACCUMULATION))
 
 
 def named(case: tuple[Any, ...]) -> str:
@@ -47,7 +43,7 @@ COVER = pairwise(FULL)
 # Of each strategy the case with the fewest collectives
 CHEAPEST = [
     min(
-        (c for c in COVER if c[0] == s and c[2] == 1 and c[4] == "parallel2d"),
+        (c for c in COVER if c[0] == s and c[2] == 1),
         key=lambda c: (c[3], ("block", "size", "layer", "none").index(c[1])),
     )
     for s in STRATEGIES
@@ -72,12 +68,11 @@ def reference(dtype: torch.dtype, steps: int) -> dict[str, Any]:
     return training.reference(initial_model(), steps=steps, dtype=dtype)
 
 
-def layout(strategy: str, bucketing: str, engine: str = "parallel2d") -> dict[str, Any]:
-    from parallel2d.base.config import BucketingConfig, SyncConfig
+def layout(strategy: str, bucketing: str) -> dict[str, Any]:
+    from parallel2d.base.config import BucketingConfig
 
     return {
         "strategy": strategy,
-        "sync": SyncConfig(engine=engine),
         "bucketing": BucketingConfig("size", 0.02) if bucketing == "size" else bucketing,
     }
 
@@ -113,8 +108,8 @@ def check(ranks, world, mesh, config, *, precision="fp64", steps=3, **options):
 
 
 def check_case(ranks, case, **options):
-    strategy, bucketing, tensor, accumulation, engine = case
-    config, world = layout(strategy, bucketing, engine), world_of(strategy, tensor)
+    strategy, bucketing, tensor, accumulation = case
+    config, world = layout(strategy, bucketing), world_of(strategy, tensor)
     return check(ranks, world, {"tensor": tensor}, config, accumulation=accumulation, **options)
 
 

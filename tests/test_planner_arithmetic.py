@@ -87,7 +87,6 @@ CASES: dict[str, tuple[str, tuple[int, int, int], OptimizerConfig, dict[str, Any
     "hybrid, amsgrad, bf16": ("odd", HYBRID, dataclasses.replace(ADAMW, amsgrad=True), {"precision": "bf16", "sync": SyncConfig(wire="int8")}),
     "hybrid, sgd, stored": ("odd", HYBRID, OPTIMIZERS["sgd"], {"precision": STORED, "sync": SyncConfig(during_accumulation="full")}),
     "hybrid, kept": ("odd", HYBRID, LOOP, {"precision": KEPT, "sync": SyncConfig(during_accumulation="none")}),
-    "hybrid, torch": ("attending", HYBRID, ADAMW, {"precision": "bf16_reduce_bf16", "sync": SyncConfig(engine="torch")}),
     "hybrid, fp64, fp32 wire": ("odd", HYBRID, dataclasses.replace(OPTIMIZERS["sgd"], momentum=0.0), {"precision": "fp64", "sync": SyncConfig(wire="fp32")}),
     "full, masters": ("odd", (3, 4, 1), ADAMW, {"strategy": "hybrid_full", "sync": SyncConfig(wire="bf16"), "precision": BUFFERS}),
     "full, int4": ("odd", (3, 4, 1), ADAMW, {"strategy": "hybrid_full", "sync": SyncConfig(wire="int4", warmup=0)}),

@@ -19,7 +19,7 @@ import parallel2d
 from parallel2d.base.config.composition import compose
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.runtime import Runtime
-from parallel2d.base.topology import Topology
+from parallel2d.base.topology import RankIdentity, Topology
 from parallel2d.instruments.planner.layout_cost import cost_of
 from parallel2d.instruments.preflight.check import ClusterCheck
 from parallel2d.instruments.preflight.verdict import (
@@ -29,7 +29,6 @@ from parallel2d.instruments.preflight.verdict import (
     judge_nodes,
     judge_speeds,
 )
-from parallel2d.launching import RankIdentity
 from parallel2d.launching.network_interface import choose_interface, is_loopback, list_interfaces
 from parallel2d.preflight import main, understand
 from tools.cluster import Cluster, why_not
@@ -56,7 +55,7 @@ def test_what_the_user_set_wins():
 
 
 def facts(host: str, faults: tuple[Finding, ...] = (), **versions: str) -> NodeFacts:
-    required = {"torch": "2.13.0", "GPUs": "none", **versions}
+    required = {"torch": "2.14.1", "GPUs": "none", **versions}
     return NodeFacts(host, 2, required, "cpu", 1 << 34, list(faults))
 
 
@@ -66,16 +65,16 @@ def told(nodes: list[NodeFacts], clocks: list[float] | None = None) -> list[tupl
 
 
 def test_a_version_or_device_that_differs_names_the_nodes():
-    nodes = [facts("node0"), facts("node1", torch="2.14.0"), facts("node2")]
-    assert told(nodes) == [("red", "node1: torch 2.14.0, the others 2.13.0")]
+    nodes = [facts("node0"), facts("node1", torch="2.15.0"), facts("node2")]
+    assert told(nodes) == [("red", "node1: torch 2.15.0, the others 2.14.1")]
     # among equals that of the first node is the usual one; a key that is missing differs too
     pair = [facts("node0", nccl="2.27"), facts("node1", GPUs="H100, H100")]
     assert told(pair) == [
         ("red", "node1: GPUs H100, H100, the others none"),
         ("red", "node1: nccl none, the others 2.27"),
     ]
-    many = [facts(f"node{k}", torch="2.14.0" if k > 9 else "2.13.0") for k in range(19)]
-    assert told(many)[0][1].startswith("node10, node11, node12, node13, node14 ...: torch 2.14.0")
+    many = [facts(f"node{k}", torch="2.15.0" if k > 9 else "2.14.1") for k in range(19)]
+    assert told(many)[0][1].startswith("node10, node11, node12, node13, node14 ...: torch 2.15.0")
     assert told([facts("node0"), facts("node1")]) == []
 
 
@@ -228,7 +227,7 @@ def test_wrong_arguments_end_with_2(words, message, capsys, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_what_cannot_meet_is_one_message(capsys, monkeypatch):
-    monkeypatch.setattr("parallel2d.launching.start_server", lambda: None)
+    monkeypatch.setattr("parallel2d.preflight.start_server", lambda: None)
     assert main(["--nnodes=2", "--endpoint=nowhere.invalid:1", "--timeout=1"]) == 1
     assert "host name nowhere.invalid does not resolve on" in capsys.readouterr().err
     addresses = [each.address for each in list_interfaces() if ":" not in each.address]

@@ -44,7 +44,7 @@ def segment(number, first_step, layout, restarted=False, words=("train.steps=30"
     config = {"optimizer": {"lr": 0.1}, "mesh": layout["mesh"], "strategy": {"name": layout["strategy"]}}  # fmt: skip
     return {
         "number": number, "first_step": first_step, "restarted": restarted, "begun": f"2026-11-22 10:0{number}:00 +0000", "command": list(words),
-        "config": config, "layout": layout, "versions": {"parallel2d": "0.1.0", "torch": "2.13.0"},
+        "config": config, "layout": layout, "versions": {"parallel2d": "0.1.0", "torch": "2.14.1"},
     }  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def test_events_of_a_run(folder):
         ("checkpoint", 10), ("checkpoint", 20), ("checkpoint", 30), ("stop", 30),
     ]  # fmt: skip
     assert events[0][2] == (
-        "start 1, 2026-11-22 10:01:00 +0000, parallel2d 0.1.0 torch 2.13.0: parallel2d train train.steps=30"
+        "start 1, 2026-11-22 10:01:00 +0000, parallel2d 0.1.0 torch 2.14.1: parallel2d train train.steps=30"
     )
     assert "mesh.replicate: 2 -> 1" in events[3][2]
     assert {kind for kind, _, _ in events_of(zero3)} == {"start", "checkpoint"}

@@ -11,7 +11,6 @@ import pytest
 from jobs import peak_memory
 from test_report import FOUR, row, segment, write_run
 
-from parallel2d.dashboard import main as dashboard
 from parallel2d.instruments.report.page import POLICY, markdown, page
 from parallel2d.instruments.report.runs import COLUMNS, NOT_FINITE, read_run
 from parallel2d.report import main as report
@@ -116,12 +115,6 @@ def test_a_report_reads_files_alone(tmp_path, capsys, name, kind):
     assert said.startswith(f"parallel2d: {run}/{name}")
     assert len(said.splitlines()) == 1
     assert sorted(path.name for path in run.glob("report*")) == []
-    (run / "tensorboard").mkdir()
-    if kind == "pipe":
-        os.mkfifo(run / "tensorboard" / "events")
-    else:
-        (run / "tensorboard" / "events").symlink_to("/dev/zero")
-    assert dashboard([str(run)]) == 2
 
 
 def hostile_run(folder):

@@ -21,20 +21,21 @@ from parallel2d.instruments.report.runs import parts_of, read_run
 from parallel2d.rank import _Escaped
 from parallel2d.training.assemble import _say_new_rate
 from parallel2d.training.metrics.recorder import Goodput
-from parallel2d.training.run_directory import (
+from parallel2d.training.run_directory import end, start
+from parallel2d.training.run_directory.end import (
+    note_failure,
+    objective_missing,
+    read_objective,
+    summarize,
+)
+from parallel2d.training.run_directory.start import (
     RunClaim,
     Segment,
     accept_start,
     changes_since,
     discard_pending,
-    end,
-    note_failure,
-    read_objective,
     read_segments,
-    start,
-    summarize,
 )
-from parallel2d.training.run_directory.end import objective_missing
 
 LAYOUT = {"strategy": "hybrid", "mesh": {"replicate": 2, "shard": 2, "tensor": 1}, "predicted": {"comm/shard/bytes": 8.0}}  # fmt: skip
 

@@ -1,9 +1,13 @@
 """A model built straight into its shards; parameters that are left out of sharding."""
 
 import contextlib
+import copy
+import cProfile
+import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 import training
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -61,7 +65,6 @@ class Broken(nn.Module):
 def misused():
     mesh = build_mesh(MeshSpec(), "zero3")
     said = []
-    original = nn.Module.__init__, nn.Module.register_parameter
     kept = []
     with pytest.raises(ValueError, match="no such size"):
         with model_sharded_context(mesh, ParallelConfig("zero3"), seed=0):
@@ -74,8 +77,7 @@ def misused():
                 held = content()
                 del held
         said.append(str(error.value)[:63])
-    restored = (nn.Module.__init__, nn.Module.register_parameter) == original
-    return said, half_done, restored, nn.Linear(2, 2).weight.is_meta, several(mesh)
+    return said, half_done, nn.Linear(2, 2).weight.is_meta, several(mesh)
 
 
 def several(mesh):
@@ -91,10 +93,72 @@ def several(mesh):
 
 def test_each_outermost_module_is_parallelized_and_after_an_exception_none(ranks):
     nothing = "model_sharded_context: no module with parameters was built insi"
-    for said, half_done, restored, still_on_meta, outermost in ranks.run(2, misused):
+    for said, half_done, still_on_meta, outermost in ranks.run(2, misused):
         assert said == [nothing] * 3
-        assert (half_done, restored, still_on_meta) == (False, True, False)
+        assert (half_done, still_on_meta) == (False, False)
         assert outermost == (True, "FSDPLinear", (2, 4))
+
+
+class Critic(nn.Module):
+    def __init__(self, draws):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        if draws:
+            self.scale = nn.Parameter(torch.randn(8))
+        self.register_buffer("noise", torch.randn(3))
+
+
+def weights_of_critics(draws):
+    """The first weights of two critics that are built in one context, and of a copy of the second where its initializers set all of it."""
+    mesh = build_mesh(MeshSpec(), "zero3")
+    torch.manual_seed(0)
+    with model_sharded_context(mesh, ParallelConfig("zero3"), seed=0):
+        critics = [Critic(draws), Critic(draws)]
+        critics += [] if draws else [copy.deepcopy(critics[1])]
+    states = [full_state(each, rank0_only=False)["model"] for each in critics]
+    return [state["layers.0.weight"].tolist() for state in states]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_modules_of_one_context_have_different_weights_and_a_copy_those_of_its_original(
+    ranks, draws
+):
+    for first, second, *copied in ranks.run(2, weights_of_critics, draws):
+        assert first != second
+        assert copied == ([] if draws else [second])
+
+
+def build_with_other_noise():
+    mesh = build_mesh(MeshSpec(), "zero3")
+    torch.manual_seed(dist.get_rank())
+    with build_on_meta():
+        model = Critic(draws=False)
+    return refusal(parallelize, model, mesh, ParallelConfig("zero3"), seed=0)
+
+
+def test_buffer_that_ranks_draw_differently_is_refused_by_name(ranks):
+    for message in ranks.run(2, build_with_other_noise):
+        assert message.startswith("ranks [1] hold other values of the buffer noise than rank 0")
+
+
+def test_context_replaces_no_attribute_of_modules_and_restores_profilers():
+    def attributes():
+        return {name: id(value) for name, value in vars(nn.Module).items()}
+
+    before, seen = attributes(), []
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        with build_on_meta():
+            nn.Linear(2, 2)
+            seen.append(attributes())
+        kept = sys.getprofile() is profiler
+    finally:
+        profiler.disable()
+    seen.append(attributes())
+    assert seen == [before] * 2
+    assert kept
+    assert not nn.Linear(2, 2).weight.is_meta
 
 
 class Adapted(nn.Module):

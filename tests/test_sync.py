@@ -28,7 +28,7 @@ from parallel2d import (
     register_sync_hook,
     replicate_group,
 )
-from parallel2d.base.config import PrecisionConfig, SyncConfig
+from parallel2d.base.config import SyncConfig
 from parallel2d.parallel import fsdp_internals
 from parallel2d.parallel.fsdp_internals.sharded_model import groups, states
 from parallel2d.parallel.mesh import mesh_shape
@@ -110,14 +110,13 @@ def test_a_hook_reduces_each_bucket_and_torchs_own_hooks_work(ranks):
         assert len(buckets) > 2
 
 
-def _hook_without_replicas(spec, **sync):
-    register_sync_hook(sharded(spec=spec, sync=SyncConfig(**sync))[0], mean_in_place)
+def _hook_without_replicas():
+    register_sync_hook(sharded(spec=MeshSpec(shard=4))[0], mean_in_place)
 
 
-@pytest.mark.parametrize(("spec", "sync"), [(MeshSpec(shard=4), {}), (HYBRID, {"engine": "torch"})])
-def test_a_hook_is_refused_where_nothing_of_ours_crosses_replicas(ranks, spec, sync):
+def test_sync_hook_is_refused_on_a_mesh_with_one_replica(ranks):
     with pytest.raises(WorkerError, match="ConfigError: no gradients cross a replicate axis here"):
-        ranks.run(4, _hook_without_replicas, spec, **sync)
+        ranks.run(4, _hook_without_replicas)
 
 
 def _accumulate_hooks(case):
@@ -415,24 +414,6 @@ def _odd_loops():
 def test_loops_that_people_write_give_the_gradients_of_one_process(ranks):
     for found in ranks.run(4, _odd_loops):
         assert {name: worst for name, worst in found.items() if not worst <= 1e-9} == {}
-
-
-def _with_torch(what):
-    torch.manual_seed(0)
-    model, precision = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "fp32"
-    if what == "a scalar":
-        model.scale = nn.Parameter(torch.tensor(1.0))
-    else:
-        precision = PrecisionConfig(param="bf16", reduce="bf16", keep_low_precision_gradients=True)
-    config = ParallelConfig("hybrid", precision=precision, sync=SyncConfig(engine="torch"))
-    parallelize(model, build_mesh(HYBRID, "hybrid"), config)
-
-
-@pytest.mark.parametrize("what", ["a scalar", "narrow gradients"])
-def test_torchs_engine_says_what_it_cannot_do(ranks, what):
-    told = r"ConfigError: .*sync.engine=torch: .* a matter of sync.engine=parallel2d alone"
-    with pytest.raises(WorkerError, match=told):
-        ranks.run(4, _with_torch, what)
 
 
 def _lacking():

@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError, did_you_mean
+from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import agreed, first_rank, present_ranks
 
 _Class = TypeVar("_Class", bound=type)
@@ -47,12 +48,16 @@ def _name(kind: type) -> str:
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The values of ``group``'s ranks, in order. Collective. TypeError for what cannot be sent."""
-    return _gathered(value, group, None)
+    return _decoded(_received(value, group))
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None, to: int | None = None) -> list[Any]:
-    """As `all_gather`, on global rank ``to`` alone (default: the first); empty elsewhere."""
-    return _gathered(value, group, first_rank() if to is None else to)
+    """As `all_gather`, on global rank ``to`` only (default: the first); empty elsewhere."""
+    # A ring of all ranks: `dist.gather` would open a connection from each rank to this one.
+    received = _received(value, group)
+    if dist.get_rank() != (first_rank() if to is None else to):
+        return []
+    return _decoded(received)
 
 
 def broadcast(value: Any, source: int | None = None, group: dist.ProcessGroup | None = None) -> Any:
@@ -91,8 +96,9 @@ def raise_together(problem: str | None, source: int) -> None:
         raise ConfigError(problem)
 
 
-def _gathered(value: Any, group: dist.ProcessGroup | None, to: int | None) -> list[Any]:
-    """The values of all ranks, on global rank ``to`` or, without one, on each. Collective."""
+@control_traffic()
+def _received(value: Any, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """The encoded values of all ranks, by rank. Collective."""
     device = _device(group)
     data = _encoded(value, device)
     ranks = dist.get_world_size(group)
@@ -102,16 +108,13 @@ def _gathered(value: Any, group: dist.ProcessGroup | None, to: int | None) -> li
     # Gathering needs tensors of one shape: zeros up to the length of the longest.
     own = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     own[: data.numel()] = data
-    received: list[Tensor] = []
-    if to in (None, dist.get_rank()):
-        received = [torch.zeros_like(own) for _ in sizes]
-    if to is None:
-        c10d.all_gather(received, own, group=group)
-    else:
-        c10d.gather(own, received or None, dst=to, group=group)
-    # Where nothing was received there are sizes alone.
-    parts = [each[:size] for each, size in zip(received, sizes, strict=False)]
-    data_of_all = [part.cpu().numpy().tobytes() for part in parts]
+    received = [torch.zeros_like(own) for _ in sizes]
+    c10d.all_gather(received, own, group=group)
+    return [each[:size] for each, size in zip(received, sizes, strict=True)]
+
+
+def _decoded(received: list[Tensor]) -> list[Any]:
+    data_of_all = [part.cpu().numpy().tobytes() for part in received]
     # A rank that is not there has sent nothing, or its length alone: no JSON begins with a zero.
     return [decode(data) for data in data_of_all if data[:1].strip(b"\0")]
 
@@ -313,7 +316,8 @@ def reduce(
     result = value.detach().clone().to(sums)
     if dist.is_initialized():
         result = result.contiguous()
-        dist.all_reduce(result, operation, group)
+        with control_traffic():
+            dist.all_reduce(result, operation, group)
         if is_mean:
             result /= present_ranks() if group is None else dist.get_world_size(group)
     return result.to(kept)

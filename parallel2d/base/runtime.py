@@ -17,6 +17,7 @@ import logging
 import os
 import random
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +29,7 @@ import torch.distributed as dist
 
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.open_files import prepare
 from parallel2d.base.replicas import (
     current,
     first_rank,
@@ -82,7 +84,7 @@ def _store_of_torchrun(host: str, port: int) -> Any:
         ) from None
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return store  # the counters of several nodes may differ
-    # Torch 2.13 keeps the store when it starts ranks again, and in it addresses of ended ones.
+    # torchrun keeps the store when it restarts ranks, and with it addresses of ended ones.
     return dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -103,6 +105,7 @@ _setups = 0  # how often this process has called `setup`; each call has its own 
 _stores: dict[tuple[str, ...], Any] = {}  # the latest store of `setup`, by its address
 _servers: list[StoreServer] = []  # under srun, on rank 0, until this process ends
 _undo: dict[Callable[[], object], None] = {}  # a set that keeps the order of `on_teardown`
+_patient: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _hosts: tuple[str, ...] = ()  # by rank, while a process group of ours exists
 
 
@@ -221,6 +224,11 @@ def _join(
 ) -> Runtime:
     """Makes the default process group and gathers the hosts of its ranks. Collective."""
     global _hosts
+    prepare(identity.world_size)
+    # Gloo then connects a pair of ranks at their first message. Otherwise each group connects every
+    # rank with all others, and reads their addresses from the store: N descriptors per rank and
+    # group, and 8 N^3 bytes for N ranks.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     device, backend = _choose_device(identity)
     waits = LaunchConfig(timeout=timeout_s, first_step_timeout=first_timeout_s)
     rank, size = identity.rank, identity.world_size
@@ -308,16 +316,26 @@ def release_groups() -> None:
     gc.collect()
 
 
+def patient_group(timeout: timedelta) -> dist.ProcessGroup:
+    """Make a gloo group of all ranks for work that waits for disks: `limit_waiting` does not change
+    its ``timeout``. Collective."""
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)  # every rank is a member
+    _patient.add(group)
+    return group
+
+
 def limit_waiting(seconds: float) -> None:
     """From now on a collective on any process group that exists waits at most ``seconds`` for a
     late rank. Call it after the first step; see [Note: two timeouts]. Groups made later have
-    torch's own default again, those of a mesh from `parallel2d.build_mesh` the one of the world."""
+    torch's own default again, those of a mesh from `parallel2d.build_mesh` the one of the world;
+    groups in which checkpoints are saved keep theirs."""
     limit = timedelta(seconds=seconds)
     if (replicas := current()) is not None:
         replicas.timeout = limit
     for group in list(dist.distributed_c10d._world.pg_map):
-        if getattr(group, "inner", group) is not None:
-            dist.distributed_c10d._set_pg_timeout(limit, group)
+        if getattr(group, "inner", group) is not None and group not in _patient:
+            dist.set_timeout(limit, group)
 
 
 def barrier(name: str, timeout_s: float | None = None) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from parallel2d.base.errors import ConfigError, counted
 
-JOB = "PARALLEL2D_JOB"  # set by the launcher of one node for its workers: the job, as JSON
+JOB = "PARALLEL2D_JOB"  # set by the launcher of one node for its workers: the file of the job
 AGENT = "PARALLEL2D_AGENT"  # set by our launcher: its folder, which lives as long as it does
 # set by our launcher: the endpoint of the workers' store, and the prefix of their keys in it
 STORE, PREFIX = "PARALLEL2D_STORE", "PARALLEL2D_STORE_PREFIX"

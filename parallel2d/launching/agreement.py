@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from parallel2d.base import files
-from parallel2d.base.config import Job, TrainConfig
 from parallel2d.base.config.composition import Composition, compose, from_yaml, to_yaml
+from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.config.sweep import run_sweep
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders as folders
@@ -28,10 +28,11 @@ from parallel2d.base.topology import AGENT, JOB, LIFE, RankIdentity
 if TYPE_CHECKING:
     from parallel2d.training.metrics.watch import Position
 
-# Chooses what is left to the planner, from the words and the ranks of each node that is there.
-# Returns `Job.ranks` too.
+# Chooses the layout that is left to the planner, from the overrides and the ranks of each live
+# node. Returns `Job.sizes` too.
 ChooseLayout = Callable[
-    [TrainConfig, Sequence[str], RankIdentity, Sequence[int]], tuple[TrainConfig, int | None]
+    [TrainConfig, Sequence[str], RankIdentity, Sequence[int]],
+    tuple[TrainConfig, Mapping[str, int] | None],
 ]
 PUBLISHED = "parallel2d/job"  # the job, in the store
 _RECORDED = {"run_dir", "config", "words", "records", "label"}
@@ -49,8 +50,9 @@ def agree_on_job(
     ``choose_layout``: rank 0 calls it, at each start, since after a restart there may be other
     nodes. None when rank 0 had nothing to run (``--help``). See [Note: one run directory]."""
     comes_back = os.environ.get(LIFE, "0") != "0"  # to a job that goes on
+    config = None
     if not comes_back:
-        _publish_job(identity, store, arguments, composition, choose_layout)
+        config = _publish_job(identity, store, arguments, composition, choose_layout)
     received = json.loads(store.get(PUBLISHED))
     if received is None:
         return None
@@ -58,7 +60,8 @@ def agree_on_job(
         raise ConfigError(received["error"])
     if identity.local_rank == 0:
         _record_job({key: received[key] for key in _RECORDED})
-    config = from_yaml(received["chosen"])
+    # Rank 0 has parsed the configuration before it published it.
+    config = config or from_yaml(received["chosen"])
     for word in arguments:
         if word.startswith("launch.host_id="):  # the one key that differs between nodes
             config.launch.host_id = word.partition("=")[2]
@@ -69,11 +72,11 @@ def agree_on_job(
         restarted=received["restarted"] or comes_back,
         records=received["records"],
         label=received["label"],
-        ranks=received["ranks"],
+        sizes=received["sizes"],
     )
 
 
-def job_record(job: Job) -> dict[str, Any]:
+def _record_of(job: Job) -> dict[str, Any]:
     """Describes a job to ranks, and to those that replace them."""
     return {
         "run_dir": job.run_dir,
@@ -84,33 +87,47 @@ def job_record(job: Job) -> dict[str, Any]:
     }
 
 
+def write_job(job: Job, folder: str) -> str:
+    """Write the job for the ranks that this launcher starts. Returns the path of the file."""
+    path = os.path.join(folder, "composed.json")
+    files.replace(path, json.dumps(_record_of(job)))
+    return path
+
+
 def _publish_job(
     identity: RankIdentity,
     store: Any,
     arguments: Sequence[str],
     composition: Composition | None,
     choose_layout: ChooseLayout,
-) -> None:
-    """The first rank of each node tells what it has on record, and its ranks. Rank 0 puts the job
-    of the workers that these replace, or a new one, with the layout for these ranks into ``store``;
-    what went wrong there too, and raises it."""
+) -> TrainConfig | None:
+    """Publish the record and the number of ranks of each node, and then, on rank 0, the job.
+
+    The job is that of the workers that these replace, or a new one, with the layout for these
+    ranks. Rank 0 publishes an error too, and raises it. Returns the published configuration on rank
+    0, and None on the other ranks and where there is no job.
+    """
     if identity.local_rank == 0:
         record = _recorded_job(launcher_folder()) if _is_started_again() else None
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         store.set(f"parallel2d/recorded/{identity.node}", json.dumps([record, local]))
     if identity.rank != 0:
-        return
+        return None
     keys = [f"parallel2d/recorded/{node}" for node in range(identity.nodes)]
     records, sizes = zip(*map(json.loads, map(store.get, keys)), strict=True)
     earlier = next(filter(None, records), None)
     message: dict[str, Any] | None = None
     try:
-        job = earlier or _first_job(identity, arguments, composition)
-        if job is not None:
-            config = from_yaml(job["config"])
-            chosen, ranks = choose_layout(config, job["words"], identity, sizes)
-            message = {**job, "chosen": to_yaml(chosen), "restarted": earlier is not None}
-            message["ranks"] = ranks
+        job = (earlier, None) if earlier else _first_job(identity, arguments, composition)
+        record, config = job
+        if record is None:
+            return None
+        config = config or from_yaml(record["config"])
+        chosen, mesh_sizes = choose_layout(config, record["words"], identity, sizes)
+        text = record["config"] if chosen is config else to_yaml(chosen)
+        restarted = earlier is not None
+        message = {**record, "chosen": text, "sizes": mesh_sizes, "restarted": restarted}
+        return chosen
     except ConfigError as error:
         message = {"error": str(error)}
         raise
@@ -120,11 +137,11 @@ def _publish_job(
 
 def _first_job(
     identity: RankIdentity, arguments: Sequence[str], composition: Composition | None
-) -> dict[str, Any] | None:
-    """Returns what the launcher or this process has composed; None for no job."""
+) -> tuple[dict[str, Any] | None, TrainConfig | None]:
+    """Return the record of the job that the launcher or this process has composed, and its
+    configuration if it was composed here. The record is None for no job."""
     if identity.launcher == "self":
-        record: dict[str, Any] = json.loads(os.environ[JOB])
-        return record
+        return files.read_json(os.environ[JOB]), None
     if not {"-m", "--multirun"}.isdisjoint(arguments):
         raise ConfigError("-m is refused here: torchrun, srun and launch.nnodes start one job")
     jobs: list[Job] = []
@@ -133,7 +150,7 @@ def _first_job(
         run_sweep(arguments, jobs.append)
     else:
         composition.start(jobs.append)
-    return job_record(jobs[0]) if jobs else None
+    return (_record_of(jobs[0]), jobs[0].config) if jobs else (None, None)
 
 
 def launcher_folder() -> str:

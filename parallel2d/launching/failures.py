@@ -23,7 +23,7 @@ from parallel2d.base.errors import ConfigError, EndsSweep, PlainError
 from parallel2d.base.store.address import answered_within
 from parallel2d.base.topology import RankIdentity
 from parallel2d.launching.rank_processes import LOST, has_own_log
-from parallel2d.training.run_directory import note_failure
+from parallel2d.training.run_directory.end import note_failure
 
 _BROKEN_CONNECTION = re.compile(
     "Connection closed by peer|Connection reset|Broken pipe|Connection refused|"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
-import json
 import os
 import signal
 import sys
@@ -18,12 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from parallel2d.base.config import Job, LaunchConfig
+from parallel2d.base.config.job import Job, LaunchConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
 from parallel2d.base.store.secret import NOBODYS, write_secret
 from parallel2d.base.topology import JOB
-from parallel2d.launching.agreement import folder_errors_explained, job_record, recorded_run_dir
+from parallel2d.launching.agreement import folder_errors_explained, recorded_run_dir, write_job
 from parallel2d.launching.failures import (
     Preempted,
     RankFailure,
@@ -75,8 +74,8 @@ def start_workers(job: Job, nproc: int) -> None:
     from parallel2d.launching.rendezvous import own_rendezvous
 
     settings, checkpoint = job.config.launch, job.config.checkpoint
-    given = {JOB: json.dumps(job_record(job)), **_defaults(nproc, "lo")}
-    with launcher_environment(given) as folder:
+    with launcher_environment(_defaults(nproc, "lo")) as folder:
+        os.environ[JOB] = write_job(job, folder)
         logs = os.path.join(job.run_dir, "logs")
         workers = NodeWorkers((), nproc, settings, folder, logs, save=checkpoint.enabled)
         with (

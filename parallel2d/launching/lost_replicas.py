@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from parallel2d.launching.agreement import PUBLISHED
 from parallel2d.launching.failures import RankFailure
 from parallel2d.launching.node_ranks import NodeRanks
 from parallel2d.launching.round import Launcher, Round, State
-from parallel2d.training.run_directory import has_owner
+from parallel2d.training.run_directory.start import has_owner
 
 _LONGEST_PAUSE_S = 60.0  # before a replica starts again
 _STOPPED_S = 1.0  # after which a rank that is stopped counts as lost
@@ -65,7 +66,7 @@ class Latecomer:
         if _all_events(store).restarts:
             return None  # the others open a round for that
         own, members, nodes = self._round.own, self._round.state.members, self._round.largest
-        may_lack_nodes = bool(job.get("ranks"))
+        may_lack_nodes = bool(job.get("sizes"))
         if may_lack_nodes:
             _check_fit(job, own.size, nodes)
         for each in lost:
@@ -90,16 +91,17 @@ def _published(store: Any) -> dict[str, Any]:
 def _starts_again(job: dict[str, Any], has_begun: bool, has_lost: bool) -> bool:
     """Whether all ranks of ``job``, which has no place for another node as it is, have to start
     again for that one: it may lack nodes only once it has begun."""
-    if job.get("ranks"):
+    if job.get("sizes"):
         return has_lost and not has_begun
     return has_lost or has_begun or bool(job)
 
 
 def _check_fit(job: dict[str, Any], size: int, nodes: int) -> None:
-    if job["ranks"] != size * nodes:
+    ranks = math.prod(job["sizes"].values())
+    if ranks != size * nodes:
         raise ConfigError(
-            f"the job that runs has {job['ranks']} ranks on {nodes} nodes, and this node would "
-            f"start {size}; give it launch.nproc_per_node={job['ranks'] // nodes}"
+            f"the running job has {ranks} ranks on {nodes} nodes, and this node would start "
+            f"{size}; give it launch.nproc_per_node={ranks // nodes}"
         )
     if not has_owner(job["run_dir"]):
         raise ConfigError(

@@ -18,7 +18,6 @@ import contextlib
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import pkgutil
 import select
@@ -26,7 +25,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from parallel2d.launching.processes import BATCH_SIGNALS, end_with_parent, set_process_name
@@ -162,8 +163,8 @@ def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
     gc.collect()
     gc.freeze()
     gc.enable()
-    requests = socket.socket(fileno=descriptor)
-    ranks: dict[Any, socket.socket] = {}
+    requests, server = socket.socket(fileno=descriptor), os.getpid()
+    ranks: dict[int, socket.socket] = {}  # by process id
     while True:
         if select.select([requests], [], [], _REPORT_S if ranks else None)[0]:
             _, descriptors, _, _ = socket.recv_fds(requests, 1, 1)
@@ -171,14 +172,42 @@ def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
                 os._exit(0)  # the launcher has ended
             connection = socket.socket(fileno=descriptors[0])
             others = [requests, *ranks.values()]
-            rank = multiprocessing.get_context("fork").Process(
-                target=_run_rank, args=(os.getpid(), connection, others)
-            )
-            rank.start()
-            ranks[rank] = connection
-        for rank in [rank for rank in ranks if rank.exitcode is not None]:
-            with ranks.pop(rank) as connection, contextlib.suppress(OSError):
-                connection.send(rank.exitcode.to_bytes(4, "big", signed=True))
+            # `multiprocessing` would leave two pipes of each earlier rank open in every later one.
+            pid = os.fork()
+            if not pid:
+                _exit_with(_run_rank, server, connection, others)
+            ranks[pid] = connection
+        while ranks:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            code = os.waitstatus_to_exitcode(status)
+            # A preloaded module may have started processes too.
+            if pid in ranks:
+                with ranks.pop(pid) as connection, contextlib.suppress(OSError):
+                    connection.send(code.to_bytes(4, "big", signed=True))
+
+
+def _exit_with(run: Callable[..., object], *arguments: Any) -> NoReturn:
+    """End this process, a fork of the server, as a Python process ends that calls ``run``."""
+    code: object = 1
+    try:
+        run(*arguments)
+        code = 0
+    except SystemExit as error:
+        code = error.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads of the rank
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        # Not `sys.exit`: the frames of the server are below this one.
+        os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 _console: dict[int, int] = {}  # of a rank that prints into a log: the launcher's streams

@@ -8,15 +8,18 @@ parameters alone matter, the two are one axis, ``shard``, of the mesh that `shar
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
+import weakref
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.config import AXES, MeshConfig, StrategyConfig, named_strategy
+from parallel2d.base.config.parallel import AXES, MeshConfig, StrategyConfig, named_strategy
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import absent_ranks, current, init_plain_world
 from parallel2d.base.runtime import release_groups
 from parallel2d.base.topology import Topology
@@ -53,6 +56,13 @@ def build_mesh(
     spec = spec or MeshSpec()
     topology = topology or Topology.gather()
     shape = spec.resolve(strategy, topology)
+    return place_mesh(shape, topology, allow_cross_node, device_type)
+
+
+def place_mesh(
+    shape: MeshShape, topology: Topology, allow_cross_node: bool, device_type: str | None = None
+) -> DeviceMesh:
+    """Build the mesh of `build_mesh` from sizes that are resolved already. Collective."""
     ranks = shape.place(topology)
     for line in [*shape.notes, *check_placement(ranks, topology, allow_cross_node)]:
         if dist.get_rank() == 0:
@@ -125,21 +135,37 @@ def group_of(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     if _CONTEXT not in vars(mesh):
         rows = groups_along(ranks_of(mesh), axis).tolist()
         own, _ = dist.new_subgroups_by_enumeration(rows, group_desc="context")
+        assert isinstance(own, dist.ProcessGroup)  # every rank is in one row
         inherit_timeout(own, mesh.device_type)
         vars(mesh)[_CONTEXT] = own
     found: dist.ProcessGroup = vars(mesh)[_CONTEXT]
     return found
 
 
+_axis_groups: list[weakref.ref[dist.ProcessGroup]] = []
+
+
+def axis_groups() -> dict[dist.ProcessGroup, tuple[int, ...]]:
+    """The process groups of mesh axes that this package has made, with their ranks."""
+    found: dict[dist.ProcessGroup, tuple[int, ...]] = {}
+    for group in list(filter(None, (reference() for reference in _axis_groups))):
+        with contextlib.suppress(KeyError):  # torch has destroyed it
+            found[group] = tuple(dist.get_process_group_ranks(group))
+    _axis_groups[:] = map(weakref.ref, found)
+    return found
+
+
 def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
-    """Gives ``group`` the timeout of the world's group; torch gives new groups its own default."""
+    """Give ``group``, of a mesh axis, the timeout of the world's group; torch gives new groups its
+    own default."""
+    _axis_groups.append(weakref.ref(group))
     if current() is not None:
         return  # all groups of that world have one
     default = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
     # torch's fake backend has no options: it never waits.
     options = getattr(default, "options", None)
     if options is not None:
-        dist.distributed_c10d._set_pg_timeout(options._timeout, group)
+        dist.set_timeout(options._timeout, group)
 
 
 def has_cpu_backend() -> bool:
@@ -167,9 +193,7 @@ def mesh_shape(mesh: DeviceMesh) -> MeshShape:
             f"the mesh must name its axes {', '.join(AXES)} in this order, got {names}"
         )
     # mesh[name].size() would make a mesh for every axis, a millisecond each.
-    sizes = dict(zip(names, mesh.shape, strict=True))
-    replicate, shard = sizes.get("replicate", 1), sizes.get("shard", 1)
-    return MeshShape(replicate, shard, sizes.get("tensor", 1), context=sizes.get("context", 1))
+    return MeshShape.from_sizes(dict(zip(names, mesh.shape, strict=True)))
 
 
 def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -180,7 +204,8 @@ def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """
     shape = mesh_shape(mesh)
     if mesh.size() == dist.get_world_size():
-        dist.all_reduce(value)
+        with control_traffic():
+            dist.all_reduce(value)
         # Every data rank was counted once per rank that shares its data.
         return value.div_(shape.context * shape.tensor)
     for axis in ("shard", "replicate"):

@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from parallel2d.base.config import AXES, MeshConfig, StrategyConfig, TrainConfig, named_strategy
+from parallel2d.base.config.job import TrainConfig
+from parallel2d.base.config.parallel import AXES, MeshConfig, StrategyConfig, named_strategy
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.files import is_count
 from parallel2d.base.topology import Topology
@@ -78,9 +80,10 @@ class MeshSpec:
         strategy = named_strategy(strategy)
         sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
         # All nodes are taken to be of one size, which divides those of the nodes that are there.
-        expected = self.resolve(strategy, Topology.equal_hosts(nodes, math.gcd(*sizes)))
-        if expected.world_size == topology.world_size:
+        size = math.gcd(*sizes)
+        if nodes * size == topology.world_size:
             return self.resolve(strategy, topology)
+        expected = self.resolve(strategy, Topology.equal_hosts(nodes, size))
         is_hybrid = strategy.placement.replicates and strategy.placement.shards
         shard = expected.shard if is_hybrid else "auto"
         shape = replace(self, replicate="auto", shard=shard).resolve(strategy, topology)
@@ -170,6 +173,12 @@ class MeshShape:
     notes: tuple[str, ...] = field(default=(), compare=False)
     context: int = 1
 
+    @classmethod
+    def from_sizes(cls, sizes: Mapping[str, int]) -> MeshShape:
+        """The shape with these sizes by axis, 1 for an absent one."""
+        replicate, shard, context, tensor = (sizes.get(axis, 1) for axis in AXES)
+        return cls(replicate, shard, tensor, context=context)
+
     @property
     def sizes(self) -> dict[str, int]:
         """By axis, outermost first."""
@@ -188,6 +197,11 @@ class MeshShape:
     def sharding(self) -> MeshShape:
         """Of `sharding_mesh`: the axes over which parameters lie."""
         return MeshShape(self.replicate, self.shard * self.context, self.tensor, self.notes)
+
+    @property
+    def inner(self) -> MeshShape:
+        """The context and tensor axes, whose ranks share their data."""
+        return MeshShape(1, 1, self.tensor, context=self.context)
 
     @property
     def shown(self) -> dict[str, int]:

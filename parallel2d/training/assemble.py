@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.config import Job, TrainConfig
-from parallel2d.base.config.job import SchedulerConfig
+from parallel2d.base.config.job import Job, SchedulerConfig, TrainConfig
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.exchange import check_same_data
 from parallel2d.base.replicas import current
@@ -24,7 +23,7 @@ from parallel2d.base.runtime import Runtime, barrier, seed_everything
 from parallel2d.base.topology import Topology
 from parallel2d.models.adapters import settings_of
 from parallel2d.parallel.chunked_head import ChunkedHead
-from parallel2d.parallel.mesh import build_mesh, data_coordinate, mesh_shape
+from parallel2d.parallel.mesh import data_coordinate, place_mesh
 from parallel2d.parallel.mesh_sizes import MeshShape, resolve_mesh
 from parallel2d.parallel.parallelize import apply_layout
 from parallel2d.parallel.parallelize.activation_checkpointing import kept_operators
@@ -54,9 +53,8 @@ from parallel2d.training.optimizer import (
     plan_groups,
 )
 from parallel2d.training.run_description import RunFacts, build_recorder, describe_run, outputs
-from parallel2d.training.run_directory import RunClaim, accept_start, read_segments
+from parallel2d.training.run_directory.start import RunClaim, accept_start, read_segments
 from parallel2d.training.trainer import Trainer
-from parallel2d.training.trainer_parts import TrainerParts
 from parallel2d.training.training_data import (
     check_position,
     check_targets,
@@ -94,14 +92,15 @@ def check(config: TrainConfig, topology: Topology) -> None:
 def lay_out(
     config: TrainConfig,
     parts: ModelParts,
-    mesh: DeviceMesh | MeshShape,
+    shape: MeshShape,
     batches: BatchPlan,
     sample: SampleShape,
     device_type: str,
+    mesh: DeviceMesh | None = None,
 ) -> Layout:
-    """How the job is laid over the ranks of ``mesh``: what is checked before ranks start, trained,
-    and planned. Raises `ConfigError` for what cannot work."""
-    tensor = mesh.tensor if isinstance(mesh, MeshShape) else mesh_shape(mesh).tensor
+    """Return the layout of the job over axes of these sizes: the one that is checked before ranks
+    start, trained, and planned. ``mesh``: as of `resolve`. Raises `ConfigError` for settings that
+    cannot work."""
     workload = Workload(
         batches.micro_batch_size,
         batches.accumulation,
@@ -111,8 +110,8 @@ def lay_out(
         device_type,
         config.train.ema is not None,
     )
-    plan = plan_tensor_axis(config, parts, tensor)
-    return resolve(config.parallel(), mesh, parts.module, workload, tensor_plan=plan)
+    plan = plan_tensor_axis(config, parts, shape.tensor)
+    return resolve(config.parallel(), shape, parts.module, workload, mesh=mesh, tensor_plan=plan)
 
 
 def build_trainer(
@@ -124,14 +123,8 @@ def build_trainer(
     ``quiet``: it writes and shows nothing; ``hooks``: called after those of ``train.hooks``.
     """
     config, device, topology = job.config, runtime.device, runtime.topology
-    shape = resolve_mesh(config, topology)
-    mesh = build_mesh(
-        shape.spec(),
-        config.strategy,
-        topology=topology,
-        allow_cross_node=config.mesh.allow_cross_node,
-        device_type=device.type,
-    )
+    shape = MeshShape.from_sizes(job.sizes) if job.sizes else resolve_mesh(config, topology)
+    mesh = place_mesh(shape, topology, config.mesh.allow_cross_node, device.type)
     replicas = current()
     if replicas is not None:
         replicas.needs_all = config.strategy.placement.splits_updates
@@ -148,7 +141,7 @@ def build_trainer(
     job = dataclasses.replace(job, config=config)
 
     check_model(parts.module, mesh, config.parallel(), topology)
-    layout = lay_out(config, parts, mesh, plan, data.train.shape, device.type)
+    layout = lay_out(config, parts, shape, plan, data.train.shape, device.type, mesh)
     comes_back = replicas is not None and replicas.life > 0
     writes = runtime.is_first and not quiet and not comes_back
     facts = describe_run(job, runtime, mesh, data, parts, layout, writes)
@@ -168,23 +161,21 @@ def build_trainer(
         copies=memory_copies(config.checkpoint, job.run_dir, mesh),
     )
     trainer = Trainer(
-        TrainerParts(
-            config=config,
-            run_dir=job.run_dir,
-            model=model,
-            loss=loss,
-            mesh=mesh,
-            device=device,
-            optimizer=optimizer,
-            data=data,
-            plan=plan,
-            recorder=build_recorder(facts, mesh, first=writes),
-            checkpointer=checkpointer,
-            claim=RunClaim(job.run_dir),
-            hooks=[*build_hooks(config.train.hooks), *hooks],
-            replicas=replicas,
-            take_roles=functools.partial(_take_roles, job, facts),
-        )
+        config=config,
+        run_dir=job.run_dir,
+        model=model,
+        loss=loss,
+        mesh=mesh,
+        device=device,
+        optimizer=optimizer,
+        data=data,
+        plan=plan,
+        recorder=build_recorder(facts, mesh, model, first=writes),
+        checkpointer=checkpointer,
+        claim=RunClaim(job.run_dir),
+        hooks=[*build_hooks(config.train.hooks), *hooks],
+        replicas=replicas,
+        take_roles=functools.partial(_take_roles, job, facts),
     )
     if comes_back:  # the others have its state
         trainer.recorder.begin(0)
@@ -236,7 +227,7 @@ def _take_roles(job: Job, facts: RunFacts, trainer: Trainer) -> None:
     """This rank goes on with the records of the run, in the place of one that is lost."""
     step, recorder = trainer.progress.step, trainer.recorder
     trainer.callbacks.speaks()
-    trainer.parts.claim.take()
+    trainer.claim.take()
     segments = read_segments(job.run_dir)
     number = segments[-1].number if segments else 1
     recorder.take_over(*outputs(facts), step, number)
@@ -248,7 +239,7 @@ def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) 
     finished, recorder = trainer.progress.step, trainer.recorder
     number, not_before = 1, 0.0
     if first:
-        start = accept_start(job, facts.record(), finished, trainer.parts.claim)
+        start = accept_start(job, facts.record(), finished, trainer.claim)
         number, not_before = start.segment.number, start.begun_before_s
         for change in start.changes:
             recorder.say(f"changed     {change}")

@@ -288,6 +288,7 @@ def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+@dataclass(eq=False)
 class SampleText(Hook):
     """Shows ``tokens`` tokens that the model continues ``prompt`` with, every ``every`` steps: on
     the console, in ``train.log`` and as a text in TensorBoard. For models that read token ids from
@@ -299,29 +300,22 @@ class SampleText(Hook):
     ``tokenizer``: as ``data.tokenizer``, for data=tokens, whose folder only names it.
     """
 
-    collective = True
+    every: int = 100
+    prompt: str = "\n"
+    tokens: int = 64
+    temperature: float = 0.0
+    tokenizer: str | None = None
+    end_token: str | None = None
 
-    def __init__(
-        self,
-        every: int = 100,
-        prompt: str = "\n",
-        tokens: int = 64,
-        temperature: float = 0.0,
-        tokenizer: str | None = None,
-        end_token: str | None = None,
-    ) -> None:
-        if every < 1 or tokens < 1 or temperature < 0:
+    collective = True
+    _loaded = None
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.tokens < 1 or self.temperature < 0:
             raise ConfigError(
-                f"every={every} and tokens={tokens} must be at least 1, "
-                f"temperature={temperature} at least 0"
+                f"every={self.every} and tokens={self.tokens} must be at least 1, "
+                f"temperature={self.temperature} at least 0"
             )
-        self.every = every
-        self.prompt = prompt
-        self.tokens = tokens
-        self.temperature = temperature
-        self.tokenizer = tokenizer
-        self.end_token = end_token
-        self._loaded: Tokenizer | None = None
 
     def start(self, run: RunView, step: int) -> None:
         """Raises `ConfigError` for data without a tokenizer, or with another one."""

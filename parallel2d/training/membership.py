@@ -24,7 +24,7 @@ from parallel2d.base.replicas.events import Member, post
 from parallel2d.base.replicas.generations import LEFT_OUT
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
-from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
+from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.sync.methods.method import UpdateFollower
 from parallel2d.parallel.sync.updates import outer_sync, residuals_of
 from parallel2d.training.checkpoint import Checkpointer
@@ -290,7 +290,7 @@ class Membership:
         self.replicas.give_up()  # nothing crosses replicas
         self.replicas.in_step = True
         trainer.forward_backward(trainer.upcoming, 1)
-        followers = [type(each.updates) for each in reducers_in(trainer.model)]
+        followers = [type(each.updates) for each in engines_in(trainer.model)]
         if set(followers) <= {UpdateFollower}:  # others talk to other replicas
             trainer.optimizer.step()
             trainer.optimizer.state.clear()  # the donor may have none of some parameters
@@ -379,7 +379,7 @@ class Membership:
     def reduce_nothing(self) -> Tensor:
         """What `Trainer.forward_backward` is to a replica that joins: gradients are zeros."""
         for _ in range(self._reductions):
-            for engine in reducers_in(self.trainer.model):
+            for engine in engines_in(self.trainer.model):
                 engine.finish_without_backward()
         return torch.zeros((), dtype=torch.float64)
 

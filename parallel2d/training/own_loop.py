@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base import files
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import Applied, current
 from parallel2d.base.replicas.events import post
 from parallel2d.base.topology import AGENT
 from parallel2d.parallel.mesh import data_coordinate, mesh_shape, present_data_ranks
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
-from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
+from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.sync.updates import outer_sync, residuals_of
 from parallel2d.training.state_transfer import KeptBuffers, Receiver, start_senders
 
@@ -50,8 +51,7 @@ class Replicas:
         state: returns what else one that comes back needs: plain values, equal on all ranks.
         load_state: is given it there.
 
-    Raises `ConfigError` for a model whose replicas cannot do without each other:
-    ``strategy=hybrid_full``, ``sync.engine=torch``.
+    Raises `ConfigError` for a model whose replicas need each other (``strategy=hybrid_full``).
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Replicas:
         self._mesh, self._model, self._optimizer = mesh, model, optimizer
         self._state, self._load_state = state, load_state
         self._replicas = current()
-        reducers = reducers_in(model)
+        reducers = engines_in(model)
         alone = reducers and not any(each.method.splits_updates for each in reducers)
         if self._replicas is not None and not alone:
             raise ConfigError(
-                "Replicas: with strategy=hybrid_full or sync.engine=torch no replica goes on "
-                "without the others; leave out setup(replicas=True)"
+                "Replicas: with strategy=hybrid_full no replica continues without the others; "
+                "leave out setup(replicas=True)"
             )
         self._buffers = KeptBuffers(model)
         self._shards = mesh_shape(mesh).shard
@@ -135,7 +135,8 @@ class Replicas:
         replicas = self._replicas
         assert replicas is not None
         vector = torch.tensor([replicas.lost, replicas.joins], dtype=torch.float64)
-        dist.all_reduce(vector)
+        with control_traffic():
+            dist.all_reduce(vector)
         sums: list[float] | None = vector.tolist()
         if not replicas.holds(vector[0].item()):
             sums = replicas.regroup(admit=False)

@@ -29,6 +29,7 @@ from parallel2d.parallel.cost.tensor_twin import (
     tensor_twin,
 )
 from parallel2d.parallel.cost.traffic import exact_bytes, predicted_bytes
+from parallel2d.parallel.fsdp_internals.sharded_model import streams_of_collectives
 from parallel2d.parallel.mesh import ranks_of
 from parallel2d.parallel.mesh_sizes import crossing_group, draw_mesh
 from parallel2d.parallel.parallelize.layout import Layout, SampleShape
@@ -181,11 +182,10 @@ def count_activations(
     is_split = layout.tensor_plan is not None or layout.shape.context > 1
     if not is_split or not config.metrics.communication:
         return None
-    meter = CommunicationMeter(mesh, dry=True, device_type=layout.workload.device_type)
     loss = ModelLoss(config, parts).value
     if name_of_head(config, parts) is not None:
         loss = functools.partial(_of_slices, loss)
-    return count_tensor_axis(tensor_twin(parts.module, mesh, layout), mesh, layout, loss, meter)
+    return count_tensor_axis(tensor_twin(parts.module, mesh, layout), mesh, layout, loss)
 
 
 def _of_slices(loss: LossOfBatch, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
@@ -220,7 +220,7 @@ def outputs(facts: RunFacts) -> tuple[ConsoleDisplay, MetricsWriter]:
     return display, writer
 
 
-def build_recorder(facts: RunFacts, mesh: DeviceMesh, *, first: bool) -> Recorder:
+def build_recorder(facts: RunFacts, mesh: DeviceMesh, model: nn.Module, *, first: bool) -> Recorder:
     """Every rank records; only the first writes files and the console. Shows the header."""
     config, layout = facts.job.config, facts.layout
     run_dir, sample = facts.job.run_dir, facts.data.train.shape
@@ -234,6 +234,7 @@ def build_recorder(facts: RunFacts, mesh: DeviceMesh, *, first: bool) -> Recorde
     if not facts.layout.method.replicas_equal:
         del predicted["comm/replicate/bytes"]
     slow = [axis for axis in AXES if crossing_group(facts.ranks, axis, facts.topology)]
+    streams = functools.partial(streams_of_collectives, model)
     flops, batch = facts.flops_per_sequence, config.train.global_batch_size
     profile = config.profile
     return Recorder(
@@ -247,7 +248,7 @@ def build_recorder(facts: RunFacts, mesh: DeviceMesh, *, first: bool) -> Recorde
         display=display,
         device=facts.device,
         hosts=facts.topology.hosts,
-        meter=CommunicationMeter(mesh) if config.metrics.communication else None,
+        meter=CommunicationMeter(mesh, streams=streams) if config.metrics.communication else None,
         predicted=predicted,
         warmup=layout.method.warmup,
         slow_axes=slow,

@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import Applied, current, is_joining, present_ranks
 from parallel2d.base.topology import HAS_STORE
 from parallel2d.parallel.gradients import squared_norm_share
 from parallel2d.parallel.mesh import axis_positions, mesh_shape, sharding_mesh
 from parallel2d.parallel.sync.comparison import ReplicaComparison
-from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
+from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
 from parallel2d.training.progress import RankReport, StepOutcome
 
@@ -63,7 +64,7 @@ class StepAgreement:
         self._device = device
         self._compare_every = compare_every
         # Which parameters were used travels along, where that may wait until here.
-        able = [each.agreement for each in reducers_in(model) if each.may_defer_agreement]
+        able = [each.agreement for each in engines_in(model) if each.may_defer_agreement]
         self._used = next(iter(able), None)
         if self._used is not None:
             self._used.defer()
@@ -94,7 +95,8 @@ class StepAgreement:
         if replicas is not None:
             about = [replicas.lost, replicas.joins, not is_joining()]
         vector = torch.cat([torch.tensor(about, dtype=torch.float64).to(self._device), vector])
-        dist.all_reduce(vector)
+        with control_traffic():
+            dist.all_reduce(vector)
         if replicas is not None and replicas.on and not replicas.holds(vector[0].item()):
             return None
         return self.conclude(step, vector, own, loss_scale)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -41,23 +41,13 @@ from parallel2d.training.step_agreement import OwnPart, StepAgreement
 from parallel2d.training.trainer_parts import LoopCallbacks, TrainerParts
 
 
-class Trainer:
-    """Trains what ``parts`` hold. Every rank makes one and calls its methods at the same points."""
+@dataclass(kw_only=True, eq=False)
+class Trainer(TrainerParts):
+    """Trains its parts. Every rank makes one and calls its methods at the same points."""
 
-    def __init__(self, parts: TrainerParts) -> None:
-        config, model, mesh, device = parts.config, parts.model, parts.mesh, parts.device
-        recorder, data = parts.recorder, parts.data
-        self.parts = parts
-        self.config = config
-        self.model = model
-        self.loss = parts.loss
-        self.mesh = mesh
-        self.optimizer = parts.optimizer
+    def __post_init__(self) -> None:
+        config, data, recorder = self.config, self.data, self.recorder
         self.training = data.train
-        self.plan = parts.plan
-        self.recorder = recorder
-        self.checkpointer = parts.checkpointer
-        self.device = device
         # By the key of the loss, in the same order on every rank
         self.validation_sets: dict[str, SampleStream] = {}
         if data.validation is not None:
@@ -66,14 +56,14 @@ class Trainer:
             self.validation_sets[keys.set_loss_key(name)] = stream
 
         self.scaler = LossScaler(config.precision.loss_scaling)
-        self.clock = PhaseClock(device)
+        self.clock = PhaseClock(self.device)
         self.progress = Progress()
         self.preempted = False
-        self.parameters = [p for p in updated_parameters(model) if p.requires_grad]
+        self.parameters = [p for p in updated_parameters(self.model) if p.requires_grad]
         self._agreement = StepAgreement(
-            model, mesh, self.parameters, device, config.sync.compare_every
+            self.model, self.mesh, self.parameters, self.device, config.sync.compare_every
         )
-        self.data_ranks = mesh_shape(mesh).data_ranks
+        self.data_ranks = mesh_shape(self.mesh).data_ranks
         self.upcoming: StepBatch | None = None
         self.upcoming_tokens = 0  # of the global batch
         self._measured = recorder.measure({}, 0.0)
@@ -82,23 +72,23 @@ class Trainer:
         self._told_saves = 0  # checkpoints of this process that hooks know of
         self.callbacks = LoopCallbacks()
         # Whether one that joins must compute: forward passes cross replicas, or each trains alone
-        self.forward_crosses = outer_sync(model) is not None
+        self.forward_crosses = outer_sync(self.model) is not None
         self.membership: Membership | None = None
-        if parts.replicas is not None and len(parts.replicas.ranks) > 1:
-            self.membership = Membership(self, parts.replicas, parts.take_roles)
+        if self.replicas is not None and len(self.replicas.ranks) > 1:
+            self.membership = Membership(self, self.replicas, self.take_roles)
         view = RunView(
             config=config,
-            model=model,
-            optimizer=parts.optimizer,
-            mesh=mesh,
-            device=device,
+            model=self.model,
+            optimizer=self.optimizer,
+            mesh=self.mesh,
+            device=self.device,
             rank=dist.get_rank(),
-            run_dir=parts.run_dir,
+            run_dir=self.run_dir,
             tokenizer=data.tokenizer,
             say=recorder.say,
             show_text=recorder.show_text,
         )
-        self.hooks = HookCalls(parts.hooks, view)
+        self._calls = HookCalls(self.hooks, view)
 
     def run(self, callbacks: LoopCallbacks | None = None) -> None:
         """Trains until ``train.steps``, until finite data end, until ``train.stop`` or a hook stops
@@ -163,7 +153,7 @@ class Trainer:
         tokens = self.upcoming.valid_tokens if self.upcoming else 0
         count = torch.tensor([tokens], dtype=torch.float64, device=self.device)
         self.upcoming_tokens = int(sum_over_data_ranks(count, self.mesh).item())
-        self.hooks.start(self.progress.step)
+        self._calls.start(self.progress.step)
 
     def step(self, feed: BatchFeed) -> None:
         """One optimizer step, saved if that is due, and recorded; none where this replica was to
@@ -191,7 +181,7 @@ class Trainer:
 
         self._count(step, batch, outcome)
         validation = self._validate_if_due(step, seconds)
-        self.parts.claim.check()
+        self.claim.check()
         agreed = self._call_hooks(outcome, rate, validation, seconds)
         is_best = self._judge(outcome, validation, agreed)
         if self.stopped is not None and validation is None:
@@ -210,7 +200,7 @@ class Trainer:
         if self.membership is not None:
             self.membership.take_roles()
         # Hooks and a save take their time, in which another start may have set rows aside.
-        self.parts.claim.check()
+        self.claim.check()
         self.recorder.record(
             self.progress,
             outcome,
@@ -227,7 +217,7 @@ class Trainer:
         return {
             **asdict(self.progress),
             "scaler": self.scaler.state_dict(),
-            "data_fingerprint": self.parts.data.fingerprint,
+            "data_fingerprint": self.data.fingerprint,
             **self._watched.state_dict(),
         }
 
@@ -291,7 +281,7 @@ class Trainer:
     ) -> Agreed:
         """Returns what the hooks of all ranks came to after this step. Adds what it takes to
         ``seconds``."""
-        if not self.hooks.hooks:
+        if not self.hooks:
             return Agreed()
         begin = time.perf_counter()
         metrics = {
@@ -304,7 +294,7 @@ class Trainer:
             keys.STEP_S: seconds["step_s"],
         }
         saved = self.checkpointer.save_is_done
-        agreed = self.hooks.step(self.progress.step, metrics, validation, saved)
+        agreed = self._calls.step(self.progress.step, metrics, validation, saved)
         if agreed.saved:
             self.checkpointer.collect()
             self._tell_saves()
@@ -336,13 +326,13 @@ class Trainer:
     def _tell_saves(self) -> None:
         published = self.checkpointer.published
         for step in published[self._told_saves :]:
-            self.hooks.saved(step, self.checkpointer.store.path_of(step))
+            self._calls.saved(step, self.checkpointer.store.path_of(step))
         self._told_saves = len(published)
 
     def _end(self) -> None:
         self._tell_saves()
         reason = self.stopped or ("preempted" if self.preempted else "finished")
-        self.hooks.end(self.progress.step, reason)
+        self._calls.end(self.progress.step, reason)
         if reason == "finished":
             for warning in self._watched.never_measured():
                 self.recorder.say(f"warning: {warning}")

@@ -1,4 +1,4 @@
-"""What a `Trainer` works with (`TrainerParts`), and what it asks and tells the command that runs it
+"""The parts of a `Trainer` (`TrainerParts`), and its callbacks to the command that runs it
 (`LoopCallbacks`)."""
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from parallel2d.training.data.opening import OpenData
 from parallel2d.training.hooks import Hook
 from parallel2d.training.loss.model_loss import ModelLoss
 from parallel2d.training.metrics.recorder import Recorder
-from parallel2d.training.run_directory import RunClaim
+from parallel2d.training.run_directory.start import RunClaim
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class TrainerParts:
-    """Holds what a `Trainer` works with.
+    """The parts of a `Trainer`.
 
     ``model``: parallel over ``mesh``, with its weights; ``claim``: checked before rows and
     checkpoints are written; ``hooks``: called after every step, see `hooks`; ``take_roles``: called

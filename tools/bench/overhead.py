@@ -1,11 +1,10 @@
 """What parallel2d costs over a hand-written FSDP2 loop: CPU-seconds per step on the same model, data and mesh, run alternately.
 
-    python tools/bench/overhead.py [--rounds 12] [--steps 10] [--against unmeasured|torch]
+    python tools/bench/overhead.py [--rounds 12] [--steps 10] [--against unmeasured]
 
 Each loop has four worker processes of its own, so that neither sees what the other wraps or allocates; they take turns, so that
 whatever else the machine does falls on both. ``--against unmeasured``: the other loop is this trainer too, with communication not
-measured, no TensorBoard and a row written only every thousand steps. ``--against torch``: it is this trainer with
-``sync.engine=torch``. Prints, per round and over all rounds, the ratio of CPU-seconds
+measured, no TensorBoard and a row written only every thousand steps. Prints, per round and over all rounds, the ratio of CPU-seconds
 (user + system of all ranks); the median over rounds is the figure.
 """
 
@@ -36,7 +35,6 @@ OTHERS = {  # this trainer once more, with these words
         "metrics.tensorboard=false",
         "metrics.log_every=1000",
     ],
-    "torch": ["sync.engine=torch"],
 }
 
 
@@ -118,7 +116,7 @@ def compose_config(words: list[str]) -> Any:
 
 def build(kind: str, rank: int, arguments: argparse.Namespace, folder: str) -> Any:
     """The loop of this process, in the process group of its kind."""
-    from parallel2d.launching import RankIdentity
+    from parallel2d.base.topology import RankIdentity
     from parallel2d.parallel.mesh_sizes import MeshShape
     from parallel2d.training.assemble import plan_batches
     from parallel2d.training.model_families import build_model

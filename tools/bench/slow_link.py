@@ -1,4 +1,4 @@
-"""Step time of one model on two nodes joined by a slow link: flat sharding, and hybrid by torch's second axis and by ours.
+"""Step time of one model on two nodes joined by a slow link: flat sharding, hybrid in hand-written FSDP2, and hybrid here.
 
     python -m tools.bench.slow_link [--rate 200mbit] [--rounds 4] [--trace FOLDER]
 
@@ -19,18 +19,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 DIM, VOCABULARY, LAYERS, SEQ = 256, 8192, 8, 32  # 10.5 M parameters
-LAYOUTS = {
-    "flat sharding": ("zero3", "parallel2d"),
-    "hybrid, torch": ("hybrid", "torch"),
-    "hybrid, parallel2d": ("hybrid", "parallel2d"),
-}
+STRATEGIES = {"flat sharding": "zero3", "hybrid, parallel2d": "hybrid"}
 MARK = "SLOW_LINK "
 
 
@@ -49,14 +48,25 @@ def build(vocabulary: int = VOCABULARY) -> nn.Module:
     return Llama(vocab_size=vocabulary, **sizes)
 
 
-def stepper(strategy: str, engine: str) -> Callable[[], None]:
-    """One training step of the model in this layout."""
+def parallelized(strategy: str) -> nn.Module:
     from parallel2d import MeshSpec, ParallelConfig, build_mesh, parallelize
-    from parallel2d.base.config import SyncConfig
 
     mesh = build_mesh(MeshSpec(), strategy, allow_cross_node=True)
-    settings = ParallelConfig(strategy, sync=SyncConfig(engine=engine), allow_cross_node=True)
-    model = parallelize(build(), mesh, settings)
+    return parallelize(build(), mesh, ParallelConfig(strategy, allow_cross_node=True))
+
+
+def hand_written() -> nn.Module:
+    """The model under FSDP2's own hybrid sharding, by block."""
+    sizes = (2, dist.get_world_size() // 2)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    model: Any = build()
+    for block in [*model.layers, model]:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    return model
+
+
+def stepper(model: nn.Module) -> Callable[[], None]:
+    """One training step of ``model``."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     tokens = torch.randint(
         0, VOCABULARY, (1, SEQ + 1), generator=torch.Generator().manual_seed(dist.get_rank())
@@ -107,9 +117,9 @@ def worker(rounds: int, steps: int, trace: str | None) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     elements = sum(parameter.numel() for parameter in build().parameters())
-    kinds = {name: stepper(*layout) for name, layout in LAYOUTS.items()} | {
-        "bare wire": bare_wire(elements)
-    }
+    kinds = {name: stepper(parallelized(strategy)) for name, strategy in STRATEGIES.items()}
+    kinds["hybrid, hand-written FSDP2"] = stepper(hand_written())
+    kinds["bare wire"] = bare_wire(elements)
     for step in kinds.values():
         step()
     found: dict[str, list[tuple[list[float], float]]] = {name: [] for name in kinds}

@@ -33,7 +33,6 @@ MARK = "SYNC "
 # strategy, and the words of the section `sync`
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "flat": ("zero3", {}),
-    "torch": ("hybrid", {"engine": "torch"}),
     "fp32": ("hybrid", {}),
     "bf16": ("hybrid", {"wire": "bf16"}),
     "int8": ("hybrid", {"wire": "int8"}),

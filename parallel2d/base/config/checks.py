@@ -46,10 +46,7 @@ _PARALLEL_CONFLICTS: _Conflicts = (
     ("bucketing.policy", "bucketing.blocks", _BOTH_CHOOSE),
     ("activation_checkpointing.policy", "activation_checkpointing.blocks", _BOTH_CHOOSE),
     ("strategy=hybrid_full", "sync=diloco", "use strategy=hybrid"),
-    ("strategy=hybrid_full", "sync.engine=torch", "use sync.engine=parallel2d"),
     ("strategy=hybrid_full", "sync.during_accumulation=full", "use reduce_scatter_only or none"),
-    ("sync.engine=torch", "sync=diloco", "use sync.engine=parallel2d"),
-    ("sync.engine=torch", "sync.wire", "use sync.wire=auto, or sync.engine=parallel2d"),
     ("sync.during_accumulation=full", "sync=diloco", "it is for sync=every_step"),
     ("sync.warmup", "sync=diloco", "it is for sync=every_step"),
     (

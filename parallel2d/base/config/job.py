@@ -4,6 +4,7 @@ everything."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -324,8 +325,7 @@ class TrainConfig:
         """Whether replicas may be lost one by one: each has the whole state, but for what it did
         not send of its last gradients; where they split updates, the others wait for it."""
         certifies = self.train.certify or self.train.certify_only
-        own_engine = self.sync.engine == "parallel2d"
-        return self.strategy.placement.replicates and own_engine and not certifies
+        return self.strategy.placement.replicates and not certifies
 
     def parallel(self) -> ParallelConfig:
         """The part that `parallel2d.parallelize` reads."""
@@ -358,4 +358,5 @@ class Job:
     records: str = ""  # folder in the run directory in which Hydra's records wait
     certified: bool = False
     is_judged: bool = False  # a sweeper chooses the next job by this one's objective
-    ranks: int | None = None  # of all nodes, where those that are not there count as lost
+    # Sizes of the mesh axes over all nodes, where replicas of missing nodes count as lost
+    sizes: Mapping[str, int] | None = None

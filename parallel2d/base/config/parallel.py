@@ -257,12 +257,6 @@ class SyncConfig:
         "over shards; none = nothing before the last one (whole gradients in memory)",
         choices=("full", "reduce_scatter_only", "none"),
     )
-    engine: str = option(
-        "parallel2d",
-        "What reduces over the replicate axis. parallel2d = by parameter, for any routing of "
-        "data, added in fp32 at least; torch = the second axis of fully_shard, for comparison",
-        choices=("parallel2d", "torch"),
-    )
     bucket_mib: float = option(4.0, "MiB of gradients of small groups that cross at once", above=0)
 
 

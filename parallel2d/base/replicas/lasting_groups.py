@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -47,6 +48,25 @@ class PolledWork(dist.Work):
 
     def is_completed(self) -> bool:
         return self._parts[3] is None or bool(self._parts[3].is_completed())
+
+
+Hook = Callable[[Any], None]
+
+
+class _Name(NamedTuple):
+    name: str
+
+
+class HookedCall(NamedTuple):
+    """The argument of torch's hooks of a process group, before and after a collective; it has the
+    fields of both."""
+
+    name: _Name
+    async_op: bool
+    input_tensors: Sequence[Tensor]
+    output_tensors: Sequence[Tensor]
+    op_id: int
+    work: Any = None
 
 
 class _Lasting(ProcessGroup):
@@ -121,6 +141,12 @@ for _name in filter(_COLLECTIVE.match, dir(ProcessGroup)):
 class Across(_Lasting):
     """The replicate axis: the ranks in this place of each replica."""
 
+    def __init__(self, replicas: Any, key: str, rank: int, size: int) -> None:
+        super().__init__(replicas, key, rank, size)
+        self._pre_hooks: dict[int, Hook] = {}
+        self._post_hooks: dict[int, Hook] = {}
+        self._calls = itertools.count()
+
     def members(self) -> list[int]:
         replicas = self.replicas
         return [replicas.ranks[number][replicas.place] for number, _ in sorted(replicas.members)]
@@ -131,17 +157,44 @@ class Across(_Lasting):
     def rank(self) -> int:
         return self.members().index(self.replicas.rank)
 
+    # torch calls the hooks of a group in its own collectives, which these replace.
+    def register_pre_hook(self, hook_id: Any, hook: Hook) -> None:
+        self._pre_hooks[hook_id] = hook
+
+    def register_post_hook(self, hook_id: Any, hook: Hook) -> None:
+        self._post_hooks[hook_id] = hook
+
+    def unregister_pre_hook(self, hook_id: Any) -> None:
+        self._pre_hooks.pop(hook_id, None)
+
+    def unregister_post_hook(self, hook_id: Any) -> None:
+        self._post_hooks.pop(hook_id, None)
+
+    def _hooked(self, kind: str, inputs: Any, outputs: Any, name: str, *arguments: Any) -> Any:
+        """As `run`, between the hooks."""
+        is_async = bool(getattr(arguments[-1], "asyncOp", False))
+        call = HookedCall(_Name(kind), is_async, inputs, outputs, next(self._calls))
+        for hook in self._pre_hooks.values():
+            hook(call)
+        work = self.run(name, *arguments)
+        for hook in self._post_hooks.values():
+            hook(call._replace(work=work))
+        return work
+
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        return self.run("allreduce", tensors, opts or dist.AllreduceOptions())
+        opts = opts or dist.AllreduceOptions()
+        return self._hooked("ALLREDUCE", tensors, [], "allreduce", tensors, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return self.run("allgather", outputs, inputs, opts or c10d.AllgatherOptions())
+        opts = opts or c10d.AllgatherOptions()
+        return self._hooked("ALLGATHER", inputs, outputs[0], "allgather", outputs, inputs, opts)
 
     def _allgather_base(self, output: Any, own: Any, opts: Any = None) -> Any:
-        return self.run("_allgather_base", output, own, opts or c10d.AllgatherOptions())
+        opts = opts or c10d.AllgatherOptions()
+        return self._hooked("ALLGATHER", [own], [output], "_allgather_base", output, own, opts)
 
     def alltoall_base(self, output: Any, own: Any, *sizes: Any) -> Any:
-        return self.run("alltoall_base", output, own, *sizes)
+        return self._hooked("ALLTOALL", [own], [output], "alltoall_base", output, own, *sizes)
 
     # Torch's functions call one or the other, by their version.
     all_gather_single: Any = _allgather_base

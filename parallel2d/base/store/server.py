@@ -12,7 +12,6 @@ import contextlib
 import heapq
 import itertools
 import os
-import resource
 import secrets
 import selectors
 import socket
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.open_files import raise_limit
 from parallel2d.base.store.address import bind, join_endpoint, set_for_requests, unix_path
 from parallel2d.base.store.channel import (
     ANSWER,
@@ -72,7 +72,7 @@ class StoreServer:
         for each in (listener, self._woken):
             each.setblocking(False)
             self._selector.register(each, selectors.EVENT_READ)
-        self._most_unproven = max(1, min(_UNPROVEN, _raise_descriptor_limit() // 4))
+        self._most_unproven = max(1, min(_UNPROVEN, raise_limit() // 4))
         self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
         self._thread.start()
 
@@ -363,12 +363,3 @@ def _take(buffer: bytearray, length: int) -> bytes:
     taken = bytes(buffer[:length])
     del buffer[:length]
     return taken
-
-
-def _raise_descriptor_limit() -> int:
-    """Lets this process have as many connections as this user may have. Returns how many."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1 << 20 if hard == resource.RLIM_INFINITY else hard
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return int(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

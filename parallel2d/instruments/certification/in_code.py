@@ -67,7 +67,7 @@ def certify(
     )
     trained_by = build_optimizer(parallel, optimizer)
     workload = Workload(optimizer=optimizer, muon=frozenset(muon_names(model, optimizer)))
-    layout = resolve(config, mesh, model, workload, tensor_plan=tensor_plan)
+    layout = resolve(config, shape, model, workload, mesh=mesh, tensor_plan=tensor_plan)
     subject = Subject(
         model=parallel,
         mesh=mesh,

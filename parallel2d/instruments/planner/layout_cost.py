@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.config import PRECISIONS, CompileConfig, TrainConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import Topology
-from parallel2d.launching import workers_per_node
+from parallel2d.launching.processes import workers_per_node
 from parallel2d.parallel.chunked_head import ChunkedHead
 from parallel2d.parallel.cost.activation_profile import (
     LossOf,
@@ -47,13 +47,13 @@ from parallel2d.parallel.cost.state_memory import StateBytes, state_bytes
 from parallel2d.parallel.cost.step_time import StepEstimate, estimate_step
 from parallel2d.parallel.cost.tensor_twin import TensorTraffic
 from parallel2d.parallel.cost.traffic import predicted_bytes
-from parallel2d.parallel.mesh import build_mesh
-from parallel2d.parallel.mesh_sizes import MeshShape, MeshSpec, check_placement, resolve_mesh
+from parallel2d.parallel.mesh import place_mesh
+from parallel2d.parallel.mesh_sizes import MeshShape, check_placement, resolve_mesh
 from parallel2d.parallel.parallelize import apply_on_fake_tensors
 from parallel2d.parallel.parallelize.layout import Layout, SampleShape
 from parallel2d.parallel.parallelize.preconditions import check_parameters
 from parallel2d.parallel.sync import accumulate
-from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
+from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.training.assemble import lay_out, plan_batches
 from parallel2d.training.data.batch import token_sequences
 from parallel2d.training.data.feed import BatchPlan
@@ -239,7 +239,7 @@ class JobCosts:
         key = (shape.tensor, shape.context, f"{config.bucketing}")
         if key not in self._layouts:
             with _inner_mesh(shape) as mesh:
-                self._layouts[key] = self._resolve(config, self.parts, mesh, batches)
+                self._layouts[key] = self._resolve(config, self.parts, shape, mesh, batches)
         alone = self._layouts[key]
         workload = dataclasses.replace(
             alone.workload,
@@ -250,10 +250,15 @@ class JobCosts:
         return dataclasses.replace(alone, config=config.parallel(), shape=shape, workload=workload)
 
     def _resolve(
-        self, config: TrainConfig, parts: ModelParts, mesh: DeviceMesh | None, batches: BatchPlan
+        self,
+        config: TrainConfig,
+        parts: ModelParts,
+        shape: MeshShape,
+        mesh: DeviceMesh | None,
+        batches: BatchPlan,
     ) -> Layout:
-        alone = MeshShape(1, 1) if mesh is None else mesh
-        return lay_out(config, parts, alone, batches, self._sample, self._device_type)
+        inner = shape.inner
+        return lay_out(config, parts, inner, batches, self._sample, self._device_type, mesh)
 
     def _count_inner_axes(self, config: TrainConfig, layout: Layout) -> TensorTraffic | None:
         """What a micro-batch moves over the tensor and context axes; None where it is not known.
@@ -269,7 +274,7 @@ class JobCosts:
 
                 def count(part: nn.Module) -> dict[str, float] | None:
                     parts = dataclasses.replace(self.parts, module=part)
-                    shorter = self._resolve(config, parts, mesh, batches)
+                    shorter = self._resolve(config, parts, shape, mesh, batches)
                     traffic = count_activations(config, parts, mesh, shorter)
                     return None if traffic is None else traffic._asdict()
 
@@ -318,13 +323,13 @@ def _inner_mesh(shape: MeshShape) -> Iterator[DeviceMesh | None]:
     """A mesh that has the context and tensor axes of ``shape`` alone, on a process group without
     processes; None without them. What a model computes on it does not depend on other axes, and
     large ones take long."""
-    ranks = shape.tensor * shape.context
-    if ranks == 1:
+    inner = shape.inner
+    if inner.world_size == 1:
         yield None
         return
-    with fake_process_group(ranks):
-        spec, here = MeshSpec(1, 1, shape.tensor, shape.context), Topology.single_host(ranks)
-        yield build_mesh(spec, "zero3", topology=here, device_type="cpu")
+    with fake_process_group(inner.world_size):
+        topology = Topology.single_host(inner.world_size)
+        yield place_mesh(inner, topology, allow_cross_node=False, device_type="cpu")
 
 
 def _loss_of(config: TrainConfig, parts: ModelParts) -> LossOf:
@@ -371,17 +376,11 @@ def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: 
     with fake_process_group(layout.shape.world_size), warnings.catch_warnings():
         # Some operators warn about tensors without storage, each once for all.
         warnings.simplefilter("ignore")
-        mesh = build_mesh(
-            layout.shape.spec(),
-            config.strategy,
-            topology=topology,
-            allow_cross_node=config.allow_cross_node,
-            device_type="cpu",
-        )
+        mesh = place_mesh(layout.shape, topology, config.allow_cross_node, "cpu")
         model = apply_on_fake_tensors(plain, parts.module, mesh, fake, topology)
         with fake:
             build_optimizer(model, workload.optimizer)
-            for engine in reducers_in(model):
+            for engine in engines_in(model):
                 engine.agreement.defer()
             batches = [workload.example("cpu") for _ in range(min(workload.accumulation, 2))]
             tracker = FSDPMemTracker(model)

@@ -23,7 +23,7 @@ from parallel2d.instruments.report.runs import (
     ratio,
 )
 from parallel2d.training.metrics import keys
-from parallel2d.training.run_directory import changes_since, flat
+from parallel2d.training.run_directory.start import changes_since, flat
 
 TextRow = dict[str, str]  # by column
 

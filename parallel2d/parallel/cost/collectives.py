@@ -1,4 +1,5 @@
-"""Bytes that a rank sends in a collective (`sent_bytes`), and its seconds (`collective_seconds`).
+"""Bytes that a rank sends in a collective (`sent_bytes`), their sums over one mesh axis
+(`AxisTraffic`), and the seconds of a collective (`collective_seconds`).
 
 [Note: collectives in time] Ring algorithms, with the latencies that NCCL's own model counts
 (``src/graph/tuning.cc``). A ring through the ranks of a group passes each host once, so a host
@@ -38,6 +39,30 @@ def _passes(collective: str, device_type: str) -> int:
     reduce_scatter = 2 if device_type == "cpu" else 1
     passes = {"all_gather": 1, "all_to_all": 1, "reduce_scatter": reduce_scatter, "all_reduce": 2}
     return passes[collective]
+
+
+@dataclass
+class AxisTraffic:
+    """Collectives of this rank over one mesh axis."""
+
+    axis: str
+    size: int  # ranks of the axis
+    bytes: float = 0.0  # sent by this rank
+    calls: int = 0
+    ring_passes: int = 0  # an all-reduce passes the ring twice
+
+    def add(self, collective: str, whole_bytes: int, device_type: str) -> float:
+        """Count one collective, with the arguments of `sent_bytes`. Returns its bytes."""
+        sent = sent_bytes(collective, whole_bytes, self.size, device_type)
+        self.bytes += sent
+        self.calls += 1
+        self.ring_passes += 2 if collective == "all_reduce" else 1
+        return sent
+
+    def reset(self) -> None:
+        """Set all sums to zero."""
+        self.bytes = 0.0
+        self.calls = self.ring_passes = 0
 
 
 @dataclass(frozen=True)

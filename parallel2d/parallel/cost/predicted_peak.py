@@ -105,7 +105,7 @@ class _Step:
         self._reduces_each = config.sync.during_accumulation != "none"
         self._groups = [_Group.of(group.parameters, shape.shard) for group in layout.groups]
         # See `fsdp_internals.one_rank`.
-        if not self._is_sharded and config.sync.engine != "torch" and not config.cpu_offload:
+        if not self._is_sharded and not config.cpu_offload:
             for number, members in enumerate(layout.groups):
                 if all(each.gathered == each.stored for each in members.parameters):
                     self._groups[number] = self._groups[number]._replace(gathered=0)

@@ -5,6 +5,7 @@ axes can be counted: `count_tensor_axis`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
@@ -12,14 +13,19 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from parallel2d.parallel.cost.collectives import AxisTraffic
 from parallel2d.parallel.loss import loss_chunks
+from parallel2d.parallel.mesh import axis_names, group_of
 from parallel2d.parallel.model_structure import without_storage
 from parallel2d.parallel.parallelize.activation_checkpointing import checkpoint_activations
 from parallel2d.parallel.parallelize.context_parallel import (
@@ -135,16 +141,86 @@ class TensorTraffic(NamedTuple):
         }
 
 
+_FUNCTIONAL, _C10D = torch.ops._c10d_functional, torch.ops.c10d
+# Operators, their collective, and the position of the group in their arguments
+_COUNTED = {
+    _FUNCTIONAL.all_reduce.default: ("all_reduce", 2),
+    _FUNCTIONAL.all_gather_into_tensor.default: ("all_gather", 2),
+    _FUNCTIONAL.reduce_scatter_tensor.default: ("reduce_scatter", 3),
+    _FUNCTIONAL.all_to_all_single.default: ("all_to_all", 3),
+    _C10D.allreduce_.default: ("all_reduce", 1),
+    _C10D._allgather_base_.default: ("all_gather", 2),
+    _C10D._reduce_scatter_base_.default: ("reduce_scatter", 2),
+    _C10D.alltoall_base_.default: ("all_to_all", 2),
+}
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts the collectives of tensors without storage, over the axes of ``mesh``. Such a
+    collective sends nothing, and therefore reaches no hook of its process group.
+
+    Args:
+        device_type: the device whose bytes are counted.
+    """
+
+    def __init__(self, mesh: DeviceMesh, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self._axes: dict[str, AxisTraffic] = {}
+        self._by_group: dict[str, AxisTraffic | None] = {}
+        self._by_ranks: dict[tuple[int, ...], AxisTraffic] = {}
+        for axis in axis_names(mesh):
+            group = group_of(mesh, axis)
+            traffic = self._axes[axis] = AxisTraffic(axis, group.size())
+            self._by_group[group.group_name] = traffic
+            self._by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), traffic)
+
+    def start(self) -> None:
+        """Set all counts to zero."""
+        for traffic in self._axes.values():
+            traffic.reset()
+
+    def over(self, axis: str) -> tuple[float, int]:
+        """Bytes and ring passes over ``axis`` since `start`; zeros where the mesh lacks it."""
+        traffic = self._axes.get(axis)
+        return (traffic.bytes, traffic.ring_passes) if traffic else (0.0, 0)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # The collectives of a `DTensor` are those of its local tensors, which come later.
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = function(*args, **(kwargs or {}))
+        if function in _COUNTED:
+            collective, place = _COUNTED[function]
+            traffic = self._traffic_of(args[place])
+            if traffic is not None and traffic.size > 1:
+                tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+                whole = max(tensor.nbytes for tensor in tensors)
+                traffic.add(collective, whole, self._device_type)
+        return result
+
+    def _traffic_of(self, group: Any) -> AxisTraffic | None:
+        if isinstance(group, torch.ScriptObject):
+            group = dist.ProcessGroup.unbox(group)
+        name: Any = group if isinstance(group, str) else group.group_name
+        if name not in self._by_group:
+            # DTensor takes the groups of an earlier mesh that is equal to this one. torch may have
+            # destroyed them since.
+            ranks: list[int] = []
+            with contextlib.suppress(RuntimeError, ValueError, KeyError):
+                ranks = dist.get_process_group_ranks(_resolve_process_group(name))
+            self._by_group[name] = self._by_ranks.get(tuple(ranks))
+        return self._by_group[name]
+
+
 def count_tensor_axis(
-    twin: nn.Module,
-    mesh: DeviceMesh,
-    layout: Layout,
-    loss: LossOfBatch,
-    counter: Any,
+    twin: nn.Module, mesh: DeviceMesh, layout: Layout, loss: LossOfBatch
 ) -> TensorTraffic | None:
     """``twin``: from `tensor_twin`. It runs forward and backward of one micro-batch of ``layout``
-    on tensors without storage, on every rank alike; ``counter``, a dry `CommunicationMeter`, counts
-    its collectives instead of running them. None, and the reason logged, where it cannot run.
+    on tensors without storage, on every rank alike. None, and the reason logged, where it cannot
+    run.
     """
     problem: Exception | None = None
     # Meta tensors are twice as fast, and some models only run on tensors with a real device. So
@@ -152,9 +228,9 @@ def count_tensor_axis(
     for device_type in ("meta", mesh.device_type)[layout.shape.context > 1 :]:
         pretend = nullcontext() if device_type == "meta" else on_fake_tensors(twin, device_type)
         devices = range(torch.cuda.device_count())
-        counter.install()
+        counter = CollectiveCounter(mesh, layout.workload.device_type)
         try:
-            with pretend, loss_chunks(ALL_AT_ONCE), torch.random.fork_rng(devices):
+            with pretend, loss_chunks(ALL_AT_ONCE), torch.random.fork_rng(devices), counter:
                 inputs, targets = layout.workload.example(device_type)
                 if layout.shape.context > 1:
                     # The first forward is preceded by others, which learn what can be cut.
@@ -162,17 +238,14 @@ def count_tensor_axis(
                         loss(twin, inputs, targets)
                 counter.start()
                 loss(twin, inputs, targets).backward()
-                passes = counter.sent_over("tensor"), counter.ring_passes_over("tensor")
-                context = counter.sent_over("context"), counter.ring_passes_over("context")
+                passes, context = counter.over("tensor"), counter.over("context")
                 counter.start()
                 _make_gradients_whole(twin, layout)
-                sums = counter.sent_over("tensor"), counter.ring_passes_over("tensor")
+                sums = counter.over("tensor")
             return TensorTraffic(*passes, *sums, *context)
         # A model may look at values, which neither kind of tensor has.
         except Exception as error:
             problem = error
-        finally:
-            counter.remove()
     reason = str(problem).split("\n")[0]
     kind = type(problem).__name__
     log.info("bytes over the tensor and context axes are not predicted: %s: %s", kind, reason)
@@ -180,16 +253,13 @@ def count_tensor_axis(
 
 
 def _make_gradients_whole(model: nn.Module, layout: Layout) -> None:
-    # Our engine adds the parts of a gradient in fp32 at least, torch's in the gradient's own dtype.
-    is_wide = layout.config.sync.engine == "parallel2d"
     for parameter in model.parameters():
         gradient = parameter.grad
         if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
             continue
         if gradient.placements == parameter.placements:
             continue
-        sent: Any = gradient
-        if is_wide:
-            sent = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        # The engine adds the parts of a gradient in fp32 at least.
+        sent: Any = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         # The counter sees the collective that this takes; its result is not needed.
         sent.redistribute(placements=parameter.placements)

@@ -54,11 +54,9 @@ class AxisTraffic:
         return self._sent("shard", "all_gather", group.gathered_bytes)
 
     def scattered(self, group: GroupTraffic) -> tuple[str, float]:
-        """By one reduction of the gradients over the shard axis, and its collective. Torch's own
-        engine adds narrow gradients in a reduce-scatter, ours exchanges them."""
-        is_ours = self.layout.config.sync.engine == "parallel2d"
-        is_exchanged = is_ours and group.reduced_itemsize < 4
-        collective = "all_to_all" if is_exchanged else "reduce_scatter"
+        """The collective that reduces the gradients over the shard axis, and its bytes. Gradients
+        of fewer than 32 bits are exchanged, and added in fp32."""
+        collective = "all_to_all" if group.reduced_itemsize < 4 else "reduce_scatter"
         return collective, self._sent("shard", collective, group.reduced_bytes)
 
     def reduced(self, group: GroupTraffic) -> tuple[str, float]:

@@ -1,7 +1,7 @@
 """All private attributes of torch's `fully_shard` that this package reaches.
 
 Each use says why it is needed and, where one is known, which public interface or issue would make
-it unnecessary. Written for torch 2.13; `tests/test_sync.py` compares `REACHED` and `KEPT` with what
+it unnecessary. Written for torch 2.14; `tests/test_sync.py` compares `REACHED` and `KEPT` with what
 these files reach, and lists what another torch version lacks.
 """
 
@@ -52,13 +52,13 @@ KEPT: dict[type, tuple[str, ...]] = {
         "_comm_ctx", "_fsdp_param_groups", "_is_root", "_state_ctx", "_states_to_forward_prefetch",
         "_training_state",
     ),
-    FSDPCommContext: ("post_forward_order",),
+    FSDPCommContext: ("all_gather_stream", "post_forward_order", "reduce_scatter_stream"),
     FSDPStateContext: ("post_backward_final_callback_queued",),
     FSDPParamGroup: (
         "modules", "fsdp_params", "mesh_info", "mp_policy", "post_forward_mesh_info",
         "unshard", "post_forward", "is_unsharded", "_to_unsharded", "reduce_grads",
         "all_reduce_grads", "reduce_scatter_unused_params", "_all_gather_result", "_orig_dtype",
-        "_partial_reduce_output", "_post_forward_indices", "_post_reduce_event",
+        "_partial_reduce_output", "_post_forward_indices",
         "_reduce_dtype", "_training_state",
     ),
     FSDPParam: (

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
+from parallel2d.base.device import keep_until_done
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals.group_watch import GroupWatch, quick_reads
 from parallel2d.parallel.fsdp_internals.one_rank import (
@@ -234,12 +236,16 @@ class FSDPGroup:
         self._group.finalize_backward()
         self._group._training_state = TrainingState.IDLE
 
-    def wait_for_gradients(self, stream: torch.Stream) -> None:
-        """Lets ``stream`` wait for the sharded gradients, which torch makes in its own streams."""
-        event = self._group._post_reduce_event
-        # None where nothing was reduced in this pass.
-        if event is not None:
-            stream.wait_event(event)
+    def accumulate_on(self, stream: torch.Stream) -> None:
+        """Has torch add reduced gradients to the sharded ones on ``stream``, which waits for the
+        reduce-scatter before. With one rank on the shard axis nothing is reduced."""
+        module = self.modules[0]
+        assert isinstance(module, FSDPModule)
+        # The reduce-scatter's output is memory of torch's stream for it, and torch lets go of it on
+        # the host while ``stream`` still has to read it. Without the hook the next reduce-scatter
+        # could get that memory first. For its own all-reduce torch keeps a reference instead
+        # (pytorch pull request 180900).
+        module.set_all_reduce_hook(keep_until_done, stream=stream)  # type: ignore[arg-type]
 
     def discard(self) -> None:
         """Drops unsharded partial sums, which are kept outside of ``.grad``."""

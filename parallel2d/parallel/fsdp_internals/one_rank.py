@@ -87,8 +87,6 @@ def take_whole_gradients(group: FSDPParamGroup) -> None:
             parameter.sharded_param.grad = parameter.to_sharded_dtensor(local.contiguous())
         else:
             part_of(total).add_(local)
-    if group.device.type != "cpu":
-        group._post_reduce_event = torch.accelerator.current_stream().record_event()
 
 
 def _whole_gradient(parameter: FSDPParam, zeros: bool) -> Tensor | None:

@@ -63,6 +63,18 @@ def groups(model: nn.Module) -> list[FSDPParamGroup]:
     return found
 
 
+def streams_of_collectives(model: nn.Module) -> list[torch.Stream]:
+    """The streams in which torch gathers parameters and reduces gradients of ``model``; none before
+    its first forward. There is no public accessor, and streams have no hooks."""
+    found: dict[int, torch.Stream] = {}
+    for state in states(model):
+        context = state._comm_ctx
+        if hasattr(context, "all_gather_stream"):
+            for stream in (context.all_gather_stream, context.reduce_scatter_stream):
+                found[id(stream)] = stream
+    return list(found.values())
+
+
 class RunningForward:
     """Whether a forward of one module runs now.
 

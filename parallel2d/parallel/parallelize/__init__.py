@@ -19,10 +19,10 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.config import ParallelConfig
+from parallel2d.base.config.parallel import ParallelConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import Topology
-from parallel2d.parallel.mesh import sharding_mesh
+from parallel2d.parallel.mesh import mesh_shape, sharding_mesh
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.parallelize.activation_checkpointing import (
     checkpoint_activations,
@@ -50,7 +50,7 @@ from parallel2d.parallel.parallelize.sharding import shard, synchronize
 from parallel2d.parallel.parallelize.tensor_parallel import apply_tensor_parallel
 from parallel2d.parallel.sync import clear_with_gradients
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of, note_update_mesh
-from parallel2d.parallel.weights.construction import build_on_meta
+from parallel2d.parallel.weights.construction import build_on_meta, seeds_of
 from parallel2d.parallel.weights.initial_values import Initializer
 from parallel2d.parallel.weights.named_tensors import all_tensors
 from parallel2d.parallel.weights.source import WeightSource
@@ -120,7 +120,8 @@ def parallelize(
     attributes = {fqn_of(name): dict(vars(each)) for name, each in model.named_parameters()}
     source = WeightSource(model, seed=seed, init=init, broadcast_from=broadcast_from, given=weights)
     # After the weights were handed over, which ties on all ranks what is tied on one.
-    layout = resolve(config, mesh, model, tensor_plan=tensor_plan, ignored=ignored)
+    shape = mesh_shape(mesh)
+    layout = resolve(config, shape, model, mesh=mesh, tensor_plan=tensor_plan, ignored=ignored)
     apply_layout(layout, model, mesh, source, topology, seed or 0)
     for name, parameter in model.named_parameters():
         kept = attributes.get(fqn_of(name), {})
@@ -147,7 +148,8 @@ def model_sharded_context(
     Args:
         mesh, config, seed, init: as of `parallelize`, for every outermost module alike. ``init`` is
             called after the context, so ``lambda module, name: model.init_weights(module, name)``
-            may name a model that is built inside.
+            may name a model that is built inside. The first outermost module draws from ``seed``,
+            each other one from a seed made of ``seed`` and its number, and a copy as its original.
         tensor_plan: also a function of the module that returns the plan, because the module does
             not exist before.
 
@@ -173,9 +175,10 @@ def model_sharded_context(
             "model_sharded_context: no module with parameters was built inside; call the model's "
             "constructor inside the context and keep the model in a variable"
         )
-    for module in with_parameters:
+    seeds = seeds_of(with_parameters, seed)
+    for module, own_seed in zip(with_parameters, seeds, strict=True):
         plan = tensor_plan(module) if callable(tensor_plan) else tensor_plan
-        parallelize(module, mesh, config, seed=seed, init=init, tensor_plan=plan)
+        parallelize(module, mesh, config, seed=own_seed, init=init, tensor_plan=plan)
 
 
 def apply_layout(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -323,6 +324,8 @@ def is_mask(tensor: Tensor, dims: Sequence[int]) -> bool:
 
 
 class _Intercept(TorchFunctionMode):
+    """Passes calls of attention inside to ``block``."""
+
     def __init__(self, block: SplitBlock) -> None:
         super().__init__()
         self._block = block
@@ -330,24 +333,17 @@ class _Intercept(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         if function is ATTENTION:
-            return self._block.attention(*args, **kwargs)
-        # It is dispatched itself, and what it calls is not.
-        if function is F.multi_head_attention_forward:
-            with _replaced(self._attend):
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        with _replaced(ATTENTION):
-            return self._block.attention(*args, **kwargs)
+            function = self._block.attention
+        # torch passes this function to the mode, and then its call of attention no more.
+        elif function is F.multi_head_attention_forward:
+            function = _with_attention(function, self._block.attention)
+        return function(*args, **(kwargs or {}))
 
 
-@contextmanager
-def _replaced(function: Callable[..., Tensor]) -> Iterator[None]:
-    before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, function
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = before
+def _with_attention(function: Any, attention: Callable[..., Tensor]) -> FunctionType:
+    """A copy of ``function`` that calls ``attention`` where ``function`` calls torch's."""
+    names = {**function.__globals__, ATTENTION.__name__: attention}
+    copy = FunctionType(function.__code__, names, argdefs=function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
-from parallel2d.base.config import OptimizerConfig, ParallelConfig
+from parallel2d.base.config.job import OptimizerConfig
+from parallel2d.base.config.parallel import ParallelConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.model_structure import find_blocks, fqn_of, hidden_matrices, stays_whole
 from parallel2d.parallel.parallelize.bucketing import bucket_modules
@@ -202,22 +202,27 @@ class Layout:
 
 def resolve(
     config: ParallelConfig,
-    mesh: DeviceMesh | MeshShape,
+    shape: MeshShape,
     model: nn.Module,
     workload: Workload | None = None,
     *,
+    mesh: DeviceMesh | None = None,
     tensor_plan: Mapping[str, object] | None = None,
     ignored: Sequence[str | nn.Module | nn.Parameter] = (),
 ) -> Layout:
     """The layout of ``model``, plain as `preconditions.check_parameters` accepts it, and left so.
 
-    ``mesh``: sizes will do; without a mesh, a style in ``tensor_plan`` that is not one of torch's
-    is taken to leave parameters whole. ``ignored``: as of `parallelize`. Raises `ConfigError` for
-    what cannot work.
+    Args:
+        shape: the resolved sizes of the axes.
+        mesh: the mesh of these sizes, if it exists. Without it, a style in ``tensor_plan`` that is
+            not one of torch's is taken to leave parameters unsplit.
+        ignored: as of `parallelize`.
+
+    Raises:
+        ConfigError: settings that cannot work.
     """
-    shape = mesh if isinstance(mesh, MeshShape) else mesh_shape(mesh)
     workload = workload or Workload()
-    if isinstance(mesh, DeviceMesh) and not workload.device_type:
+    if mesh is not None and not workload.device_type:
         workload = replace(workload, device_type=mesh.device_type)
 
     precision = Precision.of(config.precision, model)
@@ -337,8 +342,8 @@ class _Collector:
 
     def _gradient_dtype(self, parameter: nn.Parameter, stored: torch.dtype) -> torch.dtype:
         """The dtype of the gradient that the optimizer gets; see `ReplicaReducer`."""
-        # Torch's own engine casts gradients to the dtype of the parameter, and so does `Scalar`.
-        if self.config.sync.engine == "torch" or stays_whole(parameter):
+        # `Scalar` casts gradients to the dtype of the parameter.
+        if stays_whole(parameter):
             return stored
         precision = self.precision
         kept = precision.reduce if precision.keep_reduced else precision.storage

@@ -194,7 +194,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
         length = 1 + sum((size - 1) * stride for size, stride in steps)
         begin = tensor.storage_offset() * tensor.itemsize
         ranges.append((begin, begin + length * tensor.itemsize))
-    return max(ranges)[0] < min(ranges)[1] and 0 not in (one.numel(), other.numel())
+    return bool(max(ranges)[0] < min(ranges)[1]) and 0 not in (one.numel(), other.numel())
 
 
 def check_offload(cpu_offload: bool, device_type: str, replicate: int = 1) -> None:
@@ -210,9 +210,9 @@ def check_offload(cpu_offload: bool, device_type: str, replicate: int = 1) -> No
         )
     if replicate > 1:
         raise ConfigError(
-            f"cpu_offload=true with {replicate} replicas corrupts gradients in torch 2.13 "
-            "(repaired by pytorch pull request 180665, which it does not have): use strategy=zero3 "
-            "or zero2, or cpu_offload=false"
+            f"cpu_offload=true with {replicate} replicas may corrupt gradients: torch does not "
+            "order their copies to the host before the next reduce-scatter (pytorch pull request "
+            "180665); use strategy=zero3 or zero2, or cpu_offload=false"
         )
     if dist.is_initialized() and not has_cpu_backend():
         raise ConfigError(

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.errors import first_five
 from parallel2d.parallel.mesh import mesh_shape, present_data_ranks, sum_over_data_ranks
 from parallel2d.parallel.model_structure import fqn_of, join_names
-from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
+from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def watch_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
     if norms and mesh_shape(mesh).data_ranks > 1:
         statistics = vars(model)[_STATISTICS] = RunningStatistics(mesh, norms)
         model.register_forward_pre_hook(statistics.before_forward)
-    for engine in reducers_in(model):
+    for engine in engines_in(model):
         engine.agreement.buffers = others
 
 

@@ -11,10 +11,10 @@ ranks, as everywhere in PyTorch; `loss` builds on it.
 [Note: views and hooks] `fully_shard` puts a hook on what a group returns; when its gradient comes,
 backward gathers the group's parameters. Two things go wrong when that is a view. If the view's base
 was changed in place after the view was taken (``y = h.view(-1); h[0] += 1; return y``), torch ends
-the process by SIGSEGV as the hook is set (seen with 2.13; pytorch issue 196459 says 2.9 to 2.14).
-And if the caller changes the view in place (``y = block(x); y += x``), the hook is lost, and
-backward fails, because parameters are missing. So in place of a view the group returns a tensor
-that shares the view's memory and version, and is a node of its own in the autograd graph.
+the process by SIGSEGV as the hook is set (pytorch issue 196459). And if the caller changes the view
+in place (``y = block(x); y += x``), the hook is lost, and backward fails, because parameters are
+missing. So in place of a view the group returns a tensor that shares the view's memory and version,
+and is a node of its own in the autograd graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.utils._pytree import tree_map
 
-from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, fsdp_groups
 from parallel2d.parallel.fsdp_internals.sharded_model import (
@@ -47,7 +46,6 @@ from parallel2d.parallel.parallelize.reduce_scatter import OrderedAllGather, Ord
 from parallel2d.parallel.parallelize.scalars import Scalar
 from parallel2d.parallel.sync.engine.replica_reducer import (
     ReplicaReducer,
-    TorchReducer,
     register_engine,
 )
 
@@ -97,25 +95,9 @@ def synchronize(
 ) -> None:
     """Has the gradients of ``model``, which `shard` has made, reduced over all data ranks.
 
-    Raises `ConfigError` for a group whose trained parameters have several dtypes, and for what
-    torch's own engine cannot do.
+    Raises `ConfigError` for a group whose trained parameters have several dtypes.
     """
     groups = fsdp_groups(model)
-    method = layout.method
-    if layout.config.sync.engine == "torch":
-        for what, wanted in (
-            ("parameters without dimensions are", scalars),
-            ("precision.keep_low_precision_gradients is", precision.keep_reduced),
-        ):
-            if wanted:
-                problem = f"{what} a matter of sync.engine=parallel2d alone"
-                raise ConfigError(f"sync.engine=torch: {problem}")
-        log.info(
-            "sync.engine=torch: gradients of parameters that ranks or micro-batches use "
-            "differently may land in others"
-        )
-        register_engine(model, TorchReducer(mesh, groups, method))
-        return
     if mesh_shape(mesh).replicate > 1:
         reduce_over_shard_alone(model, mesh)
     for group in groups:
@@ -139,7 +121,7 @@ def synchronize(
     engine = ReplicaReducer(
         mesh,
         groups,
-        method,
+        layout.method,
         final_dtype=kept if kept != precision.sums else None,
         scalars=scalars,
         order=order,

@@ -52,7 +52,6 @@ from torch.distributed.tensor.parallel import (
 from parallel2d.base.config import TENSOR_WORDS
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.parallel.mesh import axis_names
-from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.model_structure import (
     ATOMIC,
     Ties,
@@ -185,10 +184,10 @@ def resolve_plan(
 
 
 def split_dims(
-    model: nn.Module, mesh: DeviceMesh | MeshShape, plan: Mapping[str, object], tensor: int
+    model: nn.Module, mesh: DeviceMesh | None, plan: Mapping[str, object], tensor: int
 ) -> Iterator[tuple[nn.Parameter, int]]:
     """Yields (parameter, dim) of what ``plan`` splits over a tensor axis of ``tensor`` ranks, which
-    need not be there: ``mesh`` may be its sizes."""
+    need not exist: ``mesh`` may be None."""
     if tensor == 1:
         return
     for pattern, style in resolve_plan(model, plan, tensor).items():
@@ -208,7 +207,7 @@ def _modules_named(model: nn.Module, pattern: str) -> list[nn.Module]:
 
 
 def _split_by(
-    style: ParallelStyle, module: nn.Module, mesh: DeviceMesh | MeshShape
+    style: ParallelStyle, module: nn.Module, mesh: DeviceMesh | None
 ) -> Iterator[tuple[nn.Parameter, int]]:
     rows, columns = (0, 1) if isinstance(module, nn.Linear) else (1, 0)
     if type(style) is ColwiseParallel:
@@ -218,7 +217,7 @@ def _split_by(
         # A bias is added once, by all ranks.
         assert isinstance(module.weight, nn.Parameter)
         yield module.weight, columns
-    elif isinstance(mesh, DeviceMesh) and not isinstance(style, _WHOLE):
+    elif mesh is not None and not isinstance(style, _WHOLE):
         # A style of somebody's own is tried.
         twin = parallelize_module(without_storage(module), mesh["tensor"], style)
         for parameter, split in zip(module.parameters(), twin.parameters(), strict=True):

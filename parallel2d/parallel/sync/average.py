@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
+from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.weights.geometry import local_part
 from parallel2d.parallel.weights.named_tensors import (
     equal,
@@ -26,7 +26,7 @@ def trained_values(model: nn.Module) -> dict[str, Tensor]:
     reshard(model)
     parameters = parameters_by_name(model)
     found = {name: each.detach() for name, each in parameters.items() if each.requires_grad}
-    for engine in reducers_in(model):
+    for engine in engines_in(model):
         found |= engine.updates.shared_values()
     return found
 

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import present_ranks
 from parallel2d.parallel.mesh import has_cpu_backend, sharding_mesh
 from parallel2d.parallel.model_structure import stays_whole, updated_as
 from parallel2d.parallel.sync.average import average_of
 from parallel2d.parallel.sync.comparison import ReplicaComparison
 from parallel2d.parallel.sync.engine.buckets import Bucket, BucketQueue, Wait
-from parallel2d.parallel.sync.engine.replica_reducer import engine_of, reducers_in
+from parallel2d.parallel.sync.engine.replica_reducer import engine_of, engines_in
 from parallel2d.parallel.sync.methods.diloco import OuterSync
 from parallel2d.parallel.sync.methods.method import UpdateFollower
 from parallel2d.parallel.weights.named_tensors import parameters_by_name, reshard
@@ -47,7 +48,7 @@ def attach_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 def outer_sync(model: nn.Module) -> OuterSync | None:
     """What ``sync=diloco`` keeps for ``model``; None with ``sync=every_step``."""
-    for engine in reducers_in(model):
+    for engine in engines_in(model):
         if isinstance(engine.updates, OuterSync):
             return engine.updates
     return None
@@ -55,7 +56,7 @@ def outer_sync(model: nn.Module) -> OuterSync | None:
 
 def residuals_of(model: nn.Module) -> UpdateFollower:
     """What has the residuals of ``model``; without any, where nothing is kept."""
-    for engine in reducers_in(model):
+    for engine in engines_in(model):
         if engine.updates.residual_name:
             return engine.updates
     return UpdateFollower()
@@ -65,7 +66,7 @@ def set_step(model: nn.Module, step: int, loss_scale: float = 1.0) -> None:
     """Tells ``model`` the number of the global batch that comes next, from 1, on which depends what
     is rounded at random, and by what its loss is multiplied before backward. Without it the batches
     of this process are counted."""
-    for engine in reducers_in(model):
+    for engine in engines_in(model):
         engine.keys.step = step
         engine.agreement.agreements = step - 1
         engine.updates.loss_scale = loss_scale
@@ -94,7 +95,7 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     with ``sync=diloco`` those that the replicas share."""
     shared: dict[str, Tensor] = {}
     found: dict[str, dict[str, Tensor]] = {}
-    for engine in reducers_in(model):
+    for engine in engines_in(model):
         shared |= engine.updates.shared_values()
         for group in engine.groups:
             # Frozen parameters have no others.
@@ -110,6 +111,7 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     return found
 
 
+@control_traffic()
 def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raises `ConfigError`, with the parameter and the ranks, when replicas differ in a single bit
     of what must be equal. Collective over the world; see ``sync.compare_every``."""
@@ -142,8 +144,7 @@ def register_sync_hook(model: nn.Module, hook: Hook, state: Any = None) -> None:
 
     The hooks of `torch.distributed.algorithms.ddp_comm_hooks` work, among them
     ``default_hooks.bf16_compress_hook`` and ``powerSGD_hook``, whose state takes the group that
-    ``replicate_group(model)`` returns. Raises `ConfigError` where no replicate axis is reduced by
-    this package: one replica, or ``sync.engine=torch``.
+    ``replicate_group(model)`` returns. Raises `ConfigError` for a mesh with one replica.
     """
     buckets = _buckets_of(model)
     if engine_of(model).method.splits_updates:
@@ -163,10 +164,7 @@ def replicate_group(model: nn.Module) -> dist.ProcessGroup:
 def _buckets_of(model: nn.Module) -> BucketQueue:
     buckets = engine_of(model).batch.buckets
     if buckets is None:
-        raise ConfigError(
-            "no gradients cross a replicate axis here: the mesh has one replica, or "
-            "sync.engine=torch reduces over it"
-        )
+        raise ConfigError("no gradients cross a replicate axis here: the mesh has one replica")
     return buckets
 
 

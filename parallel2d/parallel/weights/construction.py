@@ -10,13 +10,17 @@ those of ``torch.manual_seed(seed); Model(...)`` in one process.
 
 from __future__ import annotations
 
+import copyreg
+import cProfile
 import functools
+import hashlib
+import inspect
 import itertools
 import random
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -26,6 +30,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -46,7 +51,6 @@ _MADE_BY, _WRITTEN_BY = "_parallel2d_made_by", "_parallel2d_written_by"
 _ON_META = "_parallel2d_on_meta"  # an attribute of a parameter: its substitute
 
 _numbers = itertools.count()
-_recorders: list[_Recorder] = []  # of the contexts that this process is in
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,42 +69,31 @@ class _Call:
 _NO_CALL = _Call()  # what runs in no constructor
 
 
-def _new_module(cls: type[nn.Module], *arguments: Any, **keywords: Any) -> nn.Module:
-    new = super(nn.Module, cls).__new__
-    # That of another base class may take the arguments.
-    made = new(cls) if new is object.__new__ else new(cls, *arguments, **keywords)
-    if _recorders:
-        vars(made)[_MADE_BY] = _Call(cls, arguments, keywords)
-        _recorders[-1].built.append(weakref.ref(made))
-    return made
-
-
 @contextmanager
 def build_on_meta() -> Iterator[list[weakref.ref[nn.Module]]]:
     """Inside, every parameter that a module registers goes to the meta device; buffers stay real,
     so that tables which a constructor computes are right without being computed again. Costs one
-    parameter of memory at a time. Gives the modules that are built, in their order."""
+    parameter of memory at a time. Gives the modules that are built, in their order.
+
+    A profile function of Python (`sys.setprofile`) sees the calls of constructors: torch has hooks
+    for the parameters that a module registers, and none for its construction. A profiler that is
+    running rests meanwhile.
+    """
     recorder = _Recorder()
-    register = nn.Module.register_parameter
-
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None:
-            param = param if param.is_meta else _on_meta(param)
-            recorder.note_registered(self, name, param)
-        register(self, name, param)
-
-    # It stays, and outside of contexts does what `object` does: Python cannot take `__new__` back
-    # from a class, whose constructors would then refuse all arguments.
-    # Static, because torch also calls it on an instance.
-    nn.Module.__new__ = staticmethod(_new_module)  # type: ignore[assignment]
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    _recorders.append(recorder)
+    # torch's annotation lacks the result that its documentation allows.
+    hook: Callable[..., Any] = recorder.replace_registered
+    handle = register_module_parameter_registration_hook(hook)
+    profiler = sys.getprofile()
     try:
+        sys.setprofile(recorder.note_call)
         with recorder:
             yield recorder.built
     finally:
-        _recorders.remove(recorder)
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        # cProfile, whose object is not a function
+        sys.setprofile(profiler if callable(profiler) else None)
+        if isinstance(profiler, cProfile.Profile):
+            profiler.enable()
+        handle.remove()
         recorder.mark_modules()
 
 
@@ -148,7 +141,28 @@ class _Recorder(TorchFunctionMode):
             return self._note_written(tensor)
         return function(*args, **kwargs)
 
-    def note_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
+    def note_call(self, frame: FrameType, event: str, value: object) -> None:
+        """Profile function: note a module whose construction begins, or that is copied."""
+        code = frame.f_code
+        if event == "return" and code is copyreg.__newobj__.__code__:  # type: ignore[attr-defined]
+            if isinstance(value, nn.Module):
+                self.built.append(weakref.ref(value))
+            return
+        if event != "call" or code.co_name != "__init__" or not code.co_argcount:
+            return
+        module = frame.f_locals.get(code.co_varnames[0])
+        # Constructors of base classes have other arguments.
+        if isinstance(module, nn.Module) and _MADE_BY not in vars(module):
+            vars(module)[_MADE_BY] = _Call(type(module), *_arguments_of(frame))
+            self.built.append(weakref.ref(module))
+
+    def replace_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter:
+        """Hook of torch: return the parameter on meta that ``module`` registers instead."""
+        param = param if param.is_meta else _on_meta(param)
+        self._note_registered(module, name, param)
+        return param
+
+    def _note_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         """What is not tied has a value here. It counts as written to unless ``module`` itself
         registers it, for the first time, and an initializer around it sets it again."""
         if param.untyped_storage() in self._writers:
@@ -174,6 +188,16 @@ class _Recorder(TorchFunctionMode):
                 writer = self._writers.get(parameter.untyped_storage())
                 if writer is not None:
                     vars(module).setdefault(_WRITTEN_BY, {})[name] = writer
+
+
+def _arguments_of(frame: FrameType) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments, without ``self``, of the call that begins in
+    ``frame``."""
+    names, rest, named, values = inspect.getargvalues(frame)
+    count = frame.f_code.co_argcount
+    positional = tuple(values[name] for name in names[1:count])
+    keywords = {name: values[name] for name in names[count:]}
+    return positional + (values[rest] if rest else ()), keywords | (values[named] if named else {})
 
 
 def _constructing() -> list[nn.Module] | None:
@@ -240,6 +264,18 @@ def _call_again(model: nn.Module, calls: dict[Any, _Call]) -> nn.Module:
         arguments, keywords = tree_map_only(nn.Module, lambda leaf: made.get(leaf, leaf), given)
         made[module] = call.kind(*arguments, **keywords)
     return made[model]
+
+
+def seeds_of(models: Sequence[nn.Module], seed: int) -> list[int]:
+    """The seeds of ``models`` that were built in one `build_on_meta`: ``seed`` for the first, and
+    another one for each construction that follows it. A copy has the seed of its original."""
+    numbers: dict[object, int] = {}
+    found = []
+    for model in models:
+        number = numbers.setdefault(vars(model).get(_MADE_BY, model), len(numbers))
+        digest = hashlib.sha256(f"{seed}/model {number}".encode()).digest()
+        found.append(int.from_bytes(digest[:8], "big") >> 1 if number else seed)
+    return found
 
 
 def outline(model: nn.Module) -> list[str]:

@@ -4,7 +4,7 @@ checks that all ranks hold the same model."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -76,7 +76,7 @@ class WeightSource:
         """Keeps what `fill` needs of ``model`` as it is before the transforms. Collective. Raises
         `ConfigError` when ranks hold different weights."""
         if not self._on_meta:
-            digests = all_gather(_digest(model))
+            digests = all_gather(_digest(model.named_parameters()))
             different = [rank for rank, other in enumerate(digests) if other != digests[0]]
             if different:
                 raise ConfigError(
@@ -85,6 +85,7 @@ class WeightSource:
                     "seed=, or let all start from rank 0's by parallelize(..., broadcast_from=0)"
                 )
         elif self._source is None and self._construct is None:
+            _check_buffers(model)
             self._initial = InitialWeights(model, blocks, self._init)
 
     def fill(
@@ -135,7 +136,7 @@ class WeightSource:
             try:
                 model = build_for_real(self._construct, self._seed or 0, self._outline)
                 self._received = {name: each.detach() for name, each in all_tensors(model).items()}
-                weights = _digest(model)
+                weights = _digest(model.named_parameters())
             except Exception as error:
                 problem = f"the model cannot be built for real: {type(error).__name__}: {error}"
                 problem = str(error) if isinstance(error, ConfigError) else problem
@@ -225,10 +226,29 @@ def check_same_structure(model: nn.Module) -> None:
         )
 
 
-def _digest(model: nn.Module) -> str:
-    """Differs when any parameter does."""
+def _check_buffers(model: nn.Module) -> None:
+    """Raises `ConfigError` where a constructor has given ranks different values of a buffer, which
+    no initializer sets again. Collective."""
+    own = {
+        name: _digest([(name, each)]) for name, each in model.named_buffers() if not each.is_meta
+    }
+    first = broadcast(own)
+    differing = [name for name, digest in own.items() if digest != first.get(name)]
+    found = dict(enumerate(all_gather(differing)))
+    different = {rank: names for rank, names in found.items() if names}
+    if different:
+        names = next(iter(different.values()))
+        raise ConfigError(
+            f"ranks {list(different)} hold other values of the buffer {first_five(names, ', ')} "
+            "than rank 0, which its constructor gives it and no initializer sets again; call the "
+            "same torch.manual_seed on every rank before the model is built"
+        )
+
+
+def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Differs when any tensor does."""
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
+    for name, parameter in tensors:
         data = parameter.detach()
         if data.is_complex():
             data = torch.view_as_real(data.resolve_conj())

@@ -29,6 +29,7 @@ from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.base.replicas import first_rank, is_present
 from parallel2d.base.replicas.lasting_groups import Everyone
+from parallel2d.base.runtime import patient_group
 from parallel2d.parallel.mesh import axis_positions, sharding_mesh, without_replicas
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region, split_dims
 from parallel2d.training.checkpoint.local_state import (
@@ -73,7 +74,7 @@ class Group:
         """All ranks of the job. Collective."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(None)
-        return cls(dist.new_group(backend="gloo", timeout=_TIMEOUT))
+        return cls(patient_group(_TIMEOUT))
 
     def stay(self) -> None:
         """From now on all calls raise `ReplicaLost` once a replica is lost that is there now."""

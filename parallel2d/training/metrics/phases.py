@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from parallel2d.base.device import timed_event
+
 log = logging.getLogger(__name__)
 
 # Names in a trace, in the order of the loop; `metrics.keys` has those of rows
@@ -58,17 +60,17 @@ class PhaseClock:
         """Seconds per phase of the step. On GPU the last event must have been waited for."""
         seconds: dict[str, float] = {}
         for (_, begin), (phase, end) in zip(self._marks, self._marks[1:], strict=False):
-            if isinstance(end, torch.Event):
-                length = seconds_between(begin, end)
-            else:
+            if isinstance(end, float):
                 length = end - begin  # type: ignore[operator]
+            else:
+                length = seconds_between(begin, end)
             seconds[phase] = seconds.get(phase, 0.0) + length
         return seconds
 
     def _now(self) -> float | torch.Event:
-        if self._device.type != "cuda":
+        if self._device.type == "cpu":
             return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
+        event = timed_event(self._device.type)
         event.record()
         return event
 

@@ -123,7 +123,8 @@ def _commands(job: Job, summary: Mapping[str, Any], launcher: str) -> list[str]:
         lines.append(f"go on       {start}parallel2d.train {words} hydra.run.dir={run_dir}")
     lines.append(f"look        {_COMMAND}report {run_dir}")
     if job.config.metrics.tensorboard:
-        lines.append(f"            {_COMMAND}dashboard {run_dir}")
+        lines.append(f"            tensorboard --logdir {run_dir}")
+        lines.append("            http://localhost:6006/#custom_scalars  (once it runs)")
     if summary["checkpoint"]:
         source = shlex.quote(_short(summary["checkpoint"]))
         target = shlex.quote(f"{_short(job.run_dir)}/export")

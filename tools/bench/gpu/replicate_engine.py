@@ -1,4 +1,4 @@
-"""What reducing gradients over replicas costs one device beside the bytes: parallel2d's engine and torch's.
+"""What reducing gradients over replicas costs one device beside the bytes: parallel2d's engine and hand-written FSDP2.
 
     python tools/bench/gpu/replicate_engine.py [--steps 20] [--rounds 3]
 
@@ -16,11 +16,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from step_flops import LARGE, SEQUENCES, TINY, WARM_UP, synchronize
-from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from parallel2d import (
     MeshSpec,
@@ -30,22 +31,16 @@ from parallel2d import (
     cross_entropy_sum,
     parallelize,
 )
-from parallel2d.base.config import PrecisionConfig, SyncConfig
+from parallel2d.base.config import PrecisionConfig
 from parallel2d.models.llama import Llama
 from parallel2d.parallel.cost.fake_group import fake_process_group
-from parallel2d.parallel.sync.engine.replica_reducer import reducers_in
+from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 
-
-class EngineVariant(NamedTuple):
-    replicas: int
-    strategy: str
-    engine: str
-
-
-VARIANTS = {
-    "no replicas (zero3)": EngineVariant(1, "zero3", "parallel2d"),
-    "hybrid, sync.engine=torch": EngineVariant(2, "hybrid", "torch"),
-    "hybrid, sync.engine=parallel2d": EngineVariant(2, "hybrid", "parallel2d"),
+# By name: the number of replicas, and the strategy; None for FSDP2's own hybrid sharding
+VARIANTS: dict[str, tuple[int, str | None]] = {
+    "no replicas (zero3)": (1, "zero3"),
+    "hand-written FSDP2": (2, None),
+    "parallel2d": (2, "hybrid"),
 }
 
 
@@ -57,24 +52,41 @@ class EngineSeconds(NamedTuple):
     peak: int
 
 
-def measure(variant: EngineVariant, device: torch.device, steps: int) -> EngineSeconds:
+def parallelized(llama: dict[str, Any], replicas: int, strategy: str, device: torch.device) -> Any:
+    mesh = build_mesh(
+        MeshSpec(replicate=replicas, shard=2),
+        strategy,
+        device_type=device.type,
+        allow_cross_node=True,
+    )
+    precision = PrecisionConfig("bf16", "fp32", "bf16", "fp32")
+    with build_on_meta():
+        model: Any = Llama(**llama)
+    config = ParallelConfig(strategy, precision=precision)
+    model = parallelize(model, mesh, config, seed=0, init=model.init_weights)
+    # No other rank would answer.
+    for engine in engines_in(model):
+        engine.agreement.defer()
+    return model
+
+
+def hand_written(llama: dict[str, Any], replicas: int, device: torch.device) -> Any:
+    """The same model in the same precision under FSDP2's own hybrid sharding, by block."""
+    mesh = init_device_mesh(device.type, (replicas, 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = Llama(**llama).to(device, torch.bfloat16)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in [*model.layers, model]:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    return model
+
+
+def measure(replicas: int, strategy: str | None, device: torch.device, steps: int) -> EngineSeconds:
     llama = LARGE if device.type == "cuda" else TINY
-    with fake_process_group(2 * variant.replicas):
-        mesh = build_mesh(
-            MeshSpec(replicate=variant.replicas, shard=2),
-            variant.strategy,
-            device_type=device.type,
-            allow_cross_node=True,
-        )
-        precision = PrecisionConfig("bf16", "fp32", "bf16", "fp32")
-        sync = SyncConfig(engine=variant.engine)
-        config = ParallelConfig(variant.strategy, precision=precision, sync=sync)
-        with build_on_meta():
-            model: nn.Module = Llama(**llama)
-        model = parallelize(model, mesh, config, seed=0, init=model.init_weights)
-        # No other rank would answer.
-        for engine in reducers_in(model):
-            engine.agreement.defer()
+    with fake_process_group(2 * replicas):
+        if strategy is None:
+            model = hand_written(llama, replicas, device)
+        else:
+            model = parallelized(llama, replicas, strategy, device)
         tokens = torch.randint(
             0, llama["vocab_size"], (SEQUENCES, llama["max_seq_len"]), device=device
         )
@@ -113,7 +125,7 @@ def main() -> int:
     rounds: dict[str, list[EngineSeconds]] = {name: [] for name in VARIANTS}
     for _ in range(options.rounds):
         for name, variant in VARIANTS.items():
-            rounds[name].append(measure(variant, device, options.steps))
+            rounds[name].append(measure(*variant, device, options.steps))
             gc.collect()
     called = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, tiny model"
     print(f"    python {' '.join(sys.argv)}\n")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.parallel.fsdp_internals.sharded_model import reset_iteration
-from parallel2d.parallel.sync.engine.replica_reducer import engines_in, reducers_in
+from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 
 Batch = TypeVar("Batch")
 
@@ -47,7 +47,7 @@ def accumulate(
             yield batch  # type: ignore[misc]
             batch = following
         # Where the last micro-batch had no backward pass on this rank, something is left.
-        for engine in reducers_in(model):
+        for engine in engines_in(model):
             if engine.batch.pending:
                 engine.finish()
 

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel2d.base.device import current_stream, keep_until_done, new_stream, on_stream
 from parallel2d.base.memory import keep_freed_memory
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
-from parallel2d.parallel.sync.engine.group_state import GroupState, keep_until_done
+from parallel2d.parallel.sync.engine.group_state import GroupState
 from parallel2d.parallel.sync.wires import Wire
 from parallel2d.parallel.weights.geometry import as_real, pieces_of
 
@@ -166,22 +167,22 @@ class BucketQueue:
     on every replica, whatever order the groups end in: those that autograd ends first come first.
     Reductions run on a stream of their own where there are streams.
 
-    ``group``: the process group of that axis. ``states``: in the order in which backward ends
+    ``group``: the process group of that axis. ``reduced``: the stream in which torch accumulates
+    sharded gradients; see [Note: order of streams]. ``states``: in the order in which backward ends
     their groups. ``bucket_bytes``: a bucket of several groups is at most this large.
     ``reduction_for``: what reduces a bucket, from what is sent.
     """
 
     group: dist.ProcessGroup
     device_type: str
+    reduced: torch.Stream
     states: Sequence[GroupState]
     bucket_bytes: int
     reduction_for: Callable[[Wire], Reduction]
 
     def __post_init__(self) -> None:
-        self._stream: torch.Stream | None = None
-        if self.device_type != "cpu":
-            self._stream = torch.Stream(self.device_type)
-        else:
+        self.stream = new_stream(self.device_type)
+        if self.device_type == "cpu":
             keep_freed_memory()
         # Those of this global batch; empty until the first is needed.
         self._buckets: list[Bucket] = []
@@ -214,12 +215,6 @@ class BucketQueue:
         self._buckets = []
         self._next = 0
 
-    def join_stream(self) -> None:
-        """Lets the current stream wait for the stream of the reductions."""
-        if self._stream is not None:
-            current = torch.accelerator.current_stream(self._stream.device)
-            current.wait_stream(self._stream)
-
     def _remaining(self) -> list[Bucket]:
         if not self._buckets:
             states = [state for state in self.states if state.group.trained]
@@ -238,9 +233,6 @@ class BucketQueue:
             self._await_all_but(reduction.most_in_flight - 1)
         with self._on_stream():
             for state in bucket.states:
-                # Gradients come from streams of torch.
-                if self._stream is not None:
-                    state.group.wait_for_gradients(self._stream)
                 state.set_aside_means()
             fill()
             with torch.profiler.record_function(f"replicate: bucket {bucket.index()}"):
@@ -273,12 +265,10 @@ class BucketQueue:
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Runs its body on the stream of the reductions, after what the current stream has done."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
-        with self._stream:
+        """Runs its body on the stream of the reductions, after all kernels that write gradients."""
+        self.stream.wait_stream(current_stream(self.device_type))
+        self.stream.wait_stream(self.reduced)
+        with on_stream(self.device_type, self.stream):
             yield
 
 

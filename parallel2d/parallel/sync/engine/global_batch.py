@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel2d.base.device import current_stream
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.base.exchange import all_gather
 from parallel2d.base.replicas import is_joining
@@ -57,12 +58,14 @@ class ScalarGradient(Protocol):
 class GlobalBatch:
     """The gradients of one global batch.
 
-    ``states``: of the groups, in the order in which backward ends them. ``scalars``: parameters
+    ``reduced``: the stream in which torch accumulates sharded gradients. ``states``: of the groups,
+    in the order in which backward ends them. ``scalars``: parameters
     that are whole on every rank. ``buckets``: None where no gradients cross the replicate axis.
     ``clear_updated``: drops the gradients of the parts that this replica updates.
     """
 
     device_type: str
+    reduced: torch.Stream
     states: Sequence[GroupState]
     scalars: Sequence[ScalarGradient] = ()
     buckets: BucketQueue | None = None
@@ -72,13 +75,10 @@ class GlobalBatch:
 
     def join_streams(self) -> None:
         """Lets the current stream wait for the reduced gradients."""
+        current = current_stream(self.device_type)
+        current.wait_stream(self.reduced)
         if self.buckets is not None:
-            self.buckets.join_stream()
-        elif self.device_type != "cpu":
-            # With a single replica, gradients come from the streams of torch.
-            current = torch.accelerator.current_stream()
-            for state in self.states:
-                state.group.wait_for_gradients(current)
+            current.wait_stream(self.buckets.stream)
 
     def clear_gradients(self, set_to_none: bool) -> None:
         """Drops all gradients."""

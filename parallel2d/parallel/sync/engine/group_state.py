@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel2d.base.device import keep_until_done
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, FSDPParameter
 from parallel2d.parallel.model_structure import updated_as
 from parallel2d.parallel.sync.wires import Wire
@@ -71,8 +72,7 @@ class GroupState:
         if any_gradient and self.final:
             raise RuntimeError(
                 f"{self.group.called} got gradients twice in one backward pass, and the first were "
-                "on their way to other replicas: call the module, not parts of it, or use "
-                "sync.engine=torch"
+                "on their way to other replicas: call the module, not parts of it"
             )
         # The second one in this backward pass.
         self.repeats |= self.started
@@ -214,12 +214,3 @@ def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
         for parameter, total in zip(narrow, totals, strict=True):
             parameter.set_sum_of_parts(total)
     return bool(narrow)
-
-
-def keep_until_done(tensor: Tensor) -> None:
-    """Keeps the memory of ``tensor``, from another stream, until the current stream has read it.
-
-    Without this the allocator may reuse the memory as soon as the tensor is freed on the host.
-    """
-    if tensor.device.type != "cpu":
-        tensor.record_stream(torch.accelerator.current_stream(tensor.device))

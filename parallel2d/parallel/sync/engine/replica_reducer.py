@@ -11,6 +11,15 @@ The reductions start during the last backward pass (`buckets.py`) and are all aw
 end, so that ``loss.backward()`` returns with the mean over all data ranks in every ``.grad``.
 Averaging is idempotent: after a second backward pass the sum is averaged again, and is the sum of
 both means. Which parameters have a gradient is agreed on last; see [Note: unused parameters].
+
+[Note: order of streams] Autograd computes unsharded gradients on the current stream. `fully_shard`
+lets its reduce-scatter stream wait for that one, and our stream of accumulation
+(`FSDPGroup.accumulate_on`) wait for the reduce-scatter. On our stream torch casts, views and adds
+the result to ``.grad``. When a group's ``post_backward`` has returned on the host, all kernels that
+write its sharded gradients are issued, either there or, with one rank on the shard axis, on the
+current stream. So a bucket is ordered after its gradients, whichever groups they are of, once its
+own stream has waited for these two streams. The optimizer's stream waits for the stream of the
+buckets and for that of accumulation in `finish`.
 """
 
 from __future__ import annotations
@@ -24,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from parallel2d.base.device import new_stream
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
 from parallel2d.parallel.mesh import axis_names, inherit_timeout, mesh_shape, without_replicas
@@ -73,16 +83,25 @@ class ReplicaReducer:
         states = [GroupState(group, method.wire(group.wire)) for group in groups]
         # None where no gradients cross the replicate axis.
         buckets: BucketQueue | None = None
+        # See [Note: order of streams].
+        reduced = new_stream(mesh.device_type)
+        for each in groups:
+            each.accumulate_on(reduced)
         if method.crosses:
             group = own_replicate_group(mesh)
             replicated = ReplicatedModel(mesh, group, groups, self.keys, final_dtype, hidden)
             self.updates, reduction_for = method.start(replicated)
             if reduction_for is not None:
                 buckets = BucketQueue(
-                    group, mesh.device_type, states, method.bucket_bytes, reduction_for
+                    group,
+                    mesh.device_type,
+                    reduced,
+                    states,
+                    method.bucket_bytes,
+                    reduction_for,
                 )
         clear_updated = self.updates.clear_gradients
-        self.batch = GlobalBatch(mesh.device_type, states, scalars, buckets, clear_updated)
+        self.batch = GlobalBatch(mesh.device_type, reduced, states, scalars, buckets, clear_updated)
         # The ranks that share the work of an update: equal replicas do it each, since what one
         # would send another crosses the slow network.
         self.update_mesh = mesh if method.splits_updates else without_replicas(mesh)
@@ -221,35 +240,17 @@ def own_replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     # One row for each group: the ranks that differ in the replicate axis alone.
     rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh_shape(mesh).replicate)
     own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), group_desc=GROUP_NAME)
+    assert isinstance(own, dist.ProcessGroup)  # every rank is in one row
     inherit_timeout(own, mesh.device_type)
     return own
 
-
-class TorchReducer:
-    """The engine of ``sync.engine=torch``: `fully_shard`'s second axis, on groups of its own.
-
-    It stays for comparison. Its partial sums do not record which parameters they hold, so
-    parameters that ranks or micro-batches use differently may get each other's gradients; it adds
-    in the dtype in which gradients are sent; and it takes no hooks.
-    """
-
-    def __init__(self, mesh: DeviceMesh, groups: Sequence[FSDPGroup], method: SyncMethod) -> None:
-        self.method = method
-        # Nothing is ever pending: torch has reduced everything when a backward pass ends.
-        states = [GroupState(group, method.wire(group.wire)) for group in groups]
-        self.batch = GlobalBatch(mesh.device_type, states)
-        self.update_mesh = mesh
-        self.updates = UpdateFollower()
-
-
-Engine = ReplicaReducer | TorchReducer
 
 # An attribute of the model and no table beside it: the engine refers to the model's parameters, so
 # that the garbage collector frees both together.
 _ENGINE = "_parallel2d_engine"
 
 
-def register_engine(model: nn.Module, engine: Engine) -> None:
+def register_engine(model: nn.Module, engine: ReplicaReducer) -> None:
     """Makes ``engine`` that of ``model``."""
     vars(model)[_ENGINE] = engine
 
@@ -279,19 +280,14 @@ def update_mesh_of(parameters: Iterable[Tensor]) -> DeviceMesh | None:
     return meshes[0] if meshes else None
 
 
-def engines_in(model: nn.Module) -> list[Engine]:
+def engines_in(model: nn.Module) -> list[ReplicaReducer]:
     """The engines of ``model`` and of modules below it."""
     return [vars(module)[_ENGINE] for module in model.modules() if _ENGINE in vars(module)]
 
 
-def reducers_in(model: nn.Module) -> list[ReplicaReducer]:
-    """Our engines of ``model`` and of modules below it."""
-    return [engine for engine in engines_in(model) if isinstance(engine, ReplicaReducer)]
-
-
-def engine_of(model: nn.Module) -> Engine:
+def engine_of(model: nn.Module) -> ReplicaReducer:
     """The engine of a model from `parallel2d.parallelize`. Raises `ConfigError` for another."""
-    found: Engine | None = vars(model).get(_ENGINE)
+    found: ReplicaReducer | None = vars(model).get(_ENGINE)
     if found is None:
         raise ConfigError(
             f"{type(model).__name__} did not come from parallel2d.parallelize; give the model that "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from parallel2d.base.config import StrategyConfig, SyncConfig
 from parallel2d.parallel.sync.methods.diloco import DiLoCo
-from parallel2d.parallel.sync.methods.every_step import EveryStep, EveryStepByTorch
+from parallel2d.parallel.sync.methods.every_step import EveryStep
 from parallel2d.parallel.sync.methods.method import SyncMethod
 from parallel2d.parallel.sync.methods.split_updates import SplitUpdates
 
@@ -22,8 +22,6 @@ def method_of(strategy: StrategyConfig, sync: SyncConfig, replicas: int) -> Sync
         return DiLoCo(sync)
     if replicas == 1:
         return SyncMethod(sync)
-    if sync.engine == "torch":
-        return EveryStepByTorch(sync)
     if strategy.placement.splits_updates:
         return SplitUpdates(sync)
     return EveryStep(sync)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel2d.base import metering
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
@@ -129,16 +130,6 @@ class EveryStep(SyncMethod):
         return mean
 
 
-class EveryStepByTorch(EveryStep):
-    """The second axis of `fully_shard` reduces the gradients (``sync.engine=torch``)."""
-
-    def gradients(self, group: GroupTraffic) -> Message:
-        return Message("all_reduce", group.reduced_bytes)
-
-    def buffer_bytes(self, sums: Sequence[int], item_bytes: int) -> int:
-        return 0
-
-
 @dataclass
 class AllReduce:
     """An all-reduce in place, in the dtype of the gradients or in a narrower one of 32 bits."""
@@ -154,7 +145,7 @@ class AllReduce:
         work = dist.all_reduce(sent, dist.ReduceOp.AVG, group=self.group, async_op=True)
 
         def wait() -> None:
-            work.wait()
+            metering.wait(work, self.group)
             if sent is not flat:
                 flat.copy_(sent)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from parallel2d.base import metering
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
 from parallel2d.parallel.mesh import axis_names, mesh_shape, ranks_of
@@ -286,8 +287,10 @@ class OwnedParameters(Residuals):
         received = sent.new_empty(self.replicas * sent.numel())
         work = dist.all_gather_single(received, sent, group=self._model.group, async_op=True)
 
+        assert work is not None  # of an asynchronous collective
+
         def wait() -> None:
-            work.wait()
+            metering.wait(work, self._model.group)
             for replica, piece in enumerate(received.chunk(self.replicas)):
                 # Views of the owned rows hold their values already.
                 if replica == self.replica and self._wire is None:

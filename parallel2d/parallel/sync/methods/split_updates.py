@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel2d.base import metering
 from parallel2d.base.config import SyncConfig
+from parallel2d.base.device import keep_until_done
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
 from parallel2d.parallel.sync.engine.buckets import Bucket, Reduction, Wait
-from parallel2d.parallel.sync.engine.group_state import keep_until_done
 from parallel2d.parallel.sync.methods.every_step import EveryStep, RoundedReduction
 from parallel2d.parallel.sync.methods.method import (
     ExpectedState,
@@ -154,8 +155,10 @@ class ScatterToOwners(RoundedReduction):
             received.view(-1), sent, parts, sizes, group=self.group, async_op=True
         )
 
+        assert work is not None  # of an asynchronous collective
+
         def wait() -> None:
-            work.wait()
+            metering.wait(work, self.group)
             for form, contributions in zip(forms, received.split(lengths, dim=1), strict=True):
                 rows = form.coded.coder.values(form.coded.mean_of(contributions), form.shapes)
                 for parameter, own in zip(form.parameters, rows, strict=True):

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel2d.base import metering
 from parallel2d.parallel.sync.wires import Coder, Wire, put_back
 from parallel2d.parallel.sync.wires.blocks import (
     BLOCK,
@@ -136,11 +137,15 @@ class Exchange:
             self._keep_rests()
             self._gather(message.view(-1))
         else:
-            self._work = dist.all_to_all_single(self._received, message, group=group, async_op=True)
+            work = dist.all_to_all_single(self._received, message, group=group, async_op=True)
+            assert work is not None  # of an asynchronous collective
+            self._work = work
 
     def _gather(self, message: Tensor) -> None:
         received = self._received.view(-1)
-        self._work = dist.all_gather_single(received, message, group=self._group, async_op=True)
+        work = dist.all_gather_single(received, message, group=self._group, async_op=True)
+        assert work is not None  # of an asynchronous collective
+        self._work = work
 
     def _keep_rests(self) -> None:
         for part in self._parts:
@@ -148,7 +153,7 @@ class Exchange:
 
     def _received_by_part(self) -> list[tuple[Coded, Tensor]]:
         """What has arrived, [replicas, values], of each part."""
-        self._work.wait()
+        metering.wait(self._work, self._group)
         return list(zip(self._parts, self._received.split(self._lengths, dim=1), strict=True))
 
     def send_means(self) -> None:
@@ -174,7 +179,7 @@ class ExactMean:
     def __init__(
         self, group: dist.ProcessGroup, tensors: Sequence[Tensor], results: Sequence[Tensor]
     ) -> None:
-        self._results = results
+        self._group, self._results = group, results
         self._flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self._work = dist.all_reduce(self._flat, dist.ReduceOp.AVG, group=group, async_op=True)
 
@@ -183,7 +188,7 @@ class ExactMean:
 
     def finish(self) -> None:
         """Waits, and writes the mean."""
-        self._work.wait()
+        metering.wait(self._work, self._group)
         values = pieces_of(self._flat, [result.shape for result in self._results])
         for result, value in zip(self._results, values, strict=True):
             result.copy_(value)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import signal
 import struct
 import warnings
 import zipfile
@@ -231,6 +232,11 @@ def _open_in_child(path: str) -> None:
             seconds = MOST_SECONDS + size // _BYTES_A_SECOND
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            # A child that waits uses no CPU time.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10 * seconds)
+            # A fork has none of the threads of torch's pool, for which an operation would wait.
+            torch.set_num_threads(1)
             _open(path)
             os._exit(0)
         except ConfigError as error:
