@@ -55,23 +55,14 @@ def library() -> Any:
     return transformers
 
 
-def read_config(path: str | None, architecture: str | None, arguments: Mapping[str, Any]) -> Any:
+def saved_config(path: str | None, architecture: str | None, arguments: Mapping[str, Any]) -> Any:
     """The configuration of a local folder, or of an architecture (``llama``, ``gpt2``, ...), with
-    ``arguments`` set on it.
+    ``arguments`` set on it, as a saved model has it.
 
     Raises ValueError for a folder without config.json, an architecture that the library does not
     have, and an argument that the configuration does not have: the library itself would keep that
     one and never read it.
     """
-    config = saved_config(path, architecture, arguments)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False  # keys and values kept for generation would only cost memory
-    return config
-
-
-def saved_config(path: str | None, architecture: str | None, arguments: Mapping[str, Any]) -> Any:
-    """The configuration of `read_config` before it is changed for training: what a saved model
-    has. Raises as `read_config`."""
     transformers = library()
     known = transformers.CONFIG_MAPPING
     _check_layers(arguments)
@@ -173,10 +164,12 @@ def build(
     """The model with fresh weights (none, under a context that keeps parameters on meta), in
     training mode.
 
-    Raises ValueError for what `read_config` and `model_class` refuse, ImportError without the
+    Raises ValueError for what `saved_config` and `model_class` refuse, ImportError without the
     library.
     """
-    config = read_config(path, architecture, arguments or {})
+    config = saved_config(path, architecture, arguments or {})
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # keys and values kept for generation would only cost memory
     return model_class(config, head)(config).train()
 
 

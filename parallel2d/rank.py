@@ -20,7 +20,7 @@ from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import LIFE, RankIdentity, Topology, find_rank
 from parallel2d.launching.agreement import agree_on_job, forget_run, recording_steps
-from parallel2d.launching.failures import failures_reported_once
+from parallel2d.launching.failures import failures_reported_once, note_waiting
 from parallel2d.launching.processes import end_with_parent
 from parallel2d.launching.rank_processes import speak_for_all
 from parallel2d.training.run_directory.end import summarize
@@ -105,12 +105,11 @@ def _sizes_with_missing_nodes(
 ) -> Mapping[str, int] | None:
     """Return the sizes of the mesh over all nodes if replicas may be lost and none lies on two of
     the nodes, else None."""
-    import torch
-
+    from parallel2d.base.device import accelerator_type
     from parallel2d.parallel.mesh_sizes import resolve_mesh
 
     needs_all = config.strategy.placement.splits_updates
-    if torch.cuda.is_available() or needs_all or not _survives(config, identity):
+    if accelerator_type() != "cpu" or needs_all or not _survives(config, identity):
         return None
     shape = resolve_mesh(config, Topology.equal_hosts(nodes, local))
     divides = shape.replicate > 1 and shape.replicate % nodes == 0
@@ -201,7 +200,7 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
         trains = trainer.has_steps()
         position = recording_steps(identity, trainer.recorder.position)
         first = settings.longest_wait
-        with Watch(store, identity.rank, hosts, run_dir, first, position) as watch:
+        with Watch(store, identity.rank, hosts, run_dir, first, position, note_waiting) as watch:
 
             def first_step_done() -> None:
                 limit_waiting(settings.timeout)

@@ -305,6 +305,8 @@ def test_a_reference_is_looked_up_in_the_current_folder_last(tmp_path, monkeypat
 
 def test_a_low_limit_of_open_files_is_named(monkeypatch, capsys):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (24, 24))
+    # Otherwise this process would keep the low limit for all tests that follow.
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     assert main([*TEXT, "launch.nproc_per_node=9"]) == 2
     told = "a process may open 24 files, and a rank of 9 needs up to 64: raise the hard limit to 64"
     assert told in capsys.readouterr().err

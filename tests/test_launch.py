@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import jobs
 import psutil
 import pytest
+import torch
 from jobs import wait_for
 
 from parallel2d.base.config import LaunchConfig
@@ -33,7 +34,15 @@ from parallel2d.base.topology import AGENT
 from parallel2d.launching import agreement, launcher
 from parallel2d.launching import round as rounds
 from parallel2d.launching.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
-from parallel2d.launching.failures import LOST, RankError, RankFailure, WorkersFailed, first_failure
+from parallel2d.launching.failures import (
+    LOST,
+    RankError,
+    RankFailure,
+    WorkersFailed,
+    first_failure,
+    note_waiting,
+    read_waiting,
+)
 from parallel2d.launching.rendezvous import find_rendezvous, own_rendezvous
 from parallel2d.launching.round import JobDone
 from parallel2d.parallel.mesh import Topology
@@ -379,6 +388,22 @@ def test_a_store_that_is_silent_holds_nobody(silent_store, secret, tmp_path, mon
     with pytest.raises(ConfigError, match="no answer within 0.2 s"):
         StoreClient(silent_store.address, secret, timeout_s=0.2)
     assert time.monotonic() - begin < 30
+
+
+def test_a_stuck_rank_that_is_aborted_leaves_the_explanation(tmp_path, monkeypatch):
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    position = [watch.Position(3, 4, "all_reduce")]
+    hosts, store = ["one/0", "two/0"], torch.distributed.HashStore()
+    with watch.Watch(store, 0, hosts, str(tmp_path), 1.0, lambda: position[0], note_waiting):
+        wait_for(lambda: read_waiting(str(report)))
+        failure = RankFailure(0, -signal.SIGABRT, None, read_waiting(str(report)))
+        late = "late: rank 1 on two, which gave no sign of life"
+        assert str(failure).startswith(
+            f"killed (SIGABRT) while rank 0 waited in all_reduce of step 3; {late}"
+        )
+        position[0] = watch.Position(4, 0, "all_reduce")
+        wait_for(lambda: not read_waiting(str(report)))
 
 
 def test_a_folder_that_others_hold_is_neither_used_nor_believed(tmp_path, monkeypatch):

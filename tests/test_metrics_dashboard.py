@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ import urllib.request
 
 import pytest
 from browser import Browser, find_chromium
+from listening import free_port
 from test_command_line import SMALL, environment, execute, folder  # noqa: F401
 
 from parallel2d.training.metrics.writer import BETWEEN_REPLICAS, COMPARED, LAYOUT
@@ -35,12 +35,6 @@ PANELS = f"""(() => {{ {DEEP}
 TABLE = (
     f"(() => {{ {DEEP} return deep(document, 'tf-hparams-table-view').map(text).join(' '); }})()"
 )
-
-
-def free_port():
-    with socket.socket() as taken:
-        taken.bind(("localhost", 0))
-        return taken.getsockname()[1]
 
 
 @contextlib.contextmanager

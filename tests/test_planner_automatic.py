@@ -71,7 +71,7 @@ def test_a_loop_of_ones_own_names_its_strategy():
 
 def _mesh():
     with fake_process_group(1):
-        return build_mesh(MeshSpec(1, 1), topology=Topology.single_host(1), device_type="cpu")
+        return build_mesh(MeshSpec(1, 1), topology=Topology.equal_hosts(1, 1), device_type="cpu")
 
 
 @pytest.mark.slow

@@ -237,6 +237,15 @@ def test_nothing_that_the_server_imports_asks_for_an_accelerator():
     subprocess.run([sys.executable, "-c", script, *PRELOADED], check=True, timeout=120)
 
 
+def test_an_opened_driver_is_found_before_ranks_are_forked(tmp_path):
+    driver = tmp_path / "nvidia0"
+    driver.touch()
+    assert rank_processes.opened_files((str(tmp_path),)) == []
+    with driver.open():
+        assert rank_processes.opened_files((str(tmp_path),)) == [str(driver)]
+    assert rank_processes.opened_files(rank_processes.DRIVERS) == []
+
+
 def _start_with_children(told) -> None:
     told.send((start("children").wait(60), server().pid))
 

@@ -1,4 +1,6 @@
-"""Streams of the accelerator, from its device module (`torch.get_device_module`).
+"""The accelerator of a rank, through its device module (`torch.get_device_module`): which device it
+is, streams and events, memory and random state. No other file names a kind of accelerator, except
+for features that only one kind has.
 
 [Note: one kind of stream] FSDP2 and `torch.distributed` work with the device module's classes, such
 as `torch.cuda.Stream`. The generic `torch.Stream` does not mix with these: its ``wait_event`` takes
@@ -9,12 +11,169 @@ the same names, and they do nothing: no caller needs a branch for CPUs.
 
 from __future__ import annotations
 
+import os
 import weakref
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import cast
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from parallel2d.base.errors import ConfigError
+
+# A file that a driver makes, what it drives, and the variables that hide all its devices
+DRIVERS = (
+    ("/dev/nvidiactl", "an NVIDIA GPU", ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")),
+    ("/dev/kfd", "an AMD GPU", ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")),
+)
+_HIDDEN = ("", "-1", "none", "void", "nodevfiles")
+
+
+def accelerator_type() -> str:
+    """The type of the accelerators that this process can use, such as "cuda"; "cpu" without one.
+
+    Raises:
+        ConfigError: a driver is there and torch finds no device: training on the CPU instead would
+            be a hundred times slower without a word.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None:
+        return found.type
+    for path, kind, variables in DRIVERS:
+        is_hidden = any(os.environ.get(name, "all").lower() in _HIDDEN for name in variables)
+        if os.path.exists(path) and not is_hidden:
+            raise ConfigError(
+                f"this machine has the driver of {kind} ({path}), and torch {torch.__version__} "
+                f"finds no device: install a build of torch for it, or set {variables[0]}= (empty) "
+                "to use the CPU"
+            )
+    return "cpu"
+
+
+def device_count() -> int:
+    """The accelerators that this process can use; 0 without one. Raises as `accelerator_type`."""
+    kind = accelerator_type()
+    return 0 if kind == "cpu" else torch.accelerator.device_count()
+
+
+def choose_device(local_rank: int) -> torch.device:
+    """Make the accelerator of this rank the current one, and return it; the CPU without one.
+
+    A process that sees one device (a task of Slurm, a container) uses that, whatever its number on
+    the node is. Raises `ConfigError` as `accelerator_type`, and for more ranks than devices.
+    """
+    kind, count = accelerator_type(), device_count()
+    if kind == "cpu":
+        return torch.device("cpu")
+    if count > 1 and local_rank >= count:
+        raise ConfigError(
+            f"LOCAL_RANK={local_rank}, but this node has {count} devices of type {kind} and two "
+            "ranks cannot share one; start fewer processes per node"
+        )
+    device = torch.device(kind, local_rank if count > 1 else 0)
+    _module(kind).set_device(device)
+    return device
+
+
+def identity_of(device: torch.device) -> str:
+    """A name of the device that no other device of the host has; empty where none is known."""
+    if device.type == "cpu":
+        return ""
+    # Parts of one GPU (MIG) may share its UUID.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    index = device.index or 0
+    if index < len(visible) and visible[index].startswith("MIG-"):
+        return visible[index]
+    properties = _module(device.type).get_device_properties(device)
+    return str(getattr(properties, "uuid", ""))
+
+
+def backend_for(device_type: str) -> str:
+    """The backends of a process group for tensors on CPU and on devices of this type."""
+    if device_type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+
+
+def current_device(device_type: str) -> torch.device:
+    """The current device of this type, with its index where it has one."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, _module(device_type).current_device())
+
+
+def set_device(device: torch.device) -> None:
+    """Make ``device`` the current one of this thread."""
+    _module(device.type).set_device(device)
+
+
+def properties_of_all() -> list[Any]:
+    """The properties of each accelerator that this process can use: at least ``name`` and
+    ``total_memory``."""
+    kind = accelerator_type()
+    return [_module(kind).get_device_properties(index) for index in range(device_count())]
+
+
+def name_of(device: torch.device) -> str:
+    """The name of its model, or ``CPU``."""
+    if device.type == "cpu":
+        return "CPU"
+    return str(_module(device.type).get_device_name(device))
+
+
+def synchronize(device_type: str) -> None:
+    """Wait on the host until the current device has done what was issued to it."""
+    _module(device_type).synchronize()
+
+
+def empty_cache(device_type: str) -> None:
+    """Return unused memory of the allocator to the device."""
+    if device_type != "cpu":
+        _module(device_type).empty_cache()
+
+
+def memory_stats(device: torch.device) -> Mapping[str, Any]:
+    """The statistics of the allocator, by torch's names; empty for the CPU."""
+    if device.type == "cpu":
+        return {}
+    return cast(Mapping[str, Any], _module(device.type).memory_stats(device))
+
+
+def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
+    """The free and the total memory of an accelerator."""
+    free, total = _module(device.type).mem_get_info(device)
+    return int(free), int(total)
+
+
+def random_state(device_type: str) -> Tensor | None:
+    """The state of the random generator of the current device, on CPU; None for the CPU itself."""
+    return None if device_type == "cpu" else _module(device_type).get_rng_state().cpu()
+
+
+def set_random_state(device_type: str, state: Tensor) -> None:
+    """Set the random generator of the current device."""
+    _module(device_type).set_rng_state(state)
+
+
+def random_states_kept() -> AbstractContextManager[None]:
+    """Put the random generators of the CPU and of the current device back at the end."""
+    kind = accelerator_type()
+    if kind == "cpu":
+        return torch.random.fork_rng(devices=[])
+    devices = [_module(kind).current_device()]
+    return torch.random.fork_rng(devices=devices, device_type=kind)
+
+
+def timed_event(device_type: str) -> torch.Event:
+    """An event of an accelerator that measures time."""
+    return cast(torch.Event, _module(device_type).Event(enable_timing=True))
+
+
+def _module(device_type: str) -> Any:
+    return torch.get_device_module(device_type)
+
 
 _streams: weakref.WeakSet[torch.Stream] = weakref.WeakSet()
 
@@ -22,7 +181,7 @@ _streams: weakref.WeakSet[torch.Stream] = weakref.WeakSet()
 def new_stream(device_type: str) -> torch.Stream:
     """A stream for communication. Its priority is high, as that of FSDP2's streams, because kernels
     that pack and unpack messages would otherwise wait for kernels of the model."""
-    stream = cast(torch.Stream, torch.get_device_module(device_type).Stream(priority=-1))
+    stream = cast(torch.Stream, _module(device_type).Stream(priority=-1))
     if device_type != "cpu":
         _streams.add(stream)
     return stream
@@ -33,19 +192,14 @@ def communication_streams() -> list[torch.Stream]:
     return list(_streams)
 
 
-def timed_event(device_type: str) -> torch.Event:
-    """A new event that records a time."""
-    return cast(torch.Event, torch.get_device_module(device_type).Event(enable_timing=True))
-
-
 def current_stream(device_type: str) -> torch.Stream:
     """The stream in which this thread issues kernels."""
-    return cast(torch.Stream, torch.get_device_module(device_type).current_stream())
+    return cast(torch.Stream, _module(device_type).current_stream())
 
 
 def on_stream(device_type: str, stream: torch.Stream) -> AbstractContextManager[object]:
     """Makes ``stream`` the current one of this thread."""
-    return cast(AbstractContextManager[object], torch.get_device_module(device_type).stream(stream))
+    return cast(AbstractContextManager[object], _module(device_type).stream(stream))
 
 
 def keep_until_done(tensor: Tensor) -> None:

@@ -88,14 +88,6 @@ def decode(text: str | bytes) -> Any:
     return json.loads(text, object_hook=_restored)
 
 
-def raise_together(problem: str | None, source: int) -> None:
-    """Raises `ConfigError` on every rank with the ``problem`` that global rank ``source`` has
-    found; None: nothing is wrong. What other ranks pass is ignored. Collective."""
-    problem = broadcast(problem, source)
-    if problem is not None:
-        raise ConfigError(problem)
-
-
 @control_traffic()
 def _received(value: Any, group: dist.ProcessGroup | None) -> list[Tensor]:
     """The encoded values of all ranks, by rank. Collective."""

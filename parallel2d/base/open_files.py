@@ -11,10 +11,11 @@ from parallel2d.base.errors import ConfigError
 
 def raise_limit() -> int:
     """Raise the soft limit to the hard limit, and return it."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1 << 20 if hard == resource.RLIM_INFINITY else hard
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return int(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 

@@ -27,6 +27,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from parallel2d.base import device as devices
+from parallel2d.base import exchange
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.open_files import prepare
@@ -229,7 +231,7 @@ def _join(
     # rank with all others, and reads their addresses from the store: N descriptors per rank and
     # group, and 8 N^3 bytes for N ranks.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    device, backend = _choose_device(identity)
+    device = _choose_device(identity)
     waits = LaunchConfig(timeout=timeout_s, first_step_timeout=first_timeout_s)
     rank, size = identity.rank, identity.world_size
     timeout = timedelta(seconds=waits.longest_wait)
@@ -237,9 +239,11 @@ def _join(
         life = int(os.environ.get(LIFE, "0"))
         init_world(store, rank, size, together, life, timeout)
     else:
+        backend = devices.backend_for(device.type)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         topology = Topology.gather(host_id).completed(size, identity.nodes)
+        _refuse_shared_devices(device, topology)
         _hosts = tuple(host.split("/")[0] for host in topology.hosts)
         return Runtime(identity, device, topology)
     except BaseException:
@@ -247,20 +251,28 @@ def _join(
         raise
 
 
-def _choose_device(identity: RankIdentity) -> tuple[torch.device, str]:
-    """This rank's device, and its backends. Raises `ConfigError` for more ranks than GPUs."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu"), "gloo"
-    gpus = torch.cuda.device_count()
-    if identity.local_rank >= gpus:
-        raise ConfigError(
-            f"rank {identity.rank} on {socket.gethostname()}: LOCAL_RANK={identity.local_rank}, "
-            f"but this node has {gpus} GPUs and two ranks cannot share one; start fewer processes "
-            "per node"
-        )
-    device = torch.device("cuda", identity.local_rank)
-    torch.cuda.set_device(device)
-    return device, "cpu:gloo,cuda:nccl"
+def _choose_device(identity: RankIdentity) -> torch.device:
+    """This rank's device. Raises `ConfigError` as `device.choose_device`."""
+    try:
+        return devices.choose_device(identity.local_rank)
+    except ConfigError as error:
+        host = socket.gethostname()
+        raise ConfigError(f"rank {identity.rank} on {host}: {error}") from None
+
+
+def _refuse_shared_devices(device: torch.device, topology: Topology) -> None:
+    """Raise `ConfigError` for two ranks of a host on one accelerator. Collective."""
+    if device.type == "cpu":
+        return
+    first: dict[tuple[str, str], int] = {}
+    for rank, identity in enumerate(exchange.all_gather(devices.identity_of(device))):
+        place = topology.hosts[rank], identity
+        if identity and first.setdefault(place, rank) != rank:
+            host = place[0].split("/")[0]
+            raise ConfigError(
+                f"ranks {first[place]} and {rank} on {host} use one device ({identity}): give each "
+                "process a device of its own, or start fewer processes per node"
+            )
 
 
 def _leave(wait_s: float) -> None:
@@ -277,8 +289,7 @@ def _leave(wait_s: float) -> None:
     forget()
     _hosts = ()
     release_groups()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    devices.empty_cache(devices.accelerator_type())
 
 
 def _await_leaving(timeout: timedelta) -> None:
@@ -348,8 +359,7 @@ def barrier(name: str, timeout_s: float | None = None) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    devices.synchronize(devices.accelerator_type())
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
     ranks = dist.get_world_size()

@@ -160,11 +160,6 @@ class Topology:
         return Topology((*self.hosts, *absent))
 
     @classmethod
-    def single_host(cls, world_size: int, host: str = "this host") -> Topology:
-        """All ranks on one machine, for a launcher that has not started them yet."""
-        return cls((host,) * world_size)
-
-    @classmethod
     def equal_hosts(cls, hosts: int, ranks: int) -> Topology:
         """``hosts`` machines with ``ranks`` each, for a launcher on one of several nodes."""
         by_rank: list[str] = []

@@ -72,18 +72,15 @@ class RankError:
         is_config, step = isinstance(error, ConfigError), getattr(error, "step_of_run", None)
         return cls(text, time.time(), is_config, complete, step)
 
-    @property
-    def last_line(self) -> str:
-        return ["", *self.text.splitlines()][-1]
-
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The end of a rank that failed. ``error``: None where it was killed before it wrote one."""
+    """The end of a rank that failed."""
 
     rank: int
     exit_code: int
-    error: RankError | None
+    error: RankError | None  # None if it was killed before it wrote one
+    waiting: str = ""  # why it was stuck when it was killed, if it was
 
     @property
     def lost_a_peer(self) -> bool:
@@ -100,14 +97,15 @@ class RankFailure:
         if self.lost_a_peer:
             return "lost the connection to another rank"
         if self.error:
-            return self.error.last_line
+            return ["", *self.error.text.splitlines()][-1]
         code = self.exit_code
         if code == LOST:
             return f"exited with code {code}, as ranks do when the process that forks them is ended"
         if code >= 0:
             return f"exited with code {code}"
         cause = "; possibly out of memory" if code == -signal.SIGKILL else ""
-        return f"killed ({signal.Signals(-code).name}{cause})"
+        before = f" while {self.waiting}" if self.waiting else ""
+        return f"killed ({signal.Signals(-code).name}{cause}){before}"
 
 
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
@@ -126,6 +124,23 @@ def write_error_file(error: RankError) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         Path(path).write_text(json.dumps(asdict(error)))
+
+
+def note_waiting(text: str | None) -> None:
+    """Keep for the launcher why this rank is stuck; None removes the note."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    with contextlib.suppress(OSError):
+        if path and text:
+            Path(f"{path}.waiting").write_text(text)
+        elif path:
+            os.unlink(f"{path}.waiting")
+
+
+def read_waiting(path: str) -> str:
+    """Return the note of `note_waiting` beside the error file at ``path``; empty without one."""
+    with contextlib.suppress(OSError):
+        return Path(f"{path}.waiting").read_text()
+    return ""
 
 
 def read_error_file(path: str) -> RankError | None:

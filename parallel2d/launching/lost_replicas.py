@@ -13,6 +13,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,23 +111,19 @@ def _check_fit(job: dict[str, Any], size: int, nodes: int) -> None:
         )
 
 
+@dataclass(eq=False)
 class LostReplicas:
-    """Of the round that one launcher runs ``ranks`` in. ``store``: of the ranks;
-    ``may_go_on(failure)``: whether a rank that failed is no reason to end or restart all;
-    ``told_to_stop``: the exit code of ranks that were; ``ends_job``: the program or a sample is at
+    """Starts the lost replicas of this launcher again. ``ends_job``: the program or a sample is at
     fault; ``is_late``: the others have started before; ``needs_all``: they wait for a lost one."""
 
-    def __init__(
-        self,
-        current: Round,
-        store: Any,
-        ranks: NodeRanks,
-        may_go_on: Callable[[RankFailure], bool],
-        told_to_stop: int,
-    ) -> None:
-        self._round, self._store, self._ranks = current, store, ranks
-        self._may_go_on, self._told_to_stop = may_go_on, told_to_stop
-        self._events = Events(store)
+    _round: Round
+    _store: Any  # of the ranks
+    _ranks: NodeRanks
+    _may_go_on: Callable[[RankFailure], bool]  # false: the failure ends or restarts all ranks
+    _told_to_stop: int  # exit code of preempted ranks
+
+    def __post_init__(self) -> None:
+        self._events = Events(self._store)
         self._replicas: list[list[int]] = []
         self._lives: dict[int, int] = {}
         self.ends_job = self.needs_all = False

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 
-from parallel2d.launching.failures import RankFailure, read_error_file
+from parallel2d.launching.failures import RankFailure, read_error_file, read_waiting
 from parallel2d.launching.rank_processes import RankProcess, start_rank
 
 # Between SIGTERM and SIGKILL for ranks of a node of which one has failed: one that is stopped or
@@ -48,8 +48,9 @@ class NodeRanks:
         environment = self._environments[local]
         environment.update(variables)
         report = environment["TORCHELASTIC_ERROR_FILE"]
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(report)
+        for left in (report, f"{report}.waiting"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(left)
         logs: list[str | None] = [None, None]
         if self._has_logs and local > 0:
             folder = os.path.dirname(report)
@@ -63,8 +64,9 @@ class NodeRanks:
     def failure(self, local: int) -> RankFailure:
         """That of a rank that has ended with another code than 0."""
         code = self.processes[local].wait()
-        error = read_error_file(self._environments[local]["TORCHELASTIC_ERROR_FILE"])
-        return RankFailure(self.numbers[local], code, error)
+        report = self._environments[local]["TORCHELASTIC_ERROR_FILE"]
+        error = read_error_file(report)
+        return RankFailure(self.numbers[local], code, error, read_waiting(report))
 
     def end_after_failure(self) -> list[RankFailure]:
         """Ends those that run, and returns all failures, first those that were there before."""

@@ -60,9 +60,9 @@ def signals_raised() -> Iterator[None]:
 
 def workers_per_node(config: LaunchConfig) -> int:
     """``launch.nproc_per_node``. Raises `ConfigError` for more workers than accelerators."""
-    import torch
+    from parallel2d.base.device import device_count
 
-    accelerators = torch.accelerator.device_count()
+    accelerators = device_count()
     if config.nproc_per_node == "auto":
         return accelerators or CPU_WORKERS
     wanted = int(config.nproc_per_node)

@@ -40,6 +40,7 @@ PRELOADED = (
     "torch._dynamo",
     "torch.utils.tensorboard",
 )
+DRIVERS = ("/dev/nvidia", "/dev/kfd")  # device files of accelerators
 _REPORT_S = 0.02  # between two looks of the server at the ranks that run
 
 
@@ -159,6 +160,13 @@ def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
     gc.disable()  # imports leave little to collect, and looking for it takes a tenth of their time
     for name in preloaded:
         importlib.import_module(name)
+    opened = opened_files(DRIVERS)
+    if opened:
+        sys.exit(
+            f"parallel2d: an import opened {', '.join(opened)}, and the driver of an accelerator "
+            "does not survive the fork of a rank: start the ranks by torchrun or srun, or remove "
+            "the library that opens it while it is imported"
+        )
     # The collector leaves alone what is there now, so that ranks go on sharing its memory.
     gc.collect()
     gc.freeze()
@@ -208,6 +216,15 @@ def _exit_with(run: Callable[..., object], *arguments: Any) -> NoReturn:
                 stream.flush()
         # Not `sys.exit`: the frames of the server are below this one.
         os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def opened_files(beginnings: tuple[str, ...]) -> list[str]:
+    """The files that this process has opened and whose paths begin with one of ``beginnings``."""
+    found = set()
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(entry.path))
+    return sorted(path for path in found if path.startswith(beginnings))
 
 
 _console: dict[int, int] = {}  # of a rank that prints into a log: the launcher's streams

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config.parallel import AXES, MeshConfig, StrategyConfig, named_strategy
+from parallel2d.base.device import accelerator_type
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import absent_ranks, current, init_plain_world
@@ -67,8 +68,7 @@ def place_mesh(
     for line in [*shape.notes, *check_placement(ranks, topology, allow_cross_node)]:
         if dist.get_rank() == 0:
             log.info("%s", line)
-    found = torch.accelerator.current_accelerator(check_available=True)
-    device_type = device_type or (found.type if found else "cpu")
+    device_type = device_type or accelerator_type()
     _divide_in_replicas(ranks, shape, topology)
     mesh = _mesh_of(device_type, ranks, shape)
     if shape.context > 1:

@@ -220,10 +220,6 @@ class MeshShape:
         """As in messages: the axes of more than one rank."""
         return " x ".join(f"mesh.{axis}={size}" for axis, size in self.sizes.items() if size > 1)
 
-    def spec(self) -> MeshSpec:
-        """The sizes as given ones."""
-        return MeshSpec(**self.sizes)
-
     def place(self, topology: Topology) -> torch.Tensor:
         """int64 [replicate, shard, context, tensor] of ranks, hosts kept together whatever their
         order."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config.job import Job, SchedulerConfig, TrainConfig
+from parallel2d.base.device import accelerator_type
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.exchange import check_same_data
 from parallel2d.base.replicas import current
@@ -46,12 +47,7 @@ from parallel2d.training.model_families import (
     name_of_head,
     plan_tensor_axis,
 )
-from parallel2d.training.optimizer import (
-    build_optimizer,
-    learning_rate,
-    muon_names,
-    plan_groups,
-)
+from parallel2d.training.optimizer import build_optimizer, learning_rate, muon_names, plan_groups
 from parallel2d.training.run_description import RunFacts, build_recorder, describe_run, outputs
 from parallel2d.training.run_directory.start import RunClaim, accept_start, read_segments
 from parallel2d.training.trainer import Trainer
@@ -74,7 +70,7 @@ def check(config: TrainConfig, topology: Topology) -> None:
         )
     batches = plan_batches(config, shape, data_rank=0, pad=False)
     kept_operators(config.activation_checkpointing.keep)
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = accelerator_type()
     check_float8(config.precision, device_type)
     parts = build_model(config.model)
     check_parameters(parts.module)

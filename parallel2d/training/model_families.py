@@ -3,9 +3,10 @@ entry point is `build_model`."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,23 +93,24 @@ def _call_factory(config: CustomModel) -> nn.Module:
     return built
 
 
-def _library_module(config: HuggingFaceModel, what: str) -> nn.Module:
+@contextlib.contextmanager
+def _built_by_library(what: str) -> Iterator[None]:
+    """Inside, modules are built on meta, and an error of a library becomes a `ConfigError`."""
     try:
         with build_on_meta():
-            return huggingface.build(
-                config.path, config.architecture, config.arguments, config.head
-            )
+            yield
     except ImportError as error:
         raise ConfigError(str(error)) from None
     except Exception as error:
-        # `huggingface.build` raises plain ValueErrors, whose messages are for users.
+        # ValueErrors of `huggingface` and `adapters` have messages for users.
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ConfigError(f"{what}: {kind}{error}") from error
 
 
 def _build_hugging_face(config: HuggingFaceModel) -> ModelParts:
     what = words_of(config)
-    module = _library_module(config, what)
+    with _built_by_library(what):
+        module = huggingface.build(config.path, config.architecture, config.arguments, config.head)
     # The library's name for what a model takes first: input_ids, pixel_values, input_features, ...
     reads = getattr(module, "main_input_name", "input_ids")
     is_pair = getattr(module.config, "is_encoder_decoder", False)
@@ -138,15 +140,8 @@ def _with_adapter(parts: ModelParts, config: HuggingFaceModel) -> ModelParts:
     assert config.adapter is not None
     if parts.weights is None:
         raise ConfigError(f"{what}: model.path={config.path} holds no weights to adapt")
-    try:
-        with build_on_meta():
-            module = adapters.add_adapter(parts.module, config.adapter, config.path)
-    except ImportError as error:
-        raise ConfigError(str(error)) from None
-    except Exception as error:
-        # The messages of `adapters` are ValueErrors, and so are the library's own.
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ConfigError(f"{what}: {kind}{error}") from error
+    with _built_by_library(what):
+        module = adapters.add_adapter(parts.module, config.adapter, config.path)
     return dataclasses.replace(parts, module=module, tensor_plan=None)
 
 

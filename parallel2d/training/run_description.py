@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base import files
 from parallel2d.base.config import AXES, Job, TrainConfig
 from parallel2d.base.config.composition import to_yaml
+from parallel2d.base.device import name_of
 from parallel2d.base.runtime import Runtime
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.context_axis import context_axis_of
@@ -65,7 +66,7 @@ class RunFacts:
     def lines(self) -> list[str]:
         """The header, readable in 80 columns."""
         config, shape, work = self.job.config, self.layout.shape, self.layout.workload
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        name = name_of(self.device)
         lines = [
             f"parallel2d  {shape.world_size} x {name}, {self.topology.describe()}, torch "
             f"{torch.__version__}",

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from parallel2d.base.exchange import decode, encode
+from parallel2d.base.files.tensor_file import bytes_of
 from parallel2d.base.replicas import Presence
 from parallel2d.base.replicas.events import Member
+from parallel2d.base.store.address import in_thread
 from parallel2d.parallel.weights.named_tensors import (
     describe_optimizer,
     masters_were_loaded,
@@ -35,12 +37,10 @@ from parallel2d.training.checkpoint.local_state import (
     STATE,
     LocalState,
     as_bytes,
-    bytes_of,
     local_parts,
     pack,
 )
 from parallel2d.training.checkpoint.manifest import Manifest, StoredFile
-from parallel2d.training.checkpoint.save import in_thread
 from parallel2d.training.checkpoint.state import (
     load_averages,
     load_model,

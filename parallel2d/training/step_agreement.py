@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import torch
 import torch.distributed as dist
@@ -48,21 +48,17 @@ class OwnPart:
     report: RankReport
 
 
+@dataclass(eq=False)
 class StepAgreement:
-    """``parameters``: those that are trained; ``compare_every``: steps between comparisons of what
-    replicas have in common, 0: never."""
+    """The agreement of all ranks on each step."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mesh: DeviceMesh,
-        parameters: Sequence[nn.Parameter],
-        device: torch.device,
-        compare_every: int,
-    ) -> None:
-        self._parameters = parameters
-        self._device = device
-        self._compare_every = compare_every
+    model: InitVar[nn.Module]
+    mesh: InitVar[DeviceMesh]
+    _parameters: Sequence[nn.Parameter]  # those that are trained
+    _device: torch.device
+    _compare_every: int  # steps between comparisons of the replicas; 0: never
+
+    def __post_init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         # Which parameters were used travels along, where that may wait until here.
         able = [each.agreement for each in engines_in(model) if each.may_defer_agreement]
         self._used = next(iter(able), None)

@@ -71,14 +71,10 @@ class Entry:
     end: int
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The values of a contiguous CPU tensor, without a copy."""
-    flat = tensor.detach().reshape(-1)
-    if not flat.numel():  # which has no address
-        return memoryview(b"")
-    # A single value counts as contiguous whatever its stride, and `view` needs a stride of 1.
-    flat = flat.as_strided(flat.shape, (1,))
-    return memoryview(flat.view(torch.uint8).numpy().data)
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of ``tensor`` as uint8, a view if it has no gaps."""
+    # A single value counts as contiguous whatever its stride; the view needs a stride of 1.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def encode_header(

@@ -37,27 +37,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from parallel2d.base.replicas.events import Applied
-from parallel2d.base.replicas.generations import Presence
-from parallel2d.base.replicas.lasting_groups import ReplicaLost
-
-__all__ = [
-    "Applied",
-    "Presence",
-    "ReplicaLost",
-    "absent_ranks",
-    "agreed",
-    "arrive",
-    "crossings",
-    "current",
-    "first_rank",
-    "forget",
-    "init_plain_world",
-    "init_world",
-    "is_joining",
-    "is_present",
-    "present_ranks",
-]
+from parallel2d.base.replicas.events import Applied as Applied
+from parallel2d.base.replicas.generations import Presence as Presence
+from parallel2d.base.replicas.lasting_groups import ReplicaLost as ReplicaLost
 
 _current: list[Presence] = []
 

@@ -182,20 +182,26 @@ def unix_path(path: str) -> Iterator[str]:
         os.close(folder)
 
 
+def in_thread(function: Callable[[], _Answer]) -> futures.Future[_Answer]:
+    """Runs ``function`` in a daemon thread: the process may end before it has returned."""
+    found: futures.Future[_Answer] = futures.Future()
+
+    def run() -> None:
+        try:
+            found.set_result(function())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found
+
+
 def answered_within(seconds: float, ask: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
     """The result of ``ask``, which sends requests to a store; ``otherwise`` when the store has not
     answered after so many seconds. A process that accepts connections and does not answer, such as
     a store that is stopped, blocks torch's client for ever, its constructor included. The thread of
     ``ask`` is left behind then, and so is the connection: whoever gets ``otherwise`` must not use
     the store again. What ``ask`` raises in time is raised."""
-    answer: futures.Future[_Answer] = futures.Future()
-
-    def put() -> None:
-        try:
-            answer.set_result(ask())
-        except Exception as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=put, daemon=True).start()
+    answer = in_thread(ask)
     futures.wait([answer], seconds)
     return answer.result() if answer.done() else otherwise

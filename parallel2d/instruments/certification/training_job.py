@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from parallel2d.base.config import Job, LlamaModel
+from parallel2d.base.device import free_and_total_bytes
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import broadcast
 from parallel2d.base.memory import free_memory
@@ -130,6 +131,6 @@ def _bytes_needed(model: Any) -> float:
 
 
 def free_bytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return float(free_and_total_bytes(device)[0])
     return float(free_memory())

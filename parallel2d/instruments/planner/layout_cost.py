@@ -28,6 +28,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import PRECISIONS, CompileConfig, TrainConfig
+from parallel2d.base.device import accelerator_type
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import Topology
 from parallel2d.launching.processes import workers_per_node
@@ -162,7 +163,7 @@ class JobCosts:
         self.parts = build_model(config.model)
         self._device_type = config.cluster.device.type
         if self._device_type == "auto":
-            self._device_type = "cuda" if torch.cuda.is_available() else "cpu"
+            self._device_type = accelerator_type()
         module = self.parts.module
         check_parameters(module)
         plan_groups(module, config.optimizer)
@@ -328,7 +329,7 @@ def _inner_mesh(shape: MeshShape) -> Iterator[DeviceMesh | None]:
         yield None
         return
     with fake_process_group(inner.world_size):
-        topology = Topology.single_host(inner.world_size)
+        topology = Topology.equal_hosts(1, inner.world_size)
         yield place_mesh(inner, topology, allow_cross_node=False, device_type="cpu")
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
 
+from parallel2d.base.device import synchronize
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather, reduce
 from parallel2d.base.runtime import Runtime
@@ -78,7 +79,7 @@ class RankMeasurement:
         self._device, self._mesh, self._seconds = runtime.device, mesh, seconds
         sizes = [_SMALLEST * _GROWTH**power for power in range(7)]
         self._sizes = sizes[: bisect_right(sizes, largest_bytes)]
-        self._on_gpu = self._device.type == "cuda"
+        self._on_gpu = self._device.type != "cpu"
         self._usual = "bf16" if self._on_gpu else "fp32"
         self._places: dict[str, GroupPlacement] = {}
         # By axis; the axes are those that have several ranks.
@@ -244,8 +245,7 @@ class RankMeasurement:
         self._largest(0.0)
 
     def _wait(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize()
+        synchronize(self._device.type)
 
 
 def fit_link(samples: Sequence[CollectiveSample]) -> FittedLink:

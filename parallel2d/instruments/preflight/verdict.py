@@ -21,6 +21,7 @@ import psutil
 import torch
 
 import parallel2d
+from parallel2d.base.device import accelerator_type, free_and_total_bytes, properties_of_all
 from parallel2d.base.errors import first_five
 from parallel2d.base.exchange import sendable
 
@@ -59,9 +60,9 @@ class NodeFacts:
     def collect(cls, run_dir: str, ranks: int) -> NodeFacts:
         """``ranks``: of this node. Makes ``run_dir`` if it is missing."""
         host, faults = socket.gethostname(), []
-        gpus = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
+        kind, gpus = accelerator_type(), properties_of_all()
         for index, gpu in enumerate(gpus):
-            free, whole = torch.cuda.mem_get_info(index)
+            free, whole = free_and_total_bytes(torch.device(kind, index))
             if free < 0.9 * whole:
                 text = f"{host}: GPU {index} ({gpu.name}) has {free / _GIB:.3g} GiB free"
                 faults.append(Finding("yellow", "devices", f"{text}: somebody uses it"))
@@ -96,7 +97,7 @@ def _versions(gpus: Sequence[str]) -> dict[str, str]:
     }
     with contextlib.suppress(OSError):
         found["nvidia driver"] = Path("/sys/module/nvidia/version").read_text().strip()
-    if torch.cuda.is_available():
+    if accelerator_type() == "cuda":  # NCCL is the library of CUDA and ROCm
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
 
@@ -139,7 +140,7 @@ def judge_speeds(
 ) -> list[Finding]:
     """Slow ranks and links. ``hosts``, ``flops`` (per second): by rank; ``links``: by axis."""
     ranks = {f"rank {rank} on {hosts[rank]}": speed / 1e12 for rank, speed in enumerate(flops)}
-    found = _slow("ranks", ranks, _SLOW_GPU if torch.cuda.is_available() else _SLOW, "TFLOP/s")
+    found = _slow("ranks", ranks, _SLOW if accelerator_type() == "cpu" else _SLOW_GPU, "TFLOP/s")
     for axis, measured in links.items():
         inside: dict[str, float] = {}
         between: dict[str, float] = defaultdict(float)  # ranks of a node share its way to others

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from parallel2d.base.device import name_of
 from parallel2d.parallel.cost.equal_blocks import by_blocks
 from parallel2d.parallel.cost.tensor_twin import ALL_AT_ONCE, LossOfBatch, on_fake_tensors
 from parallel2d.parallel.loss import loss_chunks
@@ -77,5 +78,5 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     """Peak FLOP/s of ``device`` for matrix products in ``dtype``; None: it is not in the table."""
     if device.type != "cuda" or dtype not in ("bf16", "fp16"):
         return None
-    name = torch.cuda.get_device_name(device)
+    name = name_of(device)
     return next((peak for part, peak in _PEAK_BF16.items() if part in name), None)

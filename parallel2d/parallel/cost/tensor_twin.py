@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from parallel2d.base.device import random_states_kept
 from parallel2d.parallel.cost.collectives import AxisTraffic
 from parallel2d.parallel.loss import loss_chunks
 from parallel2d.parallel.mesh import axis_names, group_of
@@ -227,10 +228,9 @@ def count_tensor_axis(
     # does the kernel of attention that tells what a context axis gathers again in backward.
     for device_type in ("meta", mesh.device_type)[layout.shape.context > 1 :]:
         pretend = nullcontext() if device_type == "meta" else on_fake_tensors(twin, device_type)
-        devices = range(torch.cuda.device_count())
         counter = CollectiveCounter(mesh, layout.workload.device_type)
         try:
-            with pretend, loss_chunks(ALL_AT_ONCE), torch.random.fork_rng(devices), counter:
+            with pretend, loss_chunks(ALL_AT_ONCE), random_states_kept(), counter:
                 inputs, targets = layout.workload.example(device_type)
                 if layout.shape.context > 1:
                     # The first forward is preceded by others, which learn what can be cut.

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from parallel2d.base.device import random_states_kept
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.context_axis import ContextAxis
 from parallel2d.parallel.fsdp_internals.sharded_model import in_backward, saving_hooks
@@ -160,8 +161,7 @@ class SplitBlock:
         what is around the blocks goes on drawing the same, and recomputation draws again what was
         drawn."""
         seed = int(torch.randint(2**62, ()))
-        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices):
+        with random_states_kept():
             torch.manual_seed((seed + self.stack.axis.rank * 0x9E3779B97F4A7C15) % 2**63)
             yield
 

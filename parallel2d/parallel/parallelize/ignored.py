@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parallel2d.base.device import current_device
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.parallel.model_structure import fqn_of, near_names
-from parallel2d.parallel.weights.initial_values import rank_device
 
 
 def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Parameter]) -> list[str]:
@@ -88,6 +88,6 @@ def ignored_parameters(
         # On meta there is nothing to move; values come after sharding, on the right device.
         if not parameter.is_meta and parameter.device.type != device_type:
             # The object stays the same, because `fully_shard` looks for it by identity.
-            parameter.data = parameter.data.to(rank_device(device_type))
+            parameter.data = parameter.data.to(current_device(device_type))
         found.add(parameter)
     return found

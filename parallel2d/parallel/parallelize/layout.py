@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from parallel2d.base.config.job import OptimizerConfig
 from parallel2d.base.config.parallel import ParallelConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.mesh_sizes import MeshShape
+from parallel2d.parallel.mesh_sizes import MeshShape, MeshSpec
 from parallel2d.parallel.model_structure import find_blocks, fqn_of, hidden_matrices, stays_whole
 from parallel2d.parallel.parallelize.bucketing import bucket_modules
 from parallel2d.parallel.parallelize.compilation import check_compilation
@@ -163,7 +163,7 @@ class Layout:
     buffer_bytes: int  # of all buffers, which every rank has whole too
 
     def __post_init__(self) -> None:
-        self.shape.spec().refuse_contradiction(self.config.strategy)
+        MeshSpec(**self.shape.sizes).refuse_contradiction(self.config.strategy)
         check_compilation(self.config.compile, self.shape)
         check_offload(self.config.cpu_offload, self.workload.device_type, self.shape.replicate)
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel2d.base.device import current_device
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals.sharded_model import AllGather, ReduceScatter
-from parallel2d.parallel.weights.initial_values import rank_device
 
 # Kinds of collectives, and the end of a backward pass
 GATHER, SCATTER, EXCHANGE, END = range(4)
@@ -92,7 +92,7 @@ def join(
     kind: int, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, device_type: str
 ) -> None:
     """Take part, with zeros, in a collective that other ranks have issued."""
-    whole = torch.zeros(numel, dtype=dtype, device=rank_device(device_type))
+    whole = torch.zeros(numel, dtype=dtype, device=current_device(device_type))
     part = whole[: numel // group.size()].clone()
     if kind == GATHER:
         dist.all_gather_single(whole, part, group=group)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from parallel2d.base.device import current_device
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals.group_watch import part_of
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.model_structure import Places, places_in, stays_whole
-from parallel2d.parallel.weights.initial_values import rank_device
 
 
 class Scalar:
@@ -42,7 +42,7 @@ class Scalar:
         local = part_of(self._plain.detach())
         # As `fully_shard` does with the other parameters.
         if not local.is_meta:
-            local = local.to(rank_device(mesh.device_type))
+            local = local.to(current_device(mesh.device_type))
         all_axes = mesh[tuple(axes)]
         whole = [Replicate()] * all_axes.ndim
         value = DTensor.from_local(local, all_axes, whole, run_check=False)

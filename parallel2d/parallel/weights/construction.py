@@ -48,6 +48,7 @@ _NOT_ITS_OWN = ("reset_parameters", "_reset_parameters", "_apply")
 
 # Attributes of modules: the `_Call` that made it, and by parameter the one that wrote to it last
 _MADE_BY, _WRITTEN_BY = "_parallel2d_made_by", "_parallel2d_written_by"
+_COPIES = copyreg.__newobj__.__code__  # type: ignore[attr-defined]  # makes copies of objects
 _ON_META = "_parallel2d_on_meta"  # an attribute of a parameter: its substitute
 
 _numbers = itertools.count()
@@ -143,14 +144,16 @@ class _Recorder(TorchFunctionMode):
 
     def note_call(self, frame: FrameType, event: str, value: object) -> None:
         """Profile function: note a module whose construction begins, or that is copied."""
+        # It runs at every call and return, so that the most frequent cases come first.
+        if event == "call":
+            if frame.f_code.co_name == "__init__":
+                self._note_constructor(frame)
+        elif event == "return" and frame.f_code is _COPIES and isinstance(value, nn.Module):
+            self.built.append(weakref.ref(value))
+
+    def _note_constructor(self, frame: FrameType) -> None:
         code = frame.f_code
-        if event == "return" and code is copyreg.__newobj__.__code__:  # type: ignore[attr-defined]
-            if isinstance(value, nn.Module):
-                self.built.append(weakref.ref(value))
-            return
-        if event != "call" or code.co_name != "__init__" or not code.co_argcount:
-            return
-        module = frame.f_locals.get(code.co_varnames[0])
+        module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         # Constructors of base classes have other arguments.
         if isinstance(module, nn.Module) and _MADE_BY not in vars(module):
             vars(module)[_MADE_BY] = _Call(type(module), *_arguments_of(frame))

@@ -133,8 +133,15 @@ def first_position(tensor: Tensor) -> int:
 
 
 def as_part(local: Tensor, whole: DTensor) -> DTensor:
-    """``local`` as this rank's part of a tensor that has the shape of ``whole`` and is split as
-    that."""
+    """``local`` as this rank's shard of a tensor that has the shape and placements of ``whole``."""
+    # `from_local` moves to the device of the mesh. The state of offloaded parameters stays with
+    # them in CPU memory, where the optimizer runs.
+    if local.device.type not in ("meta", whole.device_mesh.device_type):
+        with torch.no_grad():
+            held = torch.empty_like(whole, dtype=local.dtype, device=local.device)
+            assert isinstance(held, DTensor)
+            held.to_local().copy_(local)
+        return held
     # The shape is given, since torch would take the parts of all ranks to be equal in size.
     return DTensor.from_local(
         local,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from parallel2d.base.device import current_device
 from parallel2d.base.errors import ConfigError
 from parallel2d.models import adapters
 from parallel2d.parallel.model_structure import (
@@ -278,14 +279,7 @@ def allocate(model: nn.Module, device_type: str, *, offload: bool = False) -> No
 
     def place(tensor: Tensor) -> Tensor:
         in_cpu_memory = offload and isinstance(tensor, DTensor)
-        home = rank_device("cpu" if in_cpu_memory else device_type)
+        home = current_device("cpu" if in_cpu_memory else device_type)
         return torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(home)
 
     apply_to_tensors(model, place)
-
-
-def rank_device(device_type: str) -> torch.device:
-    """The device of this type that this rank works on."""
-    if device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(device_type, torch.accelerator.current_device_index())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError, first_five
-from parallel2d.base.exchange import all_gather, broadcast, raise_together
+from parallel2d.base.exchange import all_gather, broadcast
 from parallel2d.base.memory import free_memory
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.mesh import ranks_of, route_in_replica
@@ -173,7 +173,9 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
         if meta:
             names = first_five(meta, ", ")
             problem = f"broadcast_from={source}: that rank has no values for {names}, on meta"
-    raise_together(problem, source)
+    problem = broadcast(problem, source)
+    if problem is not None:
+        raise ConfigError(problem)
     # `model.to("meta")`, with which the other ranks may have been built, takes ties apart.
     named = dict(model.named_parameters(remove_duplicate=False))
     for name, first in broadcast(ties_of(model), source).items():

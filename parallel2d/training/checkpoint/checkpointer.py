@@ -23,6 +23,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import refuse_link
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.base.replicas import ReplicaLost, current
+from parallel2d.base.store.address import in_thread
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.parallelize import average_buffers
@@ -43,7 +44,6 @@ from parallel2d.training.checkpoint.save import (
     Group,
     SavedState,
     check_folder,
-    in_thread,
     take,
     write_checkpoint,
 )

@@ -45,6 +45,7 @@ from parallel2d.base.files import private_folders
 from parallel2d.base.files.folder import LocalFolder
 from parallel2d.base.memory import free_memory
 from parallel2d.base.replicas import ReplicaLost, current, is_present
+from parallel2d.base.store.address import in_thread
 from parallel2d.base.topology import MEMORY_DIR, SHARED_MEMORY
 from parallel2d.parallel.mesh import mesh_shape, ranks_of
 from parallel2d.parallel.mesh_sizes import MeshShape
@@ -58,7 +59,7 @@ from parallel2d.training.checkpoint.local_state import (
     pack,
 )
 from parallel2d.training.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
-from parallel2d.training.checkpoint.save import Group, SavedState, in_thread
+from parallel2d.training.checkpoint.save import Group, SavedState
 from parallel2d.training.checkpoint.storage import (
     CheckpointError,
     LocalStore,

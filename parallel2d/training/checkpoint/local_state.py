@@ -14,12 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from parallel2d.base.device import synchronize
 from parallel2d.base.files.folder import Progress
-from parallel2d.base.files.tensor_file import (
-    DTYPE_NAMES,
-    DamagedCheckpointError,
-    encode_header,
-)
+from parallel2d.base.files.tensor_file import DTYPE_NAMES, DamagedCheckpointError, encode_header
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region
 from parallel2d.training.checkpoint.manifest import (
     MANIFEST,
@@ -76,7 +73,8 @@ class Staging:
     def take(self, blocks: Sequence[Tensor]) -> Tensor:
         """Copies the blocks, one after the other."""
         sizes = [block.nbytes for block in blocks]
-        on_device = any(block.is_cuda for block in blocks)
+        types = {block.device.type for block in blocks} - {"cpu"}
+        on_device = bool(types)
         total = sum(sizes)
         if self._buffer.numel() < total:
             self._buffer = torch.empty(total + _ROOM, dtype=torch.uint8, pin_memory=on_device)
@@ -85,15 +83,9 @@ class Staging:
             # One without gaps is made here alone.
             piece.view(block.dtype).view(block.shape).copy_(block, non_blocking=on_device)
         # Copies into page-locked memory run beside this thread, and training would change values.
-        if on_device:
-            torch.cuda.synchronize()
+        for device_type in types:
+            synchronize(device_type)
         return staged
-
-
-def bytes_of(block: Tensor) -> Tensor:
-    """The bytes of ``block``, a view if it has no gaps."""
-    # A single value counts as contiguous whatever its stride; the view needs a stride of 1.
-    return block.contiguous().as_strided((block.numel(),), (1,)).view(torch.uint8)
 
 
 def as_bytes(data: bytes) -> Tensor:

@@ -38,12 +38,7 @@ from parallel2d.training.checkpoint.state import (
     restore_rng,
     stored_settings,
 )
-from parallel2d.training.checkpoint.storage import (
-    Store,
-    describe_error,
-    find_checkpoint,
-    step_name,
-)
+from parallel2d.training.checkpoint.storage import Store, describe_error, find_checkpoint, step_name
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,7 @@ import itertools
 import logging
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -32,16 +30,8 @@ from parallel2d.base.replicas.lasting_groups import Everyone
 from parallel2d.base.runtime import patient_group
 from parallel2d.parallel.mesh import axis_positions, sharding_mesh, without_replicas
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region, split_dims
-from parallel2d.training.checkpoint.local_state import (
-    Part,
-    Staging,
-    local_parts,
-    pack,
-)
-from parallel2d.training.checkpoint.manifest import (
-    Manifest,
-    StoredTensor,
-)
+from parallel2d.training.checkpoint.local_state import Part, Staging, local_parts, pack
+from parallel2d.training.checkpoint.manifest import Manifest, StoredTensor
 from parallel2d.training.checkpoint.storage import (
     CheckpointError,
     Store,
@@ -129,20 +119,6 @@ class Group:
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on every rank."""
         return [value] if self.group is None else exchange.all_gather(value, self.group)
-
-
-def in_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Runs it beside the caller, in a daemon: the process must be able to end before it has."""
-    found: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(function())
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return found
 
 
 def check_folder(store: Store, group: Group) -> None:

@@ -24,6 +24,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from parallel2d.base.device import accelerator_type, random_state, set_random_state
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import printable
 from parallel2d.base.files.tensor_file import DTYPES, DamagedCheckpointError
@@ -357,8 +358,9 @@ def rng_tensors(rank: int) -> dict[str, Tensor]:
         words = [*map(int, state["state"]["key"]), int(state["state"]["pos"])]
         found["numpy"] = torch.tensor(words, dtype=torch.int64)
         found["numpy_gauss"] = _optional(state["gauss"] if state["has_gauss"] else None)
-    if torch.cuda.is_available():
-        found["accelerator"] = torch.cuda.get_rng_state().cpu()
+    on_device = random_state(accelerator_type())
+    if on_device is not None:
+        found["accelerator"] = on_device
     return {f"rng/{rank:05d}/{name}": tensor for name, tensor in found.items()}
 
 
@@ -384,8 +386,9 @@ def restore_rng(rank: int, checkpoint: Checkpoint) -> None:
         version, *numbers = found["python"].tolist()
         random.setstate((version, tuple(numbers), _cached(found["python_gauss"])))
         # A rank without an accelerator has saved none, and NumPy may have another generator.
-        if "accelerator" in found and torch.cuda.is_available():
-            torch.cuda.set_rng_state(found["accelerator"])
+        kind = accelerator_type()
+        if "accelerator" in found and kind != "cpu":
+            set_random_state(kind, found["accelerator"])
         if "numpy" in found:
             key, position = found["numpy"][:-1].numpy(), int(found["numpy"][-1])
             words = key.astype(numpy.uint32)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from parallel2d.base.device import current_device, set_device
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.data.batch import Batch
 from parallel2d.training.data.stream import Position, SampleStream
@@ -145,11 +146,11 @@ class BatchFeed:
             )
         self._stream, self._plan, self._device = stream, plan, torch.device(device)
         initializer = None
-        if self._device.type == "cuda":
+        if self._device.type != "cpu":
             if self._device.index is None:
-                self._device = torch.device("cuda", torch.cuda.current_device())
+                self._device = current_device(self._device.type)
             # The current device of the thread: otherwise pinning creates a context on GPU 0
-            initializer = functools.partial(torch.cuda.set_device, self._device)
+            initializer = functools.partial(set_device, self._device)
         self._reader = ThreadPoolExecutor(1, "parallel2d-data", initializer)
         self._steps: deque[Future[StepBatch]] = deque()
         self._closed = False
@@ -197,7 +198,7 @@ class BatchFeed:
         if self._stream.ends_before(position, self._plan.global_batch_size):
             raise EndOfData(f"the data ends before position {position}")
         batches = [self._stream.read(positions) for positions in self._plan.positions(position)]
-        if self._device.type == "cuda":
+        if self._device.type != "cpu":
             batches = [batch.pin_memory() for batch in batches]
         return StepBatch(
             batches,

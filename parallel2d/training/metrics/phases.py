@@ -60,8 +60,8 @@ class PhaseClock:
         """Seconds per phase of the step. On GPU the last event must have been waited for."""
         seconds: dict[str, float] = {}
         for (_, begin), (phase, end) in zip(self._marks, self._marks[1:], strict=False):
-            if isinstance(end, float):
-                length = end - begin  # type: ignore[operator]
+            if isinstance(begin, float) and isinstance(end, float):
+                length = end - begin
             else:
                 length = seconds_between(begin, end)
             seconds[phase] = seconds.get(phase, 0.0) + length
@@ -92,7 +92,7 @@ class StepProfiler:
         if steps and (not ranks or rank in ranks):
             self._steps = range(steps[0], steps[-1] + 1)
             self._path = f"{run_dir}/traces/rank-{rank}-steps-{steps[0]}-{steps[-1]}"
-        self._gpu = device.type == "cuda"
+        self._device_type = device.type
         self._profiler: torch.profiler.profile | None = None
 
     def start_step(self, step: int) -> None:
@@ -101,9 +101,10 @@ class StepProfiler:
         # A run that goes on from a checkpoint may begin in the middle.
         if step not in self._steps or self._profiler is not None:
             return
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._gpu:
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        activities = {torch.profiler.ProfilerActivity.CPU}
+        if self._device_type != "cpu":
+            activities = torch.profiler.supported_activities()
+        if self._device_type == "cuda":  # no other accelerator has snapshots of its allocator
             torch.cuda.memory._record_memory_history(max_entries=_HISTORY)
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         self._profiler.start()
@@ -125,9 +126,9 @@ class StepProfiler:
         try:
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
             profiler.export_chrome_trace(f"{self._path}.json")
-            if self._gpu:
+            if self._device_type == "cuda":
                 torch.cuda.memory._dump_snapshot(f"{self._path}.pickle")
         except (OSError, RuntimeError) as error:  # a full disk ends no run
             log.error("no trace could be written to %s: %s", self._path, error)
-        if self._gpu:
+        if self._device_type == "cuda":
             torch.cuda.memory._record_memory_history(enabled=None)

@@ -17,6 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from parallel2d.base.device import memory_stats
 from parallel2d.base.files import for_terminal
 from parallel2d.base.replicas import absent_ranks
 from parallel2d.training.metrics import keys
@@ -310,8 +311,8 @@ def _memory(device: torch.device) -> dict[str, float]:
         keys.PEAK_RSS_GIB: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB,
         keys.RSS_GIB: psutil.Process().memory_info().rss / _GIB,
     }
-    if device.type == "cuda":
-        held = torch.cuda.memory_stats(device)
+    held = memory_stats(device)
+    if held:
         memory[keys.PEAK_GIB] = held.get("allocated_bytes.all.peak", 0) / _GIB
         memory[keys.ALLOCATED_GIB] = held.get("allocated_bytes.all.current", 0) / _GIB
         memory[keys.RESERVED_GIB] = held.get("reserved_bytes.all.current", 0) / _GIB

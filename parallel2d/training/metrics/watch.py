@@ -55,6 +55,9 @@ class Watch:
     run_dir: str
     timeout_s: float
     position: Callable[[], Position]
+    # Keeps the text of `explain` for the launcher while this rank is stuck, and removes it (None)
+    # once the rank moves: a timeout of NCCL ends the process without an exception.
+    note: Callable[[str | None], object] = lambda text: None
 
     def __post_init__(self) -> None:
         self._end = threading.Event()
@@ -105,6 +108,8 @@ class Watch:
         while not self._end.is_set():
             now = self.position()
             if now != last:
+                if dumped:
+                    self.note(None)
                 last, moved_at, dumped = now, time.monotonic(), False
             stuck_s = time.monotonic() - moved_at
             # In step 0 the model is still being built, and nothing is counted.
@@ -113,6 +118,8 @@ class Watch:
                 # A full disk must not end the beats: this rank would seem to be stopped.
                 with contextlib.suppress(OSError):
                     self._dump(now)
+                # In a thread of its own, because it waits, and other ranks look at the heartbeats.
+                threading.Thread(target=lambda: self.note(self.explain()), daemon=True).start()
             number += 1
             beat = [number, now.step, now.collectives, now.doing]
             try:

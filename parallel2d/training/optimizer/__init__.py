@@ -33,22 +33,11 @@ from parallel2d.parallel.model_structure import hidden_matrices, near_names
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.sync.methods.method import needs_closure
 from parallel2d.parallel.weights.named_tensors import updated_by_name
-from parallel2d.training.optimizer.muon import ADAMW, MUON, Muon
-from parallel2d.training.optimizer.whole_matrices import whole_matrices
+from parallel2d.training.optimizer.muon import ADAMW, MUON
+from parallel2d.training.optimizer.muon import Muon as Muon
+from parallel2d.training.optimizer.whole_matrices import whole_matrices as whole_matrices
 
 log = logging.getLogger(__name__)
-
-__all__ = [
-    "LossScaler",
-    "Muon",
-    "build_optimizer",
-    "learning_rate",
-    "muon_names",
-    "plan_groups",
-    "set_learning_rate",
-    "whole_matrices",
-]
-
 
 _NO_ENTRY = -1  # sorts before the number of any entry
 # The arguments by which torch's optimizers choose among their implementations.
@@ -88,39 +77,24 @@ def _new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
             f"optimizer: {len(group['params'])} tensors, {elements:,} parameters: {algorithm}"
             f"weight decay {group['weight_decay']:g}, learning rate x {group['lr_scale']:g}"
         )
-    beta1, beta2 = config.betas
-    implementation = _IMPLEMENTATIONS[config.implementation]
-    adam: dict[str, Any] = {
-        "lr": config.lr,
-        "betas": (beta1, beta2),
-        "eps": config.eps,
-        "amsgrad": config.amsgrad,
-        **implementation,
-    }
-    if config.name == "adamw":
-        return torch.optim.AdamW(groups, **adam)
-    if config.name == "adam":
-        return torch.optim.Adam(groups, **adam)
-    if config.name == "sgd":
-        return torch.optim.SGD(
-            groups,
-            lr=config.lr,
-            momentum=config.momentum,
-            nesterov=config.nesterov,
-            **implementation,
-        )
     if config.name == "custom":
         return _own_optimizer(groups, config)
+    beta1, beta2 = config.betas
+    common: dict[str, Any] = {"lr": config.lr, **_IMPLEMENTATIONS[config.implementation]}
+    if config.name in ("adamw", "adam"):
+        kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+        betas = (beta1, beta2)
+        return kind(groups, betas=betas, eps=config.eps, amsgrad=config.amsgrad, **common)
+    common |= {"momentum": config.momentum, "nesterov": config.nesterov}
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, **common)
     return Muon(
         groups,
-        lr=config.lr,
-        momentum=config.momentum,
-        nesterov=config.nesterov,
         ns_steps=config.newton_schulz_steps,
         adjust_lr_fn=config.adjust_lr,
         betas=(beta1, beta2),
         adamw_eps=config.eps,
-        **implementation,
+        **common,
     )
 
 

@@ -96,25 +96,19 @@ class OwnedMatrix:
         return part.numel() * self.itemsize
 
 
+@dataclass(eq=False)
 class MatrixRound:
-    """Matrices that are whole on their owners at the same time. ``matrices``: in the same order on
-    every rank. ``dtype``: in which they are sent."""
+    """Matrices that are whole on their owners at the same time."""
 
-    def __init__(
-        self,
-        mesh: DeviceMesh | None,
-        axes: Sequence[MatrixAxis],
-        matrices: Sequence[OwnedMatrix],
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.matrices = matrices
-        self.batches = _in_pieces(matrices, BATCH_BYTES, lambda matrix: matrix.part_bytes)
-        self._mesh = mesh
-        self._axes = axes
-        self._places = tuple(axis.place for axis in axes)
-        self._device = device
-        self._dtype = dtype
+    mesh: DeviceMesh | None
+    axes: Sequence[MatrixAxis]
+    matrices: Sequence[OwnedMatrix]  # in the same order on every rank
+    device: torch.device
+    dtype: torch.dtype  # in which they are sent
+
+    def __post_init__(self) -> None:
+        self.batches = _in_pieces(self.matrices, BATCH_BYTES, lambda matrix: matrix.part_bytes)
+        self._places = tuple(axis.place for axis in self.axes)
 
     def is_sent(self, matrix: OwnedMatrix) -> bool:
         """Whether the owner gets this rank's part: of copies it gets one."""
@@ -127,7 +121,7 @@ class MatrixRound:
         """The whole matrices that this rank owns, by number. ``parts``: this rank's part of each
         matrix for which `is_sent` is true. Collective."""
         held = dict(parts)
-        for level in reversed(range(len(self._axes))):
+        for level in reversed(range(len(self.axes))):
             self._gather_over(level, held)
         return held
 
@@ -137,13 +131,13 @@ class MatrixRound:
         """This rank's parts of the results of ``batch``, one of `batches`, by number. ``wholes``:
         the results of the matrices that this rank owns. Collective."""
         held = {each.number: wholes[each.number] for each in batch if each.number in wholes}
-        for level in range(len(self._axes)):
+        for level in range(len(self.axes)):
             self._scatter_over(level, batch, held)
         return held
 
     def _gather_over(self, level: int, held: dict[int, Tensor]) -> None:
         """Joins parts in the owner's place on one axis, in ``held``. Collective."""
-        axis = self._axes[level]
+        axis = self.axes[level]
         split = [each for each in self.matrices if each.parts[level].dim is not None]
         by_place = self._by_place(level, filter(self.is_sent, split))
         sent = []
@@ -166,7 +160,7 @@ class MatrixRound:
     ) -> None:
         """Sends what ``held`` has, in the owner's place on one axis, to all ranks of the axis, and
         replaces it by what this rank gets. Collective."""
-        axis = self._axes[level]
+        axis = self.axes[level]
         by_place = self._by_place(level, batch)
         own = []
         for matrix in by_place[axis.place]:
@@ -186,7 +180,7 @@ class MatrixRound:
     def _by_place(self, level: int, matrices: Iterable[OwnedMatrix]) -> list[list[OwnedMatrix]]:
         """By the owner's place on an axis, those that pass along this rank's row of it: the owner
         is in this rank's place on all axes after it."""
-        found: list[list[OwnedMatrix]] = [[] for _ in range(self._axes[level].ranks)]
+        found: list[list[OwnedMatrix]] = [[] for _ in range(self.axes[level].ranks)]
         for matrix in matrices:
             if matrix.owner[level + 1 :] == self._places[level + 1 :]:
                 found[matrix.owner[level]].append(matrix)
@@ -201,14 +195,14 @@ class MatrixRound:
     ) -> Tensor:
         """One all-to-all. ``tensors``: for the first rank of ``axis``, then for the second, ...;
         ``sent``, ``received``: numbers of elements to and from each. Collective."""
-        flat = torch.empty(0, dtype=self._dtype, device=self._device)
+        flat = torch.empty(0, dtype=self.dtype, device=self.device)
         if tensors:
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         output = flat.new_empty(sum(received))
         # Either all ranks of the axis have something to send or receive here, or none has.
         if flat.numel() or output.numel():
-            assert self._mesh is not None
-            group = self._mesh.get_group(axis.name)
+            assert self.mesh is not None
+            group = self.mesh.get_group(axis.name)
             dist.all_to_all_single(output, flat, list(received), list(sent), group=group)
         return output
 

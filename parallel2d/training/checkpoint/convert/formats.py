@@ -69,10 +69,14 @@ class Source:
         def blocks() -> Iterator[bytes | memoryview]:
             yield tensor_file.encode_header(described, {"format": "pt", **metadata})
             for name in names:
-                yield tensor_file.tensor_bytes(self.read(name))
+                yield _values_of(self.read(name))
 
         folder, file = os.path.split(path)
         return LocalStore(folder).write(folder, file, blocks())
+
+
+def _values_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor_file.bytes_of(tensor.detach()).numpy().data)
 
 
 def facts_in(text: Any, what: str) -> dict[str, Any]:
@@ -347,7 +351,7 @@ def write_torch(source: Source, path: str) -> None:
     with zipfile.ZipFile(path, "a") as archive, open(path, "r+b") as file:
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         for number, fake_id in enumerate(fakes):
-            data = tensor_file.tensor_bytes(source.read(names[fake_id]))
+            data = _values_of(source.read(names[fake_id]))
             entry = entries[f"data/{number}"]
             # Values follow a header of 30 bytes, which ends with the lengths of the name and the
             # extra field that stand between.
