@@ -126,7 +126,8 @@ class ReplicaReducer:
         """Called before each step of any ``optimizer``. The next agreement compares the counts of
         all ranks, because one that left out an update or a backward pass is out of step."""
         first = {id(group["params"][0]) for group in optimizer.param_groups if group["params"]}
-        parameters = chain.from_iterable(group.parameters for group in self.groups)
+        # Backward ends the groups in the reversed order.
+        parameters = chain.from_iterable(group.parameters for group in reversed(self.groups))
         is_ours = any(id(updated_as(each.sharded)) in first for each in parameters)
         # Replicas of a job that tolerates their loss may join late or repeat a step.
         if is_ours and current() is None:
