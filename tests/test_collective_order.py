@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import random
 import re
-import signal
 import sys
 import tempfile
 import time
@@ -225,7 +224,7 @@ def test_a_rank_killed_at_any_moment_leaves_no_file(tmp_path, kills):
             assert ours.poll(60), "the job did not begin"
         time.sleep(choice.uniform(0, 0.1))
         for process in choice.sample(job, 2):
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()  # the other one may have ended by itself, as its connection broke
             process.join()
         assert _files(folder / "temporary") == set()
     left = _files(Path("/dev/shm")) - before

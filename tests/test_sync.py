@@ -284,6 +284,53 @@ def test_other_blocks_on_a_rank_of_a_shard_group_are_refused(ranks, one_host, st
         assert len({told for told, _ in answers}) == 1
 
 
+def _one_rank_leaves_out(what, strategy, spec, out_of_step):
+    """The error, after which nothing is updated; then steps that all ranks make together."""
+    model, mesh = sharded(strategy=strategy, spec=spec)
+    optimizers = [
+        torch.optim.SGD(p, lr=0.1) for p in (model.first.parameters(), model.parameters())
+    ]
+    updated = []
+
+    def step(leaves_out=""):
+        for micro in range(1 if leaves_out == "backward" else 2):
+            backward(model, mesh, micro)
+        for optimizer in optimizers[: 1 if leaves_out == "update" else 2]:
+            optimizer.step()
+        updated[:] = [p.to_local().clone() for p in model.parameters()]
+        model.zero_grad()
+
+    step()
+    with pytest.raises(ConfigError) as error:
+        step(what if dist.get_rank() in out_of_step else "")
+        step()
+    assert all(
+        torch.equal(a, p.to_local()) for a, p in zip(updated, model.parameters(), strict=True)
+    )
+    model.zero_grad()
+    step()
+    step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("what", "strategy", "spec", "out_of_step", "counts"), [
+    ("backward", "hybrid", HYBRID, (2, 3), "rank 0 called optimizer.step() 0 times and rank 2 2 times"),
+    ("update", "hybrid", HYBRID, (2, 3), "rank 0 called optimizer.step() 2 times and rank 2 1 times"),
+    ("update", "hybrid", HYBRID, (1,), "rank 0 called optimizer.step() 2 times and rank 1 1 times"),
+    ("update", "zero3", MeshSpec(), (3,), "rank 0 called optimizer.step() 2 times and rank 3 1 times"),
+    ("backward", "ddp", MeshSpec(), (0,), "rank 0 called optimizer.step() 2 times and rank 1 0 times"),
+])  # fmt: skip
+def test_a_rank_out_of_step_is_named_before_the_next_update(
+    ranks, what, strategy, spec, out_of_step, counts
+):
+    messages = ranks.run(4, _one_rank_leaves_out, what, strategy, spec, out_of_step)
+    assert len(set(messages)) == 1
+    passes = "3 and 4" if what == "backward" else "4 and 5"
+    assert (
+        f"between the backward passes {passes} that ended a global batch, {counts}" in messages[0]
+    )
+
+
 def _two_models():
     """Two models in one loss, an average of the first beside them, each stepped in turn."""
     mesh = build_mesh(HYBRID, "hybrid")

@@ -241,6 +241,7 @@ class _Audit:
                     "outside of it, or use parallel2d.accumulate(model, micro_batches)"
                 )
         self._engine.updates.before_update(stepping)
+        self._engine.count_update(stepping)
 
     def _is_unreduced(self) -> bool:
         return self._replicates or any(state.has_whole_gradients for state in self._states)

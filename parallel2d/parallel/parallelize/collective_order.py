@@ -82,7 +82,7 @@ class CollectiveOrder:
         return _orders[group]
 
     def add_model(self, names: Sequence[str]) -> int:
-        """Return the number of a model whose groups have these names; the same on every rank."""
+        """Return the number of a model with groups of these names; the same on every rank."""
         self._models.append(names)
         return len(self._models) - 1
 
@@ -128,7 +128,7 @@ class CollectiveOrder:
 
     def differing_on_other_hosts(self) -> str:
         """Return the message for digests that differ. Collective over the group."""
-        # A rank that issued fewer collectives counts as one whose backward pass has ended.
+        # A rank that issued fewer collectives counts as one at the end of its backward pass.
         for codes in zip_longest(*all_gather(list(self._compared), self._group()), fillvalue=END):
             for rank, code in enumerate(codes):
                 if code != codes[0]:
@@ -141,7 +141,7 @@ class CollectiveOrder:
         deadline = time.monotonic() + PATIENCE_S
         while self._others_decide() and time.monotonic() < deadline:
             time.sleep(0)
-        # Several ranks may have found a difference: that of the first one is named.
+        # Several ranks may have found a difference; all ranks name the one that the first found.
         finder = self._row(_MARK).index(self._error)
         issued = self._row(_ISSUED)
         furthest = issued.index(max(issued))

@@ -141,6 +141,8 @@ class UsedParameterAgreement:
         self.buffers: Mapping[str, tuple[nn.Module, str]] = {}  # by FQN, with the key there
         self._were_named = False
         self.agreements = 0
+        self.updates = 0  # since the last agreement
+        self._compared_updates = 0
 
     def defer(self) -> None:
         """Leaves the agreement to the caller, after each backward pass that ends a global batch. A
@@ -148,8 +150,8 @@ class UsedParameterAgreement:
         self.deferred = True
 
     def vector(self) -> Tensor:
-        """fp64 [1 + parameters + 3 * (replicas + buffers)], on CPU: whether this rank cannot go on,
-        for each parameter whether it used it, then what `_digests` returns."""
+        """fp64 [1 + parameters + 3 * (replicas + 1 + buffers)], on CPU: whether this rank
+        cannot go on, for each parameter whether it used it, then what `_digests` returns."""
         used = chain.from_iterable(state.used for state in self._batch.states)
         own = torch.tensor([bool(self.fault), *used], dtype=torch.float64)
         return torch.cat([own, self._digests()])
@@ -176,7 +178,7 @@ class UsedParameterAgreement:
         for state in self._batch.states:
             state.apply_used(list(islice(used, len(state.used))))
         self._batch.agreed = True
-        names = list(compress(self.buffers, self._differing(summed)[self._shape.replicate :]))
+        names = list(compress(self.buffers, self._differing(summed)[self._shape.replicate + 1 :]))
         if not names or self._were_named:
             return
         self._were_named = True
@@ -224,15 +226,18 @@ class UsedParameterAgreement:
         return error
 
     def _digests(self) -> Tensor:
-        """fp64 [3 * (replicas + buffers)]: one, a hash and its square: of what was issued in the
-        row of this replica, then of each buffer that is compared in this step.
+        """fp64 [3 * (replicas + 1 + buffers)]: one, a hash and its square: of what was issued in
+        the row of this replica, then of the updates, then of each buffer that is compared in this
+        step.
 
         Hashes are equal if the sum of their squares is that of equal numbers.
         """
-        hashes = dict(enumerate(self._hashes_of_buffers(), self._shape.replicate))
-        digests = torch.zeros(self._shape.replicate + len(hashes), 3, dtype=torch.float64)
+        hashes = dict(enumerate(self._hashes_of_buffers(), self._shape.replicate + 1))
+        digests = torch.zeros(self._shape.replicate + 1 + len(hashes), 3, dtype=torch.float64)
         if is_joining():
             hashes = {}  # its buffers come with the state
+        self._compared_updates, self.updates = self.updates, 0
+        hashes[self._shape.replicate] = self._compared_updates
         if self._order is not None:
             hashes[self._replica] = self._order.digest()
         for row, value in hashes.items():
@@ -263,10 +268,29 @@ class UsedParameterAgreement:
         """What this rank knows of why ranks cannot go on, perhaps nothing; None: all can."""
         if summed[0] > 0:
             return self.fault
-        different = self._differing(summed)[: self._shape.replicate]
+        different = self._differing(summed)[: self._shape.replicate + 1]
         if not different.any():
             return None
+        if different[-1]:
+            return self._out_of_step()
         # The ranks of a replica without differences have no message of their own.
         if self._order is not None and different[self._replica]:
             return self._order.differing_on_other_hosts()
         return ""
+
+    def _out_of_step(self) -> str:
+        """The message, on all ranks alike, for ranks that have made different numbers of updates.
+        Collective over the data ranks."""
+        counts = [(dist.get_rank(), self._compared_updates)]
+        for axis in ("shard", "replicate"):
+            if axis in axis_names(self._mesh):
+                counts = list(chain.from_iterable(all_gather(counts, self._mesh.get_group(axis))))
+        rank, updates = counts[0]
+        other, different = next(each for each in counts if each[1] != updates)
+        return (
+            f"between the backward passes {self.agreements - 1} and {self.agreements} that ended a "
+            f"global batch, rank {rank} called optimizer.step() {updates} times and rank {other} "
+            f"{different} times: a rank has left out a backward pass or an update. All ranks must "
+            "run as many of both; parallel2d.accumulate(model, micro_batches) makes one global "
+            "batch of any number of micro-batches"
+        )

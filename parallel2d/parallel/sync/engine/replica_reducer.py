@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Iterable, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base.device import new_stream
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.replicas import current
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
 from parallel2d.parallel.mesh import axis_names, inherit_timeout, mesh_shape, without_replicas
 from parallel2d.parallel.model_structure import updated_as
@@ -119,6 +121,17 @@ class ReplicaReducer:
     def may_defer_agreement(self) -> bool:
         """Whether the agreement can wait: no scalars are summed before, and all replicas agree."""
         return not self.batch.scalars and self.method.replicas_equal
+
+    def count_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before each step of any ``optimizer``. The next agreement compares the counts of
+        all ranks, because one that left out an update or a backward pass is out of step."""
+        first = {id(group["params"][0]) for group in optimizer.param_groups if group["params"]}
+        # Backward ends the groups in the reversed order.
+        parameters = chain.from_iterable(group.parameters for group in reversed(self.groups))
+        is_ours = any(id(updated_as(each.sharded)) in first for each in parameters)
+        # Replicas of a job that tolerates their loss may join late or repeat a step.
+        if is_ours and current() is None:
+            self.agreement.updates += 1
 
     def _before_reduction(self, state: GroupState) -> None:
         """Autograd has the group's gradients of this pass, and the shard axis will reduce them."""
