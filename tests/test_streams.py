@@ -1,0 +1,186 @@
+"""The stream order of CUDA programs, on simulated devices (`stream_simulator`): steps of FSDP2, jobs of the train command, and
+custom loops have no race, no reuse of freed memory, no mismatch and no wait without effect. Dropped stream operations are found."""
+
+import functools
+from typing import NamedTuple
+
+import pytest
+from stream_simulator import custom_loops, fsdp2_steps, processes
+from stream_simulator.counts import UPPER_BOUNDS, Counts, counts_of
+from stream_simulator.results import Result
+from stream_simulator.stream_operations import Site
+from stream_simulator.training_jobs import (
+    HYBRID,
+    LAYOUTS,
+    Layout,
+    resume,
+    run_jobs,
+    run_layout,
+    sample_text,
+)
+
+DEFAULT = ("hybrid", "hybrid_full", "ddp", "zero3", "int8")
+# Layouts whose gradients cross the replicate axis in every step, on a stream of its own
+REDUCED_BY_BUCKETS = ("hybrid", "hybrid_zero2", "ddp", "bf16 gradients", "int8", "int4")
+
+
+def marked(names, default):
+    """Parameters of a test; those outside of ``default`` are slow."""
+    return [pytest.param(name, marks=() if name in default else pytest.mark.slow) for name in names]
+
+
+# FSDP2 as it is, and with faults: the simulator accepts correct programs and can fail.
+
+
+@pytest.mark.parametrize(
+    ("shape", "precision"),
+    [
+        pytest.param((2,), "mixed"),
+        pytest.param((2, 2), "bf16"),
+        pytest.param((2,), "fp32", marks=pytest.mark.slow),
+        pytest.param((2,), "bf16", marks=pytest.mark.slow),
+        pytest.param((2, 2), "fp32", marks=pytest.mark.slow),
+        pytest.param((2, 2), "mixed", marks=pytest.mark.slow),
+    ],
+)
+def test_steps_of_fsdp2_have_no_finding(shape, precision):
+    size = 4 if len(shape) == 2 else 2
+    assert not processes.run(size, fsdp2_steps.train, shape, precision).findings
+
+
+DEFAULT_FAULTS = ("all-gather does not wait for copy-in", "reduce-scatter input is not kept")
+
+
+@pytest.mark.parametrize("fault", marked(fsdp2_steps.FAULTS, DEFAULT_FAULTS))
+def test_fault_in_fsdp2_is_found(fault):
+    if fault.startswith("all-reduce"):
+        result = processes.run(4, fsdp2_steps.train, (2, 2), "bf16", fault)
+    else:
+        result = processes.run(2, fsdp2_steps.train, (2,), "mixed", fault)
+    assert set(result.kinds) & {"race", "reuse", "early free"}
+
+
+# The train command
+
+
+@functools.cache
+def result_of(name: str) -> Result:
+    return run_layout(name)
+
+
+@pytest.mark.parametrize("name", marked(LAYOUTS, DEFAULT))
+def test_train_command_has_no_finding(name):
+    assert not result_of(name).findings
+
+
+@pytest.mark.parametrize("name", marked(REDUCED_BY_BUCKETS, DEFAULT))
+def test_compute_stream_does_not_wait_for_single_reductions(name):
+    assert result_of(name).exposed() == 0
+
+
+@pytest.mark.slow
+def test_resumed_run_has_no_finding():
+    first, second = (("checkpoint.every=2", f"train.steps={steps}") for steps in (2, 4))
+    result = run_jobs(HYBRID, resume, further=(first, second))
+    assert result.first.value == (2, 4)
+    assert not result.findings
+
+
+@pytest.mark.slow
+def test_samples_of_text_have_no_finding():
+    words = ("train.steps=2", "train.validate_every=1", "train.ema=0.9")
+    assert not run_jobs(HYBRID, sample_text, further=(words,)).findings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("uses_all_blocks", [True, False])
+def test_custom_loop_has_no_finding(uses_all_blocks):
+    assert not processes.run(4, custom_loops.train, uses_all_blocks).findings
+
+
+# The load of the host
+
+
+@pytest.mark.parametrize("name", marked(UPPER_BOUNDS, DEFAULT))
+def test_kernels_and_host_waits_of_a_step_do_not_grow(name):
+    counts = counts_of(result_of(name))
+    above = {
+        field: f"{value} > {bound}"
+        for field, value, bound in zip(Counts._fields, counts, UPPER_BOUNDS[name], strict=True)
+        if value > bound
+    }
+    assert not above
+
+
+# Every stream operation of the package is dropped in turn. It must be found in one of these programs: by a finding, by a
+# further wait of the host, or by a further wait of the compute stream for a collective of the package.
+
+SHORT = ("train.steps=3", "checkpoint.every=2")
+PROGRAMS = (
+    "hybrid",
+    "hybrid_full",
+    "int8",
+    "reduce every micro-batch",
+    "diloco with delay",
+    "ddp",
+    "in-memory checkpoints",
+    "replica without gradients",
+)
+
+
+def run_program(name: str, dropped: tuple[Site, ...] = ()) -> Result:
+    if name == "replica without gradients":
+        return processes.run(4, custom_loops.train, False, dropped=dropped)
+    return run_jobs(LAYOUTS[name], further=(SHORT,), dropped=dropped)
+
+
+@functools.cache
+def unchanged(name: str) -> Result:
+    return run_program(name)
+
+
+def is_found(result: Result, before: Result) -> bool:
+    """True if the result shows a fault that the unchanged program does not have."""
+    if result.findings or result.exposed() > before.exposed():
+        return True
+    waits = result.host_waits() > before.host_waits()
+    return waits or result.costly_host_waits() > before.costly_host_waits()
+
+
+class Mutations(NamedTuple):
+    """Lines of a package that issue one stream operation. Each is dropped, in all programs that execute it."""
+
+    operation: str
+    package: str
+    # The lines whose loss is found, at least
+    needed: int
+    # The lines whose loss is not found, at most, and the reason
+    redundant: int = 0
+    reason: str = ""
+
+
+MUTATIONS: tuple[Mutations, ...] = ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mutations", [pytest.param(each, id=f"{each.operation}, {each.package}") for each in MUTATIONS]
+)
+def test_dropped_stream_operation_is_found(mutations):
+    sites, needed = set(), set()
+    for name in PROGRAMS:
+        for site in unchanged(name).sites:
+            if site[:2] != mutations[:2]:
+                continue
+            sites.add(site)
+            if site not in needed and is_found(run_program(name, (site,)), unchanged(name)):
+                needed.add(site)
+    assert len(needed) >= mutations.needed, f"found: {needed}; not found: {sites - needed}"
+    assert len(sites - needed) <= mutations.redundant, f"not found: {sites - needed}"
+
+
+@pytest.mark.slow
+def test_every_stream_operation_is_in_the_list_of_mutations():
+    issued = {site[:2] for name in PROGRAMS for site in unchanged(name).sites}
+    assert issued == {each[:2] for each in MUTATIONS}
+    assert sum(each.needed for each in MUTATIONS) >= 20
