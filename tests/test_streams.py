@@ -12,7 +12,6 @@ from stream_simulator.stream_operations import Site
 from stream_simulator.training_jobs import (
     HYBRID,
     LAYOUTS,
-    Layout,
     resume,
     run_jobs,
     run_layout,
@@ -20,7 +19,7 @@ from stream_simulator.training_jobs import (
 )
 
 DEFAULT = ("hybrid", "hybrid_full", "ddp", "zero3", "int8")
-# Layouts whose gradients cross the replicate axis in every step, on a stream of its own
+# Layouts that reduce gradients over the replicate axis in every step, on a communication stream
 REDUCED_BY_BUCKETS = ("hybrid", "hybrid_zero2", "ddp", "bf16 gradients", "int8", "int4")
 
 
@@ -152,9 +151,9 @@ class Mutations(NamedTuple):
 
     operation: str
     package: str
-    # The lines whose loss is found, at least
+    # The lines that are found when dropped, at least
     needed: int
-    # The lines whose loss is not found, at most, and the reason
+    # The lines that are not found when dropped, at most, and the reason
     redundant: int = 0
     reason: str = ""
 

@@ -79,7 +79,7 @@ class Block:
         self.accesses: list[Access] = []
         # The streams that `Tensor.record_stream` was called with
         self.recorded: set[int] = set()
-        # Freed blocks whose memory this one may have been given; forgotten after the first use
+        # Freed blocks: this one may have been given their memory; forgotten after the first use
         self.predecessors: list[FreedBlock] = []
         # The number of storages that show this memory
         self.owners = 1

@@ -34,5 +34,11 @@ def counts_of(result: Result) -> Counts:
 # kernels for hybrid and 80 with int8, the same number with any number of replicas, and one wait before the update.
 UPPER_BOUNDS: dict[str, Counts] = {
     "hybrid": Counts(127, 40, 16, 12),
+    "int8": Counts(287, 40, 16, 12),
+    "int4": Counts(408, 40, 16, 12),
+    "int8, three replicas": Counts(547, 24, 16, 12),
+    "int4, three replicas": Counts(885, 26, 18, 14),
+    "tensor": Counts(121, 91, 16, 12),
+    "bucketing=layer": Counts(234, 161, 16, 12),
 }
 COUNTED_LAYOUTS = tuple(UPPER_BOUNDS)

@@ -1,6 +1,6 @@
-"""Makes torch report CUDA devices, with a `Simulator` behind them.
+"""Replacements in torch that report CUDA devices, with a `Simulator` behind them.
 
-A tensor on the simulated device is a CPU tensor whose storage has a mark (`clocks.Block`). `patch` replaces the functions
+A tensor on the simulated device is a CPU tensor with a mark (`clocks.Block`) on its storage. `patch` replaces the functions
 that make, move and locate tensors, torch.cuda and torch.accelerator, and the methods of process groups: gloo carries the
 values.
 """
@@ -276,7 +276,7 @@ def _patch_cuda() -> None:
     accelerator.is_available, accelerator.device_count = cuda.is_available, cuda.device_count
 
 
-# The methods of process groups: the positions of the arguments that they write, and of those that they read
+# The methods of process groups: the positions of the written and of the read arguments
 _IN_PLACE = ("allreduce", "allreduce_coalesced", "reduce", "broadcast")
 _OUT_OF_PLACE = (
     "allgather", "_allgather_base", "all_gather_single", "all_gather_single_coalesced", "allgather_coalesced",
@@ -309,7 +309,7 @@ def _collective(name: str) -> Callable[..., Any]:
         read = [each for at in inputs for each in tensors_in(args[at])]
         if name == "broadcast" and options is not None and options.rootRank == self.rank():
             written = []
-        with _disable_current_modes():  # gloo calls operators of its own
+        with _disable_current_modes():  # gloo calls operators too
             work = original(self, *args, **kwargs)
             if work is not None:
                 work.wait()
@@ -321,7 +321,7 @@ def _collective(name: str) -> Callable[..., Any]:
 
 
 def _over_gloo(original: Callable[..., Any], position: int) -> Callable[..., Any]:
-    """Wrap a function whose argument at ``position`` names a backend: it uses gloo instead of NCCL."""
+    """Wrap a function with the name of a backend at ``position``: it uses gloo instead of NCCL."""
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:

@@ -78,14 +78,14 @@ def _all_reduce_does_not_wait_for_reduce_scatter() -> None:
     _without("wait_stream", ("foreach_reduce",), is_second)
 
 
-def _reduce_scatter_input_is_not_kept() -> None:
+def _free_reduce_scatter_input_early() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
 
     state: Any = module.ReduceScatterState
     module.ReduceScatterState = lambda _, event: state(None, event)  # type: ignore[assignment, misc]
 
 
-def _all_reduce_input_is_not_kept() -> None:
+def _free_all_reduce_input_early() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
 
     module.AllReduceState = lambda _, __: None  # type: ignore[assignment, misc]
@@ -111,6 +111,6 @@ FAULTS: dict[str, Callable[[], None]] = {
         "wait_event", ("_wait_all_gather_streams_on_event",)
     ),
     "all-reduce does not wait for the reduce-scatter": _all_reduce_does_not_wait_for_reduce_scatter,
-    "reduce-scatter input is not kept": _reduce_scatter_input_is_not_kept,
-    "all-reduce input is not kept": _all_reduce_input_is_not_kept,
+    "reduce-scatter input is not kept": _free_reduce_scatter_input_early,
+    "all-reduce input is not kept": _free_all_reduce_input_early,
 }

@@ -294,7 +294,7 @@ class Simulator:
             self.host_access(each, True, name)
 
     def _kinds_of(self, tensors: Iterable[Tensor]) -> dict[int, str]:
-        """By the id of each tensor that has memory of its own: the kind of it."""
+        """By the id of each tensor with memory: the kind of the memory."""
         kinds = {}
         for each in tensors:
             if (block := self.block_of(each)) is not None:
@@ -425,7 +425,7 @@ class Simulator:
         written: list[Tensor],
         results: list[Tensor],
     ) -> None:
-        """Note a functional collective, whose work belongs to its output until ``wait_tensor``."""
+        """Note a functional collective: its output keeps the work until ``wait_tensor``."""
         found = [self.block_of(each) for each in (*read, *written)]
         blocks = [block for block in found if block is not None]
         if "wrap_tensor" in name or all(block.kind != DEVICE for block in blocks):
@@ -467,7 +467,7 @@ def _has_mask(indices: Iterable[Tensor | None]) -> bool:
 
 @functools.cache
 def _schema(func: Any) -> list[tuple[str, bool]]:
-    """Return the arguments of an operator, with True for those that it writes."""
+    """Return the arguments of an operator, with True for the written ones."""
     return [
         (each.name, each.alias_info is not None and each.alias_info.is_write)
         for each in func._schema.arguments
@@ -477,7 +477,7 @@ def _schema(func: Any) -> list[tuple[str, bool]]:
 def _arguments(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that an operator only reads, and those that it writes."""
+    """Return the read and the written tensors of an operator."""
     read: list[Tensor] = []
     written: list[Tensor] = []
     for index, (name, is_written) in enumerate(_schema(func)):

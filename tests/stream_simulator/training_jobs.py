@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from parallel2d.base.runtime import Runtime
 
 STEPS = 5
-COUNTED = 3  # the step whose kernels and waits are counted: the optimizer has its state, and nothing is saved
+COUNTED = (
+    3  # the step with counted kernels and waits: the optimizer has its state, and nothing is saved
+)
 SMALL = (
     "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=32", "train.global_batch_size=8",
     f"train.steps={STEPS}", "model.n_layers=2", "model.dim=64", "model.hidden_dim=96", "train.validate_every=0",
@@ -150,7 +152,7 @@ def train(simulator: Simulator, job: Job, folder: str) -> None:
 
 
 def resume(simulator: Simulator, first: Job, second: Job, folder: str) -> tuple[int, int]:
-    """Run ``first``, whose checkpoint ``second`` resumes from; return the first and last step of ``second``."""
+    """Run ``first``, then ``second`` from its checkpoint; return the first and last step of ``second``."""
     from parallel2d.training.assemble import build_trainer
 
     for job in (first, second):

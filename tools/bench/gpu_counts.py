@@ -2,9 +2,9 @@
 
     python tools/bench/gpu_counts.py [LAYOUT ...]
 
-Runs the train command with a llama of two layers in each layout (those of `COUNTED_LAYOUTS` without arguments; any of
+Runs the train command with a llama of two layers in each layout (without arguments: `COUNTED_LAYOUTS`; others:
 `LAYOUTS` in tests/stream_simulator/training_jobs.py), and prints one row for step 3 of rank 0: the package's own
-kernels, which are all but those of the model, autograd, FSDP2 and the optimizer; waits of the host; waits at places where
+kernels (all others belong to the model, autograd, FSDP2 and the optimizer); waits of the host; waits at places where
 operators were outstanding; and such waits between the last forward and the optimizer.
 """
 
