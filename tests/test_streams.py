@@ -2,6 +2,7 @@
 custom loops have no race, no reuse of freed memory, no mismatch and no wait without effect. Dropped stream operations are found."""
 
 import functools
+from collections import Counter
 from typing import NamedTuple
 
 import pytest
@@ -73,7 +74,7 @@ def test_train_command_has_no_finding(name):
 
 
 @pytest.mark.parametrize("name", marked(REDUCED_BY_BUCKETS, DEFAULT))
-def test_compute_stream_does_not_wait_for_single_reductions(name):
+def test_only_streams_of_the_package_wait_for_reductions(name):
     assert result_of(name).exposed() == 0
 
 
@@ -112,18 +113,15 @@ def test_kernels_and_host_waits_of_a_step_do_not_grow(name):
 
 
 # Every stream operation of the package is dropped in turn. It must be found in one of these programs: by a finding, by a
-# further wait of the host, or by a further wait of the compute stream for a collective of the package.
+# further wait of the host, or by a further wait of the default stream or of FSDP2 for a collective of the package.
 
 SHORT = ("train.steps=3", "checkpoint.every=2")
 PROGRAMS = (
-    "hybrid",
-    "hybrid_full",
-    "int8",
+    "zero3",
     "reduce every micro-batch",
-    "diloco with delay",
-    "ddp",
-    "in-memory checkpoints",
     "replica without gradients",
+    "hybrid_full int8",
+    "diloco",
 )
 
 
@@ -138,6 +136,13 @@ def unchanged(name: str) -> Result:
     return run_program(name)
 
 
+def mutants_of(name: str) -> list[Site]:
+    """Each stream operation by its line and caller, and each line that has several callers, with all of them."""
+    sites = unchanged(name).sites
+    callers = Counter(site.line for site in sites)
+    return [*sites, *(line for line, count in callers.items() if count > 1)]
+
+
 def is_found(result: Result, before: Result) -> bool:
     """True if the result shows a fault that the unchanged program does not have."""
     if result.findings or result.exposed() > before.exposed():
@@ -147,18 +152,47 @@ def is_found(result: Result, before: Result) -> bool:
 
 
 class Mutations(NamedTuple):
-    """Lines of a package that issue one stream operation. Each is dropped, in all programs that execute it."""
+    """The mutants of one stream operation of a package. Each is run in the programs that execute it until one finds it."""
 
     operation: str
     package: str
-    # The lines that are found when dropped, at least
-    needed: int
-    # The lines that are not found when dropped, at most, and the reason
+    # The mutants that are found, at least
+    found: int
+    # The mutants that are not found, at most, and the reason
     redundant: int = 0
     reason: str = ""
 
 
-MUTATIONS: tuple[Mutations, ...] = ()
+SYNC, TRAINING = "parallel2d.parallel.sync", "parallel2d.training"
+MUTATIONS = (
+    Mutations(
+        "wait_stream",
+        SYNC,
+        found=3,
+        redundant=7,
+        reason="FSDP2's reduce-scatter waits for the current stream, and its last callback makes the current stream wait for "
+        "the reduce-scatter: of the waits of the communication stream only the first for the reduced gradients is needed",
+    ),
+    Mutations(
+        "stream context",
+        SYNC,
+        found=3,
+        redundant=1,
+        reason="a reduction in several exchanges sends the next one inside of a reduce-scatter",
+    ),
+    Mutations("work.wait", SYNC, found=6),
+    Mutations("record_stream", SYNC, found=3),
+    Mutations("pin_memory", SYNC, found=3),
+    Mutations("pin_memory", f"{TRAINING}.data", found=1),
+    Mutations("synchronize", f"{TRAINING}.checkpoint", found=1),
+    Mutations(
+        "synchronize",
+        TRAINING,
+        found=0,
+        redundant=1,
+        reason="the barrier at the start waits for the device, which has nothing to do yet",
+    ),
+)
 
 
 @pytest.mark.slow
@@ -166,20 +200,21 @@ MUTATIONS: tuple[Mutations, ...] = ()
     "mutations", [pytest.param(each, id=f"{each.operation}, {each.package}") for each in MUTATIONS]
 )
 def test_dropped_stream_operation_is_found(mutations):
-    sites, needed = set(), set()
+    found: set[Site] = set()
+    missed: set[Site] = set()
     for name in PROGRAMS:
-        for site in unchanged(name).sites:
-            if site[:2] != mutations[:2]:
+        for mutant in mutants_of(name):
+            if mutant[:2] != mutations[:2] or mutant in found:
                 continue
-            sites.add(site)
-            if site not in needed and is_found(run_program(name, (site,)), unchanged(name)):
-                needed.add(site)
-    assert len(needed) >= mutations.needed, f"found: {needed}; not found: {sites - needed}"
-    assert len(sites - needed) <= mutations.redundant, f"not found: {sites - needed}"
+            is_seen = is_found(run_program(name, (mutant,)), unchanged(name))
+            (found if is_seen else missed).add(mutant)
+    missed -= found
+    assert len(found) >= mutations.found, f"found: {found}; not found: {missed}"
+    assert len(missed) <= mutations.redundant, f"not found: {missed}"
 
 
 @pytest.mark.slow
 def test_every_stream_operation_is_in_the_list_of_mutations():
     issued = {site[:2] for name in PROGRAMS for site in unchanged(name).sites}
     assert issued == {each[:2] for each in MUTATIONS}
-    assert sum(each.needed for each in MUTATIONS) >= 20
+    assert sum(each.found for each in MUTATIONS) >= 20

@@ -18,9 +18,11 @@ Clock = dict[int, int]
 class Actor:
     """The host, a stream, or the NCCL stream of a process group: does one operation after the other."""
 
-    def __init__(self, number: int, name: str) -> None:
+    def __init__(self, number: int, name: str, source: str = "") -> None:
         self.number = number
         self.name = name
+        # The source that made the stream (`sources`)
+        self.source = source
         # The operations of each actor that are certainly done before the next one of this actor begins
         self.seen: Clock = {number: 0}
         # Memory of this stream that was freed while another stream could still use it

@@ -120,5 +120,5 @@ class Result:
         return found
 
     def exposed(self) -> int:
-        """The waits of the default stream for asynchronous collectives of the package, in all steps."""
+        """The waits of the default stream and of FSDP2's streams for collectives of the package, on all ranks."""
         return sum(sum(rank.exposed.values()) for rank in self.ranks)

@@ -75,7 +75,7 @@ class Simulator:
         self.outstanding: dict[tuple[int, str, str, str], int] = {}
         # By step, source, file and operator
         self.kernels: Counter[tuple[int, str, str, str]] = Counter()
-        # By step and place: waits of the default stream for asynchronous collectives of the package
+        # By step and place: collectives of the package that a stream of others (the default stream, FSDP2) waits for
         self.exposed: Counter[tuple[int, str]] = Counter()
         # The sources of kernels, and the waits of the host with outstanding operators, in order, by step
         self.sequence: list[tuple[int, str]] = []
@@ -116,7 +116,8 @@ class Simulator:
     def new_stream(self, name: str = "") -> Actor:
         """Return a new stream."""
         number = len(self.actors)
-        self.actors.append(Actor(number, name or f"stream {number} of {caller(1).place}"))
+        by = caller(1)
+        self.actors.append(Actor(number, name or f"stream {number} of {by.place}", by.source))
         return self.actors[-1]
 
     def current(self) -> Actor:

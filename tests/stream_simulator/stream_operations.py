@@ -23,6 +23,11 @@ class Site(NamedTuple):
     package: str
     place: str
 
+    @property
+    def line(self) -> Site:
+        """The line with all its callers."""
+        return self._replace(place=self.place.partition(" < ")[0])
+
 
 class StreamOperations:
     """The stream operations of the package in this process."""
@@ -30,7 +35,7 @@ class StreamOperations:
     def __init__(self) -> None:
         # In the order of their first call
         self.sites: list[Site] = []
-        # The operations of these sites have no effect
+        # The operations of these sites have no effect; a site without a caller stands for all its callers
         self.dropped: frozenset[Site] = frozenset()
 
     def is_dropped(self, operation: str) -> bool:
@@ -41,7 +46,7 @@ class StreamOperations:
         site = Site(operation, by.package, by.place)
         if site not in self.sites:
             self.sites.append(site)
-        return site in self.dropped
+        return site in self.dropped or site.line in self.dropped
 
 
 operations = StreamOperations()

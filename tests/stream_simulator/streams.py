@@ -177,7 +177,7 @@ class Work(dist.Work):
     @stream_operation("work.wait")
     def wait(self, timeout: Any = None) -> bool:
         stream, by = simulator.current(), caller()
-        if stream is simulator.default and by.source == PROJECT:
+        if by.source == PROJECT and stream.source != PROJECT:
             simulator.exposed[simulator.step, by.place] += 1
         stream.join(self._end)
         self._tensors = None
