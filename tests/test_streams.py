@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 import pytest
 from stream_simulator import custom_loops, fsdp2_steps, processes
-from stream_simulator.counts import UPPER_BOUNDS, Counts, counts_of
+from stream_simulator.counts import CUSTOM_LOOP_WAITS, UPPER_BOUNDS, Counts, counts_of
 from stream_simulator.results import Result
+from stream_simulator.sources import PROJECT
 from stream_simulator.stream_operations import Site
 from stream_simulator.training_jobs import (
+    COUNTED,
     HYBRID,
     LAYOUTS,
     resume,
@@ -92,10 +94,15 @@ def test_samples_of_text_have_no_finding():
     assert not run_jobs(HYBRID, sample_text, further=(words,)).findings
 
 
+@functools.cache
+def custom_loop(uses_all_blocks: bool) -> Result:
+    return processes.run(4, custom_loops.train, uses_all_blocks)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("uses_all_blocks", [True, False])
 def test_custom_loop_has_no_finding(uses_all_blocks):
-    assert not processes.run(4, custom_loops.train, uses_all_blocks).findings
+    assert not custom_loop(uses_all_blocks).findings
 
 
 # The load of the host
@@ -110,6 +117,12 @@ def test_kernels_and_host_waits_of_a_step_do_not_grow(name):
         if value > bound
     }
     assert not above
+
+
+@pytest.mark.slow
+def test_host_waits_of_the_package_in_a_custom_loop_do_not_grow():
+    waits = [wait for wait in custom_loop(True).waits(COUNTED) if wait.source == PROJECT]
+    assert sum(wait.count for wait in waits) <= CUSTOM_LOOP_WAITS, waits
 
 
 # Every stream operation of the package is dropped in turn. It must be found in one of these programs: by a finding, by a

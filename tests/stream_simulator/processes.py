@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
@@ -93,7 +94,8 @@ def _run_rank(
     try:
         connection.send(_call(rank, size, folder, function, args, dropped))
     except BaseException:
-        connection.send(traceback.format_exc())
+        with contextlib.suppress(BrokenPipeError):  # the other ranks may have ended the run
+            connection.send(traceback.format_exc())
         os._exit(1)
     import torch.distributed as dist
 
