@@ -43,7 +43,6 @@ _DESCRIPTIVE = (
     "inference_mode",
     "revision",
 )
-INITIAL = (True, "gaussian")  # of init_lora_weights
 
 
 def library() -> Any:
@@ -193,7 +192,7 @@ def reset_adapter(layer: Any, model: nn.Module) -> None:
     settings = _adapters_in(model)
     for adapter in layer.r:
         initial = settings[adapter].init_lora_weights
-        if initial not in INITIAL or settings[adapter].use_dora:
+        if initial not in (True, "gaussian") or settings[adapter].use_dora:
             raise ValueError(
                 f"adapter {adapter}: init_lora_weights={initial}, "
                 f"use_dora={settings[adapter].use_dora} are computed from the base's weights, and "

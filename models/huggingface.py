@@ -257,12 +257,11 @@ def read_prefix_and_suffix(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class StoredForm:
-    """How a parameter is put together: each group of stored tensors stacked along a new dim 0 if
-    ``stacked``, the groups then concatenated along ``dim`` (None: there is one group)."""
+    """The rule by which a parameter is put together from stored tensors."""
 
-    names: list[list[str]]
-    stacked: bool
-    dim: int | None
+    names: list[list[str]]  # groups of stored tensors
+    stacked: bool  # each group is stacked along a new dim 0
+    dim: int | None  # the dim along which groups are concatenated; None: there is one group
 
 
 def stored_forms(model: nn.Module, stored: Collection[str]) -> dict[str, StoredForm]:

@@ -69,9 +69,11 @@ def _run(words: list[str], program: str, purpose: str) -> int:
         return _plan(composition)
     elif composition.config.launch.node_range != (1, 1):
         # Each node checks for itself, rank 0 of the job composes.
-        nodes = composition.config.launch.node_range[1]
-        _prepare_launch(composition.config, nodes)
-        start_node(composition.config, words, _check(composition.config, nodes))
+        config = composition.config
+        workers, nodes = workers_per_node(config.launch), config.launch.node_range[1]
+        _prepare_launch(config, nodes, workers)
+        _check(config, nodes, workers)
+        start_node(config, words, workers)
     else:
         composition.start(_launch)
     return 0
@@ -112,10 +114,11 @@ def _launch(job: Job) -> float | None:
                 f"launch.nnodes={settings.nnodes} with -m: a sweep runs on one node, several nodes "
                 "start one job"
             )
-        _prepare_launch(job.config, nodes=1)
         workers = workers_per_node(settings)
+        _prepare_launch(job.config, 1, workers)
         config = choose_layout(job.config, job.overrides, nodes=1, ranks=workers)
-        start_workers(dataclasses.replace(job, config=config), _check(config, nodes=1))
+        _check(config, 1, workers)
+        start_workers(dataclasses.replace(job, config=config), workers)
     except (Exception, KeyboardInterrupt) as error:
         note_failure(job.run_dir, str(error) or "interrupted")
         raise
@@ -127,11 +130,10 @@ def _launch(job: Job) -> float | None:
     return value
 
 
-def _prepare_launch(config: TrainConfig, nodes: int) -> None:
+def _prepare_launch(config: TrainConfig, nodes: int, workers: int) -> None:
     """Starts the process that ranks are forked from, and imports what watches them meanwhile. A
     mesh that cannot work is refused before, in a third of the time.
     Ctrl-C waits for the imports: some libraries lose an interrupt there, or stay half imported."""
-    workers = workers_per_node(config.launch)
     open_files.prepare(nodes * workers)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -145,14 +147,12 @@ def _prepare_launch(config: TrainConfig, nodes: int) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _check(config: TrainConfig, nodes: int) -> int:
-    """The workers of a node, once the job was checked as far as one process can. One that ranks
-    are forked from has imported what the check needs, so a fork of it checks."""
-    workers = workers_per_node(config.launch)
+def _check(config: TrainConfig, nodes: int, workers: int) -> None:
+    """Checks the job as far as one process can. The process that ranks are forked from has imported
+    what the check needs, so a fork of it checks."""
     if not config.is_automatic:  # else rank 0 of the job chooses a layout, which is checked there
         job = [to_yaml(config), str(nodes), str(workers)]
         run_once("parallel2d.rank:check_main", job)
-    return workers
 
 
 if __name__ == "__main__":

@@ -71,24 +71,18 @@ class Restarts:
 
 @dataclass
 class NodeWorkers:
-    """The ranks of this node, as long as the job lasts. ``words``: of each, on its command line.
-    ``folder``: exists as long as this launcher. ``logs``: where ranks beside the first write what
-    they print; None: to the console. ``main``: what each calls with ``words``
-    ("package.module:function"). ``save``: whether they can; ``have_saved``: they did, or left, at
-    their last end; ``have_left``: after a signal, and the other replicas go on; ``starts``: how
-    often all have started.
-    """
+    """The ranks of this node, as long as the job lasts."""
 
-    words: Sequence[str]
+    words: Sequence[str]  # of each, on its command line
     size: int
     settings: LaunchConfig
-    folder: str
-    logs: str | None = None
-    main: str = "parallel2d.rank:rank_main"
-    save: bool = False
-    have_saved: bool = False
-    have_left: bool = False
-    starts: int = 0
+    folder: str  # exists as long as this launcher
+    logs: str | None = None  # where ranks beside the first print to; None: the console
+    main: str = "parallel2d.rank:rank_main"  # what each calls with ``words``
+    save: bool = False  # whether they can
+    have_saved: bool = False  # they did, or left, at their last end
+    have_left: bool = False  # after a signal, and the other replicas go on
+    starts: int = 0  # how often all have started
 
     def __post_init__(self) -> None:
         limit = self.settings.max_restarts

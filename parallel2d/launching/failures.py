@@ -53,15 +53,13 @@ class Preempted(EndsSweep):
 
 @dataclass(frozen=True)
 class RankError:
-    """The exception that ended a rank, as its error file holds it. ``time``: in seconds, with
-    fractions, since peers fail within the same second because this one did. ``complete``: the text
-    is for the user and says which rank failed. ``step``: in which it failed."""
+    """The exception that ended a rank, as its error file holds it."""
 
     text: str
-    time: float
+    time: float  # with fractions: peers fail within the same second because this one did
     config_error: bool
-    complete: bool
-    step: int | None = None
+    complete: bool  # the text is for the user and says which rank failed
+    step: int | None = None  # in which it failed
 
     @classmethod
     def of(cls, error: BaseException) -> RankError:

@@ -39,27 +39,25 @@ class JobDone(Exception):  # noqa: N818 (named after what happened)
 
 
 class Launcher(NamedTuple):
-    """One that takes part. ``start``: how often it has joined; ``port``: was free then; ``size``:
-    how many ranks it starts. Nodes are numbered in this order."""
+    """One that takes part. Nodes are numbered in the order of these fields."""
 
     address: str
     name: str
-    start: int
-    port: int
-    size: int
+    start: int  # how often it has joined
+    port: int  # was free then
+    size: int  # how many ranks it starts
 
 
 _KINDS = [str, str, int, int, int]
 
 
 class State(NamedTuple):
-    """Of a round. ``prefix``: what its ranks' keys begin with, empty while it is open; ``before``:
-    names of the launchers of the round before it, and ``old_prefix`` of that."""
+    """Of a round."""
 
-    prefix: str = ""
+    prefix: str = ""  # what its ranks' keys begin with; empty while it is open
     members: tuple[Launcher, ...] = ()
-    before: tuple[str, ...] = ()
-    old_prefix: str = ""
+    before: tuple[str, ...] = ()  # names of the launchers of the round before it
+    old_prefix: str = ""  # of that round
 
     @classmethod
     def from_text(cls, text: bytes) -> State:

@@ -13,8 +13,7 @@ axis what the blocks return stays a slice, and the loss is the sum of those of a
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -87,9 +86,9 @@ class ChunkedLogits:
             logits, *others = [*others, logits]
         if not isinstance(logits, cls):
             raise _refused(name)
-        return logits.then(name, others, kwargs or {})
+        return logits.then(name, *others, **(kwargs or {}))
 
-    def then(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ChunkedLogits:
+    def then(self, name: str, /, *args: Any, **kwargs: Any) -> ChunkedLogits:
         """After the operation ``name``. Raises `ConfigError` for one that is not on single
         elements, or uses a tensor that is trained."""
         if name not in ELEMENTWISE:
@@ -134,15 +133,12 @@ class ChunkedLogits:
         return self
 
 
-def _method(name: str) -> Callable[..., ChunkedLogits]:
-    return lambda logits, *args, **kwargs: logits.then(name, args, kwargs)
-
-
 # Python looks operators up in the class, and does not ask `__getattr__` for them. `then` refuses
 # those that are not on single elements.
 for _name in (*ELEMENTWISE, *SYNONYMS, *_REFUSED_OPERATORS):
     _words = SYNONYMS | _REFUSED_OPERATORS
-    setattr(ChunkedLogits, _name, _method(_words.get(_name, _name)))
+    _method = functools.partialmethod(ChunkedLogits.then, _words.get(_name, _name))
+    setattr(ChunkedLogits, _name, _method)
 
 
 def _refused(what: str) -> ConfigError:
@@ -227,7 +223,7 @@ class ChunkedHead:
         self._around = {name: each for name, each in by_name.items() if head in each.modules()}
         self._forward = self._head.forward
         # A method of this object, so that a deep copy of the model computes with its own head.
-        self._head.forward = types.MethodType(_forward_of_head, self)
+        self._head.forward = self._compute
         self._operations: tuple[Operation, ...] | None = None  # after the head, once known
         self._targets: Tensor | None = None  # while the model computes a loss
         self._axis = context_axis_of(model)
@@ -362,11 +358,14 @@ class ChunkedHead:
             )
         return output
 
-    def compute(self, hidden: Tensor) -> Any:
-        """The forward of the head."""
+    # The result is no tensor, which a compiled graph cannot have: a model that is compiled as a
+    # whole is cut here.
+    @torch.compiler.disable
+    def _compute(self, input: Tensor) -> Any:
+        """The forward of the head, with the argument's name in `nn.Linear.forward`."""
         targets = self._targets
         if targets is None or (self._axis is not None and self._axis.is_learning):
-            return self._forward(hidden)
+            return self._forward(input)
         self._calls += 1
         # Read once: a parametrization computes its weight, and may count how often.
         weight = self._head.weight
@@ -374,7 +373,7 @@ class ChunkedHead:
         if self._operations is not None:
             after = functools.partial(apply_all, self._operations) if self._operations else None
             loss = cross_entropy_from_hidden(
-                hidden,
+                input,
                 weight,
                 targets,
                 self._rows,
@@ -384,14 +383,6 @@ class ChunkedHead:
             )
             if self._axis is not None:
                 loss = self._axis.sum(loss)
-        shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
-        sample = torch.empty(0, dtype=weight.dtype, device=hidden.device)
+        shape = torch.Size((*input.shape[:-1], weight.shape[0]))
+        sample = torch.empty(0, dtype=weight.dtype, device=input.device)
         return ChunkedLogits(loss, _Record(shape, sample))
-
-
-# What it returns is no tensor, which a compiled graph cannot have: a model that is compiled as a
-# whole is cut here.
-@torch.compiler.disable
-def _forward_of_head(chunked: ChunkedHead, input: Tensor) -> Any:
-    """``input``: as `nn.Linear.forward` calls it."""
-    return chunked.compute(input)

@@ -69,24 +69,18 @@ def place_mesh(
         if dist.get_rank() == 0:
             log.info("%s", line)
     device_type = device_type or accelerator_type()
-    _divide_in_replicas(ranks, shape, topology)
+    replicas = current()
+    # From now on these replicas may be lost one by one.
+    if replicas is not None and shape.replicate > 1:
+        replicas.divide(ranks.reshape(shape.replicate, -1).tolist(), topology.hosts)
+    elif replicas is not None:
+        init_plain_world(replicas)  # torch takes the world for groups of all ranks
     mesh = _mesh_of(device_type, ranks, shape)
     if shape.context > 1:
         sharding_mesh(mesh)
         group_of(mesh, "context")
     _release_groups_at_exit()
     return mesh
-
-
-def _divide_in_replicas(ranks: torch.Tensor, shape: MeshShape, topology: Topology) -> None:
-    """From now on these replicas may be lost one by one, where the world is one of such."""
-    replicas = current()
-    if replicas is None:
-        return
-    if shape.replicate == 1:  # torch takes the world for groups of all ranks
-        init_plain_world(replicas)
-    else:
-        replicas.divide(ranks.reshape(shape.replicate, -1).tolist(), topology.hosts)
 
 
 def _mesh_of(device_type: str, ranks: torch.Tensor, shape: MeshShape) -> DeviceMesh:
@@ -109,8 +103,7 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
         return mesh
     if _SHARDING not in vars(mesh):
         vars(mesh)[_SHARDING] = _mesh_of(mesh.device_type, mesh.mesh, shape.sharding)
-    found: DeviceMesh = vars(mesh)[_SHARDING]
-    return found
+    return vars(mesh)[_SHARDING]
 
 
 @functools.cache
@@ -138,8 +131,7 @@ def group_of(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
         assert isinstance(own, dist.ProcessGroup)  # every rank is in one row
         inherit_timeout(own, mesh.device_type)
         vars(mesh)[_CONTEXT] = own
-    found: dist.ProcessGroup = vars(mesh)[_CONTEXT]
-    return found
+    return vars(mesh)[_CONTEXT]
 
 
 _axis_groups: list[weakref.ref[dist.ProcessGroup]] = []

@@ -108,11 +108,6 @@ def near_names(pattern: str, names: Sequence[str]) -> str:
     return f"; near: {', '.join(near)}"
 
 
-def parameter_bytes(module: nn.Module) -> int:
-    """Bytes of all parameters below ``module``, each counted once."""
-    return sum(parameter.nbytes for parameter in module.parameters())
-
-
 def is_called(module: nn.Module) -> bool:
     """Whether ``module`` has a forward. Containers, such as ``ParameterList``, have none: what is
     around them uses their parameters, and belongs together with them."""
@@ -378,13 +373,11 @@ def candidate_classes(model: nn.Module) -> str:
         # The root, whose name is empty, is no block of itself.
         if name and _has_parameters(module):
             instances[type(module).__name__].append(module)
-
-    def most_repeated_then_largest(entry: tuple[str, list[nn.Module]]) -> tuple[int, int]:
-        _, modules = entry
-        return -len(modules), -parameter_bytes(modules[0])
-
-    described = []
-    for name, modules in sorted(instances.items(), key=most_repeated_then_largest)[:8]:
-        size = parameter_bytes(modules[0]) / 2**20
-        described.append(f"{name} ({len(modules)} x {size:.2g} MiB)")
-    return ", ".join(described)
+    sizes: list[tuple[int, int, str]] = []
+    for name, modules in instances.items():
+        size = sum(parameter.nbytes for parameter in modules[0].parameters())
+        sizes.append((len(modules), size, name))
+    sizes.sort(key=lambda each: each[:2], reverse=True)
+    return ", ".join(
+        f"{name} ({count} x {size / 2**20:.2g} MiB)" for count, size, name in sizes[:8]
+    )

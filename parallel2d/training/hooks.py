@@ -41,13 +41,7 @@ _TAKEN_GROUPS = (
 
 @dataclass(frozen=True)
 class RunView:
-    """Shows a run to a hook, to read and not to change.
-
-    ``tokenizer``: name and fingerprint of the tokenizer of the data, empty where there is none.
-    ``say(text)``: one line for people, on the console and in ``train.log``.
-    ``show_text(tag, text, step)``: the same, and a text in TensorBoard. Both write on rank 0 alone
-    and may be called on every rank.
-    """
+    """Shows a run to a hook, to read and not to change."""
 
     config: TrainConfig
     model: nn.Module  # sharded: its parameters are this rank's parts
@@ -56,9 +50,10 @@ class RunView:
     device: torch.device
     rank: int
     run_dir: str
-    tokenizer: tuple[str, str]
-    say: Callable[[str], None]
-    show_text: Callable[[str, str, int], None]
+    tokenizer: tuple[str, str]  # of the data, with its fingerprint; empty where there is none
+    # On the console and in ``train.log``; may be called on every rank, and rank 0 alone writes
+    say: Callable[[str], None]  # a line for people
+    show_text: Callable[[str, str, int], None]  # (tag, text, step); in TensorBoard too
 
     @property
     def is_first(self) -> bool:
@@ -68,15 +63,11 @@ class RunView:
 
 @dataclass(frozen=True)
 class HookResult:
-    """Tells what a method of a hook asks for: ``metrics`` (name -> number), whether to ``save``
-    after this step, and ``stop``, the reason for which the run should end after this step, saved.
+    """Tells what a method of a hook asks for. One rank that asks is enough."""
 
-    One rank that asks is enough. A metric is the mean over the ranks that gave it.
-    """
-
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    save: bool = False
-    stop: str | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # the mean over ranks that gave it
+    save: bool = False  # after this step
+    stop: str | None = None  # the reason why the run should end after this step, saved
 
 
 Returned = Mapping[str, Any] | HookResult | None
@@ -114,12 +105,9 @@ class Hook:
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """Tells what the hooks of all ranks came to in a step, the same on every rank."""
+class Agreed(HookResult):
+    """What the hooks of all ranks ask for in a step, the same on every rank."""
 
-    metrics: dict[str, float] = field(default_factory=dict)
-    save: bool = False
-    stop: str | None = None
     saved: bool = False  # whether every rank passed true
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base import files
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.metering import control_traffic
-from parallel2d.base.replicas import Applied, current
+from parallel2d.base.replicas import Applied, Presence, current
 from parallel2d.base.replicas.events import post
 from parallel2d.base.topology import AGENT
 from parallel2d.parallel.mesh import data_coordinate, mesh_shape, present_data_ranks
@@ -99,10 +99,10 @@ class Replicas:
         if replicas is not None:
             replicas.start(self._step)
             if replicas.life:
-                self._join()
+                self._join(replicas)
         while self._step < last:
-            if self._joins:
-                self._admit()
+            if replicas is not None and self._joins:
+                self._admit(replicas)
             self._step += 1
             yield self._step
             if self._computes:
@@ -119,7 +119,7 @@ class Replicas:
             if replicas is not None:
                 replicas.in_step = True
             return True
-        self._computes = replicas is not None and not self._agree()
+        self._computes = replicas is not None and not self._agree(replicas)
         if self._computes:
             discard_accumulated(self._model)
             self._optimizer.zero_grad()
@@ -130,10 +130,8 @@ class Replicas:
             self._note_step()
         return self._computes
 
-    def _agree(self) -> bool:
+    def _agree(self, replicas: Presence) -> bool:
         """Whether all who are there have the gradients of this step."""
-        replicas = self._replicas
-        assert replicas is not None
         vector = torch.tensor([replicas.lost, replicas.joins], dtype=torch.float64)
         with control_traffic():
             dist.all_reduce(vector)
@@ -158,9 +156,7 @@ class Replicas:
 
     # A replica that comes back, and those that let it in
 
-    def _join(self) -> None:
-        replicas = self._replicas
-        assert replicas is not None
+    def _join(self, replicas: Presence) -> None:
         if replicas.place == 0:
             post(replicas.store, "join", replicas.own)
         while True:
@@ -177,9 +173,7 @@ class Replicas:
         replicas.applied = Applied(self._step, [])
         self._load_state(manifest.state["own"])
 
-    def _admit(self) -> None:
-        replicas = self._replicas
-        assert replicas is not None
+    def _admit(self, replicas: Presence) -> None:
         if (outer := outer_sync(self._model)) is not None:
             outer.receive()
         replicas.regroup(admit=True)

@@ -146,12 +146,11 @@ def problems_of_best(name: str, state: Any, step: int) -> list[str]:
 
 @dataclass
 class BestMetric:
-    """The best value that was measured. ``mode``: ``min`` or ``max``, which values are better;
-    better by less than ``min_delta`` counts as not better."""
+    """The best value that was measured."""
 
     metric: str
-    mode: str
-    min_delta: float = 0.0
+    mode: str  # min or max: which values are better
+    min_delta: float = 0.0  # better by less counts as not better
     step: int = 0  # at which it was measured; 0: none was
     value: float = 0.0
     since: int = 0  # measurements after it

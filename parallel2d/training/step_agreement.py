@@ -33,16 +33,12 @@ from parallel2d.training.progress import RankReport, StepOutcome
 
 @dataclass(frozen=True)
 class OwnPart:
-    """Holds what one rank brings to a step's agreement.
+    """Holds what one rank brings to a step's agreement."""
 
-    ``loss``: its summed loss, fp64 on its device; ``tokens``, ``sample_hash``: of its part of the
-    batch; ``upcoming_tokens``: of its part of the next one.
-    """
-
-    loss: Tensor
-    tokens: int
+    loss: Tensor  # summed, fp64 on its device
+    tokens: int  # of its part of the batch, as the hash
     sample_hash: int
-    upcoming_tokens: int
+    upcoming_tokens: int  # of its part of the next one
     stop_requested: bool
     save_is_due: bool
     report: RankReport

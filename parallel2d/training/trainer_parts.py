@@ -24,16 +24,11 @@ from parallel2d.training.run_directory.start import RunClaim
 
 @dataclass(kw_only=True, eq=False)
 class TrainerParts:
-    """The parts of a `Trainer`.
-
-    ``model``: parallel over ``mesh``, with its weights; ``claim``: checked before rows and
-    checkpoints are written; ``hooks``: called after every step, see `hooks`; ``take_roles``: called
-    on the rank that writes from now on, where the one that did is lost.
-    """
+    """The parts of a `Trainer`."""
 
     config: TrainConfig
     run_dir: str
-    model: nn.Module
+    model: nn.Module  # parallel over ``mesh``, with its weights
     loss: ModelLoss
     mesh: DeviceMesh
     device: torch.device
@@ -42,9 +37,10 @@ class TrainerParts:
     plan: BatchPlan
     recorder: Recorder
     checkpointer: Checkpointer
-    claim: RunClaim
-    hooks: Sequence[Hook]
+    claim: RunClaim  # checked before rows and checkpoints are written
+    hooks: Sequence[Hook]  # called after every step
     replicas: Presence | None = None  # where they may come and go
+    # Called on the rank that writes from now on, where the one that did is lost
     take_roles: Callable[[Any], None] = lambda trainer: None
 
 

@@ -205,11 +205,10 @@ class Across(_Lasting):
 
 
 class Attempt(NamedTuple):
-    """One try of a collective whose replicas may be lost: on ``buffers`` of its own, which late
-    messages may still write to, copied to ``targets`` when all have it."""
+    """One try of a collective whose replicas may be lost."""
 
-    buffers: Sequence[Tensor]
-    targets: Sequence[Tensor]
+    buffers: Sequence[Tensor]  # of its own, which late messages may still write to
+    targets: Sequence[Tensor]  # what they are copied to when all have the result
     start: Callable[[Any], Any]
 
     def succeed(self) -> None:

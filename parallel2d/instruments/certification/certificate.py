@@ -53,16 +53,15 @@ class ParameterRow:
 @sendable
 @dataclass
 class Certificate:
-    """Whether a layout computes what one process computes, with all that was compared. ``bounds``:
-    of relative errors; ``collectives``: how often rank 0 began each kind in the last step."""
+    """Whether a layout computes what one process computes, with all that was compared."""
 
     layout: str
     model: str
-    bounds: dict[str, float]
+    bounds: dict[str, float]  # of relative errors
     parameters: dict[str, ParameterRow]
     notes: list[str]
     discrepancies: list[Discrepancy] = field(default_factory=list)
-    collectives: dict[str, int] = field(default_factory=dict)
+    collectives: dict[str, int] = field(default_factory=dict)  # begun by rank 0 in the last step
     steps: int = 0
     seconds: float = 0.0
 

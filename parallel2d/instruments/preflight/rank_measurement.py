@@ -50,14 +50,12 @@ _TRIES = 3  # of a link; the best counts, since a neighbour's burst makes no slo
 
 
 class CollectiveSample(NamedTuple):
-    """One collective. ``whole_bytes``: its larger side; ``steps``: latencies that it costs;
-    ``link_bytes``: what the link carries in one direction meanwhile, inside a node that of a rank,
-    between nodes that of a node."""
+    """One collective."""
 
     collective: str
-    whole_bytes: int
-    steps: float
-    link_bytes: float
+    whole_bytes: int  # of its larger side
+    steps: float  # latencies that it costs
+    link_bytes: float  # in one direction: on a rank's link inside a node, else on the node's
     seconds: float
 
 

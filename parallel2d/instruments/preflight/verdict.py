@@ -36,12 +36,11 @@ _SLOW, _SLOW_GPU = 0.5, 0.9
 
 @sendable
 class Finding(NamedTuple):
-    """``level``: red (training would fail or train wrongly) or yellow (it would be slow, or may
-    fail later). ``text`` names the node and the cause."""
+    """One fault that a check found."""
 
-    level: str
+    level: str  # red: training would fail or train wrongly; yellow: be slow, or may fail later
     check: str
-    text: str
+    text: str  # names the node and the cause
 
 
 @sendable

@@ -30,18 +30,14 @@ from parallel2d.parallel.parallelize.layout import Layout
 
 
 class MemoryEvent(NamedTuple):
-    """A moment of a step.
+    """A moment of a step. Bytes are those of activations and unsharded gradients."""
 
-    ``kind``: ``gather`` or ``free`` (before and after the forward of a group), ``gather_again``
-    (its output has its gradient), ``reduce`` (its parameters have theirs), ``end``. ``group``: its
-    number in `Layout.groups`. Bytes, of activations and whole gradients: ``most`` since
-    the event before, ``now`` at this one.
-    """
-
+    # gather, free: before and after the forward of a group; gather_again: its output has its
+    # gradient; reduce: its parameters have theirs; end
     kind: str
-    group: int
-    most: int
-    now: int
+    group: int  # number in `Layout.groups`
+    most: int  # peak bytes since the event before
+    now: int  # bytes at this event
 
 
 StepLoss = Callable[[Any, Any], Tensor]  # of inputs and targets

@@ -67,12 +67,11 @@ class AxisTraffic:
 
 @dataclass(frozen=True)
 class GroupPlacement:
-    """Where the groups of one mesh axis are. ``hosts``: the most that a group has ranks on;
-    ``groups_per_host``: the most that have ranks on a host and on another one."""
+    """Placement of the groups of one mesh axis."""
 
     ranks: int
-    hosts: int
-    groups_per_host: int
+    hosts: int  # the most on which one group has ranks
+    groups_per_host: int  # the most that have ranks on one host and on others
 
     @property
     def is_inside(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -41,12 +42,7 @@ def count_flops(
     ``model``: before `parallelize`, on meta. What activation checkpointing computes again is not
     counted (model FLOPs). Of equal blocks few are run; see [Note: few of the equal blocks].
     """
-
-    def measure(part: nn.Module) -> dict[str, float] | None:
-        flops = _count(part, example, loss)
-        return None if flops is None else {"flops": flops}
-
-    counted = by_blocks(model, measure)
+    counted = by_blocks(model, functools.partial(_count, example=example, loss=loss))
     if counted is None:
         log.info("the model's FLOPs are not known: it does not run on tensors without storage")
         return None
@@ -57,8 +53,8 @@ def _count(
     model: nn.Module,
     example: Callable[[str], tuple[Any, Any]],
     loss: LossOfBatch,
-) -> int | None:
-    """Of all blocks; None where it does not run."""
+) -> dict[str, float] | None:
+    """The FLOPs of all blocks of ``model``; None where it does not run."""
     # Plain meta tensors are twice as fast, and some models only run on fake tensors.
     for fake in (False, True):
         try:
@@ -67,7 +63,7 @@ def _count(
             with mode, loss_chunks(ALL_AT_ONCE), FlopCounterMode(display=False) as counter:
                 inputs, targets = example("meta")
                 loss(twin, inputs, targets).backward()
-            return int(counter.get_total_flops())
+            return {"flops": counter.get_total_flops()}
         # A model may look at values, which neither kind of tensor has.
         except Exception:
             continue

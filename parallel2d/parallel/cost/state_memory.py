@@ -20,21 +20,18 @@ _STEP_BYTES = 4  # torch's optimizers count the steps of each parameter in an fp
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one rank, when gradients are there and before they are dropped.
+    """Bytes of one rank while gradients exist.
 
-    ``masters``: with ``hybrid_full`` and a ``sync.wire`` that rounds, the unrounded rows that this
-    replica updates, and what it sent of them last. ``outer``: with ``sync=diloco``, the parameters
-    that replicas share, their momentum and what was not sent yet; with ``train.ema``, averages.
-    ``residuals``: with ``sync.wire=int4`` every step, what was not sent yet. With ``cpu_offload``
-    parameters, gradients, optimizer state and outer parameters are in the memory of the host.
+    With ``cpu_offload`` parameters, gradients, optimizer state and outer parameters are in the
+    memory of the host.
     """
 
     parameters: int
-    masters: int
+    masters: int  # hybrid_full, rounded: unrounded rows of this replica, and those sent last
     gradients: int
     optimizer: int
-    outer: int
-    residuals: int
+    outer: int  # diloco: outer parameters, momentum, error feedback; train.ema: averages
+    residuals: int  # sync.wire=int4 every step: error feedback
     buffers: int
 
     @property

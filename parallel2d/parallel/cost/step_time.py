@@ -50,17 +50,14 @@ class GroupSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """How a step runs. ``accumulation``: micro-batches; ``during_accumulation``: as of
-    `SyncConfig`. ``shares_link``: the shard and the replicate axis use the same link.
-    ``overlaps``: collectives of the shard axis run while the device computes. ``tensor``,
-    ``context``: seconds that a micro-batch sends over these axes; nothing hides them."""
+    """The order of a step."""
 
-    accumulation: int
-    during_accumulation: str
-    shares_link: bool
-    overlaps: bool
-    tensor: float = 0.0
-    context: float = 0.0
+    accumulation: int  # micro-batches
+    during_accumulation: str  # as of `SyncConfig`
+    shares_link: bool  # the shard and the replicate axis use the same link
+    overlaps: bool  # collectives of the shard axis run while the device computes
+    tensor: float = 0.0  # seconds of a micro-batch over this axis, which nothing hides
+    context: float = 0.0  # the same over the context axis
 
 
 @dataclass(frozen=True)
@@ -83,13 +80,12 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """``samples_per_s``: of the whole job. ``mfu``: model FLOPs over the peak of what computes.
-    ``assumed``: the share of the peak in words, where nobody gave it and none is fitted."""
+    """The estimate of a step."""
 
     seconds: StepSeconds
-    samples_per_s: float
-    mfu: float
-    assumed: str = ""
+    samples_per_s: float  # of the whole job
+    mfu: float  # model FLOPs over the peak of the devices
+    assumed: str = ""  # the share of the peak in words, if it is neither given nor fitted
 
 
 class _NotKnownError(Exception):

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from parallel2d.parallel.parallelize.layout import Layout, ParameterShape
+from parallel2d.parallel.parallelize.layout import Layout
 
 _MUON_ITEM = 2  # matrices and results are sent in bf16
 
@@ -19,27 +19,20 @@ def predict_updates(layout: Layout) -> dict[str, float]:
     """Bytes that the first rank, with Muon a rank on average, sends per update over each mesh axis,
     ``{axis: bytes}``; empty when updates are local."""
     found: dict[str, float] = defaultdict(float)
-    for group, count in layout.equal_groups:
-        for parameter in filter(lambda each: each.is_trained, group):
-            if layout.workload.optimizer.name != "muon" or not parameter.by_muon:
-                continue
-            sent = owner_bytes(parameter.whole, _axes_of(parameter, layout))
-            for axis, size in sent.items():
-                found[axis] += count * size
-    return dict(found)
-
-
-def _axes_of(parameter: ParameterShape, layout: Layout) -> list[tuple[str, int, int | None]]:
-    """The axes whose ranks update ``parameter`` together, as `owner_bytes` takes them. The tensor
-    axis comes first: sharding splits what it has left."""
+    if layout.workload.optimizer.name != "muon":
+        return found
     shape = layout.shape.sharding
-    axes: list[tuple[str, int, int | None]] = [
-        ("tensor", shape.tensor, parameter.tensor_dim),
-        ("shard", shape.shard, 0),
-    ]
+    rows: list[tuple[str, int, int | None]] = [("shard", shape.shard, 0)]
     if layout.method.splits_updates:
-        axes.append(("replicate", shape.replicate, 0))
-    return axes
+        rows.append(("replicate", shape.replicate, 0))
+    for group, count in layout.equal_groups:
+        for parameter in group:
+            if parameter.is_trained and parameter.by_muon:
+                # The tensor axis comes first: sharding splits the rest.
+                axes = [("tensor", shape.tensor, parameter.tensor_dim), *rows]
+                for axis, size in owner_bytes(parameter.whole, axes).items():
+                    found[axis] += count * size
+    return found
 
 
 def owner_bytes(

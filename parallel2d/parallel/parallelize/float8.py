@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Any
 
@@ -63,7 +63,11 @@ def convert_to_float8(
         return []
     torchao = _torchao(f"precision.float8={precision.float8}")
     # Kept until the end, so that no new layer has the id of an old one.
-    layers = list(_linear_layers(blocks))
+    layers: list[tuple[str, nn.Linear, bool]] = []
+    for block_name, block in blocks:
+        for name, module in block.named_modules(prefix=block_name):
+            if isinstance(module, nn.Linear):
+                layers.append((fqn_of(name), module, module is block))
     kept, chosen = _choose(layers, precision.float8_exclude, apart)
     for reason, listed in kept.items():
         log.info(
@@ -95,7 +99,10 @@ def convert_to_float8(
 def _choose(
     layers: Sequence[tuple[str, nn.Linear, bool]], exclude: Sequence[str], apart: Collection[int]
 ) -> tuple[dict[str, list[str]], dict[int, str]]:
-    """Names of the layers that stay, by reason, and of those to convert, by id."""
+    """Return the names of the layers that stay, by reason, and of those to convert, by id.
+
+    ``layers``: (FQN, layer, True if it is a block itself).
+    """
     names = [name for name, _, _ in layers]
     matched = {pattern: fnmatch.filter(names, pattern) for pattern in exclude}
     unmatched = [pattern for pattern, found in matched.items() if not found]
@@ -124,16 +131,6 @@ def _choose(
         else:
             chosen[id(layer)] = name
     return kept, chosen
-
-
-def _linear_layers(
-    blocks: Sequence[tuple[str, nn.Module]],
-) -> Iterator[tuple[str, nn.Linear, bool]]:
-    """(FQN, layer, whether it is a block itself) of each Linear in ``blocks``."""
-    for block_name, block in blocks:
-        for name, module in block.named_modules(prefix=block_name):
-            if isinstance(module, nn.Linear):
-                yield fqn_of(name), module, module is block
 
 
 def _torchao(key: str) -> Any:

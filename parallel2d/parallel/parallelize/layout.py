@@ -46,13 +46,12 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class SampleShape:
-    """What one sample is made of: ``inputs`` as the model takes them, a `TensorShape`, or several
-    in a tuple or in a dict by parameter name; ``targets``: None for data without. ``noun``: what is
-    counted."""
+    """The tensors of one sample."""
 
-    noun: str = "tokens"
+    noun: str = "tokens"  # the unit in which samples are counted
+    # As the model takes them: a `TensorShape`, or several in a tuple or a dict by parameter name
     inputs: Any = TensorShape(())
-    targets: TensorShape | None = TensorShape(())
+    targets: TensorShape | None = TensorShape(())  # None for data without
 
     @property
     def targets_per_sample(self) -> int:
@@ -89,20 +88,15 @@ class SampleShape:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a rank does with the model in a step, and on which device.
-
-    ``sample``: in the dtypes in which it reaches the model. ``muon``: FQNs of the parameters that
-    Muon updates. ``device_type`` decides which collectives there are; empty: that of the mesh.
-    ``average``: whether averages of the weights are kept.
-    """
+    """The work of a rank in a step, and its device."""
 
     micro_batch_size: int = 1
     accumulation: int = 1
-    sample: SampleShape = field(default_factory=SampleShape)
+    sample: SampleShape = field(default_factory=SampleShape)  # dtypes as they reach the model
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    muon: frozenset[str] = frozenset()
-    device_type: str = ""
-    average: bool = False
+    muon: frozenset[str] = frozenset()  # FQNs of the parameters that Muon updates
+    device_type: str = ""  # decides which collectives there are; empty: that of the mesh
+    average: bool = False  # True if EMA weights are kept
 
     def example(self, device: torch.device | str) -> tuple[Any, torch.Tensor | None]:
         """Zeros as inputs and targets of one micro-batch."""
@@ -136,12 +130,11 @@ def first_part(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 
 
 class LayoutGroup(NamedTuple):
-    """Modules that are gathered and reduced together. ``parameters``: those that no group before
-    has; empty where all are in others."""
+    """Modules that are gathered and reduced together."""
 
     modules: tuple[str, ...]  # names; the root's is empty
     policy: MixedPrecisionPolicy
-    parameters: tuple[ParameterShape, ...]
+    parameters: tuple[ParameterShape, ...]  # those that no group before has
 
 
 @dataclass(frozen=True)
@@ -229,7 +222,6 @@ def resolve(
     left_out = ignored_names(model, ignored)
     stored = storage_dtypes(model, precision, left_out)
     collector = _Collector(
-        config=config,
         precision=precision,
         stored=stored,
         names={parameter: fqn_of(name) for name, parameter in model.named_parameters()},
@@ -270,7 +262,6 @@ class _Collector:
     """Takes parameters from the innermost group to the root; each belongs to the first that has
     it."""
 
-    config: ParallelConfig
     precision: Precision
     stored: Mapping[nn.Parameter, torch.dtype]
     names: Mapping[nn.Parameter, str]  # FQNs
@@ -291,7 +282,8 @@ class _Collector:
         for modules in buckets:
             policy = precision.policy
             if len(modules) == 1 and id(modules[0]) in precision.fp32_modules:
-                policy = precision.fp32_policy
+                fp32 = torch.float32
+                policy = MixedPrecisionPolicy(fp32, fp32, output_dtype=precision.param)
             named = tuple(names[id(module)] for module in modules)
             yield LayoutGroup(named, policy, self._take(modules, policy))
         # Sharding makes one group of what is left, at the root.

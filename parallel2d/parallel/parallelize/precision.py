@@ -73,11 +73,6 @@ class Precision:
             param_dtype=param, reduce_dtype=reduce, cast_forward_inputs=self.cast_inputs
         )
 
-    @property
-    def fp32_policy(self) -> MixedPrecisionPolicy:
-        """As `policy`, for a module that computes in fp32 and returns values in `param`."""
-        return MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=self.param)
-
 
 def input_dtype(config: PrecisionConfig) -> torch.dtype | None:
     """The dtype in which floating-point inputs reach the model; None: as they are."""

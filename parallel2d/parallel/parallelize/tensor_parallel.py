@@ -284,12 +284,9 @@ def _style(name: str, modules: Mapping[str, nn.Module], word: str, tensor: int) 
         case nn.Embedding(), "rowwise" | "embedding_rowwise":
             # Any number of rows can be split: ids outside of a rank's rows give zeros there.
             return RowwiseParallel(input_layouts=Replicate())
-        case nn.Linear(), "rowwise":
+        case nn.Linear(), "rowwise" | "rowwise_split_input":
             _must_divide(name, "in_features", module.in_features, tensor)
-            return RowwiseParallel()
-        case nn.Linear(), "rowwise_split_input":
-            _must_divide(name, "in_features", module.in_features, tensor)
-            return RowwiseParallel(input_layouts=Replicate())
+            return RowwiseParallel(input_layouts=Shard(-1) if word == "rowwise" else Replicate())
         case nn.Linear(), "colwise_gather_output":
             # Uneven parts can be gathered, so that a vocabulary of any size can be split.
             return ColwiseParallel(output_layouts=Replicate())

@@ -187,8 +187,7 @@ def join_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.op
         # Their state is shared by now; it tells `new_state_tensor` what shapes there may be.
         attributes["spread_state"] = staticmethod(lambda: None)
     joined: Any = type(name, (), attributes)
-    several: torch.optim.Optimizer = joined()
-    return several
+    return joined()
 
 
 def spread_state(optimizer: torch.optim.Optimizer) -> None:

@@ -70,19 +70,16 @@ class StoredFile:
 @sendable
 @dataclass
 class Manifest:
-    """A checked manifest.
-
-    ``state`` is what the caller gave to be kept (step, samples, counters), ``layout`` facts about
-    the run that wrote it; ``optimizer`` its class, parameter groups and the state that is not
-    tensors; ``tied`` maps further names of shared parameters to the one they are stored under.
-    """
+    """A checked manifest."""
 
     step: int
-    state: dict[str, Any] = field(default_factory=dict)
-    layout: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)  # the caller's: step, samples, counters
+    layout: dict[str, Any] = field(default_factory=dict)  # facts about the run that wrote it
     mesh: dict[str, int] = field(default_factory=dict)
     world_size: int = 1
+    # Its class, parameter groups and the state that is not tensors
     optimizer: dict[str, Any] = field(default_factory=dict)
+    # Further names of shared parameters -> the one they are stored under
     tied: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     files: dict[str, StoredFile] = field(default_factory=dict)

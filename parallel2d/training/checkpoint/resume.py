@@ -47,11 +47,7 @@ _DAMAGED = "damaged"  # why a checkpoint is moved aside
 
 @dataclass
 class Resume:
-    """One search for a checkpoint, on every rank.
-
-    ``own_step``: the step of this run's own checkpoint that was loaded; None when it was another's
-    or a copy. ``stored``: the newest step that is on disk, 0 for none; ``seen``: all that are.
-    """
+    """One search for a checkpoint, on every rank."""
 
     config: CheckpointConfig
     store: Store
@@ -60,9 +56,9 @@ class Resume:
     optimizer: torch.optim.Optimizer | None
     copies: MemoryCopies | None
     settings: bool
-    own_step: int | None = None
-    stored: int = 0
-    seen: Sequence[int] = ()
+    own_step: int | None = None  # of this run's own checkpoint that was loaded, not of a copy
+    stored: int = 0  # the newest step that is on disk; 0: none
+    seen: Sequence[int] = ()  # all that are
     _aside: dict[int, str] = field(default_factory=dict)  # steps that are not continued, and why
 
     def run(self, restarted: bool) -> dict[str, Any] | None:

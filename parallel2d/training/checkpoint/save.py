@@ -142,13 +142,12 @@ def check_folder(store: Store, group: Group) -> None:
 
 @dataclass(frozen=True)
 class SavedState:
-    """The state of a run as this rank has it. ``shared``: what all replicas have; ``of_replica``:
-    what only the ranks of this replica have; ``own``: what no other rank has."""
+    """The state of a run as this rank has it."""
 
     manifest: Manifest  # without tensors and files
-    shared: dict[str, Tensor]
-    of_replica: dict[str, Tensor]
-    own: dict[str, Tensor]
+    shared: dict[str, Tensor]  # what all replicas have
+    of_replica: dict[str, Tensor]  # what only the ranks of this replica have
+    own: dict[str, Tensor]  # what no other rank has
 
 
 def plan_writes(tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None) -> Iterator[Part]:

@@ -31,16 +31,15 @@ def token_sequences(seq_len: int) -> SampleShape:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of one forward pass: n sequences of T tokens, or what a data set of one's own gives.
-
-    ``hash`` is below 2**53 for up to two million samples, so an fp64 all-reduce sums it exactly.
-    """
+    """Samples of one forward pass: n sequences of T tokens, or what one's own data set gives."""
 
     inputs: Any  # int64 [n, T]; or tensors, alone, in a tuple or in a dict by parameter name
     targets: torch.Tensor | None  # int64 [n, T], or any; -100 is not a target
     # int64 [n, T], counted from 0 in each sequence; None: attention crosses documents
     document_ids: torch.Tensor | None
-    hash: int  # sum of the 32-bit hashes of the samples that have a position
+    # The sum of the 32-bit hashes of the samples that have a position: below 2**53 for up to two
+    # million samples, so an fp64 all-reduce sums it exactly
+    hash: int
     valid_tokens: int  # by how much its mean loss counts: targets that are not -100
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:

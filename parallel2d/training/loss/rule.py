@@ -34,15 +34,11 @@ _PARTS = (slice(None), slice(1), slice(1, None))
 @sendable
 @dataclass(frozen=True)
 class LossRule:
-    """What a loss was divided by: ``divisor`` is ``none`` (a sum), ``targets`` or ``samples``.
+    """What a loss was divided by."""
 
-    ``ignored``: the target that it ignores, None where that is not known; ``shift``: how many
-    targets at the start of a sequence it does not read.
-    """
-
-    divisor: str
-    ignored: int | None = None
-    shift: int = 0
+    divisor: str  # none (a sum), targets or samples
+    ignored: int | None = None  # the target that it ignores; None: not known
+    shift: int = 0  # how many targets at the start of a sequence it does not read
 
     def count(self, targets: Tensor | None, samples: int) -> int:
         """The divisor, of ``targets`` [n, ...] of so many samples."""

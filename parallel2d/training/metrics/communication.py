@@ -48,6 +48,15 @@ _COLLECTIVES = {
     "REDUCE_SCATTER": "reduce_scatter",
     "ALLTOALL": "all_to_all",
 }
+
+
+@functools.cache
+def _collective_of(operation: Any) -> str | None:
+    """The collective that torch's hooks call ``operation``; None for one that is not counted. The
+    name of such an enumerator is slow to read."""
+    return _COLLECTIVES.get(operation.name)
+
+
 _AWAITED_AT_ONCE = ("tensor", "context")
 
 Events = tuple[Any, Any]  # before and after, with timing
@@ -139,18 +148,12 @@ class LoggedCollective(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Running:
-    """A collective between its two hooks."""
-
-    region: Any  # of the trace
-    begin: Any  # seconds, or an event
-
-
-@dataclass(slots=True)
 class _Measured(AxisTraffic):
     seconds: float = 0.0
     events: list[Events] = field(default_factory=list)  # around each collective of a device
-    running: dict[int, _Running] = field(default_factory=dict)  # by torch's number
+    # By torch's number of a collective between its hooks: the region of the trace, and the begin in
+    # seconds or as an event
+    running: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
     def reset(self) -> None:
         AxisTraffic.reset(self)
@@ -260,35 +263,35 @@ class CommunicationMeter:
 
     def _begin(self, axis: _Measured, started: Any) -> None:
         """Hook of torch before a collective."""
-        collective = _COLLECTIVES.get(started.name.name)
+        collective = _collective_of(started.name)
         if collective is None or metering.is_control_traffic():
             return
         inputs, outputs = started.input_tensors, started.output_tensors
-        whole = sum(tensor.nbytes for tensor in inputs)
+        whole = sum([tensor.nbytes for tensor in inputs])
         # The parts of an all-to-all may differ in size: a rank sends its own.
         if collective != "all_to_all":
-            whole = max(whole, sum(tensor.nbytes for tensor in outputs))
+            whole = max(whole, sum([tensor.nbytes for tensor in outputs]))
         sent = axis.add(collective, whole, inputs[0].device.type)
         self._last = (collective, axis.axis)
         if self.log is not None:
             self.log.append(LoggedCollective(axis.axis, collective, inputs[0].dtype, sent))
         region = named(f"{axis.axis}: {collective}")
         region.__enter__()
-        axis.running[started.op_id] = _Running(region, self._now())
+        axis.running[started.op_id] = region, self._now()
 
     def _end(self, axis: _Measured, issued: Any) -> None:
         """Hook of torch after a collective was issued."""
-        running = axis.running.pop(issued.op_id, None)
-        if running is None:
+        if issued.op_id not in axis.running:
             return
+        region, begin = axis.running.pop(issued.op_id)
         is_awaited = not issued.async_op or axis.axis in _AWAITED_AT_ONCE
         if is_awaited and issued.work is not None:
             issued.work.wait()
         if self._waits is None:
-            axis.seconds += self._now() - running.begin
+            axis.seconds += self._now() - begin
         elif is_awaited:
-            axis.events.append(self._waits.end(axis.axis, running.begin))
-        running.region.__exit__(None, None, None)
+            axis.events.append(self._waits.end(axis.axis, begin))
+        region.__exit__(None, None, None)
 
     def _time_wait(self, axis: _Measured, wait: Callable[[], object]) -> None:
         """Run ``wait``, for an asynchronous collective of ``axis``; on a device only the stream

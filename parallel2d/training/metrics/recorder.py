@@ -67,7 +67,7 @@ class Recorder:
         self._deviation = Deviation(self.predicted)
         # Over the replicate axis, and the steps that took them
         self._crossed_bytes, self._crossed_steps = 0.0, 0
-        self._outer_norm: float | None = None
+        self._outer: dict[str, float] = {}  # the newest norm of an outer step
         self._was_short = False  # replicas were lost
         self._segment, self._step, self._first = 1, 0, True
         self._saved_at: float | None = None  # when the last checkpoint was written
@@ -172,7 +172,7 @@ class Recorder:
         self._was_short |= absent_ranks() > 0
         self._given |= given
         if outcome.outer_norm is not None:
-            self._outer_norm = outcome.outer_norm
+            self._outer[keys.OUTER_NORM] = outcome.outer_norm
         if seconds.get("checkpoint_s"):
             self._saved_at = time.perf_counter()
         busy_s = [report.busy_s for report in outcome.ranks]
@@ -215,10 +215,7 @@ class Recorder:
             row[key] = max(report.memory[key] for report in outcome.ranks)
         if row.get(keys.RESERVED_GIB):
             row[keys.FRAGMENTATION] = 1 - row[keys.ALLOCATED_GIB] / row[keys.RESERVED_GIB]
-        row |= self._goodput.row()
-        if self._outer_norm is not None:
-            row[keys.OUTER_NORM] = self._outer_norm
-        return row
+        return row | self._goodput.row() | self._outer
 
     def _add(self, seconds: Mapping[str, float], reports: Sequence[RankReport]) -> None:
         """Adds one step to the sums: the seconds of this one, what was moved in the one before."""

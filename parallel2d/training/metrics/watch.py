@@ -43,18 +43,14 @@ class Position:
 
 @dataclass
 class Watch:
-    """Beats while it is open (a context manager).
-
-    ``hosts``: by rank; ``timeout_s``: after which a collective gives up; stacks are written when
-    nothing moved for four fifths of it; ``position``: of this rank now, called from a thread.
-    """
+    """Beats while it is open (a context manager)."""
 
     store: Any
     rank: int
-    hosts: Sequence[str]
+    hosts: Sequence[str]  # by rank
     run_dir: str
-    timeout_s: float
-    position: Callable[[], Position]
+    timeout_s: float  # of collectives; stacks are written when nothing moved for four fifths of it
+    position: Callable[[], Position]  # of this rank now, called from a thread
     # Keeps the text of `explain` for the launcher while this rank is stuck, and removes it (None)
     # once the rank moves: a timeout of NCCL ends the process without an exception.
     note: Callable[[str | None], object] = lambda text: None

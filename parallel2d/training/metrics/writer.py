@@ -75,20 +75,16 @@ class MetricsWriter:
 
     What cannot be written (the disk is full, the run directory was deleted) ends no run: it is
     reported once, and rows that are lost are counted.
-
-    ``texts``: shown in TensorBoard beside the curves (``config``, ``mesh``), as Markdown.
-    ``hparams``: settings by which the runs of a sweep are told apart, so that TensorBoard shows
-    them in one table. ``axes``: of the mesh, those with several ranks. ``replicas_equal``: after
-    every update; others share their changes now and then.
     """
 
     run_dir: str
-    texts: Mapping[str, str]
+    texts: Mapping[str, str]  # config and mesh, which TensorBoard shows as Markdown
     _: KW_ONLY
     tensorboard: bool
+    # By which the runs of a sweep are told apart: TensorBoard shows them in one table
     hparams: Mapping[str, str | float | bool] = field(default_factory=dict)
-    axes: Sequence[str] = ()
-    replicas_equal: bool = True
+    axes: Sequence[str] = ()  # of the mesh, those with several ranks
+    replicas_equal: bool = True  # after every update; others share their changes now and then
 
     def __post_init__(self) -> None:
         self._path = os.path.join(self.run_dir, "metrics.jsonl")

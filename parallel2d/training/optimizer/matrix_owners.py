@@ -48,17 +48,12 @@ class MatrixAxis(NamedTuple):
 
 
 class _MatrixPart(NamedTuple):
-    """What an axis leaves of a matrix.
+    """What an axis leaves of a matrix."""
 
-    ``dim``: that the axis splits; None where its ranks hold copies. ``lengths``: of ``dim``, on
-    each rank of this rank's row of the axis; empty for copies. ``held``: the shape of this rank's
-    part. ``padded``: the shape in which parts are sent, that of the largest one of all ranks.
-    """
-
-    dim: int | None
-    lengths: tuple[int, ...]
-    held: torch.Size
-    padded: torch.Size
+    dim: int | None  # that the axis splits; None where its ranks hold copies
+    lengths: tuple[int, ...]  # of ``dim``, on each rank of this rank's row; empty for copies
+    held: torch.Size  # the shape of this rank's part
+    padded: torch.Size  # in which parts are sent: the shape of the largest one of all ranks
 
     def slices(self, place: int) -> tuple[slice, ...]:
         """Indexes the padded part of the rank in ``place``, giving what that rank holds."""
@@ -76,18 +71,13 @@ class _MatrixPart(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnedMatrix:
-    """A matrix and the rank that works on it.
+    """A matrix and the rank that works on it."""
 
-    ``number``: its place among those that were planned. ``shape``: of the whole. ``owner``: the
-    owner's place on each axis. ``parts``: what each axis leaves to this rank. ``itemsize``: bytes
-    of an element that is sent.
-    """
-
-    number: int
-    shape: torch.Size
-    owner: tuple[int, ...]
-    parts: tuple[_MatrixPart, ...]
-    itemsize: int
+    number: int  # its place among those that were planned
+    shape: torch.Size  # of the whole
+    owner: tuple[int, ...]  # the owner's place on each axis
+    parts: tuple[_MatrixPart, ...]  # what each axis leaves to this rank
+    itemsize: int  # bytes of an element that is sent
 
     @property
     def part_bytes(self) -> int:

@@ -212,13 +212,12 @@ def _identity(path: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class AcceptedStart:
-    """``before``: the start that this one continues; ``changes``: lines about what differs from it;
-    ``begun_before_s``: when the last start of this run began, as of `time.time`; 0 without one."""
+    """A start that may go on."""
 
     segment: Segment
-    before: Segment | None
-    changes: tuple[str, ...]
-    begun_before_s: float
+    before: Segment | None  # the start that this one continues
+    changes: tuple[str, ...]  # lines about what differs from it
+    begun_before_s: float  # when the last start of this run began, as of `time.time`; 0: none
 
 
 def accept_start(

@@ -359,22 +359,16 @@ class OuterSync(UpdateFollower):
 
 @dataclass
 class ExpectedOuter:
-    """Computes in one process what `OuterSync` comes to, for proofs.
-
-    ``replicas``: by name, the whole parameters of each, which `after_update` changes. ``begins``:
-    by name, after which step of a period it is sent. ``cuts``: as in `expected_mean`, by name.
-    """
+    """The reference run of `OuterSync` in one process, for parity checks. Values are by name."""
 
     method: DiLoCo
     seed: int
-    replicas: Sequence[Mapping[str, Tensor]]
-    begins: Mapping[str, int]
-    cuts: Mapping[str, Sequence[Region]]
-    # The outer parameters, to be set before training
-    shared: dict[str, Tensor] = field(default_factory=dict)
+    replicas: Sequence[Mapping[str, Tensor]]  # unsharded parameters, which `after_update` changes
+    begins: Mapping[str, int]  # the step of a period after which the parameter is sent
+    cuts: Mapping[str, Sequence[Region]]  # as in `expected_mean`
+    shared: dict[str, Tensor] = field(default_factory=dict)  # outer parameters, set before training
     velocity: dict[str, Tensor] = field(default_factory=dict)
-    # By replica and name, what was not sent yet
-    unsent: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    unsent: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # by replica and name
     arriving: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()

@@ -38,7 +38,6 @@ class EveryStep(SyncMethod):
     """The gradients of every global batch are reduced on all replicas."""
 
     crosses = True
-    _what = "gradients"
     # Whether all replicas get the mean, or its owner alone
     _sent_back = True
 
@@ -46,7 +45,7 @@ class EveryStep(SyncMethod):
         super().__init__(config)
         wire = self.named_wire
         form = "precision.reduce" if wire is None else wire.name
-        self.description = f"every step, {self._what} in {form}"
+        self.description = f"every step, gradients in {form}"
         self.gradients_are_exact = wire is None or not wire.rounds
         if wire is not None and wire.finer:
             self.keeps_residuals = True
@@ -153,26 +152,22 @@ class AllReduce:
 
 
 class GradientPart(NamedTuple):
-    """A part of a gradient that is coded for itself. ``start``: the position of its first value in
-    the whole parameter, flattened."""
+    """A part of a gradient that is quantized on its own."""
 
     name: PartName
-    start: int
+    start: int  # the position of its first value in the unsharded parameter, flattened
     values: Tensor
 
 
 @dataclass
 class RoundedReduction:
-    """Sends what the wire rounds, and adds in fp32; see [Note: rounded exchange].
-
-    ``hidden``: FQNs of the hidden matrices; ``residuals``: of those whose wire keeps the rest.
-    """
+    """Sends rounded values, and adds in fp32; see [Note: rounded exchange]."""
 
     group: dist.ProcessGroup
     wire: Wire
     keys: RoundingKeys
-    hidden: Container[str]
-    residuals: Residuals
+    hidden: Container[str]  # FQNs of the hidden matrices
+    residuals: Residuals  # of those with error feedback
 
     @property
     def most_in_flight(self) -> int:

@@ -119,73 +119,53 @@ class GroupTraffic(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What replicas send at once. ``size``: bytes before the collective divides or repeats them."""
+    """The payload of one collective over the replicas."""
 
     collective: str
-    size: int
+    size: int  # bytes before the collective divides or repeats them
 
 
 class ReplicatedModel(NamedTuple):
-    """One model that a method works on.
-
-    ``group``: the process group of the replicas. ``groups``: of the model's parameters, in the
-    order in which backward ends them. ``keys``: of what is rounded at random. ``gradient_dtype``:
-    of gradients once they are reduced; None: in which they are added. ``hidden``: FQNs of the
-    hidden matrices.
-    """
+    """One model that a method works on."""
 
     mesh: DeviceMesh
-    group: dist.ProcessGroup
-    groups: Sequence[FSDPGroup]
-    keys: RoundingKeys
-    gradient_dtype: torch.dtype | None
-    hidden: Container[str]
+    group: dist.ProcessGroup  # of the replicas
+    groups: Sequence[FSDPGroup]  # of the parameters, in the order in which backward ends them
+    keys: RoundingKeys  # of stochastic rounding
+    gradient_dtype: torch.dtype | None  # of reduced gradients; None: the dtype of their sums
+    hidden: Container[str]  # FQNs of the hidden matrices
 
 
 @dataclass
 class ExpectedState:
-    """What one process keeps from step to step to compute what replicas do, for proofs. ``hidden``:
-    as of `ReplicatedModel`; ``residuals``: by replica and FQN."""
+    """The state of a reference run in one process, for parity checks."""
 
     keys: RoundingKeys
-    hidden: Container[str]
-    residuals: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    hidden: Container[str]  # as of `ReplicatedModel`
+    residuals: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # by replica and FQN
 
 
 class Started(NamedTuple):
-    """A method at work. ``reduction_for``: what reduces buckets, by wire; None: nothing does."""
+    """A method at work."""
 
     updates: UpdateFollower
-    reduction_for: Callable[[Wire], Reduction] | None
+    reduction_for: Callable[[Wire], Reduction] | None  # of buckets; None: there is none
 
 
 class SyncMethod:
-    """What crosses the replicate axis, known from the configuration alone.
+    """The traffic over the replicate axis, known from the configuration only."""
 
-    ``crosses``: whether anything does. ``splits_updates``: whether each replica updates its own
-    rows of the parameters. ``replicas_equal``: whether all replicas have the same parameters after
-    every update, and so send the same in every step. ``description``: for people, without ``auto``.
-
-    ``warmup``: the first steps, which are sent in bf16, or below 1 the share of them.
-    ``update_period``: after how many updates the parameters of a group cross; ``shortest_period``:
-    the least ``sync.every`` that shows all that happens, 0 where a step does. ``shared_copies``:
-    values that a rank keeps of each value of a parameter, beside it and the optimizer's;
-    ``keeps_masters``: whether it keeps unrounded values of those that it updates;
-    ``keeps_residuals``: of gradients of hidden matrices what it did not send yet.
-    ``gradients_are_exact``: whether the gradients of replicas are added unrounded.
-    """
-
-    crosses = False
-    splits_updates = False
-    replicas_equal = True
-    description = "one replica: nothing crosses the replicate axis"
-    update_period = 1
-    shortest_period = 0
-    warmup = 0.0
-    shared_copies = 0
-    keeps_masters = False
-    keeps_residuals = False
-    gradients_are_exact = True
+    crosses = False  # True if anything crosses the axis
+    splits_updates = False  # True if each replica updates its own rows of the parameters
+    replicas_equal = True  # True if all replicas have the same parameters after every update
+    description = "one replica: nothing crosses the replicate axis"  # without ``auto``
+    update_period = 1  # updates after which the parameters of a group cross
+    shortest_period = 0  # the least ``sync.every`` that shows all behaviour; 0: one step does
+    warmup = 0.0  # the first steps, which are sent in bf16; below 1 a share of all steps
+    shared_copies = 0  # copies of each parameter, beside its own and the optimizer's state
+    keeps_masters = False  # True if a rank keeps unrounded values of the rows that it updates
+    keeps_residuals = False  # True if gradients of hidden matrices have error feedback
+    gradients_are_exact = True  # True if the gradients of replicas are added unrounded
 
     def __init__(self, config: SyncConfig) -> None:
         self.config = config

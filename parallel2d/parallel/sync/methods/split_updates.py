@@ -113,13 +113,12 @@ class SplitUpdates(EveryStep):
 
 
 class _Form(NamedTuple):
-    """The gradients of ``parameters`` that are sent in one form. ``lengths``: of what each owner
-    gets; ``shapes``: of the rows that this replica owns."""
+    """The gradients of ``parameters`` that are sent in one format."""
 
     parameters: Sequence[FSDPParameter]
     coded: Coded
-    lengths: Sequence[int]
-    shapes: Sequence[torch.Size]
+    lengths: Sequence[int]  # of the message to each owner
+    shapes: Sequence[torch.Size]  # of the rows that this replica owns
 
 
 @dataclass

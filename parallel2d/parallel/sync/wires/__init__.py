@@ -64,22 +64,16 @@ def put_back(coder: Coder, rows: Tensor, tensors: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Wire:
-    """One form.
-
-    ``bits``: of a value; blocks add their scales. ``dtype``: of a value as it is sent; None: blocks
-    of codes, sent as bytes. ``bound``: what a certificate allows relative to the mean norm of the
-    contributions, because another rounding of a sum may change a whole unit of the code; the first
-    number where ranks run the kernels of one process. ``keeps_rest``: values take the nearest code,
-    and what that takes away is kept and sent with the next message. ``finer``: the row in which
-    gradients of all but hidden matrices are sent every step; empty: this one.
-    """
+    """One communication format."""
 
     name: str
-    bits: int
-    dtype: torch.dtype | None = None
+    bits: int  # of a value; blocks add their scales
+    dtype: torch.dtype | None = None  # of a value as it is sent; None: blocks of codes, as bytes
+    # The bound of a parity check relative to the mean norm of the contributions: another rounding
+    # of a sum may change a whole unit of the code. The first where ranks run one process's kernels.
     bound: tuple[float, float] = (0.0, 0.0)
-    keeps_rest: bool = False
-    finer: str = ""
+    keeps_rest: bool = False  # error feedback: the rounding error is sent with the next message
+    finer: str = ""  # the row for gradients of all but hidden matrices; empty: this one
 
     @property
     def rounds(self) -> bool:

@@ -26,9 +26,9 @@ _SCALE_BYTES = 4  # of one fp32
 
 @dataclass(frozen=True)
 class BlockCode:
-    """How a block is written. ``bits``: per value, 8 or 4."""
+    """The format of a block."""
 
-    bits: int
+    bits: int  # per value, 8 or 4
 
     @property
     def largest(self) -> int:
@@ -60,12 +60,21 @@ class BlockCode:
             infinite = blocks.sign().mul_(self.largest + 1)
             not_finite = torch.where(blocks.isnan(), -self.largest - 2, infinite)
             codes = torch.where(finite, codes, not_finite)
-        return torch.cat([scale.view(torch.uint8), self._packed(codes.to(torch.int8))], dim=1)
+        packed = codes.to(torch.int8).view(torch.uint8)
+        if self.bits == 4:
+            # Two codes share a byte: the first half of a block has the low bits.
+            low, high = (packed & 0xF).chunk(2, dim=1)
+            packed = low | (high << 4)
+        return torch.cat([scale.view(torch.uint8), packed], dim=1)
 
     def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """[blocks, 256] in ``dtype`` from what `encode` returned."""
         scale = rows[:, :_SCALE_BYTES].contiguous().view(torch.float32).to(dtype)
-        codes = self._unpacked(rows[:, _SCALE_BYTES:])
+        packed = rows[:, _SCALE_BYTES:].contiguous()
+        codes = packed.view(torch.int8)
+        if self.bits == 4:
+            # A shift to the right of signed numbers repeats the sign.
+            codes = torch.cat([packed << 4, packed], dim=1).view(torch.int8) >> 4
         values = codes.to(dtype).mul_(scale)
         if rows.device.type == "cpu":
             least, most = codes.aminmax() if codes.numel() else (0, 0)
@@ -75,33 +84,14 @@ class BlockCode:
         values.masked_fill_(codes == self.largest + 1, torch.inf)
         return values.masked_fill_(codes == -self.largest - 1, -torch.inf)
 
-    def _packed(self, codes: Tensor) -> Tensor:
-        """int8 codes as bytes."""
-        as_bytes = codes.view(torch.uint8)
-        if self.bits == 8:
-            return as_bytes
-        # Two codes share a byte: the first half of a block has the low bits.
-        low, high = (as_bytes & 0xF).chunk(2, dim=1)
-        return low | (high << 4)
-
-    def _unpacked(self, packed: Tensor) -> Tensor:
-        """int8 codes from bytes."""
-        packed = packed.contiguous()
-        if self.bits == 8:
-            return packed.view(torch.int8)
-        # A shift to the right of signed numbers repeats the sign.
-        return torch.cat([packed << 4, packed], dim=1).view(torch.int8) >> 4
-
 
 @dataclass(frozen=True)
 class Piece:
-    """Where the random numbers of one tensor come from.
+    """The source of the random numbers of one tensor."""
 
-    ``key``: of its parameter. ``start``: the position of its first value in the whole parameter, so
-    that two ranks of a shard group do not use the same numbers.
-    """
-
-    key: int
+    key: int  # of its parameter
+    # The position of its first value in the unsharded parameter: two ranks of a shard group do not
+    # use the same numbers.
     start: int
 
 

@@ -38,17 +38,12 @@ from parallel2d.parallel.weights.geometry import Region, as_real, pieces_of
 
 @dataclass(eq=False)
 class Coded:
-    """The values of an exchange that have one form.
-
-    ``rows``: this replica's values, as ``coder`` makes them of tensors; they may be overwritten.
-    The mean is written into ``results``. ``keep``: is given what rounding has taken away, as rows;
-    None: nobody wants it.
-    """
+    """The values of an exchange in one format."""
 
     coder: Coder
-    rows: Tensor
-    results: Sequence[Tensor]
-    keep: Callable[[Tensor], None] | None = None
+    rows: Tensor  # this replica's values, as ``coder`` makes them of tensors; may be overwritten
+    results: Sequence[Tensor]  # get the mean
+    keep: Callable[[Tensor], None] | None = None  # gets the rounding error, as rows
 
     def __post_init__(self) -> None:
         self._count = len(self.rows)
@@ -230,18 +225,15 @@ def expected_mean(
         if sent_back and len(parts) > 2:
             mean_read = _as_read(coder, total, MEAN_STAGE)
             if wire.keeps_rest:
-                _keep_with_owners((total - mean_read) * len(parts), keys.of(name), parts)
+                # Each replica keeps the rest of the blocks that it owns.
+                rest = (total - mean_read) * len(parts)
+                owners = owners_of(blocks_of(rest.numel()), keys.of(name), len(parts)).repeat(BLOCK)
+                of_value = torch.from_numpy(owners[: rest.numel()]).view(rest.shape)
+                for replica, part in enumerate(parts):
+                    part += torch.where(of_value == replica, rest, 0)
             total = mean_read
         as_real(mean[region.slices]).copy_(total)
     return mean
-
-
-def _keep_with_owners(rest: Tensor, key: int, parts: Sequence[Tensor]) -> None:
-    """Adds to what each replica keeps the blocks of ``rest`` that it owns."""
-    owners = owners_of(blocks_of(rest.numel()), key, len(parts)).repeat(BLOCK)[: rest.numel()]
-    of_value = torch.from_numpy(owners).view(rest.shape)
-    for replica, part in enumerate(parts):
-        part += torch.where(of_value == replica, rest, 0)
 
 
 def _as_read(coder: Coder | None, values: Tensor, stage: int) -> Tensor:

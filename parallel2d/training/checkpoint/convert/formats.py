@@ -46,10 +46,10 @@ _FACTS = {"step": int, "state": dict, "layout": dict, "optimizer": dict, "tied":
 
 @dataclass
 class Source:
-    """Weights to convert: ``tensors``, name in our format (``model/...``, ``optimizer/...``,
-    ``ema/...``) -> (dtype name, shape), their values by ``read``, and facts as in a `Manifest`."""
+    """Weights to convert, and facts as in a `Manifest`."""
 
     kind: str
+    # (dtype name, shape) by name in our format: ``model/...``, ``optimizer/...``, ``ema/...``
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     read: Callable[[str], Tensor]
     step: int = 0
