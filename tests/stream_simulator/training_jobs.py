@@ -74,9 +74,6 @@ LAYOUTS = {
         4, ("strategy=hybrid", "mesh.shard=1", "mesh.context=2", "mesh.tensor=2", BUCKETS)
     ),
     # sync methods and communication formats
-    "engine of torch": Layout(
-        4, ("strategy=hybrid", "mesh.replicate=2", "mesh.shard=2", "sync.engine=torch")
-    ),
     "bf16 gradients": HYBRID.with_overrides("sync.wire=bf16"),
     "int8": HYBRID.with_overrides("sync.wire=int8"),
     "int4": HYBRID.with_overrides(*INT4),
