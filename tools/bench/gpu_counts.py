@@ -1,0 +1,35 @@
+"""Waits of the host and kernels of one training step on a GPU, counted on simulated devices; no GPU is needed.
+
+    python tools/bench/gpu_counts.py [LAYOUT ...]
+
+Runs the train command with a llama of two layers in each layout (without arguments: `COUNTED_LAYOUTS`; others:
+`LAYOUTS` in tests/stream_simulator/training_jobs.py), and prints one row for step 3 of rank 0: the package's own
+kernels (all others belong to the model, autograd, FSDP2 and the optimizer); waits of the host; waits at places where
+operators were outstanding; and such waits between the last forward and the optimizer.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from stream_simulator.counts import COUNTED_LAYOUTS, counts_of
+from stream_simulator.training_jobs import LAYOUTS, run_layout
+
+
+def main(names: list[str]) -> None:
+    if unknown := [name for name in names if name not in LAYOUTS]:
+        sys.exit(f"no layout {', '.join(unknown)}; choose from: {', '.join(LAYOUTS)}")
+    print(
+        "| layout | own kernels | waits of the host | with outstanding operators | before the update |"
+    )
+    print("|---|---|---|---|---|")
+    for name in names or COUNTED_LAYOUTS:
+        counts = counts_of(run_layout(name))
+        print(f"| {name} | {' | '.join(map(str, counts))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
