@@ -544,3 +544,18 @@ def test_no_other_file_reaches_private_names_of_fully_shard():
             private = [n for n in _imported(path) if n.startswith("torch.distributed.fsdp._")]
             found |= {f"{where}: {name}" for name in private}
     assert not found
+
+
+def test_streams_come_from_the_device_module():
+    """A generic `torch.Stream` takes events of a device module without an error, and does not wait for them."""
+    generic = ("torch.Stream", "torch.Event", "torch.accelerator.current_stream")
+    found = set()
+    for folder in ("parallel2d", "models"):
+        for path in (ROOT / folder).rglob("*.py"):
+            calls = [
+                n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)
+            ]
+            names = {ast.unparse(call) for call in calls}
+            wrong = {name for name in names if name in generic or name.endswith(".wait_event")}
+            found |= {f"{path.relative_to(ROOT)}: {name}" for name in wrong}
+    assert not found

@@ -79,19 +79,19 @@ def tensors_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[Tens
 
 Updated = TypeVar("Updated", bound=Tensor)
 
-# An attribute of a parameter: the tensor that the optimizer updates in its place.
-_UPDATED_AS = "_parallel2d_updated_as"
+# An attribute of a parameter: the tensor that the optimizer updates in its place
+UPDATED_AS = "_parallel2d_updated_as"
 
 
 def updated_as(parameter: Updated) -> Updated:
     """The tensor that the optimizer updates for ``parameter``: the part of it that this rank
     owns where replicas split the updates (``strategy=hybrid_full``), else the parameter itself."""
-    return getattr(parameter, _UPDATED_AS, parameter)
+    return getattr(parameter, UPDATED_AS, parameter)
 
 
 def update_as(parameter: nn.Parameter, owned: nn.Parameter) -> None:
     """Makes ``owned`` what the optimizer updates for ``parameter``."""
-    setattr(parameter, _UPDATED_AS, owned)
+    setattr(parameter, UPDATED_AS, owned)
 
 
 def join_names(parent: str, name: str) -> str:

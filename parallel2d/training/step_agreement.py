@@ -56,10 +56,10 @@ class StepAgreement:
 
     def __post_init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         # Which parameters were used travels along, where that may wait until here.
-        able = [each.agreement for each in engines_in(model) if each.may_defer_agreement]
+        able = [each for each in engines_in(model) if each.may_defer_agreement]
         self._used = next(iter(able), None)
         if self._used is not None:
-            self._used.defer()
+            self._used.defer_agreement()
         shape = mesh_shape(mesh)
         # With sync=diloco: the parameters that replicas share. Each replica clips its own gradient.
         self._outer = outer_sync(model)
@@ -109,7 +109,7 @@ class StepAgreement:
         reports = torch.zeros(dist.get_world_size(), len(report), dtype=torch.float64)
         reports[dist.get_rank()] = report
         nothing = torch.zeros(0, dtype=torch.float64)
-        used = self._used.vector() if self._used else nothing
+        used = self._used.agreement_vector() if self._used else nothing
         comparison = None
         if self._compare_every and step % self._compare_every == 0:
             comparison = self._comparison

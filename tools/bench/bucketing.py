@@ -27,7 +27,7 @@ import torch.multiprocessing
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel2d.parallel.fsdp_internals.sharded_model import AllGather, set_asynchronous_gathers
+from parallel2d.parallel.fsdp_internals.sharded_model import set_asynchronous_gathers
 
 WORLD, SEQ, BATCH = 4, 64, 2
 LLAMA = {
@@ -65,7 +65,7 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class SlowLink(AllGather):
+class SlowLink:
     """Every all-gather takes ``seconds``, one after the other; the collective itself is torch's own."""
 
     def __init__(self, seconds: float) -> None:

@@ -1,8 +1,7 @@
-"""All private attributes of torch's `fully_shard` that this package reaches.
+"""All private names of torch's `fully_shard` that this package reaches, and why.
 
-Each use says why it is needed and, where one is known, which public interface or issue would make
-it unnecessary. Written for torch 2.14; `tests/test_sync.py` compares `REACHED` and `KEPT` with what
-these files reach, and lists what another torch version lacks.
+Written for torch 2.14; `tests/test_sync.py` compares `REACHED` and `KEPT` with the names that these
+files reach, and lists those that another torch version lacks.
 """
 
 from typing import Any
@@ -11,60 +10,99 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import FSDPModule, _common_utils
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 from torch.distributed.tensor import DTensor
 
-# What the package reaches on classes and modules.
-REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (FSDPModule, ("_get_fsdp_state", "_set_unshard_async_op", "reset_iter_state")),
-    (FSDPState, ("_root_post_backward_final_callback",)),
-    (FSDPParamGroup, (
-        "pre_forward", "post_backward", "finalize_backward", "wait_for_unshard", "_init_mp_dtypes",
-        "_reduce_scatter_process_group", "_to_sharded",
-    )),
-    (FSDPParam, (
-        # torch calls these two, and they add in `reduce_dtype`, which `set_dtypes` replaces.
-        "accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed",
-        "to_sharded_dtensor", "unsharded_param", "init_unsharded_param",
-    )),
-    (_common_utils, ("collect_grad_tensors",)),
-    (AllGather, ("allocate", "__call__")),
-    (ReduceScatter, ("allocate", "__call__")),
-    (TrainingState, ("IDLE", "FORWARD")),
-    (DTensor, ("_local_tensor", "_op_dispatcher")),
-    (DTensor._op_dispatcher, ("_custom_op_handlers",)),
-    (torch.UntypedStorage, ("_cdata",)),
-    (torch.ops.aten, ("_local_scalar_dense",)),
-    (Tensor, ("_base", "_post_accumulate_grad_hooks", "_version")),
-    (torch, ("_C", "_dynamo")),
-    (torch._C, ("_autograd", "_current_graph_task_id", "_functorch")),
-    (torch._C._autograd, ("_top_saved_tensors_default_hooks",)),
-    (forward_ad, ("_current_level",)),
+# Names that the package reaches on classes and modules, each with its reason. Those of the engine:
+REACHED: tuple[tuple[Any, dict[str, str]], ...] = (
+    (FSDPModule, {
+        "_get_fsdp_state": "no public accessor of the groups of parameters",
+        "_set_unshard_async_op": "overlap on CPU, without streams (pytorch pull request 135523)",
+    }),
+    (FSDPState, {
+        "_root_post_backward_final_callback": "the end of a backward pass; torch has no hook there",
+    }),
+    (FSDPParamGroup, {
+        "post_backward": "the moment before gradients are reduced; a hook there would replace it",
+        "_register_post_backward_hook": "the begin of a forward in any method of a module; hooks "
+        "of modules see only `forward`",
+        "wait_for_unshard": "no copies with one rank on the shard axis",
+        "_to_unsharded": "called by what replaces `wait_for_unshard`",
+    }),
+    (FSDPParam, {
+        "to_sharded_dtensor": "`DTensor.from_local` takes seven times as long",
+    }),
+    (Tensor, {
+        "_post_accumulate_grad_hooks": "hooks of users wait for the reduction over replicas; "
+        "no public way to take them off and on",
+        "_base": "of the checks of scripts",
+        "_version": "of the checks of scripts",
+    }),
+    (DTensor, {
+        "_local_tensor": "`to_local` is known to autograd",
+        "_op_dispatcher": "of the checks of scripts",
+    }),
+    (torch, {"_C": "holds the names below"}),
+    (torch._C, {
+        "_current_graph_task_id": "whether autograd runs; no public name",
+        "_autograd": "holds `_top_saved_tensors_default_hooks`",
+        "_functorch": "of the checks of scripts",
+    }),
+    (torch._C._autograd, {
+        "_top_saved_tensors_default_hooks": "whether a checkpoint surrounds the code that runs",
+    }),
+    # Those of the checks of scripts
+    (FSDPParamGroup, {"pre_forward": "", "_to_sharded": ""}),
+    (_common_utils, {"collect_grad_tensors": "the tensors of an output on which torch has hooks"}),
+    (TrainingState, {"FORWARD": "", "POST_BACKWARD": "values of `_training_state`"}),
+    (DTensor._op_dispatcher, {"_custom_op_handlers": ""}),
+    (torch.UntypedStorage, {"_cdata": "the identity of a storage"}),
+    (torch.ops.aten, {"_local_scalar_dense": ""}),
+    (forward_ad, {"_current_level": "whether a forward-mode derivative is computed"}),
 )  # fmt: skip
 
-# What it reaches on objects, once they have run.
-KEPT: dict[type, tuple[str, ...]] = {
-    FSDPState: (
-        "_comm_ctx", "_fsdp_param_groups", "_is_root", "_state_ctx", "_states_to_forward_prefetch",
-        "_training_state",
-    ),
-    FSDPCommContext: ("all_gather_stream", "post_forward_order", "reduce_scatter_stream"),
-    FSDPStateContext: ("post_backward_final_callback_queued",),
-    FSDPParamGroup: (
-        "modules", "fsdp_params", "mesh_info", "mp_policy", "post_forward_mesh_info",
-        "unshard", "post_forward", "is_unsharded", "_to_unsharded", "reduce_grads",
-        "all_reduce_grads", "reduce_scatter_unused_params", "_all_gather_result", "_orig_dtype",
-        "_partial_reduce_output", "_post_forward_indices",
-        "_reduce_dtype", "_training_state",
-    ),
-    FSDPParam: (
-        "sharded_param", "sharded_size", "mesh_info", "post_forward_mesh_info", "reduce_dtype",
-        "unsharded_accumulated_grad", "padded_sharded_param_size", "_module_info",
-        "_sharded_local_tensor", "_sharded_param_data", "_unsharded_param", "all_gather_outputs",
-        "param_dtype",
-    ),
+# Names that it reaches on objects, once they have run. Those of the engine:
+KEPT: dict[type, dict[str, str]] = {
+    FSDPState: {
+        "_fsdp_param_groups": "no public accessor of the groups of parameters",
+        # Of the checks of scripts
+        "_is_root": "whether the model has begun its first forward",
+        "_state_ctx": "holds the name below",
+        "_training_state": "whether a forward runs",
+        # Of metrics
+        "_comm_ctx": "holds the streams",
+    },
+    FSDPCommContext: {"all_gather_stream": "", "reduce_scatter_stream": ""},
+    FSDPStateContext: {
+        "post_backward_final_callback_queued": "whether an exception has ended a backward pass",
+    },
+    FSDPParamGroup: {
+        "fsdp_params": "no public accessor of sharded and gathered parameters",
+        "reduce_grads": "set by `set_requires_gradient_sync`, which has no getter",
+        "all_reduce_grads": "set by `set_requires_all_reduce`, which has no getter",
+        "_orig_dtype": "gradients are added in it; no setting (pytorch issue 194628)",
+        "_reduce_dtype": "gradients are sent in it, also where sums have another dtype",
+        "_training_state": "set where `post_backward` of torch is not called, for one rank",
+        # Of the checks of scripts
+        "modules": "",
+        "post_forward_mesh_info": "",
+        "unshard": "",
+        "post_forward": "",
+        "is_unsharded": "",
+        "_all_gather_result": "",
+    },
+    FSDPParam: {
+        "sharded_param": "the parameter that the optimizer has, while the gathered one is in the "
+        "modules",
+        "_unsharded_param": "the parameter to which autograd adds gradients",
+        # Of the checks of scripts
+        "mesh_info": "",
+        "padded_sharded_param_size": "",
+        "_module_info": "",
+        "_sharded_local_tensor": "",
+        "param_dtype": "",
+    },
 }  # fmt: skip

@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,86 +14,114 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from parallel2d.base.device import keep_until_done
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.fsdp_internals.group_watch import GroupWatch, quick_reads
-from parallel2d.parallel.fsdp_internals.one_rank import (
-    is_alone,
-    show_sharded,
-    take_whole_gradients,
-)
-from parallel2d.parallel.fsdp_internals.sharded_model import groups, in_backward
-from parallel2d.parallel.model_structure import fqn_of
+from parallel2d.parallel.fsdp_internals.group_watch import GroupWatch, part_of, quick_reads
+from parallel2d.parallel.fsdp_internals.one_rank import share_memory
+from parallel2d.parallel.fsdp_internals.sharded_model import in_backward, states
+from parallel2d.parallel.model_structure import UPDATED_AS, fqn_of
 from parallel2d.parallel.weights.geometry import first_position
 from parallel2d.parallel.weights.named_tensors import parameters_by_name
 
 
 def fsdp_groups(model: nn.Module) -> list[FSDPGroup]:
-    """The groups of ``model``, named by their modules, the last of `groups` first: the order in
-    which backward ends them."""
+    """Return the groups of ``model`` in the order in which backward ends them."""
     names = {id(module): fqn_of(name) for name, module in model.named_modules()}
     parameter_names = {id(value): name for name, value in parameters_by_name(model).items()}
     found = []
+    for state, modules in states(model).items():
+        called = " and ".join(names[id(module)] for module in modules)
+        for group in state._fsdp_param_groups:
+            found.append(FSDPGroup(group, modules, called or "the root module", parameter_names))
     # Backward goes through modules in about the reverse of the order of registration.
-    for group in reversed(groups(model)):
-        called = " and ".join(names[id(module)] for module in group.modules)
-        found.append(FSDPGroup(group, called, parameter_names))
-    return found
+    return found[::-1]
 
 
 class FSDPGroup:
     """One group of parameters that are gathered and reduced together, as the rest of the package
-    sees it. ``called``: the names of its modules; ``names``: of all parameters, by id."""
+    sees it.
 
-    def __init__(self, group: FSDPParamGroup, called: str, names: Mapping[int, str]) -> None:
+    Args:
+        group: torch's object.
+        modules: modules that were given to `fully_shard` together.
+        called: their names, for messages.
+        names: FQNs of all parameters of the model, by id.
+    """
+
+    def __init__(
+        self,
+        group: FSDPParamGroup,
+        modules: Sequence[nn.Module],
+        called: str,
+        names: Mapping[int, str],
+    ) -> None:
         self._group = group
-        self.modules = group.modules
-        self.called = called or "the root module"
+        self.modules = tuple(modules)
+        self.called = called
         # The dtype in which its gradients are sent over the shard axis
         self.wire = torch.float32
+        # The dtypes in which torch adds gradients and sends them; None: those of its own choice
+        self._reduces_in: tuple[torch.dtype, torch.dtype] | None = None
+        # With one rank on the shard axis unsharded gradients are the sharded ones.
+        self._is_alone = False
+        # `trained` while a backward pass ends the group
+        self._ending: list[FSDPParameter] | None = None
         # Whether the gathered parameters are tensors that no forward has seen yet
         self._is_new = True
         self.parameters: list[FSDPParameter] = []
         for parameter in group.fsdp_params:
-            name = names[id(parameter.sharded_param)]
-            self.parameters.append(FSDPParameter(parameter, name))
+            self.parameters.append(FSDPParameter(parameter, names[id(parameter.sharded_param)]))
+
+    @property
+    def module(self) -> FSDPModule:
+        """The module on which `fully_shard` has its public methods. Those of modules that were
+        given together do the same."""
+        module = self.modules[0]
+        assert isinstance(module, FSDPModule)
+        return module
 
     @property
     def trained(self) -> list[FSDPParameter]:
         """The parameters that require gradients."""
+        if self._ending is not None:
+            return self._ending
         with quick_reads():
             return [each for each in self.parameters if each.sharded.requires_grad]
 
     @property
     def reduces_gradients(self) -> bool:
-        """Whether this backward moves gradients over the shard axis
+        """True if this backward moves gradients over the shard axis
         (`set_requires_gradient_sync`)."""
         return self._group.reduce_grads
 
     @property
     def crosses_replicas(self) -> bool:
-        """Whether this backward is to be reduced over replicas too (`set_requires_all_reduce`)."""
+        """True if this backward is to be reduced over replicas too (`set_requires_all_reduce`)."""
         return self._group.reduce_grads and self._group.all_reduce_grads
 
-    def fill_unused(self, fill: bool) -> None:
-        """Whether parameters without a gradient contribute zeros in the next reduction."""
-        self._group.reduce_scatter_unused_params = fill
+    @property
+    def has_whole_gradients(self) -> bool:
+        """True if this rank has a gradient that is not reduced over the shard axis."""
+        return any(parameter.has_whole_gradient for parameter in self.trained)
 
     def on_forward(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` at each forward of the group that autograd records, whatever method of
-        its modules it runs. Hooks of modules see calls of ``forward`` alone."""
-        group = self._group
-        original = group.pre_forward
+        """Call ``callback`` at each forward of the group that autograd records, whatever method of
+        its modules it runs. Hooks of modules see only calls of ``forward``."""
+        register = self._group._register_post_backward_hook
 
-        def pre_forward(*given: Any) -> Any:
-            # Each module of a group comes here; the first one enters the forward of the group.
-            entering = group._training_state != TrainingState.FORWARD
-            if entering and torch.is_grad_enabled() and not in_backward():
+        # torch calls this once when a forward begins, also for a group of several modules.
+        def registered(args: Any, kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return register(args, kwargs)
+            if not in_backward():
                 callback()
-            return original(*given)
+            inputs = register(args, kwargs)
+            _keep_missing_gradients(inputs)
+            return inputs
 
-        group.pre_forward = pre_forward  # type: ignore[assignment, method-assign]
+        self._group._register_post_backward_hook = registered  # type: ignore
 
     def watch(
         self,
@@ -134,53 +162,110 @@ class FSDPGroup:
         vars(group).update(unshard=unshard, pre_forward=pre_forward, post_forward=post_forward)
         return watch
 
-    def share_memory(self) -> None:
-        """Where the shard axis has one rank and nothing is cast, gathered parameters are the memory
-        of the sharded ones."""
-
-        def note() -> None:
-            self._is_new = True
-
-        show_sharded(self._group, note)
-
     def release(self) -> None:
         """Drops gathered parameters: the sharded ones take their places."""
         self._group._to_sharded()
 
-    def around_backward(self, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Calls ``before`` when autograd has the group's gradients and they are not reduced yet,
-        and ``after`` when the sharded ones have been accumulated.
+    def share_memory(self, computes_in: torch.dtype) -> None:
+        """Let gathered parameters be the memory of the sharded ones, and whole gradients become the
+        sharded ones, because the shard axis has one rank. Parameters that are stored in another
+        dtype than ``computes_in`` are copied as before."""
+        self._is_alone = True
 
-        `register_post_accumulate_grad_hook` on the sharded parameters comes after that as well, but
-        nothing public comes before, where gradients of another dtype or of parts must be repaired
-        (pytorch issues 190626, 194628, 196996).
+        def note() -> None:
+            self._is_new = True
+
+        share_memory(self._group, computes_in, note)
+
+    def accumulate_on(self, stream: torch.Stream) -> None:
+        """Let torch add reduced gradients to the sharded ones on ``stream``, which waits for the
+        reduce-scatter before. With one rank on the shard axis nothing is reduced."""
+        # The reduce-scatter's output is memory of torch's stream for it, and torch lets go of it on
+        # the host while ``stream`` still has to read it. Without the hook the next reduce-scatter
+        # could get that memory first. For its own all-reduce torch keeps a reference instead
+        # (pytorch pull request 180900).
+        self.module.set_all_reduce_hook(keep_until_done, stream=stream)  # type: ignore[arg-type]
+
+    def around_backward(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Call ``before`` when autograd has the group's gradients and they are not reduced yet, and
+        ``after`` when all kernels that accumulate the sharded ones are issued.
+
+        The hook of `set_all_reduce_hook` comes between the two, and nothing public comes before,
+        where gradients of another dtype or of partial sums must be repaired (pytorch issues 190626,
+        194628, 196996).
         """
         group = self._group
         original = group.post_backward
 
-        @torch._dynamo.disable(recursive=True)
+        @torch.compiler.disable
         def post_backward(*unused: Any) -> None:
-            for parameter in self.trained:
-                parameter.make_dense()
+            self._ending = self.trained
             before()
-            # A group that never ran has no whole parameters, which torch makes in the first forward
-            # and asks for all the same.
-            has_run = any(hasattr(each, "_unsharded_param") for each in group.fsdp_params)
-            if group.reduce_grads and is_alone(group):
-                take_whole_gradients(group)
-            elif group.reduce_grads or has_run:
-                original(*unused)
+            # A group that never ran has no whole parameters, for which torch asks all the same.
+            if any(each.has_run for each in self.parameters):
+                if not group.reduce_grads:
+                    self._keep_sums(original)
+                elif self._is_alone:
+                    self._take_whole_gradients()
+                else:
+                    self._choose_dtypes()
+                    original()
             after()
+            self._ending = None
 
         group.post_backward = post_backward  # type: ignore[method-assign]
 
-    def set_dtypes(self, wide: torch.dtype, wire: torch.dtype) -> None:
-        """Adds gradients in ``wide``, or the dtype in which parameters are stored if that is wider,
-        and sends them in ``wire`` over the shard axis.
+    def _choose_dtypes(self) -> None:
+        """Let torch add and send gradients in the dtypes of `set_dtypes`, which it looks up in the
+        first forward."""
+        if self._reduces_in is not None:
+            self._group._orig_dtype, self._group._reduce_dtype = self._reduces_in
+            for parameter in self.trained:
+                parameter.allow_any_dtype()
 
-        torch adds partial sums in the dtype in which parameters are stored, or that of the
-        wire (pytorch issue 194628), and looks both up once, before the first forward. Raises
-        `ConfigError` for trained parameters of several dtypes.
+    def _keep_sums(self, end: Callable[[], None]) -> None:
+        """Leave the gradients of this pass where autograd adds those of the next one to them, in
+        the wide dtype. ``end`` frees the parameters; torch would cast sums to the dtype in which
+        they are sent (pytorch issue 194628)."""
+        taken = [(each, each.take_whole()) for each in self.trained]
+        end()
+        for parameter, gradient in taken:
+            parameter.set_whole(gradient)
+
+    def _take_whole_gradients(self) -> None:
+        """Make the whole gradients the sharded ones, instead of torch, which would copy them
+        twice."""
+        self._group._training_state = TrainingState.POST_BACKWARD
+        taken = [(each, each.take_whole()) for each in self.trained]
+        self.module.reshard()
+        for parameter, gradient in taken:
+            if gradient is not None:
+                parameter.add_gradient(gradient)
+
+    @torch.no_grad()
+    def prepare_gradients(self, fill: bool) -> None:
+        """Give the whole gradients one dtype, in which torch reduces them. They differ where some
+        are sums of micro-batches. ``fill``: missing ones contribute zeros to the reduction."""
+        self.module.set_reduce_scatter_unused_params(fill and not self._is_alone, recurse=False)
+        trained = self.trained
+        for parameter in trained:
+            parameter.make_dense()
+        dtypes = {each.whole_gradient_dtype for each in trained}
+        # None: there is no gradient before the first forward.
+        dtypes.discard(None)
+        # Sums over micro-batches hold the parts of the tensor axis too, in fp32 at least.
+        if len(dtypes) > 1 or _sum_parts(trained):
+            for parameter in trained:
+                gradient = parameter.take_whole()
+                parameter.set_whole(parameter.zeros() if gradient is None else gradient)
+
+    def set_dtypes(self, wide: torch.dtype, wire: torch.dtype, shard_ranks: int) -> None:
+        """Add gradients in ``wide``, or the dtype in which parameters are stored if that is wider,
+        and send them in ``wire`` over the shard axis.
+
+        torch adds partial sums in the dtype in which parameters are stored, or that of the wire
+        (pytorch issue 194628), and has no setting for either. Raises `ConfigError` for trained
+        parameters of several dtypes.
         """
         self.wire = wire
         stored = self._stored_dtype()
@@ -189,27 +274,10 @@ class FSDPGroup:
         wide = torch.promote_types(wide, stored)
         if stored == wide and wire.itemsize >= 4:
             return  # torch adds in that dtype anyway
-        group = self._group
         # A shard axis of one rank sends nothing, so nothing need be rounded.
-        if wire.itemsize >= 4 or group._reduce_scatter_process_group.size() == 1:
-            wire = wide
+        self._reduces_in = wide, wide if wire.itemsize >= 4 or shard_ranks == 1 else wire
         for parameter in self.parameters:
             parameter.wide = wide
-        original = group._init_mp_dtypes
-
-        def look_up() -> None:
-            original()
-            # The dtype of reduced gradients and that in which they are sent.
-            group._orig_dtype = wide
-            group._reduce_dtype = wire
-            for parameter in group.fsdp_params:
-                # Of partial sums that are not reduced yet.
-                parameter.reduce_dtype = wide
-                if parameter.sharded_param.requires_grad:
-                    # Any dtype: that of gradients may differ from the parameter's.
-                    parameter.sharded_param.grad_dtype = None
-
-        group._init_mp_dtypes = look_up  # type: ignore[method-assign]
 
     def _stored_dtype(self) -> torch.dtype | None:
         """The dtype of trained parameters; that of all with fractions where none is trained, None
@@ -229,36 +297,68 @@ class FSDPGroup:
         )
 
     def reduce_late(self) -> None:
-        """Reduces what earlier backward passes left, outside of a backward pass."""
+        """Reduce what earlier backward passes left, outside of a backward pass."""
         with torch.no_grad():
             self._group.post_backward()
-        # What torch does for each group in the callback at the end of a backward pass.
-        self._group.finalize_backward()
-        self._group._training_state = TrainingState.IDLE
 
-    def accumulate_on(self, stream: torch.Stream) -> None:
-        """Has torch add reduced gradients to the sharded ones on ``stream``, which waits for the
-        reduce-scatter before. With one rank on the shard axis nothing is reduced."""
-        module = self.modules[0]
-        assert isinstance(module, FSDPModule)
-        # The reduce-scatter's output is memory of torch's stream for it, and torch lets go of it on
-        # the host while ``stream`` still has to read it. Without the hook the next reduce-scatter
-        # could get that memory first. For its own all-reduce torch keeps a reference instead
-        # (pytorch pull request 180900).
-        module.set_all_reduce_hook(keep_until_done, stream=stream)  # type: ignore[arg-type]
+    @torch.no_grad()
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Drop the gradients of sharded parameters, or set them to zero.
+
+        ``model.zero_grad()`` does not reach them while the gathered parameters are in the modules.
+        """
+        for parameter in self.trained:
+            local = parameter.local_gradient
+            if set_to_none:
+                parameter.set_gradient(None)
+            elif local is not None:
+                # As `zero_grad(set_to_none=False)` does: the memory is kept.
+                local.zero_()
 
     def discard(self) -> None:
-        """Drops unsharded partial sums, which are kept outside of ``.grad``."""
-        self._group._partial_reduce_output = None
-        for parameter in self._group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter.unsharded_param.grad = None
+        """Drop sums that are not reduced over the shard axis."""
+        for parameter in self.parameters:
+            parameter.take_whole()
+
+
+def _keep_missing_gradients(inputs: Any) -> None:
+    """Let inputs of a group that a forward does not use have no gradient. By default the autograd
+    function of `fully_shard`, through which all pass, makes zeros, with which weight decay would
+    move parameters that no step has used."""
+    for leaf in tree_leaves(inputs):
+        node = leaf.grad_fn if isinstance(leaf, Tensor) else None
+        if node is not None and node.name() == "RegisterPostBackwardFunctionBackward":
+            node.set_materialize_grads(False)  # type: ignore[attr-defined]  # one has all inputs
+            return
+
+
+@torch.no_grad()
+def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
+    """Add the parts of gradients over the tensor axis that have fewer than 32 bits, in fp32 and in
+    one all-reduce. True if there were any: the group must then have the dtype of sums.
+
+    torch would add them in the dtype that computes (pytorch issue 190626).
+    """
+    narrow: list[FSDPParameter] = []
+    parts: list[Tensor] = []
+    for parameter in parameters:
+        part = parameter.part
+        if part is not None and part.dtype.itemsize < 4:
+            narrow.append(parameter)
+            parts.append(part)
+    if narrow:
+        flat = torch.cat([part.flatten().float() for part in parts])
+        dist.all_reduce(flat, group=narrow[0].tensor_group)
+        totals = flat.split([part.numel() for part in parts])
+        for parameter, part, total in zip(narrow, parts, totals, strict=True):
+            parameter.set_sum_of_parts(total.view(part.shape))
+    return bool(narrow)
 
 
 class FSDPParameter:
     """One parameter of a group: the sharded one that the optimizer has, and the whole one that
-    autograd sees."""
+    autograd sees. Sums of several backward passes that are not reduced over the shard axis stay in
+    the ``.grad`` of the whole one."""
 
     def __init__(self, parameter: FSDPParam, name: str) -> None:
         self.name = name
@@ -268,6 +368,8 @@ class FSDPParameter:
         self._taken: dict[int, Any] = {}
         # The dtype in which gradients are added, if it is not the parameter's
         self.wide: torch.dtype | None = None
+        # The sharded parameter whose gradient may have any dtype
+        self._any_dtype: nn.Parameter | None = None
         # The position of this rank's first value in the whole parameter, flattened
         self.start = first_position(parameter.sharded_param)
 
@@ -277,9 +379,15 @@ class FSDPParameter:
         return self._parameter.sharded_param
 
     @property
+    def updated(self) -> nn.Parameter:
+        """What the optimizer updates; see `model_structure.updated_as`."""
+        sharded = self.sharded
+        return getattr(sharded, UPDATED_AS, sharded)
+
+    @property
     def gradient_dtype(self) -> torch.dtype:
         """In which its gradients are added. The model may have been cast since it was sharded."""
-        return self.wide or self.sharded.dtype
+        return self.wide or part_of(self.sharded).dtype
 
     @property
     def _whole(self) -> nn.Parameter | None:
@@ -287,49 +395,58 @@ class FSDPParameter:
         return getattr(self._parameter, "_unsharded_param", None)
 
     @property
+    def has_run(self) -> bool:
+        """True if there was a forward."""
+        return self._whole is not None
+
+    @property
     def has_whole_gradient(self) -> bool:
-        """Whether this rank has a gradient of it that is not reduced over the shard axis."""
-        if self.is_accumulated:
-            return True
+        """True if this rank has a gradient of it that is not reduced over the shard axis."""
         whole = self._whole
         return whole is not None and whole.grad is not None
 
+    def take_whole(self) -> Tensor | None:
+        """Take out the gradient that is not reduced over the shard axis."""
+        whole = self._whole
+        if whole is None:
+            return None
+        gradient = whole.grad
+        whole.grad = None
+        return gradient
+
+    def set_whole(self, gradient: Tensor | None) -> None:
+        """Set the gradient that is not reduced over the shard axis, in the wide dtype."""
+        whole = self._whole
+        if whole is None or gradient is None:
+            return
+        # Autograd adds gradients in the dtype that computes to it.
+        whole.grad_dtype = None
+        whole.grad = gradient.to(self.gradient_dtype)
+
+    def zeros(self) -> Tensor | None:
+        """A gradient of zeros in the wide dtype, not reduced over the shard axis."""
+        whole = self._whole
+        if whole is None:
+            return None
+        return torch.zeros_like(whole, dtype=self.gradient_dtype, requires_grad=False)
+
     def make_dense(self) -> None:
         """Makes a sparse gradient, such as that of ``nn.Embedding(sparse=True)``, a dense one:
-        ranks have different rows, and torch reduces dense ones alone."""
+        ranks have different rows, and torch reduces only dense ones."""
         whole = self._whole
         if whole is not None and whole.grad is not None and whole.grad.is_sparse:
             whole.grad = whole.grad.to_dense()
 
     @property
     def whole_gradient_dtype(self) -> torch.dtype | None:
-        """The dtype of the gradient of this pass that is not reduced over the shard axis, or of
-        zeros in its place; None before the first forward."""
+        """The dtype of the gradient that is not reduced over the shard axis, or of zeros in its
+        place; None before the first forward."""
         whole = self._whole
         if whole is None:
             return None
         if whole.grad is None:
             return whole.dtype
         return whole.grad.dtype
-
-    @property
-    def is_accumulated(self) -> bool:
-        """Whether earlier micro-batches left an unreduced sum."""
-        return self._parameter.unsharded_accumulated_grad is not None
-
-    def accumulate(self) -> None:
-        """Turns the gradient into an unreduced sum in the wide dtype, zeros if there is none, so
-        that all gradients of a group have one dtype (pytorch issue 196996)."""
-        whole = self._whole
-        if whole is None or self.is_accumulated:
-            return
-        dtype = self.gradient_dtype
-        if whole.grad is None:
-            total = torch.zeros_like(whole, dtype=dtype, requires_grad=False)
-        else:
-            total = whole.grad.to(dtype)
-            whole.grad = None
-        self._parameter.unsharded_accumulated_grad = total
 
     @property
     def part(self) -> Tensor | None:
@@ -342,7 +459,7 @@ class FSDPParameter:
             return None
         for placement in grad.placements:
             if placement.is_partial():
-                return grad._local_tensor
+                return part_of(grad)
         return None
 
     @property
@@ -352,44 +469,68 @@ class FSDPParameter:
         return whole.device_mesh.get_group()
 
     def set_sum_of_parts(self, total: Tensor) -> None:
-        """Makes ``total``, in the wide dtype, the unreduced sum of the gradient."""
+        """Make ``total`` the gradient that is not reduced over the shard axis."""
         whole = self._whole
         assert isinstance(whole, DTensor)
-        sums = DTensor.from_local(
-            total.to(self.gradient_dtype), whole.device_mesh, whole.placements, run_check=False
-        )
-        self._parameter.unsharded_accumulated_grad = sums
         whole.grad = None
+        mesh, placements = whole.device_mesh, whole.placements
+        self.set_whole(DTensor.from_local(total, mesh, placements, run_check=False))
 
     @property
     def local_gradient(self) -> Tensor | None:
         """This rank's part of the reduced gradient."""
         grad = self._parameter.sharded_param.grad
-        if grad is None:
-            return None
-        # `to_local` would return another tensor where gradients are enabled.
-        return grad._local_tensor  # type: ignore[attr-defined]
+        return None if grad is None else part_of(grad)
 
     def set_gradient(self, local: Tensor | None) -> None:
-        """Sets the reduced gradient from this rank's part."""
+        """Set the reduced gradient from this rank's part."""
         sharded = self._parameter.sharded_param
         if local is None:
             sharded.grad = None
-        # Making a `DTensor` takes longer than copying a small gradient.
-        elif sharded.grad is not None and sharded.grad.dtype == local.dtype:
-            sharded.grad._local_tensor = local  # type: ignore[attr-defined]
         else:
+            # A new `DTensor`, because one whose local tensor is exchanged has the storage offset of
+            # the earlier one, which compiled functions compare.
+            self.allow_any_dtype()
+            # `DTensor.from_local` takes seven times as long, longer than to copy a small gradient.
             sharded.grad = self._parameter.to_sharded_dtensor(local)
+
+    def add_gradient(self, whole: Tensor) -> None:
+        """Add ``whole``, which is this rank's part too, to the reduced gradient."""
+        if isinstance(whole, DTensor):
+            assert isinstance(self._whole, DTensor)
+            # Parts of a sum over the tensor axis are added here.
+            if whole.placements != self._whole.placements:
+                whole = whole.redistribute(placements=self._whole.placements)
+            whole = part_of(whole)
+        local = whole.to(self.gradient_dtype)
+        total = self.local_gradient
+        if total is None:
+            self.set_gradient(local.contiguous())
+        else:
+            total.add_(local)
+
+    def cast_gradient(self, dtype: torch.dtype) -> None:
+        """Cast the reduced gradient, if there is one, to ``dtype``."""
+        local = self.local_gradient
+        if local is not None and local.dtype != dtype:
+            self.set_gradient(local.to(dtype))
+
+    def allow_any_dtype(self) -> None:
+        """Let gradients have another dtype than the sharded parameter."""
+        sharded = self._parameter.sharded_param
+        if self.wide is not None and sharded is not self._any_dtype:
+            sharded.grad_dtype = None
+            self._any_dtype = sharded
 
     @property
     def local_size(self) -> torch.Size:
-        return self._parameter.sharded_size
+        return part_of(self.sharded).shape
 
     # Hooks of `register_post_accumulate_grad_hook`: torch would call them after the reduction over
     # the shard axis, and they are to see the mean over all data ranks.
 
     def take_hooks(self) -> None:
-        """Removes the hooks and keeps them."""
+        """Remove the hooks and keep them."""
         # A dict of torch's, or None. The handles that users have refer to it, so it is emptied and
         # filled again, never replaced.
         registered = self.sharded._post_accumulate_grad_hooks or {}
@@ -397,16 +538,21 @@ class FSDPParameter:
         registered.clear()
 
     def give_hooks_back(self) -> None:
-        """Registers again what `take_hooks` has removed; `call_hooks` can still call them."""
+        """Register again what `take_hooks` has removed; `call_hooks` can still call them."""
         if self._taken:
             self.sharded._post_accumulate_grad_hooks.update(self._taken)
         self._taken = {}
 
-    def call_hooks(self, updated: nn.Parameter) -> None:
-        """Calls the hooks that were taken, with ``updated``, which has the gradient."""
-        for hook in self._hooks.values():
-            hook(updated)
+    def call_hooks(self) -> None:
+        """Call the hooks that were taken with the parameter that has the gradient, once."""
+        hooks, self._hooks = self._hooks, {}
+        updated = self.updated
+        # Autograd calls none for a parameter that was not used.
+        if updated.grad is not None:
+            for hook in hooks.values():
+                hook(updated)
 
     def forget_hooks(self) -> None:
         """`call_hooks` calls none any more."""
+        self.give_hooks_back()
         self._hooks = {}

@@ -3,23 +3,17 @@ which it has no public names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 # The tensors of an output on which torch puts its hooks. A public traversal such as `tree_leaves`
 # does not enter the same containers.
 from torch.distributed.fsdp._common_utils import collect_grad_tensors as collect_grad_tensors
-
-# `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` are public and take these
-# classes, which `torch.distributed.fsdp` does not export.
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -43,15 +37,14 @@ def state_of(module: nn.Module) -> FSDPState:
     return module._get_fsdp_state()
 
 
-def states(model: nn.Module) -> list[FSDPState]:
-    """What `fully_shard` keeps for each group of modules that it was given, each once. It holds the
-    groups of parameters, for which there is no public accessor."""
-    found: dict[FSDPState, None] = {}
+def states(model: nn.Module) -> dict[FSDPState, list[nn.Module]]:
+    """Return what `fully_shard` keeps for each group of modules that it was given together, and
+    these modules. It holds the groups of parameters, for which there is no public accessor."""
+    found: dict[FSDPState, list[nn.Module]] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Modules that were given together have one state.
-            found[module._get_fsdp_state()] = None
-    return list(found)
+            found.setdefault(module._get_fsdp_state(), []).append(module)
+    return found
 
 
 def groups(model: nn.Module) -> list[FSDPParamGroup]:
@@ -61,6 +54,11 @@ def groups(model: nn.Module) -> list[FSDPParamGroup]:
         # Empty where all parameters of a module are in groups inside it.
         found.extend(state._fsdp_param_groups)
     return found
+
+
+def module_groups(model: nn.Module) -> list[list[Any]]:
+    """Return the modules whose parameters are gathered together, by group."""
+    return [modules for state, modules in states(model).items() if state._fsdp_param_groups]
 
 
 def streams_of_collectives(model: nn.Module) -> list[torch.Stream]:
@@ -110,19 +108,6 @@ def was_interrupted(model: nn.Module) -> bool:
     return state_of(model)._state_ctx.post_backward_final_callback_queued
 
 
-def reset_iteration(model: nn.Module) -> None:
-    """Prepares ``model`` for its next forward after one that an exception interrupted. Does nothing
-    for a part of a larger model.
-
-    `FSDPModule.reset_iter_state` is public, and fails before the first forward. If it did nothing
-    then, this function would be unnecessary.
-    """
-    assert isinstance(model, FSDPModule)
-    # None before the first forward, False for a part of a larger model.
-    if state_of(model)._is_root:
-        model.reset_iter_state()
-
-
 def set_asynchronous_gathers(model: nn.Module, enabled: bool) -> None:
     """Whether all-gathers that ``model`` issues return before they are done.
 
@@ -131,24 +116,6 @@ def set_asynchronous_gathers(model: nn.Module, enabled: bool) -> None:
     """
     assert isinstance(model, FSDPModule)
     model._set_unshard_async_op(enabled)
-
-
-def reduce_over_shard_alone(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Takes the replicate axis away from `fully_shard`; parameters stay placed on both axes.
-
-    With it `fully_shard` keeps the partial sums of an accumulation as one flat buffer without the
-    names of its parameters (`_partial_reduce_output`), so micro-batches that use different
-    parameters are added into each other. A public way to shard on one axis of a mesh and keep the
-    placements of both would make this unnecessary.
-    """
-    info = FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)
-    for group in groups(model):
-        holders: list[Any] = [group, *group.fsdp_params]
-        for holder in holders:
-            # None where parameters stay gathered between forward and backward.
-            if holder.post_forward_mesh_info is not None:
-                holder.post_forward_mesh_info = info
-            holder.mesh_info = info
 
 
 def after_backward(model: nn.Module, callback: Callable[[], None]) -> None:
@@ -169,70 +136,3 @@ def after_backward(model: nn.Module, callback: Callable[[], None]) -> None:
     for state in states(model):
         original = state._root_post_backward_final_callback
         state._root_post_backward_final_callback = followed(original)  # type: ignore[method-assign]
-
-
-def prefetch_in_forward(module: nn.Module, later: Sequence[nn.Module]) -> None:
-    """Has ``module`` gather, in forward, the parameters of the modules ``later`` too, but not while
-    activations are recomputed.
-
-    `FSDPModule.set_modules_to_forward_prefetch` would do if torch did not follow such chains in
-    recomputation.
-    """
-    chain = _EmptyInBackward(state_of(other) for other in later)
-    # torch goes through the chain when the parameters of `module` have been gathered.
-    state_of(module)._states_to_forward_prefetch = chain
-
-
-class _EmptyInBackward(list[FSDPState]):
-    """A forward chain that is empty during backward. Recomputation runs forwards in backward, whose
-    successors have been through backward already: gathering them again would be a collective for
-    nothing."""
-
-    def __iter__(self) -> Iterator[FSDPState]:
-        if in_backward():
-            return iter(())
-        return super().__iter__()
-
-
-class ForwardOrder:
-    """The order in which the groups of ``model``, which is no part of a larger one, ended their
-    forward, as torch records it in order to prefetch in backward.
-
-    torch empties it at the end of the last backward pass of a global batch, but does not remove
-    forwards without gradients from it. It has no public accessor.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._groups = groups(model)
-
-    @property
-    def _record(self) -> list[FSDPParamGroup]:
-        # Looked up each time: `torch.distributed.fsdp.share_comm_ctx` replaces the context.
-        return state_of(self._model)._comm_ctx.post_forward_order
-
-    def modules(self) -> list[tuple[nn.Module, ...]]:
-        """The modules of each group. One that ran several times occurs as often, as the same
-        tuple."""
-        return [group.modules for group in self._record]
-
-    def remove_finished(self) -> int:
-        """Removes all forwards if torch expects no backward pass for any of them. Returns the
-        number of those that are left."""
-        record = self._record
-        # torch keeps the positions of a group's forwards in the record until backward reaches them.
-        if not any(group._post_forward_indices for group in self._groups):
-            record.clear()
-        return len(record)
-
-    def shorten(self, length: int) -> None:
-        """Removes all forwards but the first ``length``, and drops parameters that were gathered
-        early and not used: the next forward would take them for current."""
-        del self._record[length:]
-        for group in self._groups:
-            kept = [index for index in group._post_forward_indices if index < length]
-            group._post_forward_indices = kept
-            # An all-gather that was issued and that no forward has waited for.
-            if group._all_gather_result is not None:
-                group.wait_for_unshard()
-                group._to_sharded()

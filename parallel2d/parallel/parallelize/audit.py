@@ -89,7 +89,7 @@ class _Audit:
             held = held_parameters(module)
             self._managed[module] = [key for key, each in held if isinstance(each, DTensor)]
         self._learn_modules()
-        self._states = self._engine.batch.states
+        self._states = self._engine.gradients
         self._watches: list[GroupWatch] = []
         # The versions of sharded parameters of which a forward with gradients has computed
         self._recorded: dict[GroupWatch, list[int]] = {}
@@ -119,7 +119,7 @@ class _Audit:
             if self._compare_every:
                 self._auditing |= self._engine.keys.step % self._compare_every == 0
             # No backward pass has come that could tell the others.
-            if self._engine.fault and not self._engine.batch.pending:
+            if self._engine.fault and not self._engine.pending:
                 raise RuntimeError(self._engine.fault)
 
     def end(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -231,7 +231,7 @@ class _Audit:
         """Refuses gradients that `no_sync` has left as they are."""
         if not isinstance(self._engine, ReplicaReducer):
             return
-        if self._engine.batch.pending and self._is_unreduced():
+        if self._engine.pending and self._is_unreduced():
             parameters = chain.from_iterable(state.group.parameters for state in self._states)
             stepped = set(map(id, stepped_by(stepping)))
             if any(id(updated_as(each.sharded)) in stepped for each in parameters):
@@ -244,7 +244,7 @@ class _Audit:
         self._engine.count_update(stepping)
 
     def _is_unreduced(self) -> bool:
-        return self._replicates or any(state.has_whole_gradients for state in self._states)
+        return self._replicates or any(state.group.has_whole_gradients for state in self._states)
 
     def changed(self) -> Iterator[FSDPGroup]:
         """The groups that were changed after a forward whose backward is to come, with the sharded

@@ -288,7 +288,7 @@ def _apply(
     for dtype in {parameter.dtype for parameter in model.parameters()}:
         wanted = function(torch.empty(0, dtype=dtype)).dtype
         # The wire to other replicas is no wider than what the configuration says.
-        is_wider = engine.batch.buckets is not None and wanted.itemsize > dtype.itemsize
+        is_wider = engine.buckets is not None and wanted.itemsize > dtype.itemsize
         if wanted != dtype and (is_used or is_wider):
             raise ConfigError(
                 f"model.to({wanted}): what gathers, reduces or updates parameters is made for "

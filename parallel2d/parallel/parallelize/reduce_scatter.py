@@ -11,7 +11,6 @@ from torch import Tensor
 
 from parallel2d.base.device import current_device
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.fsdp_internals.sharded_model import AllGather, ReduceScatter
 
 # Kinds of collectives, and the end of a backward pass
 GATHER, SCATTER, EXCHANGE, END = range(4)
@@ -42,7 +41,7 @@ class _Ordered:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class OrderedAllGather(_Ordered, AllGather):
+class OrderedAllGather(_Ordered):
     """The all-gather of a group of parameters."""
 
     def __call__(
@@ -56,7 +55,7 @@ class OrderedAllGather(_Ordered, AllGather):
         return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class OrderedReduceScatter(_Ordered, ReduceScatter):
+class OrderedReduceScatter(_Ordered):
     """The reduce-scatter of a group of gradients.
 
     A payload of fewer than 32 bits is exchanged and added in fp32, so that each contribution and

@@ -1,12 +1,14 @@
 """Shards over the ``shard`` axis with FSDP2's `fully_shard` (`shard`), and has gradients reduced
 over ``replicate`` (`synchronize`).
 
-[Note: one engine for every strategy] A mesh with replicate > 1 goes to `fully_shard` as two axes,
-and parameters are placed on both; with shard = 1 that is plain replication; with replicate = 1 only
-the ``shard`` axis goes in. The engine gathers and reduces over the shard axis, `sync`
-reduces over the replicas. So ``ddp``, ``zero2``, ``zero3`` and the hybrids are readings of one code
-path, with one set of hooks and one kind of parameter. Gradients are averaged over the data
-ranks, as everywhere in PyTorch; `loss` builds on it.
+[Note: one engine for every strategy] `fully_shard` gets the ``shard`` axis, and gathers and reduces
+over it; with shard = 1 it sends nothing. `sync` reduces over the replicas, because torch's own
+second axis adds sums of micro-batches that use different parameters into each other. With replicate
+> 1 the parameters are then placed on both axes, so that checkpoints and norms know of the replicas;
+`fully_shard` takes over parameters that are replaced before the first forward. So ``ddp``,
+``zero2``, ``zero3`` and the hybrids are readings of one code path, with one set of hooks and one
+kind of parameter. Gradients are averaged over the data ranks, as everywhere in PyTorch; `loss`
+builds on it.
 
 [Note: views and hooks] `fully_shard` puts a hook on what a group returns; when its gradient comes,
 backward gathers the group's parameters. Two things go wrong when that is a view. If the view's base
@@ -28,7 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map
 
 from parallel2d.base.topology import Topology
@@ -36,9 +39,9 @@ from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, fsdp_groups
 from parallel2d.parallel.fsdp_internals.sharded_model import (
     after_backward,
     collect_grad_tensors,
-    reduce_over_shard_alone,
 )
-from parallel2d.parallel.mesh import mesh_shape
+from parallel2d.parallel.mesh import axis_names, mesh_shape
+from parallel2d.parallel.model_structure import places_in
 from parallel2d.parallel.parallelize.collective_order import CollectiveOrder
 from parallel2d.parallel.parallelize.layout import Layout
 from parallel2d.parallel.parallelize.precision import Precision
@@ -48,6 +51,7 @@ from parallel2d.parallel.sync.engine.replica_reducer import (
     ReplicaReducer,
     register_engine,
 )
+from parallel2d.parallel.weights.geometry import local_part
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +68,6 @@ def shard(
     offload = OffloadPolicy()
     if config.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    # See [Note: one engine for every strategy].
-    axes = mesh["shard"]
-    if layout.shape.replicate > 1:
-        axes = mesh["replicate", "shard"]
     for modules, policy in layout.groups_of(model):
         for module in modules:
             # Before `fully_shard`, whose hook must come later; see [Note: views and hooks].
@@ -75,13 +75,37 @@ def shard(
         fully_shard(
             # A list would make torch hold a module of one group otherwise.
             modules if len(modules) > 1 else modules[0],
-            mesh=axes,
+            mesh=mesh["shard"],
             mp_policy=policy,
             reshard_after_forward=config.strategy.placement.reshard_after_forward,
             offload_policy=offload,
             ignored_params=ignored or None,
         )
+    if layout.shape.replicate > 1:
+        _place_on_replicas(model, mesh)
     return model
+
+
+def _place_on_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Place the sharded parameters on the ``replicate`` axis too; see [Note: one engine for every
+    strategy]."""
+    for parameter, places in places_in(model.modules()).items():
+        # Those that `keep_whole` has placed are on all axes.
+        if not isinstance(parameter, DTensor) or "replicate" in axis_names(parameter.device_mesh):
+            continue
+        placed = DTensor.from_local(
+            local_part(parameter.detach()),
+            mesh[("replicate", *axis_names(parameter.device_mesh))],
+            [Replicate(), *parameter.placements],
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        replaced = nn.Parameter(placed, parameter.requires_grad)
+        for module, name in places:
+            module.register_parameter(name, replaced)
+    # A move that moves nothing: `FSDPModule` takes over what it finds in the modules.
+    model.to(memory_format=torch.preserve_format)
 
 
 def synchronize(
@@ -98,16 +122,16 @@ def synchronize(
     Raises `ConfigError` for a group whose trained parameters have several dtypes.
     """
     groups = fsdp_groups(model)
-    if mesh_shape(mesh).replicate > 1:
-        reduce_over_shard_alone(model, mesh)
+    shard_ranks = mesh_shape(mesh).shard
     for group in groups:
         in_fp32 = id(group.modules[0]) in precision.fp32_modules
         wire = torch.float32 if in_fp32 else precision.reduce
-        group.set_dtypes(precision.sums, wire)
-        group.share_memory()
+        group.set_dtypes(precision.sums, wire, shard_ranks)
+        if shard_ranks == 1 and not layout.config.cpu_offload:
+            group.share_memory(torch.float32 if in_fp32 else precision.param)
     order = None
     # With one rank nothing is gathered or reduced over the shard axis.
-    if mesh_shape(mesh).shard > 1:
+    if shard_ranks > 1:
         shard_group = mesh.get_group("shard")
         hosts = {topology.hosts[rank] for rank in dist.get_process_group_ranks(shard_group)}
         order = CollectiveOrder.of(shard_group, len(hosts) == 1, mesh.device_type)
@@ -138,14 +162,11 @@ def _keep_order(
     order: CollectiveOrder, groups: Sequence[FSDPGroup], engine: ReplicaReducer
 ) -> None:
     number = order.add_model([group.called for group in groups])
-    abandon = engine.agreement.abandon
     for index, group in enumerate(groups):
-        # Modules of one group share the state that holds it.
-        module = group.modules[0]
-        assert isinstance(module, FSDPModule)
         enter = functools.partial(order.enter, number, index)
-        module.set_custom_all_gather(OrderedAllGather(enter, abandon))
-        module.set_custom_reduce_scatter(OrderedReduceScatter(enter, abandon))
+        module: Any = group.module  # its methods name private classes of torch
+        module.set_custom_all_gather(OrderedAllGather(enter, engine.abandon))
+        module.set_custom_reduce_scatter(OrderedReduceScatter(enter, engine.abandon))
 
 
 class _OwnTensor(torch.autograd.Function):

@@ -162,7 +162,7 @@ def replicate_group(model: nn.Module) -> dist.ProcessGroup:
 
 
 def _buckets_of(model: nn.Module) -> BucketQueue:
-    buckets = engine_of(model).batch.buckets
+    buckets = engine_of(model).buckets
     if buckets is None:
         raise ConfigError("no gradients cross a replicate axis here: the mesh has one replica")
     return buckets

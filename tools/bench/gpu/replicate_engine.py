@@ -66,7 +66,7 @@ def parallelized(llama: dict[str, Any], replicas: int, strategy: str, device: to
     model = parallelize(model, mesh, config, seed=0, init=model.init_weights)
     # No other rank would answer.
     for engine in engines_in(model):
-        engine.agreement.defer()
+        engine.defer_agreement()
     return model
 
 

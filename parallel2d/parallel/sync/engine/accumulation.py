@@ -17,8 +17,7 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallel2d.parallel.fsdp_internals.sharded_model import reset_iteration
-from parallel2d.parallel.sync.engine.replica_reducer import engines_in
+from parallel2d.parallel.sync.engine.replica_reducer import engine_in, engines_in
 
 Batch = TypeVar("Batch")
 
@@ -48,7 +47,7 @@ def accumulate(
             batch = following
         # Where the last micro-batch had no backward pass on this rank, something is left.
         for engine in engines_in(model):
-            if engine.batch.pending:
+            if engine.pending:
                 engine.finish()
 
 
@@ -84,10 +83,13 @@ def discard_accumulated(model: nn.Module) -> None:
     where ``zero_grad`` does not reach them, are not added to the next global batch.
     """
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            reset_iteration(module)
+        engine = engine_in(module)
+        # torch has nothing to reset, and fails, before the first forward.
+        if engine is not None and engine.has_run:
+            assert isinstance(module, FSDPModule)
+            module.reset_iter_state()
     for engine in engines_in(model):
-        engine.batch.reset()
+        engine.reset()
 
 
 def clear_with_gradients(model: nn.Module) -> None:
@@ -99,7 +101,7 @@ def clear_with_gradients(model: nn.Module) -> None:
     def clear(set_to_none: bool = True) -> None:
         zero_grad(set_to_none)
         for engine in engines_in(model):
-            engine.batch.clear_gradients(set_to_none)
+            engine.clear_gradients(set_to_none)
 
     model.zero_grad = clear  # type: ignore[method-assign]
 

@@ -24,9 +24,10 @@ buckets and for that of accumulation in `finish`.
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Container, Iterable, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 import torch.distributed as dist
@@ -34,32 +35,48 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallel2d.base.device import new_stream
+from parallel2d.base.device import current_stream, new_stream
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas import current
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
 from parallel2d.parallel.mesh import axis_names, inherit_timeout, mesh_shape, without_replicas
 from parallel2d.parallel.model_structure import updated_as
-from parallel2d.parallel.sync.engine.buckets import BucketQueue
-from parallel2d.parallel.sync.engine.global_batch import (
-    GlobalBatch,
+from parallel2d.parallel.sync.engine.agreement import (
     IssueOrder,
     ScalarGradient,
     UsedParameterAgreement,
 )
-from parallel2d.parallel.sync.engine.group_state import GroupState, cast_gradient, make_uniform
+from parallel2d.parallel.sync.engine.buckets import BucketQueue, GroupGradients
 from parallel2d.parallel.sync.methods.method import ReplicatedModel, SyncMethod, UpdateFollower
 from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 
 
-class ReplicaReducer:
-    """The engine of one model; made by `parallel2d.parallelize`.
+class BatchState(enum.Enum):
+    """How far the gradients of a global batch are."""
 
-    ``groups``: in the order in which backward ends them. ``method``: what crosses the replicate
-    axis. ``final_dtype``: of gradients once they are reduced, if not that in which they are added.
-    ``scalars``: parameters that are whole on every rank. ``order``: None where nothing is gathered
-    or reduced over the shard axis. ``seed``: of what is rounded at random on the way to other
-    replicas. ``hidden``: FQNs of the hidden matrices. Collective over the world.
+    # Gradients were added that are not reduced over the replicas.
+    PENDING = enum.auto()
+    # They are means over all data ranks, but unused parameters may have gradients of zeros.
+    REDUCED = enum.auto()
+    # Ranks have agreed on the used parameters: what the optimizer is to see. Also without any.
+    AGREED = enum.auto()
+
+
+class ReplicaReducer:
+    """The engine of one model, made by `parallel2d.parallelize`. Collective over the world.
+
+    It is called by the groups of parameters (`FSDPGroup`), in the order of a backward pass, and by
+    nothing that it calls: it owns a `GroupGradients` for each group, the `BucketQueue` that reduces
+    them, and the `UsedParameterAgreement`, none of which knows it.
+
+    Args:
+        groups: in the order in which backward ends them.
+        method: of synchronization over the replicate axis.
+        final_dtype: dtype of reduced gradients; None: that in which they are added.
+        scalars: parameters that are replicated on every rank.
+        order: None where nothing is gathered or reduced over the shard axis.
+        seed: for random rounding.
+        hidden: FQNs of the hidden matrices.
     """
 
     def __init__(
@@ -76,51 +93,56 @@ class ReplicaReducer:
     ) -> None:
         self.groups = groups
         self.method = method
+        self._device_type = mesh.device_type
         self._final_dtype = final_dtype
+        self._scalars = scalars
         self._order = order
+        self._state = BatchState.AGREED
         # `finish` counts the steps; a trainer that resumes sets the number of the next one.
         self.keys = RoundingKeys(seed)
         # What follows the optimizer's updates of the parameters
         self.updates = UpdateFollower()
-        states = [GroupState(group, method.wire(group.wire)) for group in groups]
-        # None where no gradients cross the replicate axis.
-        buckets: BucketQueue | None = None
+        self.gradients = [GroupGradients(group, method.wire(group.wire)) for group in groups]
         # See [Note: order of streams].
-        reduced = new_stream(mesh.device_type)
-        for each in groups:
-            each.accumulate_on(reduced)
+        self._accumulating = new_stream(mesh.device_type)
+        # None where no gradients cross the replicate axis.
+        self.buckets: BucketQueue | None = None
         if method.crosses:
             group = own_replicate_group(mesh)
             replicated = ReplicatedModel(mesh, group, groups, self.keys, final_dtype, hidden)
             self.updates, reduction_for = method.start(replicated)
             if reduction_for is not None:
-                buckets = BucketQueue(
+                self.buckets = BucketQueue(
                     group,
                     mesh.device_type,
-                    reduced,
-                    states,
+                    self._accumulating,
+                    self.gradients,
                     method.bucket_bytes,
                     reduction_for,
                 )
-        clear_updated = self.updates.clear_gradients
-        self.batch = GlobalBatch(mesh.device_type, reduced, states, scalars, buckets, clear_updated)
         # The ranks that share the work of an update: equal replicas do it each, since what one
         # would send another crosses the slow network.
         self.update_mesh = mesh if method.splits_updates else without_replicas(mesh)
         averaged = mesh if method.replicas_equal else without_replicas(mesh)
-        self.agreement = UsedParameterAgreement(averaged, self.batch, order)
-        # Why this rank cannot go on after this global batch; empty when it can.
+        parameters = sum(len(group.parameters) for group in groups)
+        self.agreement = UsedParameterAgreement(averaged, parameters, order)
+        self._agrees_itself = True
+        # Why this rank cannot continue after this global batch; empty when it can.
         self.fault = ""
-        for state in states:
-            before = functools.partial(self._before_reduction, state)
-            after = functools.partial(self._after_reduction, state)
-            state.group.around_backward(before, after)
-            state.group.on_forward(state.count_forward)
+        # The same of the global batch that ends, which the agreement tells the other ranks
+        self._told_fault = ""
+        for each in self.gradients:
+            each.group.accumulate_on(self._accumulating)
+            each.group.around_backward(
+                functools.partial(self._before_reduction, each),
+                functools.partial(self._after_reduction, each),
+            )
+            each.group.on_forward(each.count_forward)
 
     @property
-    def may_defer_agreement(self) -> bool:
-        """Whether the agreement can wait: no scalars are summed before, and all replicas agree."""
-        return not self.batch.scalars and self.method.replicas_equal
+    def pending(self) -> bool:
+        """True if gradients were added that are not reduced over the replicas."""
+        return self._state is BatchState.PENDING
 
     def count_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before each step of any ``optimizer``. The next agreement compares the counts of
@@ -133,48 +155,42 @@ class ReplicaReducer:
         if is_ours and current() is None:
             self.agreement.updates += 1
 
-    def _before_reduction(self, state: GroupState) -> None:
-        """Autograd has the group's gradients of this pass, and the shard axis will reduce them."""
-        group = state.group
-        any_gradient = state.start_reduction()
-        self.batch.pending = True
-        self.batch.agreed = False
-        state.note_used()
-        if not group.reduces_gradients:
-            return
-        trained = group.trained
-        if self._final_dtype is not None:
-            # Gradients of earlier backward passes have the final dtype; they are added to.
-            for parameter in trained:
-                cast_gradient(parameter, parameter.gradient_dtype)
-        # Sums that stay on this replica are no means any more.
-        if not group.crosses_replicas:
-            state.averaged = False
-        elif self.batch.buckets is not None:
-            state.set_aside_means()
-        # All ranks of a shard group run the same groups, so one that did not run here ran nowhere.
-        group.fill_unused(any_gradient or state.forwards > 0)
-        make_uniform(trained)
-        # They are called after the agreement, when gradients are complete.
-        for parameter in trained:
-            parameter.take_hooks()
+    @property
+    def has_run(self) -> bool:
+        """True if there was a forward."""
+        return any(parameter.has_run for group in self.groups for parameter in group.parameters)
 
-    def _after_reduction(self, state: GroupState) -> None:
+    @property
+    def awaits_backward(self) -> bool:
+        """True if there was a forward whose backward pass is to come."""
+        return any(each.forwards for each in self.gradients)
+
+    # A backward pass
+
+    def _before_reduction(self, gradients: GroupGradients) -> None:
+        """Autograd has the group's gradients of this pass, and the shard axis will reduce them."""
+        gradients.begin_reduction(self._crosses(gradients.group))
+        self._state = BatchState.PENDING
+
+    def _after_reduction(self, gradients: GroupGradients) -> None:
         """The group's sharded gradients have been accumulated."""
-        for parameter in state.group.trained:
-            parameter.give_hooks_back()
-        if self.batch.buckets is not None and state.group.crosses_replicas:
-            # A group that ran twice is reduced twice. It is final at the end of the backward pass.
-            state.final = state.forwards == 1 and not state.repeats
-            self.batch.buckets.start_final()
+        crosses = self._crosses(gradients.group)
+        gradients.end_reduction(crosses)
+        if crosses and self.buckets is not None:
+            self.buckets.start_final()
+
+    def _crosses(self, group: FSDPGroup) -> bool:
+        """True if the gradients of this pass are reduced over the replicas."""
+        return self.buckets is not None and group.crosses_replicas
 
     def end_backward(self) -> None:
         """Called at the end of every backward pass."""
-        crosses_replicas = any(group.crosses_replicas for group in self.groups)
-        for state in self.batch.states:
-            state.end_backward()
-        if crosses_replicas:
+        for each in self.gradients:
+            each.end_backward()
+        if any(group.crosses_replicas for group in self.groups):
             self.finish()
+
+    # The end of a global batch
 
     def finish(self) -> None:
         """Reduces what is left, waits for all, and agrees on used parameters.
@@ -183,44 +199,45 @@ class ReplicaReducer:
         group did not run the same groups, and when a gradient hook could not be called.
         """
         self.updates.check_attached()
-        self.agreement.fault = self.fault or self._hook_never_called()
+        self._told_fault = self.fault or self._hook_never_called()
         self.fault = ""
         # Ranks that differ must stop here: the collectives below would never be answered.
         if self._order is not None:
             try:
                 self._order.end_backward()
             except ConfigError as error:
-                raise self.agreement.abandon(error) from None
-        for state in self.batch.states:
-            # Nothing is left after a backward pass that was set up as the last one.
-            if state.has_whole_gradients:
-                # This calls `_before_reduction` and `_after_reduction`, as a backward pass does.
-                state.group.reduce_late()
-                state.started = False
-        if self.batch.buckets is not None:
-            self.batch.buckets.finish()
-        self.batch.join_streams()
-        for state in self.batch.states:
-            state.complete(self._final_dtype)
-        # Only now: until here the gradients may be views of the buckets' memory.
-        if self.batch.buckets is not None:
-            self.batch.buckets.forget_buckets()
-        self.batch.pending = False
+                raise self.abandon(error) from None
+        for each in self.gradients:
+            each.reduce_rest()
+        if self.buckets is not None:
+            self.buckets.finish()
+        self._join_streams()
+        for each in self.gradients:
+            each.complete(self._final_dtype)
+        if self.buckets is not None:
+            self.buckets.forget_buckets()
+        self._state = BatchState.REDUCED
         self.keys.step += 1
-        if not self.agreement.deferred:
-            self.agreement.agree()
+        if self._agrees_itself:
+            self._agree()
 
     def finish_without_backward(self) -> None:
         """As `finish`, of a global batch of which this replica has computed nothing: it gets the
         mean as the others do. Its gradients are zeros, or the mean of an earlier call."""
-        self.batch.agreed = False
-        for state in self.batch.states:
-            state.note_used()
+        for each in self.gradients:
+            each.note_used()
             # They are called after the agreement, as after a backward pass.
-            for parameter in state.group.trained:
+            for parameter in each.group.trained:
                 parameter.take_hooks()
                 parameter.give_hooks_back()
         self.finish()
+
+    def _join_streams(self) -> None:
+        """Lets the current stream wait for the reduced gradients."""
+        current = current_stream(self._device_type)
+        current.wait_stream(self._accumulating)
+        if self.buckets is not None:
+            current.wait_stream(self.buckets.stream)
 
     def _hook_never_called(self) -> str:
         """The message for a hook of `register_hook`, which would never be called; or nothing."""
@@ -234,6 +251,98 @@ class ReplicaReducer:
                         "register_post_accumulate_grad_hook"
                     )
         return ""
+
+    # The agreement on used parameters
+
+    @property
+    def may_defer_agreement(self) -> bool:
+        """True if the agreement can wait: no scalars are summed before, and all replicas agree."""
+        return not self._scalars and self.method.replicas_equal
+
+    def defer_agreement(self) -> None:
+        """Leaves the agreement to the caller, who adds up `agreement_vector` over all ranks after
+        each backward pass that ends a global batch, and passes the sum to `agree_on`. A caller
+        whose tensors have no storage, and so no values to agree on, may omit it."""
+        self._agrees_itself = False
+
+    def agreement_vector(self) -> Tensor:
+        """What this rank adds to the sum; see `UsedParameterAgreement.vector`."""
+        used: list[bool] = []
+        for each in self.gradients:
+            used += each.used
+        return self.agreement.vector(used, self._told_fault)
+
+    def agree_on(self, summed: Tensor) -> None:
+        """Removes the gradients of parameters that no rank used, and calls the hooks of the others.
+
+        Hooks of `register_post_accumulate_grad_hook` may clip a gradient or make an update of its
+        parameter, so they must see what the optimizer sees. torch would call them when a group's
+        reduce-scatter has ended: before the reduction over replicas, in the dtype of sums, and for
+        parameters that no rank used. `_before_reduction` takes them away meanwhile, and here, after
+        all reductions and the agreement, they are called once for each parameter with a gradient,
+        in the order of the groups on every rank.
+
+        Raises `ConfigError` as `UsedParameterAgreement.used_in` does.
+        """
+        try:
+            found = iter(self.agreement.used_in(summed, self._told_fault))
+        except ConfigError:
+            self.reset()
+            raise
+        for each in self.gradients:
+            each.apply_used(list(islice(found, len(each.used))))
+        self._state = BatchState.AGREED
+
+    def _agree(self) -> None:
+        """The agreement of a custom training loop. Collective over the data ranks."""
+        vector = self.agreement_vector()
+        summed, totals = self.agreement.sum_with(vector, self._scalars)
+        self.agree_on(summed)
+        self.agreement.set_means(totals, self._scalars)
+
+    def abandon(self, error: ConfigError) -> BaseException:
+        """Takes part in what the other ranks still do in this global batch, with zeros, so that
+        none of them waits forever; returns the error that all ranks then raise."""
+        # The trainer's agreement tells the others.
+        if not self._agrees_itself:
+            return error
+        if self.buckets is not None:
+            self.buckets.finish(with_zeros=True)
+        self._told_fault = str(error)
+        try:
+            self._agree()
+        except ConfigError as agreed:
+            return agreed
+        return error
+
+    # Gradients that are dropped
+
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Drops all gradients."""
+        self._clear(set_to_none)
+        self.reset()
+
+    def reset(self) -> None:
+        """Drops what an interrupted global batch left behind: sums that are not reduced over all
+        data ranks."""
+        # Reductions that were started write into gradients until they end.
+        if self.buckets is not None:
+            self.buckets.cancel()
+        self._join_streams()
+        # Before the agreement some gradients may be those of this rank alone.
+        if self._state is not BatchState.AGREED:
+            self._clear(set_to_none=True)
+        self._state = BatchState.AGREED
+        for each in self.gradients:
+            each.reset()
+        for scalar in self._scalars:
+            scalar.discard()
+            scalar.rest()
+
+    def _clear(self, set_to_none: bool) -> None:
+        for group in self.groups:
+            group.clear_gradients(set_to_none)
+        self.updates.clear_gradients(set_to_none)
 
 
 GROUP_NAME = "gradients over replicas"
@@ -298,9 +407,14 @@ def engines_in(model: nn.Module) -> list[ReplicaReducer]:
     return [vars(module)[_ENGINE] for module in model.modules() if _ENGINE in vars(module)]
 
 
+def engine_in(module: nn.Module) -> ReplicaReducer | None:
+    """The engine of ``module``; None unless `parallel2d.parallelize` has made it."""
+    return vars(module).get(_ENGINE)
+
+
 def engine_of(model: nn.Module) -> ReplicaReducer:
     """The engine of a model from `parallel2d.parallelize`. Raises `ConfigError` for another."""
-    found: ReplicaReducer | None = vars(model).get(_ENGINE)
+    found = engine_in(model)
     if found is None:
         raise ConfigError(
             f"{type(model).__name__} did not come from parallel2d.parallelize; give the model that "

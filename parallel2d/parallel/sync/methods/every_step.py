@@ -139,8 +139,9 @@ class AllReduce:
     def start(self, bucket: Bucket) -> list[Wait]:
         flat = sent = bucket.buffer()
         # Nothing is sent in a dtype that is wider than the gradients.
-        if bucket.wire.item_bytes < flat.dtype.itemsize:
-            sent = flat.to(bucket.wire.dtype)
+        dtype = bucket.wire.dtype
+        if dtype is not None and dtype.itemsize < flat.dtype.itemsize:
+            sent = flat.to(dtype)
         work = dist.all_reduce(sent, dist.ReduceOp.AVG, group=self.group, async_op=True)
 
         def wait() -> None:
@@ -182,7 +183,7 @@ class RoundedReduction:
             coder = self.wire.coder(whole, ())
             coded = [Coded(coder, coder.rows(whole), whole)]
         else:
-            again = any(state.adds_to_means for state in bucket.states)
+            again = any(each.adds_to_means for each in bucket.groups)
             coded = []
             for wire, members in self.by_wire(bucket).items():
                 parts = [GradientPart((each.name, 0), each.start, part) for each, part in members]

@@ -19,7 +19,6 @@ from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
 from parallel2d.parallel.mesh import axis_names, mesh_shape, ranks_of
 from parallel2d.parallel.model_structure import update_as
 from parallel2d.parallel.sync.engine.buckets import Wait, fill_buckets
-from parallel2d.parallel.sync.engine.group_state import clear_gradients
 from parallel2d.parallel.sync.methods.every_step import GradientPart
 from parallel2d.parallel.sync.methods.method import ReplicatedModel, needs_closure
 from parallel2d.parallel.sync.methods.residuals import Residuals
@@ -136,7 +135,8 @@ class OwnedParameters(Residuals):
     def drop_sums(self, set_to_none: bool) -> None:
         super().drop_sums(set_to_none)
         # Sums not reduced over replicas are in sharded parameters, which the optimizer lacks.
-        clear_gradients(self._model.groups, set_to_none=True)
+        for group in self._model.groups:
+            group.clear_gradients(set_to_none=True)
 
     def owned(self, parameter: FSDPParameter) -> nn.Parameter:
         """This replica's part."""

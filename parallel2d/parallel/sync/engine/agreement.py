@@ -1,22 +1,20 @@
-"""What a model has of the gradients of one global batch (`GlobalBatch`), and the agreement of all
-ranks on which parameters any of them has used (`UsedParameterAgreement`).
+"""The agreement of all ranks on which parameters any of them has used (`UsedParameterAgreement`).
 
 [Note: unused parameters] Zeros stand in for missing gradients, also inside the shard axis, so that
 all ranks reduce the same. An optimizer would take zeros for gradients, decay weights and move by
 its momentum. So ranks agree on which parameters any of them has used, and the others have no
-gradient afterwards, as in one process. In a loop of one's own that is one small all-reduce at the
-end of the last backward pass; the trainer makes it part of its own agreement.
+gradient afterwards, as in one process. In a custom training loop that is one small all-reduce at
+the end of the last backward pass; the trainer makes it part of its own agreement.
 
-The same sum shows whether a rank cannot go on, whether the ranks of a shard group have issued
+The same sum shows whether a rank cannot continue, whether the ranks of a shard group have issued
 different collectives, and which buffers differ.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, compress, islice
+from collections.abc import Mapping, Sequence
+from itertools import chain, compress
 from typing import Protocol
 
 import torch
@@ -24,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.base.device import current_stream
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.base.exchange import all_gather
 from parallel2d.base.replicas import is_joining
@@ -37,8 +34,6 @@ from parallel2d.parallel.mesh import (
     sum_over_data_ranks,
 )
 from parallel2d.parallel.sync.comparison import hashes_of
-from parallel2d.parallel.sync.engine.buckets import BucketQueue
-from parallel2d.parallel.sync.engine.group_state import GroupState, clear_gradients
 
 log = logging.getLogger(__name__)
 
@@ -54,61 +49,6 @@ class ScalarGradient(Protocol):
     def rest(self) -> None: ...
 
 
-@dataclass(eq=False)
-class GlobalBatch:
-    """The gradients of one global batch.
-
-    ``reduced``: the stream in which torch accumulates sharded gradients. ``states``: of the groups,
-    in the order in which backward ends them. ``scalars``: parameters
-    that are whole on every rank. ``buckets``: None where no gradients cross the replicate axis.
-    ``clear_updated``: drops the gradients of the parts that this replica updates.
-    """
-
-    device_type: str
-    reduced: torch.Stream
-    states: Sequence[GroupState]
-    scalars: Sequence[ScalarGradient] = ()
-    buckets: BucketQueue | None = None
-    clear_updated: Callable[[bool], None] | None = None
-    pending: bool = False  # whether gradients were added that are not reduced over the replicas
-    agreed: bool = True  # whether ranks have agreed on what the gradients hold
-
-    def join_streams(self) -> None:
-        """Lets the current stream wait for the reduced gradients."""
-        current = current_stream(self.device_type)
-        current.wait_stream(self.reduced)
-        if self.buckets is not None:
-            current.wait_stream(self.buckets.stream)
-
-    def clear_gradients(self, set_to_none: bool) -> None:
-        """Drops all gradients."""
-        self._clear(set_to_none)
-        self.reset()
-
-    def reset(self) -> None:
-        """Drops what an interrupted global batch left behind: sums that are not reduced over all
-        data ranks."""
-        # Reductions that were started write into gradients until they end.
-        if self.buckets is not None:
-            self.buckets.cancel()
-        self.join_streams()
-        # Before the agreement some gradients may be those of this rank alone.
-        if not self.agreed:
-            self._clear(set_to_none=True)
-        self.pending = False
-        self.agreed = True
-        for state in self.states:
-            state.reset()
-        for scalar in self.scalars:
-            scalar.discard()
-            scalar.rest()
-
-    def _clear(self, set_to_none: bool) -> None:
-        clear_gradients([state.group for state in self.states], set_to_none)
-        if self.clear_updated is not None:
-            self.clear_updated(set_to_none)
-
-
 class IssueOrder(Protocol):
     """The order of the collectives of this rank's shard group:
     `parallelize.collective_order.CollectiveOrder`, which says what its methods do."""
@@ -120,50 +60,45 @@ class IssueOrder(Protocol):
 
 
 class UsedParameterAgreement:
-    """Agrees on the used parameters of ``batch``: at once (`agree`), or as a part of a sum of the
-    caller's, who sums `vector` over all ranks and passes it to `agree_on`.
+    """Makes the numbers of this rank that ranks add up, and reads their sum. It knows nothing of
+    the gradients.
 
-    ``mesh``: the ranks that make the same updates. ``order``: None where nothing is gathered or
-    reduced over the shard axis.
+    Args:
+        mesh: the ranks that make the same updates.
+        parameters: number of parameters that can be used.
+        order: None where nothing is gathered or reduced over the shard axis.
     """
 
-    def __init__(self, mesh: DeviceMesh, batch: GlobalBatch, order: IssueOrder | None) -> None:
+    def __init__(self, mesh: DeviceMesh, parameters: int, order: IssueOrder | None) -> None:
         self._mesh = mesh
         self._shape = mesh_shape(mesh)
-        self._batch = batch
         self._order = order
         self._replica = axis_positions(mesh).get("replicate", 0)
-        self._parameters = sum(len(state.used) for state in batch.states)
-        # Why this rank cannot go on; empty when it can.
-        self.fault = ""
-        # Whether the caller sums `vector`.
-        self.deferred = False
+        self._parameters = parameters
         self.buffers: Mapping[str, tuple[nn.Module, str]] = {}  # by FQN, with the key there
         self._were_named = False
         self.agreements = 0
         self.updates = 0  # since the last agreement
         self._compared_updates = 0
 
-    def defer(self) -> None:
-        """Leaves the agreement to the caller, after each backward pass that ends a global batch. A
-        caller whose tensors have no storage, and so no values to agree on, may omit it."""
-        self.deferred = True
-
-    def vector(self) -> Tensor:
+    def vector(self, used: Sequence[bool], fault: str) -> Tensor:
         """fp64 [1 + parameters + 3 * (replicas + 1 + buffers)], on CPU: whether this rank
-        cannot go on, for each parameter whether it used it, then what `_digests` returns."""
-        used = chain.from_iterable(state.used for state in self._batch.states)
-        own = torch.tensor([bool(self.fault), *used], dtype=torch.float64)
+        cannot continue, for each parameter whether it used it, then what `_digests` returns."""
+        own = torch.tensor([bool(fault), *used], dtype=torch.float64)
         return torch.cat([own, self._digests()])
 
-    def agree_on(self, summed: Tensor) -> None:
-        """Removes the gradients of parameters that no rank used, and calls the hooks of the others.
+    def used_in(self, summed: Tensor, fault: str) -> list[bool]:
+        """Return for each parameter whether any rank used it.
 
-        ``summed``: the sum of `vector` over all ranks. Raises `ConfigError`, with the same message
-        on all ranks, when one cannot go on, and when ranks of a shard group differ. Collective over
-        the data ranks then.
+        Args:
+            summed: the sum of `vector` over all ranks.
+            fault: of this rank.
+
+        Raises:
+            ConfigError: with the same message on all ranks, when one cannot continue, and when
+                ranks of a shard group differ. Collective over the data ranks then.
         """
-        message = self._failure_in(summed)
+        message = self._failure_in(summed, fault)
         if message is not None:
             # That of the first rank that has one
             for axis in ("shard", "replicate"):
@@ -172,27 +107,23 @@ class UsedParameterAgreement:
                     message = next(filter(None, messages), "")
             if self._order is not None:
                 self._order.acknowledge()
-            self._batch.reset()
             raise ConfigError(message)
-        used = iter((summed[1 : 1 + self._parameters] > 0).tolist())
-        for state in self._batch.states:
-            state.apply_used(list(islice(used, len(state.used))))
-        self._batch.agreed = True
         names = list(compress(self.buffers, self._differing(summed)[self._shape.replicate + 1 :]))
-        if not names or self._were_named:
-            return
-        self._were_named = True
-        if dist.get_rank() == 0:
-            log.warning(
-                "%s: buffers that differ between ranks, as each writes what its own samples give; "
-                "checkpoints hold one rank's. Write parallel2d.reduce(value), unless it is a cache",
-                first_five(names, ", "),
-            )
+        if names and not self._were_named:
+            self._were_named = True
+            if dist.get_rank() == 0:
+                log.warning(
+                    "%s: buffers that differ between ranks, as each writes what its own samples "
+                    "give; checkpoints hold one rank's. Write parallel2d.reduce(value), unless it "
+                    "is a cache",
+                    first_five(names, ", "),
+                )
+        used: list[bool] = (summed[1 : 1 + self._parameters] > 0).tolist()
+        return used
 
-    def agree(self) -> None:
-        """Sums `vector` and the gradients of scalars over the data ranks in one all-reduce, and
-        applies both. Collective over the data ranks."""
-        vector, scalars = self.vector(), self._batch.scalars
+    def sum_with(self, vector: Tensor, scalars: Sequence[ScalarGradient]) -> tuple[Tensor, Tensor]:
+        """Return the sums over the data ranks of ``vector``, and [scalars, 2] of the gradients of
+        ``scalars`` and of the number of ranks that have one. Collective over the data ranks."""
         own = torch.zeros(len(scalars), 2, dtype=torch.float64)
         for row, scalar in zip(own, scalars, strict=True):
             gradient = scalar.gradient
@@ -204,29 +135,16 @@ class UsedParameterAgreement:
         # One all-reduce for all: such small ones cost their latency.
         parts = torch.cat([vector, own.flatten()]).to(device)
         summed = sum_over_data_ranks(parts, self._mesh).cpu()
-        self.agree_on(summed[: len(vector)])
-        totals = summed[len(vector) :].view(-1, 2)
+        return summed[: len(vector)], summed[len(vector) :].view(-1, 2)
+
+    def set_means(self, totals: Tensor, scalars: Sequence[ScalarGradient]) -> None:
+        """Set the means of the gradients of ``scalars`` from their sums; see `sum_with`."""
         for scalar, (total, users) in zip(scalars, totals, strict=True):
             scalar.set_mean(total / present_data_ranks(self._mesh) if users > 0 else None)
             scalar.rest()
 
-    def abandon(self, error: ConfigError) -> BaseException:
-        """Takes part in what the other ranks still do in this global batch, with zeros, so that
-        none of them waits forever; returns the error that all ranks then raise."""
-        # The trainer's agreement tells the others.
-        if self.deferred:
-            return error
-        if self._batch.buckets is not None:
-            self._batch.buckets.finish(with_zeros=True)
-        self.fault = str(error)
-        try:
-            self.agree()
-        except ConfigError as agreed:
-            return agreed
-        return error
-
     def _digests(self) -> Tensor:
-        """fp64 [3 * (replicas + 1 + buffers)]: one, a hash and its square: of what was issued in
+        """fp64 [3 * (replicas + 1 + buffers)]: one, a hash and its square: of the collectives in
         the row of this replica, then of the updates, then of each buffer that is compared in this
         step.
 
@@ -234,7 +152,7 @@ class UsedParameterAgreement:
         """
         hashes = dict(enumerate(self._hashes_of_buffers(), self._shape.replicate + 1))
         digests = torch.zeros(self._shape.replicate + 1 + len(hashes), 3, dtype=torch.float64)
-        if is_joining():
+        if hashes and is_joining():
             hashes = {}  # its buffers come with the state
         self._compared_updates, self.updates = self.updates, 0
         hashes[self._shape.replicate] = self._compared_updates
@@ -264,10 +182,10 @@ class UsedParameterAgreement:
         ranks, total, squares = summed[1 + self._parameters :].view(-1, 3).unbind(1)
         return squares * ranks != total**2
 
-    def _failure_in(self, summed: Tensor) -> str | None:
-        """What this rank knows of why ranks cannot go on, perhaps nothing; None: all can."""
+    def _failure_in(self, summed: Tensor, fault: str) -> str | None:
+        """What this rank knows of why ranks cannot continue, perhaps nothing; None: all can."""
         if summed[0] > 0:
-            return self.fault
+            return fault
         different = self._differing(summed)[: self._shape.replicate + 1]
         if not different.any():
             return None
