@@ -40,12 +40,8 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
         # A module or parameter may be given that is not part of this model.
         found = in_model.intersection(given)
         if not found:
-            which, near = f"a {type(entry).__name__}", ""
-            if isinstance(entry, str):
-                which, near = f"pattern {entry}", near_names(entry, list(named))
-            raise ConfigError(
-                f"ignored: {which} chooses no parameter of {type(model).__name__}{near}"
-            )
+            nothing = f"chooses no parameter of {type(model).__name__}"
+            raise ConfigError(f"ignored: a {type(entry).__name__} {nothing}")
         chosen |= found
     names = [name for name, parameter in named.items() if parameter in chosen]
     trained = [name for name in names if named[name].requires_grad]
@@ -68,6 +64,10 @@ def _matching(
         # The root's name is empty, and no pattern is meant for it.
         if name and fnmatch.fnmatchcase(fqn_of(name), pattern):
             found += module.parameters()
+    if not found:
+        near = near_names(pattern, list(named))
+        nothing = f"chooses no parameter of {type(model).__name__}"
+        raise ConfigError(f"ignored: pattern {pattern} {nothing}{near}")
     return found
 
 

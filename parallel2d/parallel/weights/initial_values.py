@@ -159,8 +159,7 @@ class InitialWeights:
             # meta, where setting it does nothing.
             run(library, module)
             # Classes that the library has no rule for still get their own initializer.
-            own = [each for _, each in held_parameters(module) if each.numel() and not each.is_meta]
-            has_values = not any(each.isnan().all() for each in own)
+            has_values = all(_has_values(value) for _, value in held_parameters(module))
         # The initializer of a module would reach into parts of it that are of another unit. If it
         # has parameters of its own it must run nevertheless: nothing else sets them.
         is_complete = not any(parameter.is_meta for parameter in module.parameters())
@@ -259,6 +258,11 @@ def is_unset(value: Tensor) -> bool:
         return False
     # The largest integer may be one of the values, but is hardly all of them.
     return bool((value == torch.iinfo(value.dtype).max).all())
+
+
+def _has_values(value: Tensor) -> bool:
+    # `all` of nothing is true.
+    return value.is_meta or value.numel() == 0 or not value.isnan().all()
 
 
 def apply_to_tensors(model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:

@@ -60,14 +60,7 @@ def match_settings(
         given = [stored[index][0] for index in dict.fromkeys(indices)]
         own = set(group) - _NOT_OF_A_CLASS
         for settings in given if check_class else ():
-            foreign = settings.keys() - own - _NOT_OF_A_CLASS
-            missing = own - settings.keys()
-            # Versions of one class differ in one direction: the newer has a setting more.
-            if foreign and missing:
-                problems.append(
-                    f"its optimizer is of another class: it has {', '.join(sorted(foreign))}, and "
-                    f"{type(optimizer).__name__} here has {', '.join(sorted(missing))}"
-                )
+            problems += _other_class(optimizer, own, settings)
         if not wanted or not given:
             matched.append({})
             continue
@@ -77,6 +70,19 @@ def match_settings(
         problems += _problems(matched[-1], given[1:], group)
     # Several groups may have the same problem, which is listed once.
     return matched, list(dict.fromkeys(problems))
+
+
+def _other_class(
+    optimizer: torch.optim.Optimizer, own: set[str], settings: Settings
+) -> Iterator[str]:
+    foreign = settings.keys() - own - _NOT_OF_A_CLASS
+    missing = own - settings.keys()
+    # Versions of one class differ in one direction: the newer has a setting more.
+    if foreign and missing:
+        yield (
+            f"its optimizer is of another class: it has {', '.join(sorted(foreign))}, and "
+            f"{type(optimizer).__name__} here has {', '.join(sorted(missing))}"
+        )
 
 
 def _problems(

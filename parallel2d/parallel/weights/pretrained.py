@@ -68,19 +68,20 @@ def _has(path: str, name: str) -> bool:
 
 
 class _Stored(NamedTuple):
-    """An unsharded parameter in the folder."""
+    """A whole parameter in the folder: its shape, and by the name of each stored tensor, where that
+    is and which value of the parameter is its first."""
 
     shape: tuple[int, ...]
-    # By the name of each stored tensor: its place, and the index of its first value
     parts: dict[str, tuple[Entry, tuple[int, ...]]]
 
 
 class _Target(NamedTuple):
-    """A parameter or persistent buffer of the model."""
+    """A parameter or persistent buffer of the model: its FQNs, several where it is tied, and the
+    names under which a folder may have it, the first of which counts."""
 
     tensor: Tensor
-    names: list[str]  # FQNs, several where it is tied
-    spellings: list[str]  # names under which a folder may have it; the first counts
+    names: list[str]
+    spellings: list[str]
 
     def stored_names(self, stored: Mapping[str, _Stored]) -> list[str]:
         return [name for name in self.spellings if name in stored]
@@ -141,14 +142,17 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
     if problems:
         raise ConfigError(f"{path} does not fit {type(model).__name__}: {first_five(problems)}")
     masters_were_loaded(model)
+    _log_rest(path, missing, sorted(headers.keys() - read))
+    return found
+
+
+def _log_rest(path: str, missing: Sequence[str], unread: Sequence[str]) -> None:
     # Left are a new head and adapters, which have initial values.
     if missing:
         log.warning("%s has no %s: drawn from the seed", path, ", ".join(missing))
-    unread = sorted(headers.keys() - read)
     if unread:
         first = printable(unread[0])
         log.info("%s: %d tensors are not read, %s the first", path, len(unread), first)
-    return found
 
 
 def _targets(model: nn.Module, adapted: str, prefix: str, base: str) -> list[_Target]:
@@ -209,11 +213,7 @@ def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) ->
     """The parts of parameter ``name``, each at its place. Nothing is read."""
     try:
         # Of tensors without storage, torch says whether they fit together.
-        groups = []
-        for names in form.names:
-            tensors = [torch.empty(headers[each][1].shape, device="meta") for each in names]
-            (group,) = [torch.stack(tensors)] if form.stacked else tensors
-            groups.append(group)
+        groups = [_group_on_meta(group, form, headers) for group in form.names]
         whole = groups[0] if form.dim is None else torch.cat(groups, form.dim)
         # torch skips tensors of shape (0,).
         if any(group.ndim != whole.ndim for group in groups):
@@ -235,6 +235,13 @@ def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) ->
         if form.dim is not None:
             begin[form.dim] += shape[form.dim]
     return _Stored(tuple(whole.shape), parts)
+
+
+def _group_on_meta(names: Sequence[str], form: huggingface.StoredForm, headers: _Headers) -> Tensor:
+    """The tensors of a group, stacked, or the only one. Raises what torch does if they differ."""
+    tensors = [torch.empty(headers[name][1].shape, device="meta") for name in names]
+    (group,) = [torch.stack(tensors)] if form.stacked else tensors
+    return group
 
 
 def read_headers(path: str) -> dict[str, tuple[ByteSource, Entry]]:

@@ -163,12 +163,7 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
     world = dist.get_world_size()
     if not 0 <= source < world:
         raise ConfigError(f"broadcast_from={source} is no rank: there are {world}, counted from 0")
-    sparse = [name for name, each in all_tensors(model).items() if each.layout != torch.strided]
-    if sparse:
-        raise ConfigError(
-            f"broadcast_from={source}: {first_five(sparse)} is sparse, and only dense tensors are "
-            "sent: build it alike on every rank and register it after parallelize, or make it dense"
-        )
+    _refuse_sparse(model, source)
     # The source alone has weights to give, and finds out whether it lacks any.
     weights: dict[str, Tensor] = {}
     problem = None
@@ -193,6 +188,15 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
         model, lambda each: each.to("meta") if isinstance(each, nn.Parameter) else each
     )
     return weights
+
+
+def _refuse_sparse(model: nn.Module, source: int) -> None:
+    sparse = [name for name, each in all_tensors(model).items() if each.layout != torch.strided]
+    if sparse:
+        raise ConfigError(
+            f"broadcast_from={source}: {first_five(sparse)} is sparse, and only dense tensors are "
+            "sent: build it alike on every rank and register it after parallelize, or make it dense"
+        )
 
 
 def check_same_structure(model: nn.Module) -> None:

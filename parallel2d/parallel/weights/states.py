@@ -203,10 +203,7 @@ def load_full_state(
     """
     if isinstance(model, Mapping) or isinstance(optimizer, Mapping):
         for name, each, own in _by_name(model, optimizer):
-            parts: dict[str, Any] = {}
-            for kind, values in (state or {}).items():
-                if kind in ("model", "optimizer") and name in (values or ()):
-                    parts[kind] = values[name]
+            parts = _part_of(state or {}, name)
             try:
                 load_full_state(each, own, parts, from_rank0=from_rank0, settings=settings)
             except ConfigError as error:
@@ -214,6 +211,11 @@ def load_full_state(
         return
     is_sent = from_rank0 and dist.is_initialized()
     _load(model, optimizer, state or {}, 0 if is_sent else None, settings)
+
+
+def _part_of(state: Mapping[str, Any], name: str) -> dict[str, Any]:
+    given = {kind: state.get(kind) or {} for kind in ("model", "optimizer")}
+    return {kind: value[name] for kind, value in given.items() if name in value}
 
 
 def _by_name(

@@ -137,10 +137,7 @@ def summon_full_params(
     # After a forward without backward, some parameters may still be gathered.
     reshard(model)
     places = places_in(model.modules() if recurse else [model])
-    for parameter, ((module, name), *_) in places.items():
-        if hasattr(parameter, _MARK):
-            place = f"{name} of {type(module).__name__}"
-            raise ConfigError(f"summon_full_params: {place} is whole already, in an outer context")
+    _refuse_whole(places)
     keep = not rank0_only or dist.get_rank() == 0
     wholes = {}
     for parameter in places:
@@ -156,6 +153,13 @@ def summon_full_params(
             _write_back(wholes, 0 if rank0_only else None, grads=with_grads)
             for masters in masters_in(model):
                 masters.parameters_were_changed()
+
+
+def _refuse_whole(places: Places) -> None:
+    for parameter, ((module, name), *_) in places.items():
+        if hasattr(parameter, _MARK):
+            place = f"{name} of {type(module).__name__}"
+            raise ConfigError(f"summon_full_params: {place} is whole already, in an outer context")
 
 
 def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.Module:

@@ -44,6 +44,17 @@ def owned_shapes(shapes: Sequence[Sequence[int]], replicas: int) -> tuple[torch.
     return tuple(found)
 
 
+def _refuse_unsent(parameters: Iterable[FSDPParameter]) -> None:
+    trained = [each for each in parameters if each.sharded.requires_grad]
+    unsent = [each.name for each in trained if each.sharded.grad is not None]
+    if unsent:
+        raise ConfigError(
+            f"strategy=hybrid_full: {first_five(unsent, ', ')}: a gradient of a backward outside "
+            "of the model's forwards, as of a penalty, does not reach who updates: add it to the "
+            "loss of a forward, or to .grad of updated_parameters(model)"
+        )
+
+
 class OwnedParameters(Residuals):
     """The parts of one model's parameters that this replica updates, and what it did not send.
 
@@ -122,14 +133,7 @@ class OwnedParameters(Residuals):
                 "parallel2d.build_optimizer, or on parallel2d.updated_parameters(model)"
             )
         updated = [each for each in parameters if id(self.owned(each)) in stepped]
-        trained = [each for each in updated if each.sharded.requires_grad]
-        unsent = [each.name for each in trained if each.sharded.grad is not None]
-        if unsent:
-            raise ConfigError(
-                f"strategy=hybrid_full: {first_five(unsent, ', ')}: a gradient of a backward "
-                "outside of the model's forwards, as of a penalty, does not reach who updates: add "
-                "it to the loss of a forward, or to .grad of updated_parameters(model)"
-            )
+        _refuse_unsent(updated)
         self._take_over([each for each in updated if each.name in self._masters], exactly=False)
 
     def drop_sums(self, set_to_none: bool) -> None:
