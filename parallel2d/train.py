@@ -134,7 +134,8 @@ def _prepare_launch(config: TrainConfig, nodes: int, workers: int) -> None:
     """Starts the process that ranks are forked from, and imports what watches them meanwhile. A
     mesh that cannot work is refused before, in a third of the time.
     Ctrl-C waits for the imports: some libraries lose an interrupt there, or stay half imported."""
-    open_files.prepare(nodes * workers)
+    open_files.prepare_rank(nodes * workers)
+    open_files.prepare_launcher(workers)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         from parallel2d.parallel.mesh_sizes import resolve_mesh

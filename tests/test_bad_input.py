@@ -303,10 +303,14 @@ def test_a_reference_is_looked_up_in_the_current_folder_last(tmp_path, monkeypat
     assert sys.path[-1] == str(tmp_path)
 
 
-def test_a_low_limit_of_open_files_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (24, 24))
+@pytest.mark.parametrize(
+    ("limit", "needs"),
+    [(24, "a rank of 9 needs up to 64"), (70, "the launcher of 9 ranks needs up to 87")],
+)
+def test_a_low_limit_of_open_files_is_named(monkeypatch, capsys, limit, needs):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     # Otherwise this process would keep the low limit for all tests that follow.
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     assert main([*TEXT, "launch.nproc_per_node=9"]) == 2
-    told = "a process may open 24 files, and a rank of 9 needs up to 64: raise the hard limit to 64"
+    told = f"a process may open {limit} files, and {needs}: raise the hard limit to {needs[-2:]}"
     assert told in capsys.readouterr().err

@@ -19,22 +19,25 @@ def raise_limit() -> int:
     return int(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
-def needed_by(ranks: int) -> int:
-    """Descriptors that one rank of a job of ``ranks`` may need, as measured by
-    tools/bench/scale.py: connections to some of its peers, files, and the store."""
-    return (ranks - 1) // 2 + 60
+def prepare_rank(ranks: int) -> None:
+    """Raise the soft limit of this process, so that one rank of a job of ``ranks`` can run in it:
+    it connects to some of its peers, and opens files. Raises `ConfigError` for a hard limit that is
+    too low."""
+    _prepare((ranks - 1) // 2 + 60, f"a rank of {ranks}")
 
 
-def prepare(ranks: int) -> None:
-    """Raise the soft limit of this process, a rank or its launcher.
+def prepare_launcher(workers: int) -> None:
+    """Raise the soft limit of this process, so that it can start ``workers`` ranks and serve the
+    store to them. Raises `ConfigError` for a hard limit that is too low."""
+    _prepare(3 * workers + 60, f"the launcher of {workers} ranks")
 
-    Raises:
-        ConfigError: the hard limit is too low for a job of ``ranks``.
-    """
-    limit, needed = raise_limit(), needed_by(ranks)
+
+def _prepare(needed: int, needs: str) -> None:
+    """``needed``: measured by tools/bench/scale.py, and rounded up."""
+    limit = raise_limit()
     if limit < needed:
         raise ConfigError(
-            f"on {socket.gethostname()} a process may open {limit} files, and a rank of {ranks} "
-            f"needs up to {needed}: raise the hard limit to {needed} (ulimit -Hn, LimitNOFILE= of "
-            "systemd, --ulimit nofile= of a container)"
+            f"on {socket.gethostname()} a process may open {limit} files, and {needs} needs up to "
+            f"{needed}: raise the hard limit to {needed} (ulimit -Hn, LimitNOFILE= of systemd, "
+            "--ulimit nofile= of a container)"
         )

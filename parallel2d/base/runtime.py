@@ -31,7 +31,7 @@ from parallel2d.base import device as devices
 from parallel2d.base import exchange
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.open_files import prepare
+from parallel2d.base.open_files import prepare_rank
 from parallel2d.base.replicas import (
     current,
     first_rank,
@@ -177,7 +177,7 @@ def teardown(wait_s: float = 30.0) -> None:
 
     Waits up to ``wait_s`` seconds for the other ranks to get here, so that none of them loses its
     connection in the middle of something. Then all process groups are destroyed; torch's caches
-    that hold meshes, wrapped collective functions and signal handlers of ours are reset; memory is
+    that hold meshes are cleared, hooks of process groups and our signal handlers removed; memory is
     returned. Drop your own references to model, optimizer and mesh before: what you hold stays.
     Does nothing without a process group.
     """
@@ -190,7 +190,7 @@ def teardown(wait_s: float = 30.0) -> None:
 
 def on_teardown(undo: Callable[[], object]) -> None:
     """Has `teardown` call ``undo``, once however often it was given. For whatever is put into the
-    process (wrapped functions, signal handlers)."""
+    process (hooks, signal handlers)."""
     _undo[undo] = None
 
 
@@ -226,7 +226,7 @@ def _join(
 ) -> Runtime:
     """Makes the default process group and gathers the hosts of its ranks. Collective."""
     global _hosts
-    prepare(identity.world_size)
+    prepare_rank(identity.world_size)
     # Gloo then connects a pair of ranks at their first message. Otherwise each group connects every
     # rank with all others, and reads their addresses from the store: N descriptors per rank and
     # group, and 8 N^3 bytes for N ranks.
