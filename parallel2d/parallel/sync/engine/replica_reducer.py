@@ -224,6 +224,8 @@ class ReplicaReducer:
     def finish_without_backward(self) -> None:
         """As `finish`, of a global batch of which this replica has computed nothing: it gets the
         mean as the others do. Its gradients are zeros, or the mean of an earlier call."""
+        # Until the agreement `reset` drops the gradients, which may be those of this rank only.
+        self._state = BatchState.REDUCED
         for each in self.gradients:
             each.note_used()
             # They are called after the agreement, as after a backward pass.
