@@ -1,5 +1,5 @@
 """Bytes that a rank sends in a collective (`sent_bytes`), their sums over one mesh axis
-(`AxisTraffic`), and the seconds of a collective (`collective_seconds`).
+(`CollectiveTally`), and the seconds of a collective (`collective_seconds`).
 
 [Note: collectives in time] Ring algorithms, with the latencies that NCCL's own model counts
 (``src/graph/tuning.cc``). A ring through the ranks of a group passes each host once, so a host
@@ -42,7 +42,7 @@ def _passes(collective: str, device_type: str) -> int:
 
 
 @dataclass
-class AxisTraffic:
+class CollectiveTally:
     """Collectives of this rank over one mesh axis."""
 
     axis: str

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel2d.base.device import random_states_kept
-from parallel2d.parallel.cost.collectives import AxisTraffic
+from parallel2d.parallel.cost.collectives import CollectiveTally
 from parallel2d.parallel.loss import loss_chunks
 from parallel2d.parallel.mesh import axes_of_groups
 from parallel2d.parallel.model_structure import without_storage
@@ -169,7 +169,7 @@ class CollectiveCounter(TorchDispatchMode):
         self._device_type = device_type
         self._groups = axes_of_groups(mesh)
         sizes = {axis: group.size() for group, axis in self._groups.items()}
-        self._axes = {axis: AxisTraffic(axis, size) for axis, size in sizes.items()}
+        self._axes = {axis: CollectiveTally(axis, size) for axis, size in sizes.items()}
 
     def start(self) -> None:
         """Set all counts to zero."""

@@ -37,7 +37,7 @@ from parallel2d.base import metering
 from parallel2d.base.config import AXES
 from parallel2d.base.device import communication_streams, current_stream, timed_event
 from parallel2d.base.runtime import on_teardown
-from parallel2d.parallel.cost.collectives import AxisTraffic
+from parallel2d.parallel.cost.collectives import CollectiveTally
 from parallel2d.parallel.mesh import axes_of_groups
 from parallel2d.training.metrics.phases import named, seconds_between
 
@@ -146,7 +146,7 @@ class LoggedCollective(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Measured(AxisTraffic):
+class _Measured(CollectiveTally):
     seconds: float = 0.0
     events: list[Events] = field(default_factory=list)  # around each collective of a device
     # By torch's number of a collective between its hooks: the region of the trace, and the begin in
@@ -154,7 +154,7 @@ class _Measured(AxisTraffic):
     running: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
     def reset(self) -> None:
-        AxisTraffic.reset(self)
+        CollectiveTally.reset(self)
         self.seconds = 0.0
         self.events.clear()
         self.running.clear()
