@@ -26,17 +26,22 @@ from parallel2d.base.errors import ConfigError
 # A file that a driver makes, what it drives, and the variables that hide all its devices
 DRIVERS = (
     ("/dev/nvidiactl", "an NVIDIA GPU", ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")),
-    ("/dev/kfd", "an AMD GPU", ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")),
+    (
+        "/dev/kfd",
+        "an AMD GPU",
+        ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    ),
 )
 _HIDDEN = ("", "-1", "none", "void", "nodevfiles")
+_streams: weakref.WeakSet[torch.Stream] = weakref.WeakSet()  # of `new_stream`, while in use
 
 
 def accelerator_type() -> str:
     """The type of the accelerators that this process can use, such as "cuda"; "cpu" without one.
 
     Raises:
-        ConfigError: a driver is there and torch finds no device: training on the CPU instead would
-            be a hundred times slower without a word.
+        ConfigError: a driver is there and torch finds no device. To train on the CPU instead would
+            be much slower, and nothing would say so.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is not None:
@@ -171,13 +176,6 @@ def timed_event(device_type: str) -> torch.Event:
     return cast(torch.Event, _module(device_type).Event(enable_timing=True))
 
 
-def _module(device_type: str) -> Any:
-    return torch.get_device_module(device_type)
-
-
-_streams: weakref.WeakSet[torch.Stream] = weakref.WeakSet()
-
-
 def new_stream(device_type: str) -> torch.Stream:
     """A stream for communication. Its priority is high, as that of FSDP2's streams, because kernels
     that pack and unpack messages would otherwise wait for kernels of the model."""
@@ -209,3 +207,7 @@ def keep_until_done(tensor: Tensor) -> None:
     """
     if tensor.device.type != "cpu":
         tensor.record_stream(current_stream(tensor.device.type))
+
+
+def _module(device_type: str) -> Any:
+    return torch.get_device_module(device_type)

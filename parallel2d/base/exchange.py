@@ -22,9 +22,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-# the names in torch.distributed may be wrapped, to count bytes
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError, did_you_mean
@@ -68,13 +65,13 @@ def broadcast(value: Any, source: int | None = None, group: dist.ProcessGroup | 
     # Receivers must know the size before they can make room for the data.
     if dist.get_rank() == source:
         data = _encoded(value, device)
-        c10d.broadcast(torch.tensor([data.numel()], device=device), source, group=group)
-        c10d.broadcast(data, source, group=group)
+        dist.broadcast(torch.tensor([data.numel()], device=device), source, group=group)
+        dist.broadcast(data, source, group=group)
         return value
     length = torch.tensor([0], device=device)
-    c10d.broadcast(length, source, group=group)
+    dist.broadcast(length, source, group=group)
     data = torch.empty(int(length), dtype=torch.uint8, device=device)
-    c10d.broadcast(data, source, group=group)
+    dist.broadcast(data, source, group=group)
     return decode(data.cpu().numpy().tobytes())
 
 
@@ -95,13 +92,13 @@ def _received(value: Any, group: dist.ProcessGroup | None) -> list[Tensor]:
     data = _encoded(value, device)
     ranks = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
-    c10d.all_gather(lengths, torch.tensor([data.numel()], device=device), group=group)
+    dist.all_gather(lengths, torch.tensor([data.numel()], device=device), group=group)
     sizes = [int(length) for length in lengths]
     # Gathering needs tensors of one shape: zeros up to the length of the longest.
     own = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     own[: data.numel()] = data
     received = [torch.zeros_like(own) for _ in sizes]
-    c10d.all_gather(received, own, group=group)
+    dist.all_gather(received, own, group=group)
     return [each[:size] for each, size in zip(received, sizes, strict=True)]
 
 
@@ -114,7 +111,7 @@ def _decoded(received: list[Tensor]) -> list[Any]:
 def _device(group: dist.ProcessGroup | None) -> torch.device:
     """The CPU where the group can send from it, else this rank's accelerator."""
     cpu = torch.device("cpu")
-    group = group or c10d._get_default_group()
+    group = group or dist.distributed_c10d._get_default_group()
     if cpu in group._device_types:
         return cpu
     return torch.device(torch.accelerator.current_accelerator() or cpu)
