@@ -129,18 +129,8 @@ def synchronize(
         group.set_dtypes(precision.sums, wire, shard_ranks)
         if shard_ranks == 1 and not layout.config.cpu_offload:
             group.share_memory(torch.float32 if in_fp32 else precision.param)
-    order = None
     # With one rank nothing is gathered or reduced over the shard axis.
-    if shard_ranks > 1:
-        shard_group = mesh.get_group("shard")
-        hosts = {topology.hosts[rank] for rank in dist.get_process_group_ranks(shard_group)}
-        order = CollectiveOrder.of(shard_group, len(hosts) == 1, mesh.device_type)
-        if len(hosts) == 1 and not order.shares_memory and shard_group.rank() == 0:
-            log.warning(
-                "ranks of %s cannot open each other's memory in /proc: if they run different "
-                "modules, this is found at the end of a backward pass, not before",
-                *hosts,
-            )
+    order = _order_of(mesh, topology) if shard_ranks > 1 else None
     kept = precision.reduce if precision.keep_reduced else precision.storage
     engine = ReplicaReducer(
         mesh,
@@ -156,6 +146,20 @@ def synchronize(
     after_backward(model, engine.end_backward)
     if order is not None:
         _keep_order(order, groups, engine)
+
+
+def _order_of(mesh: DeviceMesh, topology: Topology) -> CollectiveOrder:
+    """Return the order of collectives of this rank's shard group. Collective."""
+    group = mesh.get_group("shard")
+    hosts = {topology.hosts[rank] for rank in dist.get_process_group_ranks(group)}
+    order = CollectiveOrder.of(group, len(hosts) == 1, mesh.device_type)
+    if len(hosts) == 1 and not order.shares_memory and group.rank() == 0:
+        log.warning(
+            "ranks of %s cannot open each other's memory in /proc: if they run different modules, "
+            "this is found at the end of a backward pass, not before",
+            *hosts,
+        )
+    return order
 
 
 def _keep_order(
