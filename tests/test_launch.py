@@ -462,3 +462,15 @@ def test_the_store_command_listens_where_it_is_told(store_command, server):
     refused = subprocess.run([*STORE, str(server.port)], capture_output=True, text=True)
     assert refused.returncode == 2
     assert "is in use by another process" in refused.stderr
+
+
+@pytest.mark.slow
+def test_descriptors_of_a_rank_grow_by_less_than_half_of_the_ranks():
+    script = ["-m", "tools.bench.scale", "--ranks", "16"]
+    done = jobs.run_python(*script, timeout=400)
+    assert done.returncode == 0, done.stderr
+    row = done.stdout.splitlines()[-1].strip("|").split("|")
+    ranks, _seconds, of_rank, of_launcher, *_ = map(float, row)
+    assert ranks == 16
+    assert 0 < of_rank <= 0.5 * (ranks - 1) + 60
+    assert 0 < of_launcher <= 3 * ranks + 60
