@@ -13,7 +13,7 @@ axis what the blocks return stays a slice, and the loss is the sum of those of a
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -135,10 +135,13 @@ class ChunkedLogits:
 
 # Python looks operators up in the class, and does not ask `__getattr__` for them. `then` refuses
 # those that are not on single elements.
+def _operation(name: str) -> Callable[..., ChunkedLogits]:
+    # Not `functools.partialmethod`: torch 2.14 fails to compile a model that uses one.
+    return lambda logits, *args, **kwargs: logits.then(name, *args, **kwargs)
+
+
 for _name in (*ELEMENTWISE, *SYNONYMS, *_REFUSED_OPERATORS):
-    _words = SYNONYMS | _REFUSED_OPERATORS
-    _method = functools.partialmethod(ChunkedLogits.then, _words.get(_name, _name))
-    setattr(ChunkedLogits, _name, _method)
+    setattr(ChunkedLogits, _name, _operation((SYNONYMS | _REFUSED_OPERATORS).get(_name, _name)))
 
 
 def _refused(what: str) -> ConfigError:

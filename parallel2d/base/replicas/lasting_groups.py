@@ -95,7 +95,13 @@ class _Lasting(ProcessGroup):
     def connect(self, store: Any, timeout: timedelta) -> Any:
         """A group of those that are there. Blocks until all of them do so."""
         ranks = self.members()
-        return ProcessGroupGloo(store, ranks.index(self.replicas.rank), len(ranks), timeout)
+        options = ProcessGroupGloo._Options()
+        options._timeout = timeout
+        # Connected at once: a group that connects at the first message can never be freed after a
+        # collective was given up in it. Gloo then waits until its sockets hold no data, and data
+        # for that collective is never read.
+        options._devices = [ProcessGroupGloo.create_default_device(lazy_init=False)]
+        return ProcessGroupGloo(store, ranks.index(self.replicas.rank), len(ranks), options)
 
     def run(self, name: str, *arguments: Any) -> Any:
         """Starts the collective ``name`` of the group inside. Its ``wait`` raises `ReplicaLost`
