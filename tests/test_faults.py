@@ -312,6 +312,39 @@ def test_ranks_stores_and_launchers_that_end(tmp_path):
     run(tmp_path, [*faults, "launcher_interrupted"], seed=2, starts=3, late=[1])
 
 
+DEAF = """
+import os, signal, sys, time
+
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["GROUP_RANK"] == "1":
+        time.sleep(1)
+        sys.exit("broken")
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_hear_no_signal_end_at_once_after_a_failure_on_another_node(tmp_path):
+    """Such as ranks that wait for a lost one on an accelerator. The grace period is for planned ends."""
+    (tmp_path / "deaf.py").write_text(DEAF)
+    words = ["launch.nnodes=2", "launch.insecure=true", "launch.max_restarts=2"]
+    with Cluster(2, output=tmp_path / "logs") as cluster:
+        words += ["launch.grace_s=600", f"launch.rdzv_endpoint={cluster.endpoint()}", "deaf.py"]
+        whole = [
+            sys.executable,
+            "-m",
+            "parallel2d.launch",
+            "run",
+            "launch.nproc_per_node=1",
+            *words,
+        ]
+        job = cluster.run(whole, launcher="none", cwd=tmp_path)
+        assert job.wait(60) == {0: 0, 1: 0}
+        logs = [cluster.log_path(node).read_text() for node in (0, 1)]
+    assert sum("ranks of another node have failed; starting again" in log for log in logs) == 1
+
+
 @pytest.mark.soak
 def test_split_updates_go_on_without_a_node_and_with_it_again(tmp_path):
     """The other node has not the whole state: it goes on from the newest checkpoint."""

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -290,7 +291,12 @@ def job(tmp_path, monkeypatch):
         stack.callback(at.close)
 
         def join(*launchers, call_s=0.1, late=None):
-            joined = [pool.submit(each.join, call_s, late or each.next) for each in launchers]
+            joined = [
+                pool.submit(
+                    each.join, call_s, late or partial(each.next, after_failure=False), False
+                )
+                for each in launchers
+            ]
             return lambda seconds=30: [each.result(seconds) for each in joined]
 
         def look(holds, launcher):

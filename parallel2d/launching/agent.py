@@ -168,10 +168,11 @@ class _Node:
         """Starts the ranks, again and again, until the job ends or is to end."""
         grace_s = self.workers.settings.grace_s
         late = Latecomer(self._round, self._rendezvous.store, self.workers.say)
+        has_failed = False
         try:
             while True:
                 call_s = LAST_CALL_S if self.workers.starts else FIRST_CALL_S
-                self._round.join(call_s, late.wanted)
+                self._round.join(call_s, late.wanted, has_failed)
                 lost = self._start()
                 end = self._watch(lost)
                 if end is _End.DONE:
@@ -180,7 +181,7 @@ class _Node:
                         self._round.await_others()
                     self._end_job("well")
                     return
-                self._end_ranks(end, lost)
+                has_failed = self._end_ranks(end, lost)
         except Signalled as stopped:
             raise self._pass_on(stopped) from None
         finally:
@@ -248,8 +249,9 @@ class _Node:
             if not self._round.takes_part:
                 return _End.NODES_CHANGED
 
-    def _end_ranks(self, end: _End, lost: LostReplicas) -> None:
-        """Ends the ranks of this node for a new start, or raises the error that ends the job."""
+    def _end_ranks(self, end: _End, lost: LostReplicas) -> bool:
+        """Ends the ranks of this node for a new start, or raises the error that ends the job.
+        Returns whether some had failed, without being asked to stop."""
         workers, grace_s = self.workers, self.workers.settings.grace_s
         if end is _End.FAILED:
             failures = self.ranks.end_after_failure()
@@ -260,6 +262,13 @@ class _Node:
                     self._end_job("failed")
                 raise error
             time.sleep(pause)
+            told = workers.settings.requeue_exit_code
+            return all(each.exit_code != told for each in failures)
+        if end is _End.NODES_CHANGED and self._round.state.after_failure:
+            # They cannot save without the ranks that are gone, and where they wait for those on an
+            # accelerator they do not hear a SIGTERM.
+            workers.say("ranks of another node have failed; starting again with all that are there")
+            self.ranks.end(signal.SIGKILL, GRACE_AFTER_FAILURE_S)
         elif end is _End.NODES_CHANGED:
             workers.say(
                 "the nodes of this job have changed; saving, and starting again with all that are "
@@ -273,6 +282,7 @@ class _Node:
                 "rejoining"
             )
             self.ranks.end(signal.SIGKILL, GRACE_AFTER_FAILURE_S)
+        return False
 
     def _end_job(self, how: str) -> None:
         with contextlib.suppress(DistNetworkError, DistStoreError):  # it ended with another node

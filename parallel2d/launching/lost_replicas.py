@@ -49,7 +49,7 @@ class Latecomer:
             return state  # until it has spoken, or is lost
         lost = [each for each in state.members if self._round.is_silent(each.name)]
         if len(lost) == len(state.members):
-            return self._round.next()
+            return self._round.next(after_failure=True)
         store = PrefixStore(state.prefix, self._store)
         job, has_begun = _published(store), store.check([ON, LATEST])
         place = self._free_place(job, lost, store) if has_begun else None
@@ -57,7 +57,7 @@ class Latecomer:
             return self._round.with_place(place)
         has_room = bool(lost) or len(state.members) < self._round.largest
         if has_room and _starts_again(job, has_begun, bool(lost)):
-            return self._round.next()
+            return self._round.next(after_failure=bool(lost))
         if not self._has_said:
             self._say("waiting until the job has started, or has a place for this node")
             self._has_said = True

@@ -58,15 +58,17 @@ class State(NamedTuple):
     members: tuple[Launcher, ...] = ()
     before: tuple[str, ...] = ()  # names of the launchers of the round before it
     old_prefix: str = ""  # of that round
+    after_failure: bool = False  # that round ended because ranks had failed or a node was lost
 
     @classmethod
     def from_text(cls, text: bytes) -> State:
         """Raises `WorkersFailed` for what json.dumps does not make of one."""
         try:
-            prefix, members, before, old_prefix = json.loads(text) if text else cls()
-            state = cls(prefix, tuple(Launcher(*each) for each in members), (*before,), old_prefix)
-            is_text = {str} == set(map(type, (prefix, old_prefix, *before)))
-            if not is_text or any(list(map(type, each)) != _KINDS for each in state.members):
+            prefix, members, before, old_prefix, failed = json.loads(text) if text else cls()
+            launchers = tuple(Launcher(*each) for each in members)
+            state = cls(prefix, launchers, (*before,), old_prefix, failed)
+            is_right = {str} == set(map(type, (prefix, old_prefix, *before))) and failed in (0, 1)
+            if not is_right or any(list(map(type, each)) != _KINDS for each in launchers):
                 raise TypeError("a value of another kind")
         except (ValueError, TypeError, RecursionError) as error:
             raise WorkersFailed(f"the state of the rendezvous is damaged: {error}") from None
@@ -161,11 +163,12 @@ class Round:
 
     # Coming and going
 
-    def join(self, call_s: float, late: Callable[[], State]) -> None:
+    def join(self, call_s: float, late: Callable[[], State], after_failure: bool) -> None:
         """Waits until this launcher takes part in a round that is closed, for those that may still
         come ``call_s`` seconds longer. ``late``: what one wants that comes while a round goes on
-        without it: the state as it is, to wait; with itself in a place; or `next`. Raises
-        `JobDone`, and `WorkersFailed` for a job that failed or when too few nodes come."""
+        without it: the state as it is, to wait; with itself in a place; or `next`.
+        ``after_failure``: its ranks ended for that. Raises `JobDone`, and `WorkersFailed` for a job
+        that failed or when too few nodes come."""
         self.own = self.own._replace(start=self.own.start + 1, port=_free_port(self.own.address))
         begin, came = time.monotonic(), set[str]()
         self._enough_at, self._call_s = None, call_s
@@ -178,7 +181,7 @@ class Round:
                 raise JobDone
             if end is not None:
                 raise WorkersFailed("the job was ended by another node; see the error there")
-            wanted = self._wanted(late)
+            wanted = self._wanted(late, after_failure)
             if wanted != self.state:
                 if not self._replace(wanted):  # others want to change it too
                     time.sleep(random.random() * _BEAT_S)
@@ -191,10 +194,10 @@ class Round:
                 self._give_up(came)
             time.sleep(max(0.0, self._look_at - now))
 
-    def next(self) -> State:
+    def next(self, *, after_failure: bool) -> State:
         """The one after this, with this launcher."""
         names = tuple(each.name for each in self.state.members)
-        return State("", (self.own,), names, self.state.prefix)
+        return State("", (self.own,), names, self.state.prefix, after_failure)
 
     def with_place(self, place: int) -> State:
         """This one, with this launcher in the place of a member, or after the last."""
@@ -202,13 +205,13 @@ class Round:
         members[place : place + 1] = [self.own]
         return self.state._replace(members=tuple(members))
 
-    def _wanted(self, late: Callable[[], State]) -> State:
+    def _wanted(self, late: Callable[[], State], after_failure: bool) -> State:
         """What the state is to be next, as it seems from here."""
         state = self.state
         others = [each for each in state.members if each.name != self.own.name]
         if not self.is_open:
             has_taken_part = len(others) < len(state.members)
-            return self.next() if has_taken_part else late()
+            return self.next(after_failure=after_failure) if has_taken_part else late()
         here = [each for each in others if not self.is_silent(each.name)] + [self.own]
         prefix = ""
         if self._is_complete({each.name for each in here}):
