@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel2d.models.attention import grouped_attention
+
 
 def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the rotation angles, each fp32 of shape [seq, head_dim / 2] (Su et al.
@@ -62,7 +64,7 @@ class Attention(nn.Module):
         )
         cos, sin = rotary_angles(positions, self.head_dim, self.rope_theta)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        out = F.scaled_dot_product_attention(
+        out = grouped_attention(
             query,
             key,
             value,

@@ -3,8 +3,11 @@
 import jobs
 import pytest
 import torch
+import torch.nn.functional as F
 import training
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from parallel2d.models.attention import grouped_attention
 from parallel2d.models.llama import rotary_angles, rotate, tensor_plan
 from parallel2d.training.model_families import build_model
 
@@ -33,6 +36,27 @@ def test_with_document_ids_a_token_sees_only_its_own_document(model):
     assert torch.allclose(logits[:, 6:], other[:, 6:], atol=1e-12)
     assert not torch.allclose(logits[:, :6], other[:, :6])
     assert torch.allclose(logits[:, :6], model(first[None]), atol=1e-12)
+
+
+@pytest.mark.parametrize(("device", "dtype", "masked", "heads"), [
+    ("cuda", torch.bfloat16, False, 2), ("cuda", torch.float32, False, 8), ("cuda", torch.bfloat16, True, 8), ("cpu", torch.float32, True, 2),
+])  # fmt: skip
+def test_keys_are_repeated_where_no_fused_kernel_takes_fewer_heads(
+    monkeypatch, device, dtype, masked, heads
+):
+    seen = []
+    attend = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda q, *kv, **o: seen.extend(kv) or attend(q, *kv, **o),
+    )
+    with FakeTensorMode():
+        query = torch.empty(1, 8, 4, 16, device=device, dtype=dtype)
+        key = torch.empty(1, 2, 4, 16, device=device, dtype=dtype)
+        mask = torch.empty(4, 4, device=device, dtype=torch.bool) if masked else None
+        assert grouped_attention(query, key, key, mask, enable_gqa=True).shape == query.shape
+    assert [each.shape[1] for each in seen] == [heads, heads]
 
 
 def test_rotation_preserves_length_and_depends_on_distance_only():

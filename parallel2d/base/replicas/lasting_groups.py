@@ -95,7 +95,7 @@ class _Lasting(ProcessGroup):
     def connect(self, store: Any, timeout: timedelta) -> Any:
         """A group of those that are there. Blocks until all of them do so."""
         ranks = self.members()
-        options = ProcessGroupGloo._Options()
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         # Connected at once: a group that connects at the first message can never be freed after a
         # collective was given up in it. Gloo then waits until its sockets hold no data, and data

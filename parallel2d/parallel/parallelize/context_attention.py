@@ -13,16 +13,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.models.attention import grouped_attention
 from parallel2d.parallel.context_axis import ContextAxis
 from parallel2d.parallel.fsdp_internals.sharded_model import saving_hooks
-
-ATTENTION = F.scaled_dot_product_attention
 
 
 def attend_to_slices(
@@ -52,7 +50,9 @@ def attend_to_slices(
             with _gathered_again(
                 lambda own: axis.heads_of_all(own.repeat_interleave(copies, 1)), key, value
             ) as (every_key, every_value):
-                output = ATTENTION(axis.heads_of_all(query), every_key, every_value, **options)
+                output = grouped_attention(
+                    axis.heads_of_all(query), every_key, every_value, **options
+                )
             return axis.slices_of_all(output)
     else:
         gathers = gathers or _gather_is_cheaper(heads, ranks)
@@ -63,7 +63,7 @@ def attend_to_slices(
     if mask is not None:
         mask = _of_own_heads(axis, mask, query.shape[2])
     query, key, value = map(axis.heads_of_all, (query, key, value))
-    return axis.slices_of_all(ATTENTION(query, key, value, attn_mask=mask, **options))
+    return axis.slices_of_all(grouped_attention(query, key, value, attn_mask=mask, **options))
 
 
 def _of_own_heads(axis: ContextAxis, mask: Tensor, own: int) -> Tensor:
@@ -92,7 +92,7 @@ def attend_to_all(
         # Nothing after this rank's last position.
         key, value = key[:, :, : first + own], value[:, :, : first + own]
         mask = _causal(mask, query, key, first)
-    return ATTENTION(query, key, value, attn_mask=mask, **options)
+    return grouped_attention(query, key, value, attn_mask=mask, **options)
 
 
 def _causal(mask: Tensor | None, query: Tensor, key: Tensor, first: int) -> Tensor:

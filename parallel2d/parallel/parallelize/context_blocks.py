@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from parallel2d.base.device import random_states_kept
 from parallel2d.base.errors import ConfigError
+from parallel2d.models.attention import grouped_attention
 from parallel2d.parallel.context_axis import ContextAxis
 from parallel2d.parallel.fsdp_internals.sharded_model import in_backward, saving_hooks
 from parallel2d.parallel.parallelize.context_attention import (
-    ATTENTION,
     attend_to_all,
     attend_to_slices,
 )
@@ -288,7 +288,7 @@ class SplitBlock:
         splits_query = self.follows.get((*place, "query")) == positions
         splits_keys = self.follows.get((*place, "key")) == positions
         if not self.stack.is_split or not (splits_query or splits_keys):
-            return ATTENTION(query, key, value, attn_mask=mask, **options)
+            return grouped_attention(query, key, value, attn_mask=mask, **options)
         ranks = self.stack.axis.size
         if not splits_query or query.shape[-2] != self._own or query.ndim not in (3, 4):
             raise ConfigError(
@@ -333,7 +333,7 @@ class _Intercept(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function is ATTENTION:
+        if function in (F.scaled_dot_product_attention, grouped_attention):
             function = self._block.attention
         # torch passes this function to the mode, and then its call of attention no more.
         elif function is F.multi_head_attention_forward:
@@ -343,7 +343,7 @@ class _Intercept(TorchFunctionMode):
 
 def _with_attention(function: Any, attention: Callable[..., Tensor]) -> FunctionType:
     """A copy of ``function`` that calls ``attention`` where ``function`` calls torch's."""
-    names = {**function.__globals__, ATTENTION.__name__: attention}
+    names = {**function.__globals__, "scaled_dot_product_attention": attention}
     copy = FunctionType(function.__code__, names, argdefs=function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
