@@ -23,7 +23,7 @@ from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.files.tensor_file import DTYPES
 from parallel2d.checkpoint import main
 from parallel2d.training.checkpoint import Checkpoint, Checkpointer
-from parallel2d.training.checkpoint.convert import formats
+from parallel2d.training.checkpoint.convert import convert, formats
 
 ARGUMENTS = {**LLAMA, "norm_eps": 1e-5, "rope_theta": 500000.0}
 TRANSFORMERS = pytest.mark.extras("transformers")
@@ -146,6 +146,22 @@ def test_a_torch_file_is_what_load_state_dict_takes(trained, tmp_path):
         for key, value in optimizer.state[a].items():
             assert fresh.state[b][key].dtype == torch.float32
             assert torch.equal(value, fresh.state[b][key])
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".pt", ""])
+def test_dtype_casts_parameters_and_keeps_buffers(tmp_path, ending):
+    """Also through a checkpoint without optimizer state, and to a file without an ending."""
+    model = torch.nn.Linear(3, 4)
+    model.register_buffer("frequencies", torch.rand(5))
+    source = formats.read_ours(save(tmp_path / "run", model))
+    source.layout = {"global_batch_size": 8}  # as the train command saves
+    convert(source, str(tmp_path / "ours"), "parallel2d")
+    target = tmp_path / f"weights{ending}"
+    kind = "safetensors" if ending == ".safetensors" else "torch"
+    command("convert", tmp_path / "ours", target, "--to", kind, "--dtype", "bf16")
+    found = load_file(target) if kind == "safetensors" else torch.load(target)
+    assert torch.equal(found["frequencies"], model.frequencies)
+    assert torch.equal(found["weight"], model.weight.bfloat16())
 
 
 @pytest.mark.parametrize("zipped", [True, False])

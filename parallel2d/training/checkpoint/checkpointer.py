@@ -47,7 +47,12 @@ from parallel2d.training.checkpoint.save import (
     take,
     write_checkpoint,
 )
-from parallel2d.training.checkpoint.state import replica_tensors, rng_tensors, saved_tensors
+from parallel2d.training.checkpoint.state import (
+    buffer_names,
+    replica_tensors,
+    rng_tensors,
+    saved_tensors,
+)
 from parallel2d.training.checkpoint.storage import (
     CheckpointError,
     as_config_error,
@@ -391,6 +396,7 @@ class Checkpointer:
             world_size=self.group.size,
             optimizer=described,
             tied=tied_names(self.model),
+            buffers=buffer_names(self.model),
         )
         shared = saved_tensors(self.model, optimizer)
         of_replica = replica_tensors(self.model, optimizer)

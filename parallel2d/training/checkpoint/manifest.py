@@ -31,11 +31,11 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 MAX_BYTES = 96 * 2**20  # two million chunks, for which a reader needs 2 GiB of memory
 _MOST_AXES = 8
-_TRAINED = "global_batch_size"  # in the layout of what the train command saves
+TRAINED = "global_batch_size"  # in the layout of what the train command saves
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # What is stored as it is, and what must be an object.
-PLAIN = ("step", "state", "layout", "mesh", "world_size", "optimizer", "tied")
+PLAIN = ("step", "state", "layout", "mesh", "world_size", "optimizer", "tied", "buffers")
 _OBJECTS = ("state", "layout", "mesh", "optimizer", "tied", "tensors", "files")
 
 
@@ -81,6 +81,8 @@ class Manifest:
     optimizer: dict[str, Any] = field(default_factory=dict)
     # Further names of shared parameters -> the one they are stored under
     tied: dict[str, str] = field(default_factory=dict)
+    # Names of the model's tensors that are buffers
+    buffers: list[str] = field(default_factory=list)
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     files: dict[str, StoredFile] = field(default_factory=dict)
 
@@ -243,11 +245,17 @@ def _check_facts(content: dict[str, Any]) -> Iterator[tuple[object, str]]:
     yield all(map(is_count, mesh.values())), "mesh must give whole numbers"
     is_mesh = not mesh or math.prod(mesh.values()) == ranks
     yield is_mesh, f"a mesh of {printable(mesh)} is not one of {ranks} ranks"
+    buffers = content.setdefault("buffers", [])  # not in older checkpoints
+    yield is_list_of_names(buffers), "buffers is not a list of names"
     yield from check_optimizer_facts(content["optimizer"])
     # The state of somebody's own loop may hold anything.
-    if _TRAINED in content["layout"]:
+    if TRAINED in content["layout"]:
         problems = problems_of_state(content["state"], content["step"])
         yield not problems, f"no run can continue from its state: {'; '.join(problems[:4])}"
+
+
+def is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def check_optimizer_facts(optimizer: dict[str, Any]) -> Iterator[tuple[object, str]]:
@@ -257,9 +265,7 @@ def check_optimizer_facts(optimizer: dict[str, Any]) -> Iterator[tuple[object, s
     problem = "the optimizer's groups do not list parameter names"
     for group in groups:
         yield isinstance(group, dict), problem
-        names = group.get("parameters")
-        yield isinstance(names, list), problem
-        yield all(isinstance(name, str) for name in names), problem
+        yield is_list_of_names(group.get("parameters")), problem
         is_mapping = isinstance(group.get("settings", {}), dict)
         yield is_mapping, "the settings of the optimizer's groups are no mapping"
     problem = "the optimizer's scalars are no mapping of names"

@@ -76,6 +76,12 @@ def load_averages(model: nn.Module, checkpoint: Checkpoint, *, restart: bool) ->
         _fill_if_there(average.values[name], f"ema/{name}", checkpoint)
 
 
+def buffer_names(model: nn.Module) -> list[str]:
+    """Lists the persistent buffers among the `model_tensors`."""
+    buffers = set(map(id, model.buffers()))
+    return [name for name, tensor in model_tensors(model).items() if id(tensor) in buffers]
+
+
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
 

@@ -21,7 +21,7 @@ from parallel2d.base.files.tensor_file import DTYPES
 from parallel2d.training.checkpoint.convert import formats, hugging_face
 from parallel2d.training.checkpoint.convert.formats import Source
 from parallel2d.training.checkpoint.convert.hugging_face import llama_arguments
-from parallel2d.training.checkpoint.manifest import MANIFEST
+from parallel2d.training.checkpoint.manifest import MANIFEST, TRAINED
 from parallel2d.training.checkpoint.state import names_under
 from parallel2d.training.checkpoint.storage import find_checkpoint
 
@@ -88,7 +88,7 @@ def convert(
     other `FORMATS`; returns how many tensors it wrote. Raises `ConfigError`: the target exists, or
     the source lacks what the format needs.
 
-    ``dtype``: safetensors name, for floating-point weights alone, optimizer state is never
+    ``dtype``: safetensors name, for floating-point parameters; buffers and optimizer state are not
     converted; ``shard_bytes``: size at which a folder's data goes on in another file;
     ``arguments``: ``given`` of `write_model`; ``progress`` gets the bytes read since the last call.
     """
@@ -134,9 +134,11 @@ def _chosen(
         averages = _names(source, "ema", "averages: it was not trained with train.ema")
         stored_as = {f"model/{name.removeprefix('ema/')}": name for name in averages}
     tensors |= {name: source.tensors[stored] for name, stored in stored_as.items()}
+    buffers = set(source.buffers)
     for name in weights:
         stored, shape = tensors[name]
-        if dtype is not None and DTYPES[stored].is_floating_point:
+        is_buffer = name.removeprefix("model/") in buffers
+        if dtype is not None and DTYPES[stored].is_floating_point and not is_buffer:
             tensors[name] = dtype, shape
 
     def read(name: str) -> Tensor:
@@ -147,7 +149,10 @@ def _chosen(
 
     order = sorted(tensors, key=lambda name: DTYPES[tensors[name][0]].itemsize, reverse=True)
     chosen = replace(source, tensors={name: tensors[name] for name in order}, read=read)
-    return chosen if optimizer else replace(chosen, step=0, state={}, optimizer={})
+    if optimizer:
+        return chosen
+    layout = {key: value for key, value in source.layout.items() if key != TRAINED}
+    return replace(chosen, step=0, state={}, layout=layout, optimizer={})
 
 
 @contextlib.contextmanager

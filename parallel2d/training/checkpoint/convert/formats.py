@@ -35,13 +35,21 @@ from parallel2d.training.checkpoint.manifest import (
     StoredFile,
     StoredTensor,
     check_optimizer_facts,
+    is_list_of_names,
     require,
 )
 from parallel2d.training.checkpoint.state import names_under
 from parallel2d.training.checkpoint.storage import LocalStore
 
 # What files of other formats keep beside the tensors, as JSON.
-_FACTS = {"step": int, "state": dict, "layout": dict, "optimizer": dict, "tied": dict}
+_FACTS = {
+    "step": int,
+    "state": dict,
+    "layout": dict,
+    "optimizer": dict,
+    "tied": dict,
+    "buffers": list,
+}
 
 
 @dataclass
@@ -57,6 +65,7 @@ class Source:
     layout: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    buffers: list[str] = field(default_factory=list)
 
     def facts_text(self) -> str:
         return json.dumps({key: getattr(self, key) for key in _FACTS}, separators=(",", ":"))
@@ -98,6 +107,7 @@ def _check_kinds(facts: Mapping[str, Any]) -> Iterator[tuple[object, str]]:
     yield is_count(facts.get("step", 0)), "step is no whole number"
     has_names = all(isinstance(name, str) for name in facts.get("tied", {}).values())
     yield has_names, "tied is no mapping of names"
+    yield is_list_of_names(facts.get("buffers", [])), "buffers is not a list of names"
     yield from check_optimizer_facts(facts.get("optimizer", {}))
 
 
@@ -345,7 +355,9 @@ def write_torch(source: Source, path: str) -> None:
         content = {"model": model, "parallel2d": source.facts_text()}
         content |= _numbered(source.optimizer, state)
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(content, path)
+        # torch makes a name in the archive from that of a file, and cannot from `.name`.
+        with open(path, "wb") as file:
+            torch.save(content, file)
     # torch numbers values in the order in which it first meets them; tied ones are met again.
     fakes = dict.fromkeys(map(id, filter(torch.is_tensor, tree_leaves(content))))
     with zipfile.ZipFile(path, "a") as archive, open(path, "r+b") as file:
