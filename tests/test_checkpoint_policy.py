@@ -1,5 +1,6 @@
 """When a run saves, what it keeps, and what it does when saving or resuming fails."""
 
+import copy
 import itertools
 import os
 import shutil
@@ -14,6 +15,7 @@ from checkpoint_runs import Heard, run, steps_in
 from safetensors.torch import load_file
 from workers import WorkerError
 
+import parallel2d
 from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.checkpoint import Checkpoint, Checkpointer, CheckpointError
@@ -359,3 +361,67 @@ def test_tied_weights_are_stored_once_and_load_untied(tmp_path):
     apart = Small(tmp_path, model=two_matrices(tied=False), load="model_only")
     apart.restore()
     assert torch.equal(apart.model[1].weight, tied.model[0].weight)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as LAMB does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("settings", [True, False])
+def test_steps_counted_in_groups_and_settings_of_empty_groups_are_restored(tmp_path, settings):
+    def build(lr, lr_of_empty):
+        model = torch.nn.Linear(2, 2)
+        groups = [{"params": model.parameters(), "lr": lr}, {"params": [], "lr": lr_of_empty}]
+        optimizer = Counting(groups, lr=1.0)
+        return Checkpointer(CheckpointConfig(every=1), tmp_path, None, model, optimizer)
+
+    saved = build(0.1, 0.2)
+    for _ in range(3):
+        saved.model(torch.ones(1, 2)).sum().backward()
+        saved.optimizer.step()
+    saved.save_if_due(3, {})
+    saved.finish()
+    restored = build(8.0, 9.0)
+    restored.restore(settings=settings)
+    groups = restored.optimizer.param_groups
+    assert groups[0]["step"] == 3
+    assert [group["lr"] for group in groups] == ([0.1, 0.2] if settings else [8.0, 9.0])
+
+
+@pytest.mark.parametrize("way", ["full state", "checkpoint", "whole matrices"])
+def test_a_state_from_before_the_first_step_has_no_moments(tmp_path, way):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if way == "whole matrices":
+        optimizer = parallel2d.whole_matrices(torch.optim.AdamW, model.parameters())
+    checkpointer = Checkpointer(CheckpointConfig(every=1), tmp_path, None, model, optimizer)
+    checkpointer.save_if_due(1, {})
+    checkpointer.finish()
+    state = parallel2d.full_state(model, optimizer)
+    fresh = copy.deepcopy(optimizer.state_dict())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    match way:
+        case "full state":
+            parallel2d.load_full_state(model, optimizer, state)
+        case "checkpoint":
+            checkpointer.restore()
+        case _:
+            optimizer.load_state_dict(fresh)
+    assert optimizer.state_dict()["state"] == {}
+
+
+def test_saving_keeps_the_rate_that_a_scheduler_has_set():
+    model = torch.nn.Linear(2, 2)
+    optimizer = parallel2d.whole_matrices(torch.optim.Adafactor, model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    parallel2d.full_state(model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.05

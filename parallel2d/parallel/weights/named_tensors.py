@@ -198,6 +198,25 @@ def spread_state(optimizer: torch.optim.Optimizer) -> None:
         spread()
 
 
+def keep_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, Tensor],
+    kept: Mapping[str, Iterable[str]],
+) -> None:
+    """Before a state is loaded: drops what ``optimizer`` has of ``parameters``, by name, except the
+    entries of these keys, which the state has too."""
+    forget = getattr(optimizer, "forget_state", None)
+    if forget is not None:
+        forget(parameters.values())
+    for name, parameter in parameters.items():
+        # In place: `join_optimizers` has the entries of other optimizers.
+        entries = optimizer.state.get(parameter, {})
+        for key in entries.keys() - set(kept.get(name, ())):
+            del entries[key]
+        if not entries and isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.state.pop(parameter, None)
+
+
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """``<key>/<FQN>`` -> optimizer state that is a tensor. Empty before the first step."""
     found: dict[str, Tensor] = {}

@@ -42,30 +42,38 @@ def match_settings(
     *,
     wanted: bool = True,
     check_class: bool = False,
+    same_class: bool = True,
 ) -> tuple[list[Settings], list[str]]:
     """For each group of ``optimizer`` the settings that a state gives its parameters ({} where it
-    has none of them, or where they are not ``wanted``), and what is wrong.
+    has none of them), and what is wrong. Where they are not ``wanted``, a group's counters alone.
 
     ``names``: of the parameters in each group of ``optimizer``. ``check_class``: settings of
-    another class of optimizer are wrong too.
+    another class of optimizer are wrong too. ``same_class``: the state is of this class, and takes
+    its counters along.
     """
     index_of: dict[str, int] = {}
     for index, (_, listed) in enumerate(stored):
         index_of |= dict.fromkeys(listed, index)
     matched: list[Settings] = []
     problems: list[str] = []
-    for group, listed in zip(optimizer.param_groups, names, strict=True):
+    for number, (group, listed) in enumerate(zip(optimizer.param_groups, names, strict=True)):
         indices = [index_of[name] for name in listed if name in index_of]
+        # A group without parameters is the one in its place.
+        if not listed and len(stored) == len(names) and not stored[number][1]:
+            indices = [number]
         # Each once, in the order of the parameters here: the first group decides.
         given = [stored[index][0] for index in dict.fromkeys(indices)]
         own = set(group) - _NOT_OF_A_CLASS
         for settings in given if check_class else ():
             problems += _other_class(optimizer, own, settings)
-        if not wanted or not given:
+        if not given:
             matched.append({})
             continue
-        # A setting that this class of optimizer does not have would stay in the group unused.
-        kept = own | _OF_SCHEDULERS
+        # A setting that another class of optimizer has would stay in the group unused.
+        kept = own | _OF_SCHEDULERS if wanted else set[str]()
+        if same_class:
+            # An optimizer may count in its groups, from its constructor or its first step on.
+            kept |= {"step"} | (given[0].keys() - set(group) - _NOT_OF_A_CLASS)
         matched.append({key: value for key, value in given[0].items() if key in kept})
         problems += _problems(matched[-1], given[1:], group)
     # Several groups may have the same problem, which is listed once.

@@ -206,13 +206,11 @@ class Resume:
             optimizer = self.optimizer if load == "all" else None
             if optimizer is not None:
                 passed_over += check_optimizer(self.model, optimizer, checkpoint, strict)
-                if self.settings:
-                    settings = stored_settings(self.model, optimizer, checkpoint)
+                settings = stored_settings(self.model, optimizer, checkpoint, self.settings)
             load_model(self.model, checkpoint)
             if optimizer is not None:
                 load_optimizer(self.model, optimizer, checkpoint)
-                if settings:
-                    put_settings(optimizer, settings)
+                put_settings(optimizer, settings)
             if load == "all" and same_ranks:
                 restore_rng(self.group.rank, checkpoint)
             return passed_over

@@ -35,6 +35,7 @@ from parallel2d.parallel.sync.updates import outer_sync, residuals_of
 from parallel2d.parallel.weights.named_tensors import (
     SCALARS,
     describe_optimizer,
+    keep_state,
     model_tensors,
     optimizer_tensors,
     reshard,
@@ -147,14 +148,17 @@ def list_differences(lines: Sequence[str]) -> str:
 
 
 def stored_settings(
-    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint
+    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, wanted: bool
 ) -> list[Settings]:
-    """The stored settings of each parameter group of ``optimizer``. Raises `ConfigError` when they
-    are not unique."""
+    """The stored settings of each parameter group of ``optimizer``, or, where these are not
+    ``wanted``, its counters alone. Raises `ConfigError` when they are not unique."""
     groups = checkpoint.manifest.optimizer.get("groups", [])
     stored = [(group.get("settings", {}), group["parameters"]) for group in groups]
     names = [group["parameters"] for group in describe_optimizer(model, optimizer)["groups"]]
-    matched, problems = match_settings(optimizer, names, stored)
+    same_class = checkpoint.manifest.optimizer.get("class") == type(optimizer).__name__
+    matched, problems = match_settings(
+        optimizer, names, stored, wanted=wanted, same_class=same_class
+    )
     if problems:
         raise ConfigError(f"{checkpoint.folder.label} does not fit: {'; '.join(problems)}")
     return matched
@@ -197,18 +201,27 @@ def load_optimizer(
     communication. Parameter groups keep their settings; a parameter that differs starts with fresh
     state. Raises as `load_model`."""
     stored = checkpoint.manifest.optimizer
-    # Without ``strict`` another optimizer starts anew: its state means something else.
+    trained = trained_parameters(model, optimizer)
+    # Without ``strict`` another optimizer starts without state: its state means something else.
     if stored.get("class") != type(optimizer).__name__:
+        keep_state(optimizer, trained, {})
         return
     fitting = {}
     stored_as: dict[str, torch.dtype] = {}
-    for name, parameter in trained_parameters(model, optimizer).items():
+    for name, parameter in trained.items():
         source = fitting_name(name, parameter, checkpoint.manifest)
         if source is not None:
             fitting[name] = parameter
             stored_as[name] = DTYPES[checkpoint.tensors[source].dtype]
     prefix = optimizer_prefix(model, checkpoint.tensors)
-    for full in names_under([prefix], checkpoint.tensors):
+    scalars = stored.get("scalars", {})
+    kept = {name: set(scalars.get(name, ())) for name in fitting}
+    stored_tensors = names_under([prefix], checkpoint.tensors)
+    for full in stored_tensors:
+        key, _, name = full.removeprefix(f"{prefix}/").partition("/")
+        kept.get(name, set()).add(key)
+    keep_state(optimizer, trained, kept)
+    for full in stored_tensors:
         key, _, name = full.removeprefix(f"{prefix}/").partition("/")
         if name in fitting:
             state = optimizer.state[fitting[name]]
@@ -222,7 +235,6 @@ def load_optimizer(
                 here = list(state[key].shape)
                 raise ConfigError(f"{full}: {here} here, {list(shape)} in the checkpoint")
             checkpoint.fill(state[key], full)
-    scalars = stored.get("scalars", {})
     for name in filter(fitting.__contains__, scalars):
         state = optimizer.state[fitting[name]]
         for key, value in scalars[name].items():

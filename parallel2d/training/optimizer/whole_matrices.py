@@ -79,6 +79,8 @@ class WholeMatrices(torch.optim.Optimizer):
 
         self._inner = optimizer_class(_mapped(given, place_of), **arguments)
         self._inner_groups = list(self._inner.param_groups)
+        # Of each group, the settings that the class has changed in a step
+        self._changed: list[set[str]] = [set() for _ in self._inner_groups]
         # By number of the parameter, in the order of the groups
         self._wholes: dict[int, nn.Parameter] = {}
         sets: list[int] = []  # those in one set have one owner
@@ -140,7 +142,11 @@ class WholeMatrices(torch.optim.Optimizer):
         if self._wholes:
             self._inner.step()
         # What the class has set in its groups is known to the owners; `spread_state` tells others.
-        for inner, group in zip(self._inner_groups, self.param_groups, strict=True):
+        groups = zip(self._inner_groups, self.param_groups, self._changed, strict=True)
+        for inner, group, changed in groups:
+            for key, value in _settings(inner).items():
+                if isinstance(value, SCALARS) and value != group.get(key):
+                    changed.add(key)
             group.update(_settings(inner))
         _scatter(self._rounds, self._wholes, self._parameters)
         for whole in self._wholes.values():
@@ -168,11 +174,12 @@ class WholeMatrices(torch.optim.Optimizer):
         if any(self.state.values()):
             return
         own, found, unknown = self._take_own_state()
-        settings = {}
-        for number, group in enumerate(self._inner_groups):
-            if group["params"]:
-                plain = {key: each for key, each in group.items() if isinstance(each, SCALARS)}
-                settings[number] = plain
+        settings: dict[int, dict[str, Any]] = {}
+        for number, inner in enumerate(self._inner_groups):
+            if inner["params"]:
+                # The present value, which a scheduler may have changed after the step.
+                present = self.param_groups[number]
+                settings[number] = {key: present[key] for key in self._changed[number]}
         # Every rank must hear of what cannot be saved.
         found = {} if unknown else found
         for group in self._mesh.get_all_groups() if self._mesh else ():
@@ -188,6 +195,18 @@ class WholeMatrices(torch.optim.Optimizer):
         for number, plain in settings.items():
             self.param_groups[number].update(plain)
         self._put_state(own, found)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As that of any optimizer. No communication."""
+        self.forget_state(self._parameters.values())
+        super().load_state_dict(state_dict)
+
+    def forget_state(self, parameters: Iterable[Tensor]) -> None:
+        """Drops the state that the class has of ``parameters``."""
+        dropped = set(map(id, parameters))
+        for number, whole in self._wholes.items():
+            if id(self._parameters[number]) in dropped:
+                self._inner.state.pop(whole, None)
 
     def _take_own_state(self) -> tuple[_State, _State, set[str]]:
         """What the class has of its parameters, which forgets it; the same with shapes in the
