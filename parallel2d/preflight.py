@@ -18,6 +18,7 @@ from parallel2d.base.config.words import quoted
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
 from parallel2d.base.topology import RankIdentity, find_rank
+from parallel2d.instruments.preflight.self_check import check_runs, chosen_checks
 from parallel2d.launching.failures import WorkersFailed, failures_reported_once
 from parallel2d.launching.launcher import start_node
 from parallel2d.launching.processes import end_with_parent, open_standard_streams, workers_per_node
@@ -52,6 +53,8 @@ def parser(program: str) -> argparse.ArgumentParser:
     words.add_argument("--write", metavar="FILE", help="measure all that cluster=FILE (YAML) needs")
     words.add_argument("--json", action="store_true", help="print everything as JSON instead")
     words.add_argument("--strict", action="store_true", help="warnings count as not fit")
+    words.add_argument("--self-check", action="store_true", help="check training here instead")
+    words.add_argument("--only", metavar="CHECK,...", help="these checks of the self-check")
     # The file in which a rank tells its launcher the exit code.
     words.add_argument("--verdict", help=argparse.SUPPRESS)
     return words
@@ -72,6 +75,8 @@ def main(
     if identity is not None:
         return _take_part(identity, given, config)
     try:
+        if given.self_check:
+            return _check_training(words, given, config)
         return _start_ranks(words, config)
     except (ConfigError, WorkersFailed) as error:
         print(f"parallel2d: on {socket.gethostname()}: {for_terminal(error)}", file=sys.stderr)
@@ -100,9 +105,13 @@ def understand(words: Sequence[str], program: str) -> tuple[argparse.Namespace, 
         f"--largest-mib={given.largest_mib:g} must be from 0.0625 to 1024": (
             0.0625 <= given.largest_mib <= 1024
         ),
+        "--self-check has no --write, no --json": not given.self_check
+        or not (given.write or given.json),
+        "--only needs --self-check": given.self_check or not given.only,
     }
     if not all(is_fine.values()):
         raise ConfigError("\n".join(itertools.filterfalse(is_fine.get, is_fine)))
+    chosen_checks(given.only)
     composition = compose(keys)
     if composition is None:
         raise ConfigError("the check is for one job: give each key one value")
@@ -123,12 +132,27 @@ def _start_ranks(words: Sequence[str], config: TrainConfig) -> int:
         return int(verdict.read_text())
 
 
+def _check_training(words: Sequence[str], given: argparse.Namespace, config: TrainConfig) -> int:
+    """The self-check in this node's ranks, then with the train command. Returns the exit code."""
+    try:
+        code = _start_ranks(words, config)
+    except WorkersFailed as error:
+        code = 1
+        print(f" FAILED: {for_terminal(error)}", flush=True)  # ends the row of the check
+    if config.launch.nnodes == 1:
+        passed = check_runs(chosen_checks(given.only), workers_per_node(config.launch))
+        code = max(code, int(not passed))
+    print("self-check: FAILED" if code else "self-check: no check failed", flush=True)
+    return code
+
+
 def _take_part(identity: RankIdentity, given: argparse.Namespace, config: TrainConfig) -> int:
     """This process is a rank: checks with all others. Returns the exit code."""
     from torch.distributed import DistError
 
     from parallel2d.base.runtime import connect, process_group
     from parallel2d.instruments.preflight.check import ClusterCheck
+    from parallel2d.instruments.preflight.gradient_checks import check_gradients
 
     settings = config.launch
     if identity.launcher == "torchrun":
@@ -144,7 +168,10 @@ def _take_part(identity: RankIdentity, given: argparse.Namespace, config: TrainC
                 host_id=settings.host_id,
                 first_timeout_s=settings.rendezvous_timeout,
             ) as runtime:
-                code = ClusterCheck(runtime, given).run(config)
+                if given.self_check:
+                    code = check_gradients(runtime, given)
+                else:
+                    code = ClusterCheck(runtime, given).run(config)
         except RuntimeError as error:
             if "gloo" not in str(error).lower() and not isinstance(error, DistError):
                 raise

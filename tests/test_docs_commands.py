@@ -24,6 +24,7 @@ NEW = ("reported", "exported-anew", "exported", "exported-beside", "whole.pt", "
 # A word -> why a command with it does not run here
 ELSEWHERE = {
     "--nnodes": "needs several nodes; test_preflight.py",
+    "--self-check": "starts several runs; test_self_check.py",
     "TinyLlama-1.1B": "reads downloaded weights; test_checkpoint_convert.py",
     "ADAPTER": "needs a run with adapters; test_adapters.py",
 }

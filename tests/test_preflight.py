@@ -217,6 +217,9 @@ def test_links_that_no_axis_shows_alone_give_no_file(ranks, tmp_path):
     (["--largest-mib=nan"], "--largest-mib=nan must be from"),
     (["--write=mine.json"], "must end with .yaml"),
     (["--write=none/mine.yaml"], "cannot be written"),
+    (["--self-check", "--only=stream"], "--only=stream must be some of streams,fp32,bf16,"),
+    (["--only=fp32"], "--only needs --self-check"),
+    (["--self-check", "--json"], "--self-check has no --write, no --json"),
 ])  # fmt: skip
 def test_wrong_arguments_end_with_2(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

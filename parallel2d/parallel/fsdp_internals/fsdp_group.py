@@ -65,7 +65,7 @@ class FSDPGroup:
         # The dtypes in which torch adds gradients and sends them; None: those of its own choice
         self._reduces_in: tuple[torch.dtype, torch.dtype] | None = None
         # With one rank on the shard axis unsharded gradients are the sharded ones.
-        self._is_alone = False
+        self.is_alone = False
         # `trained` while a backward pass ends the group
         self._ending: list[FSDPParameter] | None = None
         # Whether the gathered parameters are tensors that no forward has seen yet
@@ -170,7 +170,7 @@ class FSDPGroup:
         """Let gathered parameters be the memory of the sharded ones, and whole gradients become the
         sharded ones, because the shard axis has one rank. Parameters that are stored in another
         dtype than ``computes_in`` are copied as before."""
-        self._is_alone = True
+        self.is_alone = True
 
         def note() -> None:
             self._is_new = True
@@ -205,7 +205,7 @@ class FSDPGroup:
             if any(each.has_run for each in self.parameters):
                 if not group.reduce_grads:
                     self._keep_sums(original)
-                elif self._is_alone:
+                elif self.is_alone:
                     self._take_whole_gradients()
                 else:
                     self._choose_dtypes()
@@ -246,7 +246,7 @@ class FSDPGroup:
     def prepare_gradients(self, fill: bool) -> None:
         """Give the whole gradients one dtype, in which torch reduces them. They differ where some
         are sums of micro-batches. ``fill``: missing ones contribute zeros to the reduction."""
-        self.module.set_reduce_scatter_unused_params(fill and not self._is_alone, recurse=False)
+        self.module.set_reduce_scatter_unused_params(fill and not self.is_alone, recurse=False)
         trained = self.trained
         for parameter in trained:
             parameter.make_dense()
