@@ -2,10 +2,12 @@
 
 import copy
 import itertools
+import math
 import os
 import shutil
 import socket
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -425,3 +427,26 @@ def test_saving_keeps_the_rate_that_a_scheduler_has_set():
     scheduler.step()
     parallel2d.full_state(model, optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_a_dict_of_the_caller_is_restored_as_it_was_at_the_save(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    checkpointer = Checkpointer(CheckpointConfig(every=1), tmp_path, None, model, None)
+    milestones = torch.optim.lr_scheduler.MultiStepLR(
+        torch.optim.SGD(model.parameters()), [3, 3, 6]
+    )
+    state = {
+        "scheduler": milestones.state_dict(),
+        "pair": (1, [2]),
+        "$tuple": math.inf,
+        "best": {"loss": 1.5},
+    }
+    expected = copy.deepcopy(state)
+    checkpointer.save_if_due(1, state)
+    state["pair"][1].append(3)
+    checkpointer.finish()
+    found = checkpointer.restore()
+    assert found == {**expected, "step": 1}
+    assert type(found["scheduler"]["milestones"]) is Counter
+    with pytest.raises(ConfigError, match=r"state.nested\.device is a device: a checkpoint keeps"):
+        checkpointer.save_if_due(2, {"nested": {"device": torch.device("cpu")}})

@@ -38,7 +38,7 @@ from parallel2d.parallel.weights.named_tensors import (
 from parallel2d.parallel.weights.states import Models, Optimizers
 from parallel2d.training.checkpoint.in_memory import MemoryCopies, forget_copies
 from parallel2d.training.checkpoint.local_state import Staging
-from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
+from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest, to_json
 from parallel2d.training.checkpoint.resume import Resume
 from parallel2d.training.checkpoint.save import (
     Group,
@@ -235,7 +235,8 @@ class Checkpointer:
         self._best = {}
         # Nothing of the state was checked yet: it may come from anywhere.
         best = state.get("best")
-        if not isinstance(best, dict) or best.get("metric") != self.config.keep_best:
+        keep_best = self.config.keep_best
+        if keep_best is None or not isinstance(best, dict) or best.get("metric") != keep_best:
             return
         if best.get("step") not in own:
             state["best"] = None
@@ -386,11 +387,11 @@ class Checkpointer:
         described, optimizer = {}, self.optimizer
         if optimizer is not None:
             spread_state(optimizer)
-            described = describe_optimizer(self.model, optimizer)
+            described = to_json(describe_optimizer(self.model, optimizer), "the optimizer")
         shape = MeshShape(1, 1) if self.mesh is None else mesh_shape(self.mesh)
         manifest = Manifest(
             step=step,
-            state={**state, "step": step},
+            state=to_json({**state, "step": step}, "state"),
             layout=self.layout,
             mesh=shape.shown,
             world_size=self.group.size,

@@ -13,6 +13,7 @@ import json
 import math
 import operator
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import sendable
 from parallel2d.base.files import is_count, printable, tensor_file
 from parallel2d.base.files.folder import Folder, Progress, open_folder
@@ -347,6 +349,54 @@ def chunk_key(name: str, shape: Sequence[int], region: Region) -> str:
     if region.lengths == tuple(shape):
         return name
     return f"{name}@{','.join(map(str, region.offsets))}"
+
+
+def to_json(value: Any, place: str) -> Any:
+    """A copy of ``value`` that JSON can hold and `from_json` turns back. Raises `ConfigError` with
+    the ``place``, a path of keys, of a value that is not made of None, booleans, numbers, strings,
+    lists, tuples and dicts."""
+    match value:
+        case float() if not math.isfinite(value):
+            return {"$float": str(value)}
+        case None | bool() | int() | float() | str():
+            return value
+        case list():
+            return [to_json(item, f"{place}[{index}]") for index, item in enumerate(value)]
+        case tuple():
+            return {"$tuple": to_json(list(value), place)}
+        case dict():
+            pairs = [[key, to_json(item, f"{place}.{key}")] for key, item in value.items()]
+            if isinstance(value, Counter):
+                return {"$counter": [[to_json(key, place), item] for key, item in pairs]}
+            # A key such as $tuple of the caller's must not be read as one of ours.
+            if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
+                return dict(pairs)
+            return {"$dict": [[to_json(key, place), item] for key, item in pairs]}
+    raise ConfigError(
+        f"{place} is a {type(value).__name__}: a checkpoint keeps numbers, strings, lists, tuples "
+        "and dicts"
+    )
+
+
+def from_json(value: Any) -> Any:
+    """The value that `to_json` was given. Raises `DamagedCheckpointError` for anything else."""
+    try:
+        match value:
+            case list():
+                return list(map(from_json, value))
+            case {"$float": str(text)}:
+                return float(text)
+            case {"$tuple": list(items)}:
+                return tuple(map(from_json, items))
+            case {"$counter": list(items)}:
+                return Counter({from_json(key): from_json(item) for key, item in items})
+            case {"$dict": list(items)}:
+                return {from_json(key): from_json(item) for key, item in items}
+            case dict():
+                return {key: from_json(item) for key, item in value.items()}
+    except (TypeError, ValueError) as error:
+        raise DamagedCheckpointError(f"{MANIFEST}: a value is not readable: {error}") from None
+    return value
 
 
 def _finite(value: Any) -> Any:

@@ -24,7 +24,13 @@ from parallel2d.parallel.sync.average import average_of
 from parallel2d.parallel.weights.named_tensors import masters_were_loaded
 from parallel2d.parallel.weights.optimizer_settings import Settings, put_settings
 from parallel2d.training.checkpoint.in_memory import MemoryCopies
-from parallel2d.training.checkpoint.manifest import MANIFEST, MAX_BYTES, Checkpoint, Manifest
+from parallel2d.training.checkpoint.manifest import (
+    MANIFEST,
+    MAX_BYTES,
+    Checkpoint,
+    Manifest,
+    from_json,
+)
 from parallel2d.training.checkpoint.save import Group
 from parallel2d.training.checkpoint.state import (
     check_model,
@@ -235,7 +241,7 @@ class Resume:
             )
         what = "all" if load == "all" else "weights only"
         self.group.say(f"loaded {label} ({what})")
-        return dict(manifest.state) | {"step": manifest.step}
+        return from_json(manifest.state) | {"step": manifest.step}
 
 
 def _find(path: str) -> str:

@@ -44,7 +44,7 @@ from parallel2d.parallel.weights.named_tensors import (
 )
 from parallel2d.parallel.weights.optimizer_settings import Settings, match_settings
 from parallel2d.parallel.weights.states import new_state_tensor, state_dtype
-from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
+from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest, from_json
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def stored_settings(
     """The stored settings of each parameter group of ``optimizer``, or, where these are not
     ``wanted``, its counters alone. Raises `ConfigError` when they are not unique."""
     groups = checkpoint.manifest.optimizer.get("groups", [])
-    stored = [(group.get("settings", {}), group["parameters"]) for group in groups]
+    stored = [(from_json(group.get("settings", {})), group["parameters"]) for group in groups]
     names = [group["parameters"] for group in describe_optimizer(model, optimizer)["groups"]]
     same_class = checkpoint.manifest.optimizer.get("class") == type(optimizer).__name__
     matched, problems = match_settings(
@@ -214,7 +214,7 @@ def load_optimizer(
             fitting[name] = parameter
             stored_as[name] = DTYPES[checkpoint.tensors[source].dtype]
     prefix = optimizer_prefix(model, checkpoint.tensors)
-    scalars = stored.get("scalars", {})
+    scalars = from_json(stored.get("scalars", {}))
     kept = {name: set(scalars.get(name, ())) for name in fitting}
     stored_tensors = names_under([prefix], checkpoint.tensors)
     for full in stored_tensors:

@@ -35,6 +35,7 @@ from parallel2d.training.checkpoint.manifest import (
     StoredFile,
     StoredTensor,
     check_optimizer_facts,
+    from_json,
     is_list_of_names,
     require,
 )
@@ -384,8 +385,9 @@ def _numbered(optimizer: Mapping[str, Any], state: dict[str, dict[str, Any]]) ->
     for group in optimizer.get("groups", []):
         first = len(names)
         names += group["parameters"]
-        groups.append({**group.get("settings", {}), "params": list(range(first, len(names)))})
-    for name, plain in optimizer.get("scalars", {}).items():
+        settings = from_json(group.get("settings", {}))
+        groups.append({**settings, "params": list(range(first, len(names)))})
+    for name, plain in from_json(optimizer.get("scalars", {})).items():
         state.setdefault(name, {}).update(plain)
     by_number = {number: state[name] for number, name in enumerate(names) if name in state}
     return {"optimizer": {"state": by_number, "param_groups": groups}, "optimizer_names": names}
