@@ -8,8 +8,10 @@ import pytest
 SCRIPTS = Path(__file__).parents[1] / "tools" / "bench" / "gpu"
 
 
-def table_of(script: str, *options: str) -> list[list[str]]:
-    run = jobs.run_python(str(SCRIPTS / script), *options, timeout=240)
+def table_of(script: str, *options: str, ranks: int = 0) -> list[list[str]]:
+    """The rows of the table that the script prints, its head first. ``ranks``: started by torchrun, unless 0."""
+    launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}") if ranks else ()
+    run = jobs.run_python(*launcher, str(SCRIPTS / script), *options, timeout=240)
     assert run.returncode == 0, run.stderr[-2000:]
     rows = [line.split("|")[1:-1] for line in run.stdout.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in row] for row in rows]
@@ -31,8 +33,28 @@ def test_the_table_of_a_checkpoint_has_steps_with_and_without():
 
 
 @pytest.mark.slow
-def test_the_table_of_engines_has_both_and_none():
-    _, *rows = table_of("replicate_engine.py", "--steps", "2", "--rounds", "1")
-    engines = [row[0] for row in rows]
-    assert engines == ["no replicas (zero3)", "hand-written FSDP2", "parallel2d"]
-    assert all(float(row[1]) >= float(row[3]) > 0 for row in rows)
+@pytest.mark.parametrize(
+    ("layouts", "ranks", "options"),
+    [
+        (("zero3", "hybrid", "ddp"), 2, ()),
+        (("zero3", "hybrid"), 0, ("--precision", "bf16", "--compile")),
+    ],
+)
+def test_parallel2d_begins_no_collective_that_torch_does_not_begin(layouts, ranks, options):
+    words = ("--steps", "1", "--rounds", "1", *options)
+    _, *rows = table_of("against_torch.py", *words, ranks=ranks)
+    sides = [[layout, side] for layout in layouts for side in ("torch", "parallel2d")]
+    assert [row[:2] for row in rows] == sides
+    assert all(float(row[2]) >= float(row[4]) > 0 for row in rows)
+    counts = [dict(reversed(each.split()) for each in row[6].split(", ")) for row in rows]
+    for torchs, ours in zip(counts[::2], counts[1::2], strict=True):
+        assert ours
+        assert all(int(count) <= int(torchs.get(kind, 0)) for kind, count in ours.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--precision", "bf16", "--compile")])
+def test_late_gradients_of_two_ranks_are_those_of_one_process(options):
+    _, *rows = table_of("overlap.py", "--steps", "1", *options, ranks=2)
+    assert [row[:2] for row in rows] == [["2 x 1", "equal"], ["1 x 2", "equal"]]
+    assert all(float(row[4]) > 0 and float(row[5]) > 0 for row in rows)
