@@ -41,6 +41,14 @@ def test_experiments_are_swept_with_and_without_plus(own, plus):
         assert compose(job.overrides).config.train.steps == job.config.train.steps
 
 
+def test_sweep_jobs_that_share_a_run_directory_are_refused(own):
+    jobs = []
+    words = ["-m", own, "optimizer.lr=1,2", "hydra.sweep.dir=sweep", "hydra.sweep.subdir=same"]
+    with pytest.raises(ConfigError, match="jobs 0 and 1 of the sweep have the same run directory"):
+        run_sweep(words, jobs.append)
+    assert [job.config.optimizer.lr for job in jobs] == [1.0]
+
+
 def test_a_model_of_ones_own_builds_on_one_of_ours(own):
     assert compose([own, "model=narrow"]).config.model.dim == 64
 

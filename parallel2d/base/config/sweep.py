@@ -41,9 +41,10 @@ def run_sweep(arguments: Sequence[str], task: Task) -> None:
     failed."""
     parsed = read_words(arguments)
     options = place_options(parsed)
+    numbers: dict[str, int] = {}
 
     def call(composed: DictConfig) -> float | Exception | None:
-        return _run_job(composed, task, options)
+        return _run_job(composed, task, options, numbers)
 
     with (
         wrong_words_explained(parsed),
@@ -91,15 +92,23 @@ def _answer(hydra_instance: Any, parsed: argparse.Namespace) -> bool:
 
 
 def _run_job(
-    composed: DictConfig, task: Task, options: tuple[str, ...]
+    composed: DictConfig, task: Task, options: tuple[str, ...], numbers: dict[str, int]
 ) -> float | Exception | None:
-    """One job of a sweep, in whatever process Hydra's launcher runs it."""
+    """One job of a sweep, in whatever process Hydra's launcher runs it. ``numbers``: by run
+    directory, that of the job in this process that has it."""
     settings = HydraConfig.get()
     # A launcher of a plugin may run several jobs at once.
     label = "" if _is_own(settings.launcher) else f"[#{settings.job.num}]"
     is_judged = not _is_own(settings.sweeper)
     try:
         job = job_here(to_config(composed), options)
+        first = numbers.setdefault(job.run_dir, settings.job.num)
+        if first != settings.job.num:
+            # It would continue the other job, which has done all its steps.
+            raise ConfigError(
+                f"jobs {first} and {settings.job.num} of the sweep have the same run directory "
+                f"{job.run_dir}: give each its own, as hydra.sweep.subdir='${{hydra.job.num}}'"
+            )
         return task(dataclasses.replace(job, label=label, is_judged=is_judged))
     except Exception as error:
         if isinstance(error, EndsSweep) and _is_own(settings.launcher):
