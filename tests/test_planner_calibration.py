@@ -1,6 +1,7 @@
 """What the planner knows of a cluster: presets, measured files, the fit of a link, and what gloo's collectives cost."""
 
 import math
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -40,6 +41,9 @@ def test_words_beside_a_cluster_file_go_before_it(tmp_path):
     ("nodes: [1]", "is no value"),
     ("a b: 1", "is no key"),
     (None, "No such file"),
+    ("name: '${oc.env:HOME}'", "is an interpolation"),
+    ("name: &a x\ndevice: {name: *a}", "an alias"),
+    ("[" * 5000, "nested too deep"),
 ])  # fmt: skip
 def test_a_file_that_is_no_cluster_file_is_refused(tmp_path, text, message):
     path = tmp_path / "mine.yaml"
@@ -47,6 +51,12 @@ def test_a_file_that_is_no_cluster_file_is_refused(tmp_path, text, message):
         path.write_text(text)
     with pytest.raises(ConfigError, match=f"cluster={path}: .*{message}"):
         compose([f"cluster={path}"])
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "mine.yaml")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        compose([f"cluster={tmp_path}/mine.yaml"])
 
 
 def test_keys_and_values_of_a_file_are_checked_as_words_are(tmp_path):

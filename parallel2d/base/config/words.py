@@ -83,18 +83,40 @@ def may_sweep(words: Sequence[str]) -> bool:
 def quoted(value: object) -> str:
     """``value`` as Hydra reads it. Raises `ConfigError` for what is no single value."""
     if isinstance(value, str):
+        if "${" in value:
+            raise ConfigError(f"{value!r} is an interpolation, and a file of data has plain values")
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
     if not isinstance(value, bool | int | float | None):
         raise ConfigError(f"{value!r} is no value of a cluster")
     return as_word(value)
 
 
+class _WithoutAliases(yaml.SafeLoader):
+    """Aliases can make a value of any size from a small file."""
+
+    def compose_node(self, parent: Any, index: int) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias (*name), which a file of data cannot have")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(path: str) -> Any:
+    """Reads a YAML file of anybody, without tags and aliases. Raises OSError, UnicodeDecodeError,
+    yaml.YAMLError, and `ConfigError` for what is not a file of data of at most 1 MiB."""
+    if not os.path.isfile(path) and os.path.exists(path):  # a pipe would be waited for
+        raise ConfigError("not a regular file")
+    if os.path.getsize(path) > 2**20:
+        raise ConfigError("larger than 1 MiB, which no file of settings is")
+    with open(path, encoding="utf-8") as stream:
+        try:
+            return yaml.load(stream, _WithoutAliases)
+        except RecursionError:
+            raise ConfigError("nested too deep") from None
+
+
 def _of_cluster_file(path: str) -> list[str]:
     try:
-        if os.path.getsize(path) > 2**20:
-            raise ConfigError("larger than 1 MiB, which no cluster file is")
-        with open(path, encoding="utf-8") as stream:
-            found = yaml.safe_load(stream)
+        found = read_yaml(path)
         if not isinstance(found, dict):
             raise ConfigError("no cluster file: it has no keys")
         found.pop("defaults", None)  # of no use apart from conf/cluster
