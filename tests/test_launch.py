@@ -23,7 +23,7 @@ import pytest
 import torch
 from jobs import wait_for
 
-from parallel2d.base.config import LaunchConfig
+from parallel2d.base.config import CompileConfig, LaunchConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders as folders
 from parallel2d.base.store import client as store_client
@@ -48,6 +48,7 @@ from parallel2d.launching.rendezvous import find_rendezvous, own_rendezvous
 from parallel2d.launching.round import JobDone
 from parallel2d.parallel.mesh import Topology
 from parallel2d.parallel.mesh_sizes import MeshSpec
+from parallel2d.parallel.parallelize.compilation import compile_blocks
 from parallel2d.training.metrics import watch
 
 LIBRARY = Path(os.__file__).parent
@@ -410,6 +411,23 @@ def test_a_stuck_rank_that_is_aborted_leaves_the_explanation(tmp_path, monkeypat
         )
         position[0] = watch.Position(4, 0, "all_reduce")
         wait_for(lambda: not read_waiting(str(report)))
+
+
+def test_compiled_code_is_kept_in_a_folder_of_this_user(tmp_path, monkeypatch):
+    def parallelized():
+        config = CompileConfig(name="block", backend="eager")
+        compile_blocks([("0", torch.nn.Linear(2, 2))], config, None)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    folder = tmp_path / f"parallel2d-compiled-{os.getuid()}"
+    folder.mkdir(mode=0o777)
+    parallelized()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+    assert folder.stat().st_mode & 0o077 == 0
+    monkeypatch.setattr(os, "getuid", lambda: 7)
+    with pytest.raises(ConfigError, match=f"{folder}: another user owns it; set TORCHINDUCTOR"):
+        parallelized()
 
 
 def test_a_folder_that_others_hold_is_neither_used_nor_believed(tmp_path, monkeypatch):

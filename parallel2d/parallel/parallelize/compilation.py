@@ -4,6 +4,8 @@ share one."""
 from __future__ import annotations
 
 import functools
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch._functorch import config as functorch_config
 
 from parallel2d.base.config import CompileConfig
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.files.private_folders import make_private
 from parallel2d.parallel.mesh_sizes import MeshShape
 
 
@@ -23,12 +26,37 @@ def compile_blocks(
     that may be kept for backward; None: all but what costs no time to recompute."""
     if config.name == "none":
         return
+    _use_private_cache()
     backend: Any = config.backend
     if memory_budget is not None:
         backend = _within_budget(config.backend, memory_budget)
     for _, block in blocks:
         # On the instance: hooks run in the module's call, around what is compiled.
         block.forward = torch.compile(block.forward, backend=backend)
+
+
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def _use_private_cache() -> None:
+    """Has torch keep compiled code in a folder of this user.
+
+    torch unpickles files of its cache. Its own default is a folder of the temporary folder with a
+    name that can be guessed, which another user may have made before. Triton's cache is inside.
+    Raises `ConfigError` for a folder of another user.
+    """
+    path = os.environ.get(_CACHE, "")
+    try:
+        if not path:
+            path = os.path.join(tempfile.gettempdir(), f"parallel2d-compiled-{os.getuid()}")
+            make_private(path)
+            os.environ[_CACHE] = path
+        elif os.path.exists(path) and os.stat(path).st_uid != os.getuid():
+            raise PermissionError("another user owns it")
+    except OSError as error:
+        raise ConfigError(
+            f"compiled code is not kept in {path}: {error}; set {_CACHE} to a folder of your own"
+        ) from None
 
 
 # One function per budget: compiled code is shared between blocks and models with the same backend,
