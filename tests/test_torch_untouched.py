@@ -60,8 +60,7 @@ def changes(before, ignored=()):
     return [
         name
         for name, value in before.items()
-        if name not in ignored
-        and (now[name] != value if name in same else now[name] is not value)
+        if name not in ignored and (now[name] != value if name in same else now[name] is not value)
     ]
 
 
