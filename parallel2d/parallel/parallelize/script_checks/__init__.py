@@ -46,8 +46,10 @@ def check_script(
     # With the model they end.
     handles.append(model.register_forward_hook(checks.forget_step))
     _checks.append(weakref.ref(checks, _end))
-    # With a tensor axis activations are `DTensor`s, whose operators shall cost nothing more.
-    function_mode.activate(_changed_groups)
+    # A context axis takes calls out of functions of torch by a mode of its own, which would not see
+    # them below another one.
+    if mesh_shape(mesh).context == 1:
+        function_mode.activate(_changed_groups)
 
 
 class _ScriptChecks:
