@@ -78,12 +78,12 @@ class ScriptMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func in _DIFFERENTIATING:
             return self._differentiate(func, args, kwargs)
-        if args and isinstance(args[0], DTensor):
-            _check_read(func, name, args)
-        for written in _written(name, args, kwargs):
-            if isinstance(written, DTensor):
-                _check_written(name, written)
         try:
+            if args and isinstance(args[0], DTensor):
+                _check_read(func, name, args)
+            for written in _written(name, args, kwargs):
+                if isinstance(written, DTensor):
+                    _check_written(name, written)
             return func(*args, **kwargs)
         except RuntimeError as error:
             explanation = self._explain(name, error)
@@ -124,10 +124,10 @@ class ScriptMode(TorchFunctionMode):
         """What to raise in the place of ``error``; None for an error that is not about sharded
         tensors, or is one of this package."""
         text = str(error)
-        if isinstance(error, MixedTensorsError) or _WHOLE in text:
-            return None
         if self.stepping is not None and _SHARDED.search(text):
             return refusal(self.stepping, "fails on sharded parameters")
+        if isinstance(error, MixedTensorsError) or _WHOLE in text:
+            return None
         if MIXED in text:
             return MixedTensorsError(
                 f"{name}() got a plain tensor and a sharded parameter, which is whole only while "
