@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from parallel2d.base.config import (
         BucketingConfig,
         CheckpointConfig,
+        ChecksConfig,
         MeshConfig,
         OptimizerConfig,
         ParallelConfig,
@@ -80,8 +81,8 @@ if TYPE_CHECKING:
 # Where each public name is
 _NAMES = {
     "base.config": (
-        "BucketingConfig", "CheckpointConfig", "MeshConfig", "OptimizerConfig", "ParallelConfig",
-        "PrecisionConfig", "PrefetchConfig", "StrategyConfig", "SyncConfig",
+        "BucketingConfig", "CheckpointConfig", "ChecksConfig", "MeshConfig", "OptimizerConfig",
+        "ParallelConfig", "PrecisionConfig", "PrefetchConfig", "StrategyConfig", "SyncConfig",
     ),
     "base.errors": ("ConfigError",),
     "base.exchange": ("reduce",),
@@ -119,9 +120,10 @@ for _module, _names in _NAMES.items():
     _MODULES |= dict.fromkeys(_names, _module)
 
 __all__ = [
-    "BucketingConfig", "CheckpointConfig", "Checkpointer", "ChunkedHead", "ConfigError", "Hook",
-    "HookResult", "MeshConfig", "MeshSpec", "OptimizerConfig", "ParallelConfig", "PrecisionConfig",
-    "PrefetchConfig", "Replicas", "RunView", "Runtime", "StrategyConfig", "SyncConfig", "Topology",
+    "BucketingConfig", "CheckpointConfig", "Checkpointer", "ChecksConfig", "ChunkedHead",
+    "ConfigError", "Hook", "HookResult", "MeshConfig", "MeshSpec", "OptimizerConfig",
+    "ParallelConfig", "PrecisionConfig", "PrefetchConfig", "Replicas", "RunView", "Runtime",
+    "StrategyConfig", "SyncConfig", "Topology",
     "__version__", "accumulate", "apply_full", "attach_optimizer", "average_buffers", "barrier",
     "build_mesh", "build_on_meta", "build_optimizer", "certify", "clip_gradient_norm",
     "clip_gradient_value", "compare_replicas", "cross_entropy_from_hidden", "cross_entropy_sum",

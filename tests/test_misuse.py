@@ -30,7 +30,7 @@ from parallel2d import (
     token_weight,
 )
 from parallel2d.base.config import BucketingConfig, PrecisionConfig
-from parallel2d.parallel.parallelize import guards
+from parallel2d.parallel.parallelize import model_calls
 from parallel2d.parallel.parallelize.preconditions import check_offload
 
 
@@ -101,7 +101,7 @@ def _statistics_and_pickles():
     mean = (1 - 0.9**3) * model.linear(x).mean(0)
     assert torch.allclose(model.norm.running_mean, mean.detach(), rtol=1e-12, atol=0)
     # A pickle of sharded tensors is warned of, once; copies and whole states are not.
-    guards._say_parts.cache_clear()
+    model_calls.warn_of_parts.cache_clear()
     with logged("parallel2d", logging.WARNING) as said:
         copy.deepcopy(model.state_dict())
         sharded_copy(model).update(0.5)

@@ -153,13 +153,12 @@ class Misuse(Training):
             each.data = 2 * each.data
 
     def call_with_others(self):
-        # The third forward is not among those that are looked through.
-        self.step(2)
+        self.step()
         weights = {name: 0.9 * each for name, each in self.model.named_parameters()}
         torch.func.functional_call(self.model, weights, (_batch(),))
 
     def add(self):
-        self.step(5)
+        self.step()
         self.model.register_parameter("temperature", nn.Parameter(torch.ones(WIDTH)))
         self.step()
 
@@ -228,9 +227,9 @@ REFUSED = {
     "late": (Misuse.add, {}, "temperature was added or unfrozen after parallelize"),
     "layer": (Misuse.replace_layer, {}, "head.weight was added or unfrozen after parallelize"),
     "number": (Misuse.number, {}, "a number was asked of a DTensor"),
-    "row of data": (Misuse.zero_a_row, {}, "aten.zero_.default writes to rows or columns of a DTensor"),
-    "rows": (Misuse.assign_rows, {}, "aten.fill_.Tensor .* a DTensor: .*apply_full"),
-    "random": (Misuse.draw, {}, "aten.uniform_.default would draw all parts of a DTensor alike"),
+    "row of data": (Misuse.zero_a_row, {}, r"zero_\(\) writes to rows or columns of a DTensor"),
+    "rows": (Misuse.assign_rows, {}, r"__setitem__\(\) cannot be computed on a DTensor: .*apply_full"),
+    "random": (Misuse.draw, {}, r"uniform_\(\) would draw all parts of a DTensor alike"),
     "values": (Misuse.values, {}, r"numpy\(\) .* tensor.full_tensor\(\)"),
     "another": (Misuse.train_another, {}, r"SGD has a parameter of shape \(2, 2\) that is of no parallelized model"),
     "dict": (functools.partial(_write_into, dict), {}, "Writer changed a dict that it was given"),

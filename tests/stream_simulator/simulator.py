@@ -35,7 +35,7 @@ from stream_simulator.sources import Caller, caller
 
 PLAIN = (Tensor, torch.nn.Parameter)  # the classes of tensors that wrap no other tensor
 local = threading.local()  # of each thread: its current stream, and the place of new tensors
-real_device = torch._C.TensorBase.device.__get__  # before it is replaced
+_device = torch._C.TensorBase.device.__get__  # before it is replaced
 
 # CUDA makes the host wait in these: the result is a number, or its size depends on values.
 _WAITING_OPERATORS = {
@@ -446,6 +446,14 @@ class Simulator:
         for each in results:
             if (output := self.block_of(each)) is not None:
                 output.complete, output.kept = complete, (read, written)
+
+
+def real_device(tensor: Tensor) -> torch.device:
+    """Return the device of the values of the tensor."""
+    # A function mode of the program would get the replaced one.
+    with torch._C.DisableTorchFunction():
+        device: torch.device = _device(tensor)
+    return device
 
 
 def is_on_cpu(tensor: Tensor) -> bool:

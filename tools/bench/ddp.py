@@ -77,7 +77,7 @@ def worker(kind: str, rank: int, arguments: argparse.Namespace, folder: str, pip
         optimizer.zero_grad()
         return loss.item()
 
-    # Forwards 1, 2, 4 and so on are looked through (`parallelize.audit`); the next ones are 64 and 128.
+    # Forwards 1, 2, 4 and so on are looked through (`parallelize.script_checks`); the next ones are 64 and 128.
     losses = [step() for _ in range(33)]
     gc.collect()
     gc.freeze()

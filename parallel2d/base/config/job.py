@@ -16,6 +16,7 @@ from parallel2d.base.config.parallel import (
     AUTOMATIC,
     ActivationCheckpointingConfig,
     BucketingConfig,
+    ChecksConfig,
     CompileConfig,
     MeshConfig,
     ParallelConfig,
@@ -297,6 +298,7 @@ class TrainConfig:
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     cpu_offload: bool = option(False, "GPU only: parameters and optimizer in CPU memory; slower")
     sync: SyncConfig = field(default_factory=SyncConfig)
+    checks: ChecksConfig = field(default_factory=ChecksConfig)
     model: Any = option("???", "LlamaModel, CustomModel or HuggingFaceModel")
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -342,6 +344,7 @@ class TrainConfig:
             sync=sync,
             cpu_offload=self.cpu_offload,
             allow_cross_node=self.mesh.allow_cross_node,
+            checks=self.checks,
         )
 
 

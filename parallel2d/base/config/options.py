@@ -43,7 +43,8 @@ def option(default: Any, text: str = "", **constraint: Any) -> Any:
     Constraints: ``choices`` (tuple), ``min``, ``above``, ``max`` (numbers), ``between``
     (min and max), ``infinite=True`` (infinity is allowed), ``reference=True`` (a callable,
     or ``package.module:name``). ``read_by``: the values of the section's ``name``, or of its field
-    ``of``, with which the field has an effect. ``required_by``: those of ``name`` with which it
+    ``of``, with which the field has an effect. ``words``: those that a number may be instead;
+    default ``auto``. ``required_by``: those of ``name`` with which it
     must be given. ``needs``: the field of the section that must be given for it.
     """
     if "between" in constraint:
@@ -100,6 +101,12 @@ def _kinds(item: Field[Any]) -> list[str]:
     return [kind.partition("[")[0] for kind in str(item.type).split(" | ")]
 
 
+def _words(item: Field[Any]) -> tuple[str, ...]:
+    """What a field with limits may be next to a number."""
+    words: tuple[str, ...] = item.metadata.get("words", ("auto",))
+    return words
+
+
 def _types(kind: str) -> tuple[str, tuple[type, ...]]:
     """What values of the kind are called, and their types; a dataclass stands for itself."""
     return _KINDS.get(kind, (kind, ()))
@@ -110,7 +117,7 @@ def _fits(value: Any, item: Field[Any]) -> bool:
     if value is not None and item.metadata.get("reference"):
         return callable(value) or is_reference(value)
     if limits and isinstance(value, str):
-        return value == "auto" and "str" in kinds
+        return value in _words(item) and "str" in kinds
     # To Python a boolean is an integer.
     if isinstance(value, bool) and {"bool", "Any"}.isdisjoint(kinds):
         return False
@@ -132,7 +139,7 @@ def allowed(item: Field[Any]) -> str:
         parts.append("or inf")
     if limits and "str" in kinds:
         kinds.remove("str")
-        parts.append("or auto")
+        parts += [f"or {word}" for word in _words(item)]
     # A number may be written as a whole one.
     if "float" in kinds and "int" in kinds:
         kinds.remove("int")

@@ -260,6 +260,21 @@ class SyncConfig:
     bucket_mib: float = option(4.0, "MiB of gradients of small groups that cross at once", above=0)
 
 
+@dataclass
+class ChecksConfig:
+    """Checks for errors of a script, such as a parameter that is written to while it is gathered.
+
+    They cost about a microsecond per call of torch, and leave after these steps.
+    """
+
+    steps: int | str = option(
+        2,
+        "First steps of the optimizer with checks for errors of the script; 0 = off",
+        min=0,
+        words=("always", "off"),
+    )
+
+
 STRATEGIES = {name: StrategyConfig(name) for name in STRATEGY_NAMES}
 _Section = TypeVar("_Section")
 
@@ -279,6 +294,7 @@ class ParallelConfig:
     compile: CompileConfig
     prefetch: PrefetchConfig
     sync: SyncConfig
+    checks: ChecksConfig
     # GPU only: parameters, gradients and optimizer state live in pinned CPU memory and the
     # optimizer runs there; a step is slower by both copies and by the CPU's optimizer
     cpu_offload: bool
@@ -295,6 +311,7 @@ class ParallelConfig:
         sync: SyncConfig | None = None,
         cpu_offload: bool = False,
         allow_cross_node: bool = False,
+        checks: ChecksConfig | None = None,
     ) -> None:
         self.strategy = named_strategy(strategy)
         self.bucketing = _section("bucketing", bucketing, BucketingConfig)
@@ -305,6 +322,7 @@ class ParallelConfig:
         self.compile = _section("compile", compile, CompileConfig)
         self.prefetch = _section("prefetch", prefetch or PrefetchConfig(), PrefetchConfig)
         self.sync = _section("sync", sync or SyncConfig(), SyncConfig)
+        self.checks = _section("checks", checks or ChecksConfig(), ChecksConfig)
         self.cpu_offload = cpu_offload
         self.allow_cross_node = allow_cross_node
 

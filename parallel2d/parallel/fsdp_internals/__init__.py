@@ -38,29 +38,31 @@ REACHED: tuple[tuple[Any, dict[str, str]], ...] = (
     (Tensor, {
         "_post_accumulate_grad_hooks": "hooks of users wait for the reduction over replicas; "
         "no public way to take them off and on",
-        "_base": "of the checks of scripts",
-        "_version": "of the checks of scripts",
+        "_base": "whether a tensor that a script writes to is a copy of rows",
+        "_version": "whether parameters were changed; only the increment is public",
     }),
     (DTensor, {
         "_local_tensor": "`to_local` is known to autograd",
-        "_op_dispatcher": "of the checks of scripts",
     }),
     (torch, {"_C": "holds the names below"}),
     (torch._C, {
         "_current_graph_task_id": "whether autograd runs; no public name",
         "_autograd": "holds `_top_saved_tensors_default_hooks`",
-        "_functorch": "of the checks of scripts",
+        "_functorch": "whether torch.func.jvp runs",
+        "_len_torch_function_stack": "a mode below those of the script; `torch.set_default_device` "
+        "does the same, and no public call",
+        "_pop_torch_function_stack": "see `_len_torch_function_stack`",
+        "_push_on_torch_function_stack": "see `_len_torch_function_stack`",
     }),
     (torch._C._autograd, {
         "_top_saved_tensors_default_hooks": "whether a checkpoint surrounds the code that runs",
     }),
-    # Those of the checks of scripts
-    (FSDPParamGroup, {"pre_forward": "", "_to_sharded": ""}),
     (_common_utils, {"collect_grad_tensors": "the tensors of an output on which torch has hooks"}),
-    (TrainingState, {"FORWARD": "", "POST_BACKWARD": "values of `_training_state`"}),
-    (DTensor._op_dispatcher, {"_custom_op_handlers": ""}),
-    (torch.UntypedStorage, {"_cdata": "the identity of a storage"}),
-    (torch.ops.aten, {"_local_scalar_dense": ""}),
+    (TrainingState, {
+        "FORWARD": "a value of `_training_state`",
+        "POST_BACKWARD": "a value of `_training_state`",
+    }),
+    (torch.UntypedStorage, {"_cdata": "the identity of a storage, also of a freed one"}),
     (forward_ad, {"_current_level": "whether a forward-mode derivative is computed"}),
 )  # fmt: skip
 
@@ -68,14 +70,15 @@ REACHED: tuple[tuple[Any, dict[str, str]], ...] = (
 KEPT: dict[type, dict[str, str]] = {
     FSDPState: {
         "_fsdp_param_groups": "no public accessor of the groups of parameters",
-        # Of the checks of scripts
         "_is_root": "whether the model has begun its first forward",
-        "_state_ctx": "holds the name below",
+        "_state_ctx": "holds `post_backward_final_callback_queued`",
         "_training_state": "whether a forward runs",
-        # Of metrics
-        "_comm_ctx": "holds the streams",
+        "_comm_ctx": "holds the streams that metrics measure",
     },
-    FSDPCommContext: {"all_gather_stream": "", "reduce_scatter_stream": ""},
+    FSDPCommContext: {
+        "all_gather_stream": "metrics measure its waits; streams have no hooks",
+        "reduce_scatter_stream": "see `all_gather_stream`",
+    },
     FSDPStateContext: {
         "post_backward_final_callback_queued": "whether an exception has ended a backward pass",
     },
@@ -86,23 +89,14 @@ KEPT: dict[type, dict[str, str]] = {
         "_orig_dtype": "gradients are added in it; no setting (pytorch issue 194628)",
         "_reduce_dtype": "gradients are sent in it, also where sums have another dtype",
         "_training_state": "set where `post_backward` of torch is not called, for one rank",
-        # Of the checks of scripts
-        "modules": "",
-        "post_forward_mesh_info": "",
-        "unshard": "",
-        "post_forward": "",
-        "is_unsharded": "",
-        "_all_gather_result": "",
+        "modules": "whether a group has several modules, any of which may run",
+        "post_forward_mesh_info": "whether parameters are freed after forward; the argument of "
+        "`fully_shard` has no getter",
+        "_all_gather_result": "none is kept where gathered parameters are the sharded ones",
     },
     FSDPParam: {
         "sharded_param": "the parameter that the optimizer has, while the gathered one is in the "
         "modules",
         "_unsharded_param": "the parameter to which autograd adds gradients",
-        # Of the checks of scripts
-        "mesh_info": "",
-        "padded_sharded_param_size": "",
-        "_module_info": "",
-        "_sharded_local_tensor": "",
-        "param_dtype": "",
     },
 }  # fmt: skip

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from parallel2d.base.device import keep_until_done
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.fsdp_internals.group_watch import GroupWatch, part_of, quick_reads
 from parallel2d.parallel.fsdp_internals.one_rank import share_memory
 from parallel2d.parallel.fsdp_internals.sharded_model import in_backward, states
+from parallel2d.parallel.fsdp_internals.tensors import part_of, quick_reads
 from parallel2d.parallel.model_structure import UPDATED_AS, fqn_of
 from parallel2d.parallel.weights.geometry import first_position
 from parallel2d.parallel.weights.named_tensors import parameters_by_name
@@ -123,48 +123,26 @@ class FSDPGroup:
 
         self._group._register_post_backward_hook = registered  # type: ignore
 
-    def watch(
-        self,
-        storages: dict[int, str],
-        before: Callable[[GroupWatch, bool], None],
-        after: Callable[[FSDPGroup, GroupWatch, Any], Any],
-    ) -> GroupWatch:
-        """Calls ``before``, and whether its parameters are gathered already, when a forward of the
-        group begins, and ``after`` with what it returns, in whose place is what ``after`` returns,
-        while they are gathered. Gathers anew what changed since. ``storages``: as `GroupWatch`."""
-        group = self._group
-        watch = GroupWatch(group, [each.name for each in self.parameters], storages)
-        gather, begin, end = group.unshard, group.pre_forward, group.post_forward
+    def on_gather(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when gathered parameters are tensors that no forward has seen yet."""
+        wait = self._group.wait_for_unshard
 
-        def unshard(async_op: bool = False) -> None:
-            # What was gathered ahead is of this pass.
-            if group._all_gather_result is None and watch.take_updates():
-                self.release()
-            gather(async_op)
-
-        def pre_forward(*given: Any) -> Any:
-            if group._training_state != TrainingState.FORWARD:
-                before(watch, group.is_unsharded)
+        def wait_for_unshard() -> None:
             # Memory that is allocated in inference mode could not be gathered into after it.
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False), torch.no_grad():
-                    result = begin(*given)
+                    wait()
             else:
-                result = begin(*given)
-            if self._is_new:
-                watch.remember()
+                wait()
+            if self._is_new and all(each.has_run for each in self.parameters):
                 self._is_new = False
-            return result
+                callback()
 
-        def post_forward(module: nn.Module, inputs: Any, output: Any) -> Any:
-            return end(module, inputs, after(self, watch, output))
-
-        vars(group).update(unshard=unshard, pre_forward=pre_forward, post_forward=post_forward)
-        return watch
+        self._group.wait_for_unshard = wait_for_unshard  # type: ignore[method-assign]
 
     def release(self) -> None:
-        """Drops gathered parameters: the sharded ones take their places."""
-        self._group._to_sharded()
+        """Free gathered parameters outside of a forward: the sharded ones take their places."""
+        self.module.reshard()
 
     def share_memory(self, computes_in: torch.dtype) -> None:
         """Let gathered parameters be the memory of the sharded ones, and whole gradients become the
@@ -390,24 +368,24 @@ class FSDPParameter:
         return self.wide or part_of(self.sharded).dtype
 
     @property
-    def _whole(self) -> nn.Parameter | None:
-        """None before the first forward."""
+    def gathered(self) -> nn.Parameter | None:
+        """The unsharded parameter; None before the first forward."""
         return getattr(self._parameter, "_unsharded_param", None)
 
     @property
     def has_run(self) -> bool:
         """True if there was a forward."""
-        return self._whole is not None
+        return self.gathered is not None
 
     @property
     def has_whole_gradient(self) -> bool:
         """True if this rank has a gradient of it that is not reduced over the shard axis."""
-        whole = self._whole
+        whole = self.gathered
         return whole is not None and whole.grad is not None
 
     def take_whole(self) -> Tensor | None:
         """Take out the gradient that is not reduced over the shard axis."""
-        whole = self._whole
+        whole = self.gathered
         if whole is None:
             return None
         gradient = whole.grad
@@ -416,7 +394,7 @@ class FSDPParameter:
 
     def set_whole(self, gradient: Tensor | None) -> None:
         """Set the gradient that is not reduced over the shard axis, in the wide dtype."""
-        whole = self._whole
+        whole = self.gathered
         if whole is None or gradient is None:
             return
         # Autograd adds gradients in the dtype that computes to it.
@@ -425,7 +403,7 @@ class FSDPParameter:
 
     def zeros(self) -> Tensor | None:
         """A gradient of zeros in the wide dtype, not reduced over the shard axis."""
-        whole = self._whole
+        whole = self.gathered
         if whole is None:
             return None
         return torch.zeros_like(whole, dtype=self.gradient_dtype, requires_grad=False)
@@ -433,7 +411,7 @@ class FSDPParameter:
     def make_dense(self) -> None:
         """Makes a sparse gradient, such as that of ``nn.Embedding(sparse=True)``, a dense one:
         ranks have different rows, and torch reduces only dense ones."""
-        whole = self._whole
+        whole = self.gathered
         if whole is not None and whole.grad is not None and whole.grad.is_sparse:
             whole.grad = whole.grad.to_dense()
 
@@ -441,7 +419,7 @@ class FSDPParameter:
     def whole_gradient_dtype(self) -> torch.dtype | None:
         """The dtype of the gradient that is not reduced over the shard axis, or of zeros in its
         place; None before the first forward."""
-        whole = self._whole
+        whole = self.gathered
         if whole is None:
             return None
         if whole.grad is None:
@@ -452,7 +430,7 @@ class FSDPParameter:
     def part(self) -> Tensor | None:
         """The gradient of a weight that stayed whole while its inputs were split over the tensor
         axis: a part of a sum, in the dtype that computes. None for others."""
-        whole = self._whole
+        whole = self.gathered
         grad = None if whole is None else whole.grad
         # A plain tensor where the parameter is not split or replicated over a tensor axis.
         if not isinstance(grad, DTensor):
@@ -464,13 +442,13 @@ class FSDPParameter:
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
-        whole = self._whole
+        whole = self.gathered
         assert isinstance(whole, DTensor)
         return whole.device_mesh.get_group()
 
     def set_sum_of_parts(self, total: Tensor) -> None:
         """Make ``total`` the gradient that is not reduced over the shard axis."""
-        whole = self._whole
+        whole = self.gathered
         assert isinstance(whole, DTensor)
         whole.grad = None
         mesh, placements = whole.device_mesh, whole.placements
@@ -497,10 +475,10 @@ class FSDPParameter:
     def add_gradient(self, whole: Tensor) -> None:
         """Add ``whole``, which is this rank's part too, to the reduced gradient."""
         if isinstance(whole, DTensor):
-            assert isinstance(self._whole, DTensor)
+            assert isinstance(self.gathered, DTensor)
             # Parts of a sum over the tensor axis are added here.
-            if whole.placements != self._whole.placements:
-                whole = whole.redistribute(placements=self._whole.placements)
+            if whole.placements != self.gathered.placements:
+                whole = whole.redistribute(placements=self.gathered.placements)
             whole = part_of(whole)
         local = whole.to(self.gradient_dtype)
         total = self.local_gradient

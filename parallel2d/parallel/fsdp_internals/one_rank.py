@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-from parallel2d.parallel.fsdp_internals.group_watch import part_of
+from parallel2d.parallel.fsdp_internals.tensors import part_of
 
 
 def share_memory(

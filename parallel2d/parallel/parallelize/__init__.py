@@ -28,7 +28,7 @@ from parallel2d.parallel.parallelize.activation_checkpointing import (
     checkpoint_activations,
     select_without_hooks,
 )
-from parallel2d.parallel.parallelize.audit import audit
+from parallel2d.parallel.parallelize.block_calls import prepare_block_calls
 from parallel2d.parallel.parallelize.compilation import compile_blocks
 from parallel2d.parallel.parallelize.context_blocks import Stack
 from parallel2d.parallel.parallelize.context_parallel import (
@@ -38,14 +38,17 @@ from parallel2d.parallel.parallelize.context_parallel import (
 )
 from parallel2d.parallel.parallelize.copies import DEEPCOPY, copier, sharded_copy
 from parallel2d.parallel.parallelize.float8 import convert_to_float8
-from parallel2d.parallel.parallelize.guards import guard
+from parallel2d.parallel.parallelize.gathered import follow_updates
 from parallel2d.parallel.parallelize.ignored import ignored_parameters
 from parallel2d.parallel.parallelize.layout import Layout, resolve
+from parallel2d.parallel.parallelize.model_calls import explain_model_calls
+from parallel2d.parallel.parallelize.optimizer_hooks import follow_steps
 from parallel2d.parallel.parallelize.precision import Precision, cast_storage
 from parallel2d.parallel.parallelize.preconditions import check, check_arguments, mark_sharded
 from parallel2d.parallel.parallelize.prefetch import prefetch_parameters
 from parallel2d.parallel.parallelize.running_statistics import average_buffers, watch_statistics
 from parallel2d.parallel.parallelize.scalars import keep_whole, scalar_places
+from parallel2d.parallel.parallelize.script_checks import check_script
 from parallel2d.parallel.parallelize.sharding import shard, synchronize
 from parallel2d.parallel.parallelize.tensor_parallel import apply_tensor_parallel
 from parallel2d.parallel.sync import clear_with_gradients
@@ -199,8 +202,11 @@ def apply_layout(
     _fill(layout, model, mesh, source, topology)
     mark_sharded(model, layout.ignored)
     # Errors for calls that would go wrong.
-    guard(model, mesh)
-    audit(model, sharding_mesh(mesh), layout.config.sync.compare_every)
+    prepare_block_calls(model)
+    explain_model_calls(model, mesh)
+    gathered = follow_updates(model, sharding_mesh(mesh))
+    follow_steps(gathered)
+    check_script(model, mesh, layout.config, gathered)
     watch_statistics(model, mesh)
     clear_with_gradients(model)
     learn_at_first(model, mesh, stacks)

@@ -21,8 +21,7 @@ from parallel2d.base.config.parallel import AUTOMATIC
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
 from parallel2d.base.topology import Topology
-from parallel2d.parallel.fsdp_internals.computations import SHARDED_AS
-from parallel2d.parallel.fsdp_internals.group_watch import storage_of
+from parallel2d.parallel.fsdp_internals.tensors import SHARDED_AS, storage_of
 from parallel2d.parallel.mesh import has_cpu_backend, ranks_of
 from parallel2d.parallel.mesh_sizes import check_placement
 from parallel2d.parallel.model_structure import fqn_of, is_called, plain_attributes, tensors_in

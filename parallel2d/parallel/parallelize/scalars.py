@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from parallel2d.base.device import current_device
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.fsdp_internals.group_watch import part_of
+from parallel2d.parallel.fsdp_internals.tensors import part_of
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.model_structure import Places, places_in, stays_whole
 

@@ -39,6 +39,7 @@ from parallel2d.base.device import current_stream, new_stream
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas import current
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
+from parallel2d.parallel.fsdp_internals.tensors import GATHERED_AS
 from parallel2d.parallel.mesh import axis_names, inherit_timeout, mesh_shape, without_replicas
 from parallel2d.parallel.model_structure import updated_as
 from parallel2d.parallel.sync.engine.agreement import (
@@ -387,6 +388,12 @@ def note_update_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
     """Lets `update_mesh_of` find the ``mesh`` of the parameters of ``model``."""
     for parameter in model.parameters():
         setattr(updated_as(parameter), _UPDATE_MESH, mesh)
+
+
+def is_ours(parameters: Iterable[Tensor]) -> bool:
+    """True if one of ``parameters`` is of a parallelized model, also a gathered one."""
+    marks = (_UPDATE_MESH, GATHERED_AS)
+    return any(hasattr(parameter, mark) for parameter in parameters for mark in marks)
 
 
 def update_mesh_of(parameters: Iterable[Tensor]) -> DeviceMesh | None:

@@ -1,0 +1,108 @@
+"""Calls of the modules that `fully_shard` has given hooks: `prepare_block_calls` makes a direct
+call of a forward one of the module, and gives calls for which no parameters are gathered an error
+that names the way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+from parallel2d.parallel.fsdp_internals.sharded_model import RunningForward, has_begun
+from parallel2d.parallel.model_structure import class_name
+from parallel2d.parallel.weights.whole_tensors import sharded_modules
+
+MIXED = "mixed torch.Tensor and DTensor"  # of torch's error
+
+
+class MixedTensorsError(RuntimeError):
+    """A plain tensor met a sharded one."""
+
+
+def prepare_block_calls(model: nn.Module) -> None:
+    """Prepares all modules of ``model`` that have hooks of `fully_shard`."""
+    for name, module in sharded_modules(model):
+        _explain_methods(module, name)
+        _watch_calls(module, name, model)
+
+
+def _explain_methods(module: nn.Module, name: str) -> None:
+    """Wraps the public methods of the class that defines ``module``'s forward."""
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    for method, function in vars(owner).items():
+        is_public = not method.startswith("_") and method != "forward"
+        if is_public and isinstance(function, FunctionType):
+            vars(module)[method] = _explained(module, name, method)
+
+
+def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
+    call = getattr(module, method)
+    forward = RunningForward(module)
+
+    # Of the bound method: without ``self`` in its signature.
+    @functools.wraps(call)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            is_mixed = isinstance(error, MixedTensorsError) or MIXED in str(error)
+            # In a forward of the module its parameters are gathered, and the error is another.
+            if forward.now or not is_mixed:
+                raise
+            raise RuntimeError(
+                f"{name or class_name(module)}.{method} computes with parameters that only a call "
+                "of the module gathers: call "
+                f"torch.distributed.fsdp.register_fsdp_forward_method(module, {method!r}) once "
+                "after parallelize"
+            ) from error
+
+    return explained
+
+
+def _watch_calls(module: nn.Module, name: str, root: nn.Module) -> None:
+    """Makes a call raise RuntimeError before the first one of ``root``. Makes
+    ``module.forward(x)`` the call ``module(x)``, in which hooks gather parameters."""
+    # The arguments of the calls that run
+    given: list[Any] = []
+    running, forward = RunningForward(module), module.forward
+
+    def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        # Once the model itself has been called, its modules may be called alone.
+        if module is not root and not has_begun(root):
+            raise RuntimeError(
+                f"{name} was called before the model that it is a part of: call the model first, "
+                f"or the method that calls {name} through "
+                "torch.distributed.fsdp.register_fsdp_forward_method(model, name of the method)"
+            )
+        given.append({**dict(enumerate(args)), **kwargs})
+
+    def restore(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # The sharding engine makes two tensors of one that is given twice, but not while
+        # activations are recomputed: attention computes otherwise where query is key is value.
+        received = {**dict(enumerate(args)), **kwargs}
+        first: dict[int, Any] = {}
+        for key, value in given[-1].items():
+            # A hook of the model's own may have taken arguments away.
+            if isinstance(value, Tensor) and key in received:
+                received[key] = first.setdefault(id(value), received[key])
+        positional = tuple(received.pop(index) for index in range(len(args)))
+        return positional, received
+
+    def forget(*_: Any) -> None:
+        if given:  # otherwise an earlier hook has raised
+            given.pop()
+
+    @functools.wraps(forward)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        # Unless a call, or another method that gathers them, has come to it.
+        if given or (running.is_alone and running.now):
+            return forward(*args, **kwargs)
+        return module(*args, **kwargs)
+
+    module.forward = called
+    module.register_forward_pre_hook(keep, prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(restore, with_kwargs=True)
+    module.register_forward_hook(forget, always_call=True)

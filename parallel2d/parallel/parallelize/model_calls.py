@@ -1,0 +1,220 @@
+"""Calls that scripts for ``DistributedDataParallel`` and transformers make on a model, and pickles
+of its tensors: `explain_model_calls` makes them right, or gives them an error that names the way.
+All of it is on the model and its tensors, for as long as they live."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.exchange import all_gather
+from parallel2d.parallel.fsdp_internals.sharded_model import has_begun
+from parallel2d.parallel.fsdp_internals.tensors import part_of
+from parallel2d.parallel.mesh import axis_names
+from parallel2d.parallel.sync import no_sync
+from parallel2d.parallel.sync.engine.replica_reducer import engine_of
+from parallel2d.parallel.sync.methods.method import UpdateFollower
+from parallel2d.parallel.weights.whole_tensors import sharded_modules
+
+log = logging.getLogger(__name__)
+
+
+def explain_model_calls(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Prepares ``model``, after `fully_shard`, for the calls above."""
+    model.register_load_state_dict_pre_hook(_refuse_whole_tensors)
+    model.register_state_dict_post_hook(_mark_state)
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            _mark_pickle(parameter)
+            _make_plain_tensors(parameter)
+    for axis in ("context", "tensor"):
+        check_ranks_share_data(model, mesh, axis)
+    if not hasattr(model, "no_sync"):
+        vars(model)["no_sync"] = functools.partial(no_sync, model)
+    _explain_missing_wrapper(model)
+    for _, module in sharded_modules(model):
+        # `to`, `half` and others go through it.
+        vars(module)["_apply"] = functools.partial(_apply, model, module, module._apply)
+    for module in model.modules():
+        save = getattr(module, "save_pretrained", None)
+        if callable(save):
+            vars(module)["save_pretrained"] = functools.partial(_save_whole, save)
+
+
+class _PickleWarning:
+    """A pickle of a tensor that has this attribute holds the part of one rank, and warns of it.
+
+    `torch.load` reads an empty dict in its place, also with ``weights_only``.
+    """
+
+    def __reduce__(self) -> Any:
+        warn_of_parts()
+        return OrderedDict, ()
+
+    def __deepcopy__(self, _memo: Any) -> _PickleWarning:
+        return self
+
+
+_PICKLE_WARNING = _PickleWarning()
+
+
+@functools.cache
+def warn_of_parts() -> None:
+    """Warns, once per process, of a pickle that holds parts of tensors."""
+    log.warning(
+        "torch.save, or another pickle, of sharded tensors writes the parts that this rank has: "
+        "call parallel2d.save_full(path, model, optimizer) on all ranks to write whole ones"
+    )
+
+
+def _mark_pickle(tensor: DTensor) -> None:
+    vars(tensor)["_parallel2d_pickle"] = _PICKLE_WARNING
+
+
+def _mark_state(_module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+    """After ``state_dict``: its tensors are other objects than the parameters."""
+    for value in state.values():
+        if isinstance(value, DTensor):
+            _mark_pickle(value)
+
+
+class _PlainTensors:
+    """The method ``name`` of a sharded parameter, such as ``new_zeros``, by which scripts make a
+    first hidden state on its device and in its dtype: a plain tensor of any size."""
+
+    def __init__(self, name: str, parameter: DTensor) -> None:
+        self._name = name
+        self._like = torch.empty(0, dtype=parameter.dtype, device=part_of(parameter).device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = getattr(self._like, self._name)(*args, **kwargs)
+        return made
+
+
+def _make_plain_tensors(parameter: DTensor) -> None:
+    # Attributes of the object come before methods of its class.
+    for name in ("new_empty", "new_full", "new_ones", "new_zeros"):
+        vars(parameter)[name] = _PlainTensors(name, parameter)
+
+
+def _refuse_whole_tensors(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before ``load_state_dict``: raises `ConfigError` for plain tensors in the place of sharded
+    ones, which torch would refuse one by one."""
+    if prefix:  # a part of another model, whose state this is
+        return
+    for name, parameter in model.named_parameters():
+        value = state.get(name)
+        is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if is_whole and isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"load_state_dict: {name} is sharded, and the state holds a whole tensor; use "
+                "parallel2d.load_state(model, state), which sends rank 0's tensors to their "
+                'places, or load_full_state(model, optimizer, {"model": ..., "optimizer": ...})'
+            )
+
+
+def check_ranks_share_data(model: nn.Module, mesh: DeviceMesh, axis: str) -> None:
+    """Makes the first forward under the context or tensor ``axis`` compare its inputs over that
+    axis: a sampler keyed on the global rank feeds each of these ranks other data, which their parts
+    of one sequence or of one matrix silently mix."""
+    if axis not in axis_names(mesh):
+        return
+    group = mesh.get_group(axis)
+
+    # In the first forward alone: a sampler that is right once is right ever after. A hook before
+    # this one may have called the model: torch then calls it again, as one without ``kwargs``.
+    def compare(_module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        handle.remove()
+        if len(set(all_gather(_digest((args, kwargs)), group))) > 1:
+            ranks = dist.get_process_group_ranks(group)
+            raise ConfigError(
+                f"ranks {ranks} share one {axis} axis and were fed different data: a sampler must "
+                "be keyed on parallel2d.data_coordinate(mesh) and its number of ranks, "
+                "mesh_shape(mesh).data_ranks, not on the global rank"
+            )
+
+    handle = model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
+
+
+def _digest(inputs: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor):
+            digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+            digest.update(
+                leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
+    return digest.hexdigest()
+
+
+def _apply(
+    model: nn.Module,
+    module: nn.Module,
+    apply: Callable[..., Any],
+    function: Callable[[Tensor], Tensor],
+    recurse: bool = True,
+) -> Any:
+    engine = engine_of(model)
+    is_used = has_begun(model) or type(engine.updates) is not UpdateFollower
+    for dtype in {parameter.dtype for parameter in model.parameters()}:
+        wanted = function(torch.empty(0, dtype=dtype)).dtype
+        # The wire to other replicas is no wider than what the configuration says.
+        is_wider = engine.buckets is not None and wanted.itemsize > dtype.itemsize
+        if wanted != dtype and (is_used or is_wider):
+            raise ConfigError(
+                f"model.to({wanted}): what gathers, reduces or updates parameters is made for "
+                f"{dtype}; choose it by parallelize(..., ParallelConfig(precision=...))"
+            )
+    # torch exchanges what parameters are, with their attributes.
+    attributes = [dict(vars(parameter)) for parameter in module.parameters()]
+    result = apply(function, recurse)
+    for parameter, kept in zip(module.parameters(), attributes, strict=True):
+        vars(parameter).update(kept)
+        if isinstance(parameter, DTensor):
+            _make_plain_tensors(parameter)
+    return result
+
+
+def _save_whole(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("state_dict") is None:
+        raise ConfigError(
+            "save_pretrained(...) would write this rank's parts of the parameters: gather them on "
+            "all ranks by state = parallel2d.full_state(model) and give state_dict=state['model'] "
+            "on rank 0, or save a checkpoint for python -m parallel2d.checkpoint convert"
+        )
+    return save(*args, **kwargs)
+
+
+def _explain_missing_wrapper(model: nn.Module) -> None:
+    """Gives ``model`` a class of its own: `fully_shard` has one for all modules of a class."""
+    kind = type(model)
+
+    # Not a property, whose AttributeError torch replaces, and which would hide a child.
+    def find(self: Any, name: str) -> Any:
+        try:
+            return super(kind, self).__getattr__(name)
+        except AttributeError as error:
+            if name != "module":
+                raise
+            problem = "model.module: parallelize(...) returns the model itself, without a wrapper"
+            raise AttributeError(f"{problem}; use model") from error
+
+    # Modules make others of their class, such as a slice of a sequence: plain ones, as torch does.
+    def make(_kind: type, *args: Any, **kwargs: Any) -> nn.Module:
+        made: nn.Module = kind(*args, **kwargs)
+        return made
+
+    names = {"__getattr__": find, "__new__": make, "__module__": kind.__module__}
+    model.__class__ = type(kind.__name__, (kind,), names)

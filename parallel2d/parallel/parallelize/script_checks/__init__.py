@@ -1,0 +1,144 @@
+"""Checks that find errors of a script, which shows them in its first steps: `check_script`.
+
+They are active for the first steps of the optimizers of a model (``checks.steps``), and then leave
+no hook and no mode. A write may show on some ranks alone, those whose part was written to: where a
+backward pass follows, its agreement tells the others.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from parallel2d.base.config.parallel import ParallelConfig
+from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
+from parallel2d.parallel.fsdp_internals.tensors import SHARDED_AS
+from parallel2d.parallel.mesh import mesh_shape
+from parallel2d.parallel.model_structure import updated_as
+from parallel2d.parallel.parallelize.gathered import GatheredParameters
+from parallel2d.parallel.parallelize.script_checks import function_mode
+from parallel2d.parallel.parallelize.script_checks.forward_audit import audit_forwards
+from parallel2d.parallel.parallelize.script_checks.function_mode import refusal as refusal
+
+# Those that are active
+_checks: list[weakref.ref[_ScriptChecks]] = []
+
+
+def check_script(
+    model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, gathered: GatheredParameters
+) -> None:
+    """Installs the checks on ``model``, which has its weights."""
+    steps = config.checks.steps
+    if steps == "off" or steps == 0:
+        return
+    averages = mesh_shape(mesh).data_ranks > 1
+    handles = audit_forwards(model, gathered, averages)
+    if config.compile.name != "none":
+        handles += function_mode.hide_in_forwards(model)
+    remaining = None if steps == "always" else int(steps)
+    checks = _ScriptChecks(gathered, averages, remaining, handles)
+    # With the model they end.
+    handles.append(model.register_forward_hook(checks.forget_step))
+    _checks.append(weakref.ref(checks, _end))
+    # A context axis takes calls out of functions of torch by a mode of its own, which would not see
+    # them below another one.
+    if mesh_shape(mesh).context == 1:
+        function_mode.activate(_changed_groups)
+
+
+class _ScriptChecks:
+    """The checks of one model."""
+
+    def __init__(
+        self,
+        gathered: GatheredParameters,
+        averages: bool,
+        remaining: int | None,
+        handles: list[Any],
+    ) -> None:
+        self.gathered = gathered
+        self.averages = averages
+        self._remaining = remaining
+        self._handles = handles
+
+    def forget_step(self, *_: Any) -> None:
+        """A forward follows a step of an optimizer, which may have ended by an exception."""
+        mode = function_mode.current_mode()
+        if mode is not None:
+            mode.stepping = None
+
+    def count_step(self, stepped: set[int]) -> bool:
+        """Counts a step of the parameters with the ids ``stepped``. True if it was the last one."""
+        groups = [each.group for each in self.gathered.groups]
+        ours = [id(updated_as(each.sharded)) for group in groups for each in group.parameters]
+        if self._remaining is None or stepped.isdisjoint(ours):
+            return False
+        self._remaining -= 1
+        if self._remaining > 0:
+            return False
+        for handle in self._handles:
+            handle.remove()
+        return True
+
+
+def _active() -> list[_ScriptChecks]:
+    return [checks for reference in _checks if (checks := reference()) is not None]
+
+
+def _changed_groups() -> list[FSDPGroup]:
+    return [group for checks in _active() for group in checks.gathered.changed()]
+
+
+def _end(reference: weakref.ref[_ScriptChecks]) -> None:
+    """After the last step with checks, or when the model is gone."""
+    if reference in _checks:
+        _checks.remove(reference)
+    if not _checks:
+        function_mode.deactivate()
+
+
+def before_step(stepping: Optimizer, parameters: list[Tensor]) -> None:
+    """Refuses trained parameters of no model next to sharded ones."""
+    if not _checks:
+        return
+    others: list[Tensor] = []
+    any_sharded = False
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            any_sharded |= hasattr(parameter, SHARDED_AS)
+        elif parameter.requires_grad and not hasattr(parameter, SHARDED_AS):
+            others.append(parameter)
+    if any_sharded and others and any(checks.averages for checks in _active()):
+        raise RuntimeError(
+            f"{type(stepping).__name__} has a parameter of shape {tuple(others[0].shape)} that is "
+            "of no parallelized model, and nothing averages its gradient over the ranks: put its "
+            "module and the model into one nn.Module and call parallelize() on that"
+        )
+    mode = function_mode.current_mode()
+    if mode is not None:
+        mode.stepping = stepping
+
+
+def runs_closure() -> None:
+    """The step that begins may raise errors of the model."""
+    mode = function_mode.current_mode()
+    if mode is not None:
+        mode.stepping = None
+
+
+def after_step(parameters: list[Tensor]) -> None:
+    """Counts a step of an optimizer of ``parameters``."""
+    if not _checks:
+        return
+    runs_closure()
+    stepped = set(map(id, parameters))
+    for reference in list(_checks):
+        checks = reference()
+        if checks is None or checks.count_step(stepped):
+            _end(reference)

@@ -1,0 +1,251 @@
+"""Checks of the calls of torch that a script makes: a function mode.
+
+torch lets a mode see each call before it is made, and only in the thread that has activated the
+mode. Calls inside of these calls, such as those of a backward pass, it does not see.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.fsdp_internals import function_modes
+from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
+from parallel2d.parallel.fsdp_internals.tensors import GATHERED_AS, SHARDED_AS, is_copied_view
+from parallel2d.parallel.model_structure import updated_as
+from parallel2d.parallel.parallelize.block_calls import MIXED, MixedTensorsError
+from parallel2d.parallel.parallelize.gathered import data_was_set
+
+_WHOLE = (
+    "change whole values with parallel2d.apply_full(model, function), or inside "
+    "parallel2d.summon_full_params(model, writeback=True, with_grads=True)"
+)
+_UNSUPPORTED = re.compile("sharding strategy registered|require placement changes")
+_NO_SUBCLASSES = "is not supported for tensor subclasses"
+# Of torch's errors about operations that sharded tensors do not have
+_SHARDED = re.compile(r"DTensor|[Ss]harding|placement")
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
+# The position of ``inputs``, and the attributes that tensors in it may not have: gradients that
+# backward leaves in gathered parameters are averaged, those that grad returns are not.
+_DIFFERENTIATING: dict[Callable[..., Any], tuple[int, tuple[str, ...]]] = {
+    Tensor.backward: (4, (SHARDED_AS,)),
+    torch.autograd.backward: (5, (SHARDED_AS,)),
+    torch.autograd.grad: (1, (SHARDED_AS, GATHERED_AS)),
+}
+# Methods that give a number of Python
+_NUMBERS = ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__", "__format__")
+_RANDOM = (
+    *("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_"),
+    *("geometric_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_"),
+)
+_ASSIGNING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__")
+
+
+class ScriptMode(TorchFunctionMode):
+    """Refuses calls that would compute with parts of parameters, or change nothing.
+
+    Args:
+        changed: returns the groups of which parameters were changed between a forward and its
+            backward.
+    """
+
+    def __init__(self, changed: Callable[[], list[FSDPGroup]]) -> None:
+        super().__init__()
+        self._changed = changed
+        # The optimizer that steps without a closure
+        self.stepping: Optimizer | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # Where the garbage collector ended the checks in a call, torch has put the mode back.
+        if torch.compiler.is_compiling() or self is not _thread.mode:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if func in _DIFFERENTIATING:
+            return self._differentiate(func, args, kwargs)
+        try:
+            if args and isinstance(args[0], DTensor):
+                _check_read(func, name, args)
+            for written in _written(name, args, kwargs):
+                if isinstance(written, DTensor):
+                    _check_written(name, written)
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            explanation = self._explain(name, error)
+            if explanation is None:
+                raise
+            raise explanation from error
+
+    def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        position, marks = _DIFFERENTIATING[func]
+        inputs = kwargs.get("inputs", args[position] if len(args) > position else None)
+        called = "grad" if func is torch.autograd.grad else "backward"
+        for given in tree_leaves(inputs):
+            name = next(filter(None, [getattr(given, mark, "") for mark in marks]), "")
+            if name:
+                raise RuntimeError(
+                    f"torch.autograd.{called}() with inputs={name}: nothing averages what autograd "
+                    "computes for it over the ranks; call loss.backward() without inputs and read "
+                    ".grad (requires_grad_(False) freezes the others)"
+                )
+        # Changes that no optimizer has made
+        changed = self._changed()
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            explanation: Exception | None = self._explain(called, error)
+            # It may be another tensor of the script.
+            if changed and "modified by an inplace operation" in str(error):
+                explanation = RuntimeError(
+                    f"parameters of {changed[0].called} were changed between a forward and its "
+                    "backward, which needs those of before: call loss.backward() before "
+                    "optimizer.step()"
+                )
+            if explanation is None:
+                raise
+            raise explanation from error
+
+    def _explain(self, name: str, error: RuntimeError) -> RuntimeError | ConfigError | None:
+        """What to raise in the place of ``error``; None for an error that is not about sharded
+        tensors, or is one of this package."""
+        text = str(error)
+        if self.stepping is not None and _SHARDED.search(text):
+            return refusal(self.stepping, "fails on sharded parameters")
+        if isinstance(error, MixedTensorsError) or _WHOLE in text:
+            return None
+        if MIXED in text:
+            return MixedTensorsError(
+                f"{name}() got a plain tensor and a sharded parameter, which is whole only while "
+                "the block that gathers it runs: elsewhere use parameter.full_tensor(), and let a "
+                "block return, or get as an argument, the weight that another one needs"
+            )
+        if _UNSUPPORTED.search(text):
+            return RuntimeError(f"{name}() cannot be computed on a DTensor: {_WHOLE}")
+        if _NO_SUBCLASSES in text:
+            return RuntimeError(
+                f"{name}() was asked of a DTensor, of which this rank has a part: use "
+                "tensor.full_tensor() on all ranks first"
+            )
+        return None
+
+
+def refusal(optimizer: Optimizer, reason: str) -> ConfigError:
+    """The error of an optimizer that does not work on sharded parameters."""
+    name = type(optimizer).__name__
+    return ConfigError(
+        f"{name}.step {reason}: build parallel2d.whole_matrices({name}, parameters), which runs it "
+        "on whole ones; state of one process is loaded with parallel2d.load_full_state"
+    )
+
+
+def _check_read(func: Any, name: str, args: tuple[Any, ...]) -> None:
+    tensor: DTensor = args[0]
+    if name in _NUMBERS:
+        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+            if size > 1 and not placement.is_replicate():
+                raise RuntimeError(
+                    f"a number was asked of a DTensor that is placed as {tensor.placements}, of "
+                    f"which this rank has a part, by {name}(): use tensor.full_tensor() on all "
+                    "ranks first"
+                )
+    elif func == _SET_DATA and hasattr(tensor, SHARDED_AS):
+        raise RuntimeError(data_was_set(getattr(tensor, SHARDED_AS)))
+    elif func == _GET_GRAD:
+        caller = sys._getframe(2).f_globals.get("__name__")
+        # Others may read a gradient to find that there is none.
+        if caller == "torch.nn.utils.clip_grad":
+            _check_gradient(tensor)
+
+
+def _check_gradient(parameter: Tensor) -> None:
+    updated = updated_as(parameter)
+    if updated is not parameter and updated.grad is not None:
+        raise ConfigError(
+            "clip_grad_norm_() of model.parameters(): with strategy=hybrid_full the gradients are "
+            "those of parallel2d.updated_parameters(model); give it these"
+        )
+
+
+def _written(name: str, args: tuple[Any, ...], kwargs: Any) -> Iterable[Any]:
+    """The tensors that a call writes to."""
+    if kwargs.get("out") is not None:
+        return tree_leaves(kwargs["out"])
+    changes = name.endswith("_") and not name.endswith("__")
+    if not changes and name not in _ASSIGNING:
+        return ()
+    # Functions of `torch.nn.init` get it by name.
+    first = args[0] if args else kwargs.get("tensor")
+    return first if isinstance(first, list | tuple) else (first,)
+
+
+def _check_written(name: str, written: DTensor) -> None:
+    if is_copied_view(written):
+        raise RuntimeError(f"{name}() writes to rows or columns of a DTensor: {_WHOLE}")
+    if name in _RANDOM and any(map(Placement.is_shard, written.placements)):
+        raise RuntimeError(f"{name}() would draw all parts of a DTensor alike: {_WHOLE}")
+
+
+class _Thread(threading.local):
+    mode: ScriptMode | None = None
+
+
+_thread = _Thread()
+
+
+def current_mode() -> ScriptMode | None:
+    """The mode of this thread."""
+    return _thread.mode
+
+
+def activate(changed: Callable[[], list[FSDPGroup]]) -> None:
+    """Activates a mode in this thread, unless there is one."""
+    if _thread.mode is None:
+        _thread.mode = ScriptMode(changed)
+        function_modes.insert(_thread.mode)
+
+
+def deactivate() -> None:
+    """Ends the mode of this thread."""
+    if _thread.mode is not None:
+        function_modes.remove(_thread.mode)
+        _thread.mode = None
+
+
+def hide_in_forwards(model: nn.Module) -> list[Any]:
+    """Deactivates the mode while ``model`` runs forward: torch would compile its blocks twice, with
+    the mode and without. Returns the handles of the hooks."""
+    hidden: list[ScriptMode] = []
+
+    @torch.compiler.disable
+    def hide(*_: Any) -> None:
+        if _thread.mode is not None:
+            hidden.append(_thread.mode)
+            function_modes.remove(_thread.mode)
+
+    @torch.compiler.disable
+    def show(*_: Any) -> None:
+        if hidden:
+            mode = hidden.pop()
+            # It may have ended meanwhile.
+            if mode is _thread.mode:
+                function_modes.insert(mode)
+
+    return [
+        model.register_forward_pre_hook(hide, prepend=True),
+        model.register_forward_hook(show, always_call=True),
+    ]
