@@ -20,6 +20,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from parallel2d.base.device import sent_to
+
 BLOCK = 256
 _SCALE_BYTES = 4  # of one fp32
 
@@ -174,8 +176,8 @@ class BlockNoise:
         keys = numpy.array([piece.key for piece in pieces], dtype=numpy.int32)
         of_block = starts.repeat(counts) + numpy.arange(counts.sum()) * BLOCK
         # Positions wrap around like the products that are made of them.
-        self._starts = _sent_to(device, of_block.astype(numpy.int32))[:, None]
-        self._keys = _sent_to(device, keys.repeat(counts))[:, None]
+        self._starts = sent_to(device, torch.from_numpy(of_block.astype(numpy.int32)))[:, None]
+        self._keys = sent_to(device, torch.from_numpy(keys.repeat(counts)))[:, None]
 
     def numbers(self, begin: int, end: int, stage: int) -> Tensor:
         """fp32 [end - begin, 256]: for these blocks; zeros for blocks after the last, which hold
@@ -185,14 +187,6 @@ class BlockNoise:
         numbers = uniform(self._keys[begin:end] ^ stage, starts + within)
         missing = end - begin - len(starts)
         return torch.nn.functional.pad(numbers, (0, 0, 0, missing))
-
-
-def _sent_to(device: torch.device, values: numpy.ndarray) -> Tensor:
-    """``values`` on ``device``, without waiting for what the device does."""
-    tensor = torch.from_numpy(values)
-    if device.type != "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def blocks_of(numel: int) -> int:
