@@ -44,7 +44,7 @@ def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
     # A tensor may be on a device, and reading it would wait for that.
     if isinstance(valid_tokens, int) and valid_tokens < 0:
         raise ConfigError(f"token_weight({valid_tokens}): a number of tokens is at least 0")
-    total = torch.as_tensor(valid_tokens, dtype=torch.float64, device=mesh.device_type).clone()
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device_type).add_(valid_tokens)
     sum_over_data_ranks(total, mesh)
     return torch.where(total > 0, present_data_ranks(mesh) / total.clamp(min=1), 0.0)
 

@@ -58,8 +58,7 @@ Coder = CastCoder | BlockCoder
 def put_back(coder: Coder, rows: Tensor, tensors: Sequence[Tensor]) -> None:
     """Writes decoded ``rows`` into the ``tensors`` of which they are."""
     values = coder.values(rows, [tensor.shape for tensor in tensors])
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
+    torch._foreach_copy_(tensors, list(values))
 
 
 @dataclass(frozen=True)

@@ -185,8 +185,7 @@ class ExactMean:
         """Waits, and writes the mean."""
         metering.wait(self._work, self._group)
         values = pieces_of(self._flat, [result.shape for result in self._results])
-        for result, value in zip(self._results, values, strict=True):
-            result.copy_(value)
+        torch._foreach_copy_(self._results, list(values))
 
 
 PendingMean = Exchange | ExactMean  # a mean over the replicas that has begun
