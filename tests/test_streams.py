@@ -120,6 +120,13 @@ def test_kernels_and_host_waits_of_a_step_do_not_grow(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_kernels_do_not_grow_with_the_number_of_replicas(wire):
+    three, four = (result_of(f"{wire}, {number} replicas") for number in ("three", "four"))
+    assert four.own_kernels(COUNTED) <= three.own_kernels(COUNTED)
+
+
+@pytest.mark.slow
 def test_host_waits_of_the_package_in_a_custom_loop_do_not_grow():
     waits = [wait for wait in custom_loop(True).waits(COUNTED) if wait.source == PROJECT]
     assert sum(wait.count for wait in waits) <= CUSTOM_LOOP_WAITS, waits
@@ -193,9 +200,10 @@ MUTATIONS = (
         redundant=1,
         reason="a reduction in several exchanges sends the next one inside of a reduce-scatter",
     ),
-    Mutations("work.wait", SYNC, found=6),
+    Mutations("work.wait", SYNC, found=7),
     Mutations("record_stream", SYNC, found=3),
-    Mutations("pin_memory", SYNC, found=3),
+    Mutations("pin_memory", SYNC, found=1),
+    Mutations("pin_memory", TRAINING, found=1),
     Mutations("pin_memory", f"{TRAINING}.data", found=1),
     Mutations("synchronize", f"{TRAINING}.checkpoint", found=1),
     Mutations(

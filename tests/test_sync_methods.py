@@ -1,6 +1,9 @@
 """What crosses the replicate axis, by every method: equal to a plain reference in one process, in fp64."""
 
 import functools
+import importlib
+import multiprocessing
+import re
 
 import numpy as np
 import pytest
@@ -15,7 +18,15 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.sync.average import WeightAverage
 from parallel2d.parallel.sync.methods.outer_parameter import OuterParameter
 from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
-from parallel2d.parallel.sync.wires.blocks import BlockCode, BlockNoise, Piece, key_of, to_blocks
+from parallel2d.parallel.sync.wires import fused
+from parallel2d.parallel.sync.wires.blocks import (
+    BlockCode,
+    BlockNoise,
+    Piece,
+    key_of,
+    mean_of,
+    to_blocks,
+)
 
 TWO_BY_TWO = {"replicate": 2, "shard": 2}
 DILOCO = {"name": "diloco", "every": 5}
@@ -186,6 +197,77 @@ def test_what_is_not_finite_comes_through_every_code_in_its_place(value):
         found = back.view(-1)[:700]
         assert (~found.isfinite()).nonzero().flatten().tolist() == [300]
         assert str(found[300].item()) == str(value)
+
+
+def _blocks(count):
+    """Blocks of very different scales, with zeros and numbers that are not finite."""
+    generator = torch.Generator().manual_seed(count)
+    values = torch.randn(256 * count - 9, generator=generator)
+    values *= 10.0 ** torch.randint(-6, 6, values.shape, generator=generator)
+    values[5], values[20], values[21] = float("nan"), float("inf"), -float("inf")
+    values[256:512] = 0.0
+    return to_blocks([values])
+
+
+def _bits_of(values):
+    return values.nan_to_num(nan=0.5).view(torch.int32), values.isnan()
+
+
+def _compare_kernels(bits):
+    blocks, code, stage = _blocks(7), BlockCode(bits), key_of("stage")
+    noise = BlockNoise([Piece(key_of("a"), 2**31 - 600)], [256 * 7 - 9], blocks.device)
+    encode, decode = fused.encode_by_kernel, fused.decode_by_kernel
+    # The last two are padding.
+    padded = torch.nn.functional.pad(blocks[3:], (0, 0, 0, 2))
+    expected = code.encode(padded, noise.numbers(3, 9, stage))
+    assert torch.equal(encode(padded, noise.places, 3, stage, bits), expected)
+    nearest = code.encode(blocks, 0.5)
+    assert torch.equal(encode(blocks, None, 0, 0, bits), nearest)
+    # As parts of longer messages
+    messages = torch.zeros(3, 8, code.row_bytes, dtype=torch.uint8)
+    messages[:, 1:] = torch.stack([nearest, code.encode(blocks.flip(0), 0.5), nearest])
+    for replicas in (1, 2, 3):
+        sent = messages[:replicas, 1:]
+        mean = mean_of([code.decode(each, torch.float32) for each in sent])
+        for found, wanted in zip(_bits_of(decode(sent, bits)), _bits_of(mean), strict=True):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_kernels_for_gpus_compute_the_bits_of_the_operators(bits, monkeypatch):
+    pytest.importorskip("triton")
+    # Triton's interpreter runs them on the CPU in a process that begins with this variable.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    process = multiprocessing.get_context("spawn").Process(target=_compare_kernels, args=(bits,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def _machine_code(kernel, types, constants):
+    source = pytest.importorskip("triton.compiler").ASTSource(kernel, types, constants)
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    options = {"num_warps": 2, "enable_fp_fusion": False}
+    return importlib.import_module("triton").compile(source, target=target, options=options).asm
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_kernels_for_gpus_compile_to_exact_divisions_and_no_fused_products(bits):
+    pytest.importorskip("triton")
+    kernels = fused.kernels()
+    numbers = dict.fromkeys(("first", "known", "stage"), "i32")
+    pointers = {"values": "*fp32", "places": "*i32", "sent": "*u8", "scales": "*fp32"}
+    kinds = dict.fromkeys(("rounds_at_random", "bits"), "constexpr")
+    encode = _machine_code(
+        kernels.encode, pointers | numbers | kinds, {"rounds_at_random": True, "bits": bits}
+    )
+    pointers = {"sent": "*u8", "scales": "*fp32", "values": "*fp32"}
+    numbers = {"replicas": "i32", "replica_bytes": "i32"}
+    types = pointers | numbers | {"bits": "constexpr"}
+    for code in (encode, _machine_code(kernels.decode_mean, types, {"bits": bits})):
+        found = set(re.findall(r"\b(?:div|fma)\.[a-z.]*f32", code["ptx"]))
+        assert found == {"div.rn.f32"}
+        assert code["cubin"]
 
 
 def test_random_rounding_is_unbiased_and_bounded_by_the_scale():

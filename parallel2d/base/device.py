@@ -200,6 +200,15 @@ def on_stream(device_type: str, stream: torch.Stream) -> AbstractContextManager[
     return cast(AbstractContextManager[object], _module(device_type).stream(stream))
 
 
+def sent_to(device: torch.device, values: Tensor) -> Tensor:
+    """``values`` of the host on ``device``, in its current stream: the host does not wait for what
+    was issued before."""
+    if device.type == "cpu" or values.device.type != "cpu":
+        return values.to(device)
+    # The allocator of pinned memory keeps the copy until the device has read it.
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def keep_until_done(tensor: Tensor) -> None:
     """Keeps the memory of ``tensor``, from another stream, until the current stream has read it.
 

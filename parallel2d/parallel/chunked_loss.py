@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.loss import (
     IGNORED,
+    Places,
     check_shapes,
     check_targets,
     gradient_of_rows,
@@ -285,10 +286,11 @@ def _of_chunk(
         with torch.set_grad_enabled(with_gradient):
             output = settings.after(raw)
     values = output.detach()
-    log_sum, picked = sums_of_rows(values, targets, settings.group, settings.first)
+    places = Places.of(targets, settings.group, settings.first, values.shape[1])
+    log_sum, picked = sums_of_rows(values, places, settings.group)
     # Shorter with `loss_chunks`.
-    targets = targets[: len(log_sum)]
-    summed = sum_of_valid(log_sum, picked, targets, settings.z_loss)
+    places = places.at(slice(len(log_sum)))
+    summed = sum_of_valid(log_sum, picked, places, settings.z_loss)
     if not with_gradient:
         return summed, None
     # A graph of `after` may need what it returned.
@@ -296,9 +298,7 @@ def _of_chunk(
     # A few rows at once: in fp32 a whole chunk would take more memory than its logits, and on CPU
     # fresh memory takes longer than the arithmetic.
     for rows in row_pieces(values):
-        part = gradient_of_rows(
-            values[rows], targets[rows], log_sum[rows], settings.first, settings.z_loss
-        )
+        part = gradient_of_rows(values[rows], places.at(rows), log_sum[rows], settings.z_loss)
         gradient[rows] = part
         del part
     if settings.after is not None:

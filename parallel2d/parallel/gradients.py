@@ -8,6 +8,7 @@ one a single process gets. Where replicas split updates, a parameter stands for 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -38,15 +39,16 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
     combine: Callable[[Tensor, Tensor], Tensor] = torch.add
     if infinite:
         operation, combine = dist.ReduceOp.MAX, torch.maximum
-    total = torch.zeros((), dtype=torch.float64)
+    parts: list[Tensor] = []
     dtype = torch.float32
     for split, gradients in _by_split(parameters).items():
         part = _local_part(gradients, norm_type)
         # Over the axes that hold different elements; the others hold copies of the same sum.
         for _, group in split:
             dist.all_reduce(part, operation, group)
-        total = combine(total.to(part.device), part)
+        parts.append(part)
         dtype = torch.promote_types(dtype, gradients[0].dtype)
+    total = functools.reduce(combine, parts) if parts else torch.zeros((), dtype=torch.float64)
     if not infinite:
         total = total.pow(1 / norm_type)
     return total.to(dtype)
@@ -57,13 +59,12 @@ def squared_norm_share(parameters: Iterable[Tensor], world_size: int) -> Tensor:
 
     Lets the norm be part of another reduction. An fp64 scalar; the meshes must cover the world.
     """
-    total = torch.zeros((), dtype=torch.float64)
+    shares: list[Tensor] = []
     for split, gradients in _by_split(parameters).items():
         # So many ranks hold the same elements, and each adds its part of them.
         copies = world_size / math.prod(size for size, _ in split)
-        part = _local_part(gradients, 2.0) / copies
-        total = total.to(part.device) + part
-    return total
+        shares.append(_local_part(gradients, 2.0) / copies)
+    return functools.reduce(torch.add, shares) if shares else torch.zeros((), dtype=torch.float64)
 
 
 @torch.no_grad()
@@ -113,10 +114,10 @@ def _local_part(gradients: list[Tensor], norm_type: float) -> Tensor:
     for dtype, same in by_dtype.items():
         # A tensor's norm in bf16 would have 8 bits, and so depend on how the tensor is split.
         wide = torch.promote_types(dtype, torch.float32)
-        norms += torch._foreach_norm(same, norm_type, dtype=wide)
+        norms.append(torch.stack(torch._foreach_norm(same, norm_type, dtype=wide)).double())
     if not norms:
         return gradients[0].new_zeros((), dtype=torch.float64)
-    part = torch.stack([norm.double() for norm in norms])
+    part = torch.cat(norms) if len(norms) > 1 else norms[0]
     if math.isinf(norm_type):
         return part.amax()
     return part.pow(norm_type).sum()

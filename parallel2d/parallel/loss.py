@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
     # A tensor may be on a device, and reading it would wait for that.
     if isinstance(valid_tokens, int) and valid_tokens < 0:
         raise ConfigError(f"token_weight({valid_tokens}): a number of tokens is at least 0")
-    total = torch.as_tensor(valid_tokens, dtype=torch.float64, device=mesh.device_type).clone()
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device_type).add_(valid_tokens)
     sum_over_data_ranks(total, mesh)
     return torch.where(total > 0, present_data_ranks(mesh) / total.clamp(min=1), 0.0)
 
@@ -97,7 +97,7 @@ def check_targets(targets: Tensor, columns: int) -> None:
     # `_assert_async` has kernels for these two devices alone.
     if targets.device.type not in ("cpu", "cuda") or torch.compiler.is_compiling():
         return
-    known = ((targets >= 0) & (targets < columns)) | (targets == IGNORED)
+    known = (targets.clamp(0, columns - 1) == targets) | (targets == IGNORED)
     torch._assert_async(
         known.all(),
         f"a target has no logit: the last dim of the logits is {columns}. Is the vocabulary too "
@@ -118,55 +118,78 @@ class _CrossEntropySum(torch.autograd.Function):
         first: int,
         z_loss: float,
     ) -> Tensor:
-        log_sum, picked = sums_of_rows(logits, targets, group, first)
+        places = Places.of(targets, group, first, logits.shape[1])
+        log_sum, picked = sums_of_rows(logits, places, group)
         # Shorter with `loss_chunks`.
-        targets = targets[: len(log_sum)]
-        ctx.save_for_backward(logits, targets, log_sum)
-        ctx.first = first
+        places = places.at(slice(len(log_sum)))
+        ctx.save_for_backward(logits, log_sum, *places)
         ctx.z_loss = z_loss
-        return sum_of_valid(log_sum, picked, targets, z_loss)
+        return sum_of_valid(log_sum, picked, places, z_loss)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        logits, targets, log_sum = ctx.saved_tensors
-        (scale,) = grad_outputs
+        logits, log_sum, *found = ctx.saved_tensors
+        (scale,), places = grad_outputs, Places(*found)
+        pieces = row_pieces(logits[: len(log_sum)])
+        if len(pieces) == 1 and len(log_sum) == len(logits):
+            gradient = gradient_of_rows(logits, places, log_sum, ctx.z_loss)
+            return gradient.mul_(scale).to(logits.dtype), None, None, None, None
         gradient = torch.empty_like(logits)
-        for rows in row_pieces(logits[: len(targets)]):
-            part = gradient_of_rows(
-                logits[rows], targets[rows], log_sum[rows], ctx.first, ctx.z_loss
-            )
+        for rows in pieces:
+            part = gradient_of_rows(logits[rows], places.at(rows), log_sum[rows], ctx.z_loss)
             gradient[rows] = part.mul_(scale)
             # Before the next one is there.
             del part
         return gradient, None, None, None, None
 
 
-def _places(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Finds which targets are in ``columns`` columns from ``first`` on, and their indices there,
-    [n, 1]; those of the others are only kept legal."""
-    own = (targets >= first) & (targets < first + columns)
-    return own, (targets - first).clamp(0, max(columns - 1, 0))[:, None]
+class Places(NamedTuple):
+    """The targets of rows among the columns of this rank."""
+
+    # [n]: the row has a valid target
+    valid: Tensor
+    # [n]: its target is among the columns
+    own: Tensor
+    # [n, 1]: the column of its target; any where the target is not among them
+    column: Tensor
+
+    @classmethod
+    def of(
+        cls, targets: Tensor, group: dist.ProcessGroup | None, first: int, columns: int
+    ) -> Places:
+        """Find the targets of ``columns`` columns from ``first`` on. ``group``: of the ranks that
+        have the other columns; None: there are none."""
+        valid = targets != IGNORED
+        own = valid
+        if group is not None:
+            own = (targets >= first) & (targets < first + columns)
+            targets = targets - first
+        return cls(valid, own, targets.clamp(0, max(columns - 1, 0))[:, None])
+
+    def at(self, rows: slice) -> Places:
+        return Places(*(each[rows] for each in self))
 
 
 def sums_of_rows(
-    logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, first: int
+    logits: Tensor, places: Places, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp of each row and the logit of its target, in fp32 at least.
+    """The log-sum-exp of each row and the logit of its target, if that is valid, in fp32 at least.
 
-    ``group``: of the ranks that have the other columns; None: there are none. ``first``: the number
-    of this rank's first column. Collective over ``group``.
+    ``group``: of the ranks that have the other columns; None: there are none. Collective over it.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    log_sum = torch.cat([logits[rows].to(dtype).logsumexp(1) for rows in row_pieces(logits)])
+    sums_of_pieces = [logits[rows].to(dtype).logsumexp(1) for rows in row_pieces(logits)]
+    log_sum = sums_of_pieces[0] if len(sums_of_pieces) == 1 else torch.cat(sums_of_pieces)
     # Fewer rows with `loss_chunks`
-    logits, targets = logits[: len(log_sum)], targets[: len(log_sum)]
-    own, index = _places(targets, first, logits.shape[1])
-    value = torch.zeros_like(log_sum)
+    logits, places = logits[: len(log_sum)], places.at(slice(len(log_sum)))
     # A rank may have no columns, from which nothing can be gathered.
-    if logits.shape[1]:
-        value = torch.where(own, logits.gather(1, index)[:, 0], 0).to(dtype)
+    if not logits.shape[1]:
+        value = torch.zeros_like(log_sum)
+    else:
+        value = logits.gather(1, places.column)[:, 0].to(dtype)
     if group is None:
         return log_sum, value
+    value = torch.where(places.own, value, 0)
     # The log-sum-exp over all ranks' columns, and the logit that one rank has picked.
     largest = log_sum.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
@@ -175,28 +198,26 @@ def sums_of_rows(
     return largest + sums[0].log(), sums[1]
 
 
-def gradient_of_rows(
-    logits: Tensor, targets: Tensor, log_sum: Tensor, first: int, z_loss: float
-) -> Tensor:
+def gradient_of_rows(logits: Tensor, places: Places, log_sum: Tensor, z_loss: float) -> Tensor:
     """The gradient of the summed loss of a few rows, in fp32 at least, from `sums_of_rows`."""
     # That of a logit is its softmax, minus 1 for the target's logit; that of ignored rows is 0.
-    shift = torch.where(targets != IGNORED, log_sum, torch.inf)[:, None]
+    shift = torch.where(places.valid, log_sum, torch.inf)[:, None]
     gradient = (logits - shift).exp_()
     if z_loss:
         gradient *= (1 + 2 * z_loss * log_sum)[:, None]
-    own, index = _places(targets, first, logits.shape[1])
     if logits.shape[1]:
-        gradient.scatter_add_(1, index, -own.to(gradient.dtype)[:, None])
+        shares = torch.where(places.own, -1.0, -0.0).to(gradient.dtype)
+        gradient.scatter_add_(1, places.column, shares[:, None])
     return gradient
 
 
-def sum_of_valid(log_sum: Tensor, picked: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+def sum_of_valid(log_sum: Tensor, picked: Tensor, places: Places, z_loss: float) -> Tensor:
     """The summed loss of the rows with a valid target, from their log-sum-exp and its logit."""
     loss = log_sum - picked
     # Not with a factor of 0: the square of a large number is infinite.
     if z_loss:
         loss = loss + z_loss * log_sum.square()
-    return torch.where(targets != IGNORED, loss, 0).sum()
+    return torch.where(places.valid, loss, 0).sum()
 
 
 @contextmanager

@@ -43,6 +43,7 @@ class Trained(Protocol):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     mesh: DeviceMesh
+    device: torch.device
     plan: BatchPlan
     data_ranks: int
     progress: Progress
@@ -381,7 +382,7 @@ class Membership:
         for _ in range(self._reductions):
             for engine in engines_in(self.trainer.model):
                 engine.finish_without_backward()
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=self.trainer.device)
 
     def finish_joining(self) -> bool:
         """Before an update: waits until those who join have the state. False where this replica has

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel2d.base.device import sent_to
 from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import Applied, current, is_joining, present_ranks
 from parallel2d.base.topology import HAS_STORE
@@ -81,29 +82,26 @@ class StepAgreement:
         alike; None where a replica was lost before all knew. Collective, once gradients are
         complete; they are ``loss_scale`` times as large. See [Note: one agreement per step]."""
         replicas = current()
-        vector = self._own_vector(step, own)
-        # Whether a replica is lost, and one waits to be let in; ranks that have the state
-        about = [0.0, 0.0, 1.0]
-        if replicas is not None:
-            about = [replicas.lost, replicas.joins, not is_joining()]
-        vector = torch.cat([torch.tensor(about, dtype=torch.float64).to(self._device), vector])
+        from_host = sent_to(self._device, self._from_host(step, own))
+        vector = torch.cat([from_host, *self._computed(own)])
         with control_traffic():
             dist.all_reduce(vector)
-        if replicas is not None and replicas.on and not replicas.holds(vector[0].item()):
+        # The host waits for the device here, and nowhere else in a step.
+        summed = vector.cpu()
+        if replicas is not None and replicas.on and not replicas.holds(summed[0].item()):
             return None
-        return self.conclude(step, vector, own, loss_scale)
+        return self.conclude(step, summed, own, loss_scale)
 
-    def _own_vector(self, step: int, own: OwnPart) -> Tensor:
-        """What this rank adds to the sum."""
-        # This rank's share of the squared norms of the gradient: one of which replicas have copies,
-        # or where they train on their own one for each.
-        squares = torch.zeros(self._norms, dtype=torch.float64, device=self._device)
-        ranks = present_ranks() if self._norms == 1 else self._ranks_of_replica
-        squares[self._norm_index] = squared_norm_share(self._parameters, ranks)
-        on_device = torch.cat([self._own_sums(own), squares])
-        broken = (~on_device.isfinite().all()).reshape(1).double()
+    def _from_host(self, step: int, own: OwnPart) -> Tensor:
+        """The numbers that this rank adds to the sum and its host knows, on CPU."""
+        # Whether a replica is lost, and one waits to be let in; ranks that have the state
+        about = [0.0, 0.0, 1.0]
+        if (replicas := current()) is not None:
+            about = [replicas.lost, replicas.joins, not is_joining()]
         store_ends = own.stop_requested and os.environ.get(HAS_STORE) == "1"
-        wishes = torch.tensor([own.save_is_due, store_ends], dtype=torch.float64)
+        wishes = [own.save_is_due, store_ends]
+        counts = [own.tokens, own.sample_hash, own.upcoming_tokens]
+        first = [*about, *wishes, *(count * self.counts for count in counts)]
         # Each rank's report is in a row of its own: the sum over the ranks holds them all.
         report = torch.tensor([own.stop_requested, *own.report.floats()], dtype=torch.float64)
         reports = torch.zeros(dist.get_world_size(), len(report), dtype=torch.float64)
@@ -114,29 +112,47 @@ class StepAgreement:
         if self._compare_every and step % self._compare_every == 0:
             comparison = self._comparison
         hashes = comparison.vector() if comparison else nothing
-        # The part that is made on CPU goes to the device in one copy. Numbers that are not finite
-        # would spoil the sums of all ranks: zeros take their place, and `broken` tells of them.
-        from_cpu = torch.cat([wishes, reports.flatten(), used, hashes]).to(self._device)
-        self._sizes = [3, 1, 5, self._norms, 2, reports.numel(), len(used), len(hashes)]
-        return torch.cat([broken, on_device.nan_to_num(0.0, 0.0, 0.0), from_cpu])
+        self._sizes = [3, 2, 3, reports.numel(), len(used), len(hashes), 2, self._norms]
+        return torch.cat(
+            [torch.tensor(first, dtype=torch.float64), reports.flatten(), used, hashes]
+        )
+
+    def _computed(self, own: OwnPart) -> list[Tensor]:
+        """The numbers that this rank adds to the sum and its device computes, fp64 [1] each: the
+        loss, the squared norm of the last outer step's change, the squared norms of gradients."""
+        nothing = torch.zeros(1, dtype=torch.float64, device=self._device)
+        change = nothing
+        if self._outer is not None and self._outer.squared_change is not None:
+            # All replicas have made the same one.
+            change = self._outer.squared_change * self._ranks_of_replica / present_ranks()
+        # This rank's share of the squared norms of the gradient: one of which replicas have copies,
+        # or where they train on their own one for each.
+        ranks = present_ranks() if self._norms == 1 else self._ranks_of_replica
+        squares = [nothing] * self._norms
+        share = squared_norm_share(self._parameters, ranks)
+        squares[self._norm_index] = sent_to(self._device, share).reshape(1)
+        loss = own.loss if self.counts else own.loss * 0.0
+        return [loss.reshape(1), change.reshape(1), *squares]
 
     def conclude(
-        self, step: int, vector: Tensor, own: OwnPart, loss_scale: float
+        self, step: int, summed: Tensor, own: OwnPart, loss_scale: float
     ) -> tuple[StepOutcome, int]:
-        """As `reach`, from the sum of all ranks' vectors. Without communication."""
+        """As `reach`, from the sum of all ranks' vectors, on CPU. Without communication."""
         if (replicas := current()) is not None:
-            replicas.applied = Applied(step, vector.tolist())
-        about, not_finite, sums, squares, wishes, rows, used, hashes = vector.split(self._sizes)
-        loss_sum, tokens, batch_hash, upcoming_tokens, squared_change = sums.tolist()
+            replicas.applied = Applied(step, summed.tolist())
+        about, wishes, counts, rows, used, hashes, sums, squares = summed.split(self._sizes)
+        tokens, batch_hash, upcoming_tokens = counts.tolist()
+        loss_sum, squared_change = sums.tolist()
         if self._used:
-            self._used.agree_on(used.cpu())
-        if len(hashes):
-            assert self._comparison is not None
-            self._comparison.check(hashes.cpu(), int(about[2].item()))
-        finite = not_finite.item() == 0
-        norms = (squares.sqrt() / loss_scale).tolist()
+            self._used.agree_on(used)
         # Those of replicas that are lost are zeros.
         ranks_there = about[2].item()
+        if len(hashes):
+            assert self._comparison is not None
+            self._comparison.check(hashes, int(ranks_there))
+        # A sum is not finite on any rank where the part of one rank is not.
+        finite = bool(sums.isfinite().all() and squares.isfinite().all())
+        norms = (squares.sqrt() / loss_scale).tolist()
         replicas_there = ranks_there / self._ranks_of_replica if len(norms) > 1 else 1.0
         by_rank = rows.view(dist.get_world_size(), -1).tolist()
         told = [rank for rank, row in enumerate(by_rank) if row[0]]
@@ -144,7 +160,7 @@ class StepAgreement:
             loss=loss_sum / max(tokens, 1.0) if finite else math.nan,
             grad_norm=sum(norms) / replicas_there if finite else math.nan,
             own_norm=norms[self._norm_index],
-            outer_norm=math.sqrt(squared_change) if squared_change else None,
+            outer_norm=math.sqrt(squared_change) if squared_change and finite else None,
             tokens=int(tokens),
             batch_hash=int(batch_hash),
             finite=finite,
@@ -156,18 +172,3 @@ class StepAgreement:
             ranks=[own.report.with_floats(row[1:]) for row in by_rank],
         )
         return outcome, int(upcoming_tokens)
-
-    def _own_sums(self, own: OwnPart) -> Tensor:
-        """Returns what is summed over the ranks: loss, tokens, hash, tokens of the next batch,
-        squared norm of the last outer step's change."""
-        counts = torch.tensor(
-            [own.tokens, own.sample_hash, own.upcoming_tokens],
-            dtype=torch.float64,
-            device=self._device,
-        )
-        of_data = torch.cat([own.loss.reshape(1), counts]) * self.counts
-        change = torch.zeros(1, dtype=torch.float64, device=self._device)
-        if self._outer is not None and self._outer.squared_change is not None:
-            # All replicas have made the same one.
-            change += self._outer.squared_change * self._ranks_of_replica / present_ranks()
-        return torch.cat([of_data, change])

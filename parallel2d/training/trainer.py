@@ -348,14 +348,16 @@ class Trainer(TrainerParts):
         scale. Returns this rank's summed loss, fp64."""
         # Gradients are averaged over the data ranks, so each loss is weighted by their number.
         weight = self.data_ranks / max(tokens, 1) * self.scaler.scale
-        summed = torch.zeros((), dtype=torch.float64, device=self.device)
+        summed: Tensor | None = None
         mode = self.config.sync.during_accumulation
         for micro in accumulate(self.model, batch.micro_batches, mode):
             begun = crossings()
             loss = self.loss(self.model, micro)
             self.forward_crosses |= crossings() != begun
-            (loss * weight).backward()
-            summed += loss.detach()
+            loss.backward(torch.full_like(loss, weight))
+            summed = loss.detach().double() if summed is None else summed + loss.detach()
+        if summed is None:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
         return summed
 
     def _compute(self, feed: BatchFeed) -> tuple[StepBatch, StepOutcome] | None:
@@ -412,7 +414,7 @@ class Trainer(TrainerParts):
             sums = self.membership.repeat(feed)
             if sums is None:
                 return None
-            told = torch.tensor(sums, dtype=torch.float64, device=self.device)
+            told = torch.tensor(sums, dtype=torch.float64)
             found = self._agreement.conclude(step, told, own, scale)
         outcome, self.upcoming_tokens = found
         return outcome

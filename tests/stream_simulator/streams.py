@@ -55,7 +55,9 @@ class Event:
             simulator.wait("event.synchronize", self.clock)
 
     def query(self) -> bool:
-        return True
+        """True if the host has waited for all operations before the record."""
+        done = simulator.host.seen
+        return all(done.get(number, 0) >= count for number, count in (self.clock or {}).items())
 
     def elapsed_time(self, other: Event) -> float:
         if type(other) is not type(self):

@@ -51,6 +51,10 @@ THREE = Layout(
     3,
     ("strategy=hybrid", "mesh.replicate=3", "mesh.shard=1", "train.global_batch_size=12", BUCKETS),
 )
+FOUR = Layout(
+    4,
+    ("strategy=hybrid", "mesh.replicate=4", "mesh.shard=1", "train.global_batch_size=12", BUCKETS),
+)
 ONE_REPLICA = Layout(4, ("strategy=hybrid", "mesh.replicate=1", "mesh.shard=2", BUCKETS))
 INT4 = ("sync.wire=int4", "sync.warmup=0")
 EACH_MICRO_BATCH = "train.micro_batch_size=1"
@@ -79,6 +83,8 @@ LAYOUTS = {
     "int4": HYBRID.with_overrides(*INT4),
     "int8, three replicas": THREE.with_overrides("sync.wire=int8"),
     "int4, three replicas": THREE.with_overrides(*INT4),
+    "int8, four replicas": FOUR.with_overrides("sync.wire=int8"),
+    "int4, four replicas": FOUR.with_overrides(*INT4),
     "hybrid_full int8": FULL.with_overrides("sync.wire=int8"),
     "hybrid_full int4": FULL.with_overrides(*INT4),
     "diloco": DILOCO,

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -39,7 +38,7 @@ from parallel2d.base.device import communication_streams, current_stream, timed_
 from parallel2d.base.runtime import on_teardown
 from parallel2d.parallel.cost.collectives import CollectiveTally
 from parallel2d.parallel.mesh import axes_of_groups
-from parallel2d.training.metrics.phases import named, seconds_between
+from parallel2d.training.metrics.phases import Intervals, named
 
 # Names of torch's hooks
 _COLLECTIVES = {
@@ -76,13 +75,13 @@ class StreamWaits:
         self._compute: Any = None
         self._axis_of: dict[Any, str] = {}  # stream -> axis of its last collective
         self._watched: dict[int, Any] = {}  # objects of streams, by `id`
-        self.waits: list[tuple[str, Any, Any]] = []  # axis, event before, event after
+        self.exposed = Intervals()  # by axis
 
     def start(self, streams: Iterable[Any] = ()) -> None:
         """Begin a step; the current stream is the compute stream. From now on ``streams`` are
         watched as well."""
         self._compute = self._current()
-        self.waits.clear()
+        self.exposed.forget()
         for stream in streams:
             if id(stream) not in self._watched:
                 self._watched[id(stream)] = stream
@@ -112,7 +111,7 @@ class StreamWaits:
         stream, after = self._current(), self.begin()
         self._axis_of[stream] = axis
         if stream == self._compute:
-            self.waits.append((axis, before, after))
+            self.exposed.add(axis, before, after)
         return before, after
 
     def _record(self, stream: Any, event: Any = None) -> Any:
@@ -133,7 +132,7 @@ class StreamWaits:
             return
         before = self.begin()
         type(event).wait(event, stream)
-        self.waits.append((axis, before, self.begin()))
+        self.exposed.add(axis, before, self.begin())
 
 
 class LoggedCollective(NamedTuple):
@@ -148,7 +147,6 @@ class LoggedCollective(NamedTuple):
 @dataclass(slots=True)
 class _Measured(CollectiveTally):
     seconds: float = 0.0
-    events: list[Events] = field(default_factory=list)  # around each collective of a device
     # By torch's number of a collective between its hooks: the region of the trace, and the begin in
     # seconds or as an event
     running: dict[int, tuple[Any, Any]] = field(default_factory=dict)
@@ -156,7 +154,6 @@ class _Measured(CollectiveTally):
     def reset(self) -> None:
         CollectiveTally.reset(self)
         self.seconds = 0.0
-        self.events.clear()
         self.running.clear()
 
 
@@ -174,6 +171,8 @@ class CommunicationMeter:
     ) -> None:
         self._streams_of_model = streams
         self._waits: StreamWaits | None = None
+        # Around each collective of a device, by axis
+        self._collectives = Intervals()
         if mesh.device_type != "cpu":
             current = functools.partial(current_stream, mesh.device_type)
             self._waits = StreamWaits(current, functools.partial(timed_event, mesh.device_type))
@@ -216,22 +215,23 @@ class CommunicationMeter:
         """Begin a step, and forget the collectives before it (a validation, a checkpoint)."""
         for axis in self._axes.values():
             axis.reset()
+        self._collectives.forget()
         if self._waits:
             self._waits.start([*communication_streams(), *self._streams_of_model()])
 
     def read(self) -> list[float]:
         """Return the sums since `start`, in the order of `metrics.keys.COMMUNICATION_KEYS`; zeros
-        for an axis that the mesh lacks. On a device the step must be done."""
-        # Seconds for which the compute stream of a device waited
-        stalled_s: dict[str, float] = defaultdict(float)
-        for name, before, after in self._waits.waits if self._waits else ():
-            stalled_s[name] += seconds_between(before, after)
+        for an axis that the mesh lacks. Seconds on a device are those of collectives that have
+        ended since the last call."""
+        running_s = self._collectives.read()
+        # For which the compute stream of a device waited
+        stalled_s = self._waits.exposed.read() if self._waits else {}
         values: list[float] = []
         for name in AXES:
             axis = self._axes.get(name, _Measured(name, 1))
             # On CPU there are no events, and the thread was blocked for all of the seconds.
-            seconds = axis.seconds + sum(seconds_between(*pair) for pair in axis.events)
-            exposed = axis.seconds + stalled_s[name]
+            seconds = axis.seconds + running_s.get(name, 0.0)
+            exposed = axis.seconds + stalled_s.get(name, 0.0)
             values += [axis.bytes, float(axis.calls), seconds, exposed]
         return values
 
@@ -280,14 +280,14 @@ class CommunicationMeter:
         if self._waits is None:
             axis.seconds += self._now() - begin
         elif is_awaited:
-            axis.events.append(self._waits.end(axis.axis, begin))
+            self._collectives.add(axis.axis, *self._waits.end(axis.axis, begin))
         region.__exit__(None, None, None)
 
     def _time_wait(self, axis: _Measured, wait: Callable[[], object]) -> None:
         """Run ``wait``, for an asynchronous collective of ``axis``; on a device only the stream
         waits."""
         if self._waits:
-            axis.events.append(self._waits.around(axis.axis, wait))
+            self._collectives.add(axis.axis, *self._waits.around(axis.axis, wait))
             return
         begin = time.perf_counter()
         wait()

@@ -1,5 +1,5 @@
-"""The phases of a step: how long each took (`PhaseClock`), and traces of chosen steps on chosen
-ranks, for chrome://tracing and Perfetto, that name them (`StepProfiler`)."""
+"""The phases of a step: how long each took (`PhaseClock`, of `Intervals`), and traces of chosen
+steps on chosen ranks, for chrome://tracing and Perfetto, that name them (`StepProfiler`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,10 +28,35 @@ def named(name: str) -> contextlib.AbstractContextManager[Any]:
     return torch.profiler.record_function(name) if _active else contextlib.nullcontext()
 
 
-def seconds_between(before: Any, after: Any) -> float:
-    """Seconds from one recorded event to the other; waits for the second on the host."""
-    after.synchronize()
-    return float(before.elapsed_time(after)) / 1e3
+class Intervals:
+    """Times between two moments, by name. A moment is the time of the host, or an event of a device
+    that has timing. Reading never waits: an interval that the device has not ended yet is read
+    later, and once."""
+
+    def __init__(self) -> None:
+        self._new: list[tuple[str, Any, Any]] = []
+        # Not ended when the others were read
+        self._outstanding: list[tuple[str, Any, Any]] = []
+
+    def add(self, name: str, begin: Any, end: Any) -> None:
+        self._new.append((name, begin, end))
+
+    def forget(self) -> None:
+        """Drop the intervals since the last `read`."""
+        self._new.clear()
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds of all intervals that have ended since the last call."""
+        seconds: dict[str, float] = defaultdict(float)
+        intervals, self._new, self._outstanding = [*self._outstanding, *self._new], [], []
+        for name, begin, end in intervals:
+            if isinstance(end, float):
+                seconds[name] += end - begin
+            elif end.query():
+                seconds[name] += begin.elapsed_time(end) / 1e3
+            else:
+                self._outstanding.append((name, begin, end))
+        return dict(seconds)
 
 
 class PhaseClock:
@@ -39,33 +65,33 @@ class PhaseClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[tuple[str, float | torch.Event]] = []
+        self._phases = Intervals()
+        self._last: Any = None  # the mark before
+        self._marks = 0
         self._region = contextlib.ExitStack()  # the phase that a trace shows now
 
     def start(self) -> None:
         """Begins a step."""
-        self._marks.clear()
+        self._phases.forget()
+        self._last, self._marks = None, 0
         self.mark("")
 
     def mark(self, phase: str) -> None:
         """Ends ``phase``, which began at the mark before. The parts of a phase add up."""
-        ended = len(self._marks)
-        self._marks.append((phase, self._now()))
+        now = self._now()
+        if self._last is not None:
+            self._phases.add(phase, self._last, now)
         self._region.close()
         # The last mark ends the last phase, and none begins.
-        if ended < len(_TRACE_NAMES):
-            self._region.enter_context(named(_TRACE_NAMES[ended]))
+        if self._marks < len(_TRACE_NAMES):
+            self._region.enter_context(named(_TRACE_NAMES[self._marks]))
+        self._last = now
+        self._marks += 1
 
     def read(self) -> dict[str, float]:
-        """Seconds per phase of the step. On GPU the last event must have been waited for."""
-        seconds: dict[str, float] = {}
-        for (_, begin), (phase, end) in zip(self._marks, self._marks[1:], strict=False):
-            if isinstance(begin, float) and isinstance(end, float):
-                length = end - begin
-            else:
-                length = seconds_between(begin, end)
-            seconds[phase] = seconds.get(phase, 0.0) + length
-        return seconds
+        """Seconds per phase of the step. On GPU the phase after the host's last wait is that of the
+        step before."""
+        return self._phases.read()
 
     def _now(self) -> float | torch.Event:
         if self._device.type == "cpu":

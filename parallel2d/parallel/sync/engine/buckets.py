@@ -274,15 +274,23 @@ class Bucket:
         # So it is at first with several groups: each has a storage of its own.
         if self._flat is None:
             self._allocate()
-            for parameter, gradient, part in zip(self.trained, gradients, self._parts, strict=True):
-                if gradient is None:
-                    part.zero_()
-                else:
-                    part.copy_(gradient)
-                    # Nothing refers to it once this returns.
-                    keep_until_done(gradient)
+            self._copy_in(gradients)
+            for parameter, part in zip(self.trained, self._parts, strict=True):
                 parameter.set_gradient(part)
         self._parts = self.gradients()
+
+    def _copy_in(self, gradients: Sequence[Tensor | None]) -> None:
+        """Copy ``gradients`` to their parts; zeros where there is none."""
+        pairs = list(zip(self._parts, gradients, strict=True))
+        found = [(part, gradient) for part, gradient in pairs if gradient is not None]
+        if missing := [part for part, gradient in pairs if gradient is None]:
+            torch._foreach_zero_(missing)
+        if found:
+            parts, copied = zip(*found, strict=True)
+            torch._foreach_copy_(parts, copied)
+            for gradient in copied:
+                # Nothing refers to it once this returns.
+                keep_until_done(gradient)
 
     def fill_with_zeros(self) -> None:
         """Makes `buffer` zeros of the bucket's size. The gradients stay as they are."""

@@ -92,6 +92,11 @@ class OwnedParameters(Residuals):
         # Their rows in the parameters, as they were last sent or taken over
         self._seen: dict[str, Tensor] = {}
 
+    @property
+    def gradient_dtype(self) -> torch.dtype | None:
+        """Of reduced gradients; None: the dtype of their sums."""
+        return self._model.gradient_dtype
+
     @torch.no_grad()
     def make(self, model: nn.Module) -> None:
         for parameter in self._all():
@@ -222,7 +227,8 @@ class OwnedParameters(Residuals):
         return found
 
     def take_gradient(self, parameter: FSDPParameter, rows: Tensor) -> None:
-        """Adds the reduced ``rows`` to the gradient of the owned part of ``parameter``."""
+        """Adds the reduced ``rows`` to the gradient of the owned part of ``parameter``, or makes
+        them the gradient."""
         if parameter.sharded.is_complex():
             rows = torch.view_as_complex(rows)
         parameter.set_gradient(None)
@@ -230,8 +236,6 @@ class OwnedParameters(Residuals):
         if owned.grad is not None:
             local_part(owned.grad).add_(rows)
         else:
-            # A copy: these are views of what has arrived, or of blocks that are not full.
-            rows = rows.to(self._model.gradient_dtype or rows.dtype, copy=True)
             owned.grad = self._as_dtensor(rows, parameter.sharded)
 
     def clear_gradients(self, set_to_none: bool) -> None:
@@ -291,16 +295,18 @@ class OwnedParameters(Residuals):
 
         def wait() -> None:
             metering.wait(work, self._model.group)
+            targets: list[Tensor] = []
+            values: list[Tensor] = []
             for replica, piece in enumerate(received.chunk(self.replicas)):
                 # Views of the owned rows hold their values already.
                 if replica == self.replica and self._wire is None:
                     continue
-                targets = [as_real(self.rows(local, replica)) for local in locals_]
-                values = pieces_of(piece, [target.shape for target in targets])
-                for target, value in zip(targets, values, strict=True):
-                    target.copy_(value)
+                rows = [as_real(self.rows(local, replica)) for local in locals_]
+                targets += rows
+                values += pieces_of(piece, [each.shape for each in rows])
+            torch._foreach_copy_(targets, values)
             if self._wire is not None:
-                for parameter, local in zip(parameters, locals_, strict=True):
-                    self._seen[parameter.name].copy_(self.rows(local, self.replica))
+                seen = [self._seen[parameter.name] for parameter in parameters]
+                torch._foreach_copy_(seen, [self.rows(local, self.replica) for local in locals_])
 
         return wait

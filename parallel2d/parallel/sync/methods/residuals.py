@@ -46,6 +46,12 @@ class StoredBlocks(NamedTuple):
         codes = blocks.div(torch.where(scales == 0, 1, scales)).round_()
         return cls(codes.to(torch.int8), scales)
 
+    @classmethod
+    def zeros(cls, like: Tensor, count: int) -> StoredBlocks:
+        """So many blocks of zeros, on the device of ``like``."""
+        codes = like.new_zeros(count, BLOCK, dtype=torch.int8)
+        return cls(codes, like.new_zeros(count, 1, dtype=torch.float32))
+
     def values(self, dtype: torch.dtype) -> Tensor:
         """The blocks in ``dtype``."""
         return self.codes.to(dtype).mul_(self.scales)
@@ -97,11 +103,14 @@ class Residuals(UpdateFollower):
         """Adds what was not sent before to ``rows`` of gradients, ``counts`` of each part.
         ``again``: they are reduced once more before the optimizer's step, which takes both."""
         kept = self._kept | self._next if again else self._kept
+        if kept.keys().isdisjoint(counts):
+            return
+        found = [
+            kept.get(name) or StoredBlocks.zeros(rows, count) for name, count in counts.items()
+        ]
+        codes, scales = map(torch.cat, zip(*found, strict=True))
         factor = RESIDUAL_DECAY * self.loss_scale
-        for name, part in zip(counts, rows.split(list(counts.values())), strict=True):
-            if name in kept:
-                codes, scales = kept[name]
-                part.addcmul_(codes.to(part.dtype), scales.to(part.dtype) * factor)
+        rows.addcmul_(codes.to(rows.dtype), scales.to(rows.dtype) * factor)
 
     def keep(self, rows: Tensor, counts: Mapping[PartName, int]) -> None:
         """Keeps ``rows``, which were not sent, for the step after this one."""

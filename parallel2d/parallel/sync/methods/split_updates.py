@@ -156,10 +156,16 @@ class ScatterToOwners(RoundedReduction):
 
         assert work is not None  # of an asynchronous collective
 
+        received_at = received.untyped_storage().data_ptr()
+
         def wait() -> None:
             metering.wait(work, self.group)
             for form, contributions in zip(forms, received.split(lengths, dim=1), strict=True):
-                rows = form.coded.coder.values(form.coded.mean_of(contributions), form.shapes)
+                mean = form.coded.mean_of(contributions)
+                # The gradients are views of it, and what has arrived is not to stay with them.
+                is_received = mean.untyped_storage().data_ptr() == received_at
+                mean = mean.to(owners.gradient_dtype or mean.dtype, copy=is_received)
+                rows = form.coded.coder.values(mean, form.shapes)
                 for parameter, own in zip(form.parameters, rows, strict=True):
                     owners.take_gradient(parameter, own)
 

@@ -18,6 +18,7 @@ from parallel2d.parallel.sync.wires.blocks import (
     BlockNoise,
     Piece,
     blocks_of,
+    mean_of,
 )
 from parallel2d.parallel.weights.geometry import pieces_of
 
@@ -44,6 +45,14 @@ class CastCoder:
         """The rows in ``dtype``."""
         return sent.to(dtype)
 
+    def mean(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
+        """The mean, in ``dtype``, of ``sent`` [replicas, rows, length], the contributions to the
+        same rows. They may be overwritten."""
+        if sent.device.type != "cpu":
+            return sent.sum(0, dtype=dtype).div_(len(sent))
+        # One after the other: a sum of torch has another order for some sizes.
+        return mean_of([self.decode(each, dtype) for each in sent])
+
     def values(self, rows: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
         """Views of the values, by tensor."""
         return pieces_of(rows[:, 0], shapes)
@@ -58,8 +67,7 @@ Coder = CastCoder | BlockCoder
 def put_back(coder: Coder, rows: Tensor, tensors: Sequence[Tensor]) -> None:
     """Writes decoded ``rows`` into the ``tensors`` of which they are."""
     values = coder.values(rows, [tensor.shape for tensor in tensors])
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
+    torch._foreach_copy_(list(tensors), list(values))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from parallel2d.base.device import sent_to
+from parallel2d.parallel.sync.wires import fused
+
 BLOCK = 256
 _SCALE_BYTES = 4  # of one fp32
 
@@ -114,14 +117,26 @@ class BlockCoder:
         self._noise = noise
         self._counts = [blocks_of(numel) for numel in numels]
         self.rows = to_blocks
-        self.decode = code.decode
 
     def encode(self, rows: Tensor, first: int, stage: int) -> Tensor:
         """uint8 [blocks, bytes of a block]."""
+        if fused.is_fused(rows, rows.dtype):
+            places = None if self._noise is None else self._noise.places
+            return fused.encode(rows, places, first, stage, self._code.bits)
         if self._noise is None:
             # Added before rounding down
             return self._code.encode(rows, 0.5)
         return self._code.encode(rows, self._noise.numbers(first, first + len(rows), stage))
+
+    def decode(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
+        """[blocks, 256] in ``dtype``."""
+        return self.mean(sent[None], dtype)
+
+    def mean(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
+        """As `CastCoder.mean`."""
+        if fused.is_fused(sent, dtype):
+            return fused.decode_mean(sent, self._code.bits)
+        return mean_of([self._code.decode(each, dtype) for each in sent])
 
     def places(self, replicas: int) -> tuple[Tensor, int]:
         """Where the rows go when they are dealt out to ``replicas`` by `owners`: the place of each
@@ -145,6 +160,15 @@ class BlockCoder:
             yield part.view(-1)[: shape.numel()].view(shape)
 
 
+def mean_of(contributions: Sequence[Tensor]) -> Tensor:
+    """The mean of values of all replicas, added one after the other. The first may be
+    overwritten."""
+    total, *others = contributions
+    for contribution in others:
+        total += contribution
+    return total.div_(len(contributions)) if others else total
+
+
 def owners_of(rows: int, key: int, replicas: int) -> numpy.ndarray:
     """The replica that owns each of the ``rows`` of one tensor. Its ``key`` says who has the first
     ones, so that small tensors do not all fall to one."""
@@ -154,10 +178,10 @@ def owners_of(rows: int, key: int, replicas: int) -> numpy.ndarray:
 def to_blocks(tensors: Sequence[Tensor]) -> Tensor:
     """[blocks, 256] of all ``tensors``; each begins a block, its last one is filled with zeros."""
     filled: list[Tensor] = []
+    zeros = tensors[0].new_zeros(BLOCK - 1)
     for tensor in tensors:
         filled.append(tensor.reshape(-1))
-        if tensor.numel() % BLOCK:
-            filled.append(tensor.new_zeros(-tensor.numel() % BLOCK))
+        filled.append(zeros[: -tensor.numel() % BLOCK])
     return torch.cat(filled).view(-1, BLOCK)
 
 
@@ -174,25 +198,23 @@ class BlockNoise:
         keys = numpy.array([piece.key for piece in pieces], dtype=numpy.int32)
         of_block = starts.repeat(counts) + numpy.arange(counts.sum()) * BLOCK
         # Positions wrap around like the products that are made of them.
-        self._starts = _sent_to(device, of_block.astype(numpy.int32))[:, None]
-        self._keys = _sent_to(device, keys.repeat(counts))[:, None]
+        pairs = numpy.stack([of_block.astype(numpy.int32), keys.repeat(counts)])
+        # int32 [2, blocks]: the position and the key of each
+        self.places = sent_to(device, torch.from_numpy(pairs))
 
     def numbers(self, begin: int, end: int, stage: int) -> Tensor:
         """fp32 [end - begin, 256]: for these blocks; zeros for blocks after the last, which hold
         nothing. ``stage``: tells several roundings of one value apart."""
-        starts = self._starts[begin:end]
-        within = torch.arange(BLOCK, dtype=torch.int32, device=starts.device)
-        numbers = uniform(self._keys[begin:end] ^ stage, starts + within)
-        missing = end - begin - len(starts)
-        return torch.nn.functional.pad(numbers, (0, 0, 0, missing))
+        return numbers_of(self.places, begin, end, stage)
 
 
-def _sent_to(device: torch.device, values: numpy.ndarray) -> Tensor:
-    """``values`` on ``device``, without waiting for what the device does."""
-    tensor = torch.from_numpy(values)
-    if device.type != "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+def numbers_of(places: Tensor, begin: int, end: int, stage: int) -> Tensor:
+    """As `BlockNoise.numbers`."""
+    starts, keys = places[:, begin:end, None]
+    within = torch.arange(BLOCK, dtype=torch.int32, device=places.device)
+    numbers = uniform(keys ^ stage, starts + within)
+    missing = end - begin - len(starts)
+    return torch.nn.functional.pad(numbers, (0, 0, 0, missing))
 
 
 def blocks_of(numel: int) -> int:
@@ -248,3 +270,19 @@ def _shifted_right(values: Tensor, bits: int) -> Tensor:
     """``values`` shifted to the right, filled with zeros. torch's shift repeats the sign."""
     kept = (1 << (32 - bits)) - 1
     return (values >> bits) & kept
+
+
+# The operators of `fused` on devices without its kernels
+
+
+def _encode(blocks: Tensor, places: Tensor | None, first: int, stage: int, bits: int) -> Tensor:
+    noise = 0.5 if places is None else numbers_of(places, first, first + len(blocks), stage)
+    return BlockCode(bits).encode(blocks, noise)
+
+
+def _decode_mean(sent: Tensor, bits: int) -> Tensor:
+    return mean_of([BlockCode(bits).decode(each, torch.float32) for each in sent])
+
+
+fused.library.impl("encode_blocks", _encode, "CompositeExplicitAutograd")
+fused.library.impl("decode_mean", _decode_mean, "CompositeExplicitAutograd")

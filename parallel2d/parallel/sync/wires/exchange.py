@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel2d.base import metering
+from parallel2d.base.device import sent_to
 from parallel2d.parallel.sync.wires import Coder, Wire, put_back
 from parallel2d.parallel.sync.wires.blocks import (
     BLOCK,
@@ -65,10 +66,11 @@ class Coded:
     def _dealt(self, owners: int) -> Tensor:
         """The rows in an order in which every replica owns the next so many."""
         if self.keep is None:
-            return torch.nn.functional.pad(self.rows, (0, 0, 0, -len(self.rows) % owners))
+            missing = -len(self.rows) % owners
+            return torch.nn.functional.pad(self.rows, (0, 0, 0, missing)) if missing else self.rows
         assert isinstance(self.coder, BlockCoder)
         places, most = self.coder.places(owners)
-        self._places = places.to(self.rows.device)
+        self._places = sent_to(self.rows.device, places)
         dealt = self.rows.new_zeros(owners * most, BLOCK)
         return dealt.index_copy_(0, self._places, self.rows)
 
@@ -79,12 +81,8 @@ class Coded:
     def mean_of(self, received: Tensor) -> Tensor:
         """The mean of [replicas, values], what the replicas have sent of the same rows. It may be
         overwritten."""
-        contributions = received.reshape(len(received), -1, self._row_length)
-        total = self.coder.decode(contributions[0], self._dtype)
-        # One after the other, in the same order everywhere: the sum has the same bits everywhere.
-        for contribution in contributions[1:]:
-            total += self.coder.decode(contribution, self._dtype)
-        return total.div_(len(contributions))
+        # In the order of the replicas: the sum has the same bits everywhere.
+        return self.coder.mean(received.unflatten(1, (-1, self._row_length)), self._dtype)
 
     def own_mean(self, received: Tensor, replica: int) -> Tensor:
         """As it is sent, the mean of the rows that this ``replica`` owns."""
@@ -158,7 +156,7 @@ class Exchange:
         self._means_sent = True
         means = [part.own_mean(piece, self._replica) for part, piece in self._received_by_part()]
         # The contributions have been read: their memory takes the means.
-        self._gather(torch.cat(means))
+        self._gather(means[0] if len(means) == 1 else torch.cat(means))
         self._keep_rests()
 
     def finish(self) -> None:
@@ -185,8 +183,7 @@ class ExactMean:
         """Waits, and writes the mean."""
         metering.wait(self._work, self._group)
         values = pieces_of(self._flat, [result.shape for result in self._results])
-        for result, value in zip(self._results, values, strict=True):
-            result.copy_(value)
+        torch._foreach_copy_(list(self._results), list(values))
 
 
 PendingMean = Exchange | ExactMean  # a mean over the replicas that has begun
