@@ -38,7 +38,7 @@ TEXT = (
 CASES = [
     (
         ("trian.steps=5", "train.stepz=5", "steps=5", "nothing.alike=1", "model.path=x", "early_stopping=true"),
-        ["unknown key trian.steps", "did you mean train.steps?", "did you mean train.steps or profile.steps?",
+        ["unknown key trian.steps", "did you mean train.steps?", "did you mean checks.steps or train.steps or profile.steps?",
          "unknown key nothing.alike (given as nothing.alike=1)", "unknown key early_stopping", "models of family hf have it"],
     ),
     (("--strategy", "fsdp"), ["--strategy is no option of this command", "such as strategy=VALUE"]),

@@ -173,8 +173,7 @@ def _check_read(func: Any, name: str, args: tuple[Any, ...]) -> None:
 
 
 def _check_gradient(parameter: Tensor) -> None:
-    updated = updated_as(parameter)
-    if updated is not parameter and updated.grad is not None:
+    if updated_as(parameter) is not parameter:
         raise ConfigError(
             "clip_grad_norm_() of model.parameters(): with strategy=hybrid_full the gradients are "
             "those of parallel2d.updated_parameters(model); give it these"
