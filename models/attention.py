@@ -12,16 +12,20 @@ from torch.overrides import handle_torch_function, has_torch_function
 def grouped_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` with a fused kernel. ``query``: [batch, heads, queries,
-    dim]; ``key`` and ``value`` may have fewer heads, with ``enable_gqa``; ``options``: its other
-    arguments.
+    """``F.scaled_dot_product_attention`` with a fused kernel.
+
+    Args:
+        query: [batch, heads, queries, dim].
+        key, value: [batch, heads, keys, dim]; with ``enable_gqa`` they may have fewer heads.
+        attn_mask: broadcasts to [batch, heads, queries, keys].
+        options: further arguments of ``F.scaled_dot_product_attention``.
 
     Of the fused kernels on accelerators, flash attention takes fewer heads of keys, in half
     precision and without a mask. For other calls torch would choose the math kernel, which keeps
     all [queries, keys] scores; keys and values are repeated for each query head then.
     """
     tensors = (query, key, value)
-    # A mode of torch sees this call as one: that of a context axis exchanges the fewer heads.
+    # A function mode sees one call. The mode of a context axis exchanges the fewer heads.
     if has_torch_function(tensors):
         given = {"attn_mask": attn_mask, **options}
         return handle_torch_function(grouped_attention, tensors, *tensors, **given)

@@ -168,17 +168,17 @@ def build(
     library.
     """
     config = saved_config(path, architecture, arguments or {})
-    _keep_no_cache(config)
+    _disable_cache(config)
     return model_class(config, head)(config).train()
 
 
-def _keep_no_cache(config: Any) -> None:
-    """Switches the cache off that would keep keys and values for generation, also in the
-    configurations of a model's parts: layers that are recomputed must not fill it."""
+def _disable_cache(config: Any) -> None:
+    """Disables the cache of keys and values for generation, also in nested configurations: layers
+    that are recomputed must not fill it."""
     if hasattr(config, "use_cache"):
         config.use_cache = False
     for name in getattr(config, "sub_configs", ()):
-        _keep_no_cache(getattr(config, name, None))
+        _disable_cache(getattr(config, name, None))
 
 
 def has_tensor_plan(model: nn.Module) -> bool:

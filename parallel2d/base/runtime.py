@@ -227,8 +227,9 @@ def _join(
     """Makes the default process group and gathers the hosts of its ranks. Collective."""
     global _hosts
     device = _choose_device(identity)
-    may_lose_replicas = together is not None and device.type == "cpu"
-    prepare_rank(identity.world_size, may_lose_replicas=may_lose_replicas)
+    if device.type != "cpu":
+        together = None  # all ranks restart after a loss
+    prepare_rank(identity.world_size, may_lose_replicas=together is not None)
     # Gloo then connects a pair of ranks at their first message. Otherwise each group connects every
     # rank with all others, and reads their addresses from the store: N descriptors per rank and
     # group, and 8 N^3 bytes for N ranks.
@@ -236,7 +237,7 @@ def _join(
     waits = LaunchConfig(timeout=timeout_s, first_step_timeout=first_timeout_s)
     rank, size = identity.rank, identity.world_size
     timeout = timedelta(seconds=waits.longest_wait)
-    if together is not None and may_lose_replicas:
+    if together is not None:
         life = int(os.environ.get(LIFE, "0"))
         init_world(store, rank, size, together, life, timeout)
     else:

@@ -198,20 +198,24 @@ def spread_state(optimizer: torch.optim.Optimizer) -> None:
         spread()
 
 
-def keep_state(
+def drop_state(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, Tensor],
-    kept: Mapping[str, Iterable[str]],
+    loaded: Mapping[str, Iterable[str]],
 ) -> None:
-    """Before a state is loaded: drops what ``optimizer`` has of ``parameters``, by name, except the
-    entries of these keys, which the state has too."""
+    """Drops optimizer state that is not replaced by a state that is loaded next.
+
+    Args:
+        parameters: by name, those whose state is loaded.
+        loaded: by name, the keys of the state that is loaded.
+    """
     forget = getattr(optimizer, "forget_state", None)
     if forget is not None:
         forget(parameters.values())
     for name, parameter in parameters.items():
         # In place: `join_optimizers` has the entries of other optimizers.
         entries = optimizer.state.get(parameter, {})
-        for key in entries.keys() - set(kept.get(name, ())):
+        for key in entries.keys() - set(loaded.get(name, ())):
             del entries[key]
         if not entries and isinstance(optimizer, torch.optim.Optimizer):
             optimizer.state.pop(parameter, None)

@@ -66,18 +66,21 @@ def match_settings(
         own = set(group) - _NOT_OF_A_CLASS
         for settings in given if check_class else ():
             problems += _other_class(optimizer, own, settings)
-        if not given:
-            matched.append({})
-            continue
+        first = given[0] if given else {}
         # A setting that another class of optimizer has would stay in the group unused.
-        kept = own | _OF_SCHEDULERS if wanted else set[str]()
+        keys = own | _OF_SCHEDULERS if wanted else set[str]()
         if same_class:
-            # An optimizer may count in its groups, from its constructor or its first step on.
-            kept |= {"step"} | (given[0].keys() - set(group) - _NOT_OF_A_CLASS)
-        matched.append({key: value for key, value in given[0].items() if key in kept})
+            keys |= _counters(first, group)
+        matched.append({key: value for key, value in first.items() if key in keys})
         problems += _problems(matched[-1], given[1:], group)
     # Several groups may have the same problem, which is listed once.
     return matched, list(dict.fromkeys(problems))
+
+
+def _counters(settings: Settings, group: Mapping[str, Any]) -> set[str]:
+    """The keys in which an optimizer counts its steps in its groups. One that its first step adds
+    is not in a new ``group``."""
+    return {"step"} | (settings.keys() - set(group) - _NOT_OF_A_CLASS)
 
 
 def _other_class(

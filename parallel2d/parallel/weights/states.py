@@ -26,7 +26,7 @@ from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.weights.named_tensors import (
     all_tensors,
     describe_optimizer,
-    keep_state,
+    drop_state,
     masters_were_loaded,
     model_tensors,
     optimizer_tensors,
@@ -291,7 +291,7 @@ def _load(
     if optimizer is not None:
         put_settings(optimizer, new_settings)
         parameters = trained_parameters(model, optimizer)
-        keep_state(optimizer, parameters, described)
+        drop_state(optimizer, parameters, described)
         fill(_tensors_to_fill(optimizer, parameters, described, entries), source)
 
 

@@ -35,7 +35,7 @@ from parallel2d.parallel.sync.updates import outer_sync, residuals_of
 from parallel2d.parallel.weights.named_tensors import (
     SCALARS,
     describe_optimizer,
-    keep_state,
+    drop_state,
     model_tensors,
     optimizer_tensors,
     reshard,
@@ -204,7 +204,7 @@ def load_optimizer(
     trained = trained_parameters(model, optimizer)
     # Without ``strict`` another optimizer starts without state: its state means something else.
     if stored.get("class") != type(optimizer).__name__:
-        keep_state(optimizer, trained, {})
+        drop_state(optimizer, trained, {})
         return
     fitting = {}
     stored_as: dict[str, torch.dtype] = {}
@@ -215,12 +215,12 @@ def load_optimizer(
             stored_as[name] = DTYPES[checkpoint.tensors[source].dtype]
     prefix = optimizer_prefix(model, checkpoint.tensors)
     scalars = from_json(stored.get("scalars", {}))
-    kept = {name: set(scalars.get(name, ())) for name in fitting}
+    keys = {name: set(scalars.get(name, ())) for name in fitting}
     stored_tensors = names_under([prefix], checkpoint.tensors)
     for full in stored_tensors:
         key, _, name = full.removeprefix(f"{prefix}/").partition("/")
-        kept.get(name, set()).add(key)
-    keep_state(optimizer, trained, kept)
+        keys.get(name, set()).add(key)
+    drop_state(optimizer, trained, keys)
     for full in stored_tensors:
         key, _, name = full.removeprefix(f"{prefix}/").partition("/")
         if name in fitting:
@@ -236,11 +236,14 @@ def load_optimizer(
                 raise ConfigError(f"{full}: {here} here, {list(shape)} in the checkpoint")
             checkpoint.fill(state[key], full)
     for name in filter(fitting.__contains__, scalars):
-        state = optimizer.state[fitting[name]]
-        for key, value in scalars[name].items():
-            # What is a tensor here was filled above, whatever a checkpoint says beside it.
-            if isinstance(value, SCALARS) and not isinstance(state.get(key), Tensor):
-                state[key] = value
+        _set_scalars(optimizer.state[fitting[name]], scalars[name])
+
+
+def _set_scalars(state: dict[str, Any], scalars: Mapping[str, Any]) -> None:
+    for key, value in scalars.items():
+        # Tensors were filled before, whatever else a checkpoint has for them.
+        if isinstance(value, SCALARS) and not isinstance(state.get(key), Tensor):
+            state[key] = value
 
 
 def shared_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -135,23 +135,27 @@ class WholeMatrices(torch.optim.Optimizer):
             self._wholes[number].data = value
         for number, value in _gather(self._gradient_rounds[numbers], gradients).items():
             self._wholes[number].grad = value
+        self._step_own()
+        _scatter(self._rounds, self._wholes, self._parameters)
+        for whole in self._wholes.values():
+            whole.grad = None
+            whole.data = whole.new_empty(()).expand(whole.shape)
+
+    def _step_own(self) -> None:
+        """Steps the class, on the parameters of which this rank is the owner."""
         if len(self.param_groups) != len(self._inner_groups):
             raise ConfigError("whole_matrices takes all parameter groups at once")
         for inner, group in zip(self._inner_groups, self.param_groups, strict=True):
             inner.update(_settings(group))
         if self._wholes:
             self._inner.step()
-        # What the class has set in its groups is known to the owners; `spread_state` tells others.
+        # Owners alone know the settings that the class has changed; `spread_state` sends them.
         groups = zip(self._inner_groups, self.param_groups, self._changed, strict=True)
         for inner, group, changed in groups:
             for key, value in _settings(inner).items():
                 if isinstance(value, SCALARS) and value != group.get(key):
                     changed.add(key)
             group.update(_settings(inner))
-        _scatter(self._rounds, self._wholes, self._parameters)
-        for whole in self._wholes.values():
-            whole.grad = None
-            whole.data = whole.new_empty(()).expand(whole.shape)
 
     def _plan(self, tensors: Tensors, owners: Sequence[int]) -> list[MatrixRound]:
         """The rounds in which ``tensors`` are sent, each in its own dtype."""

@@ -134,12 +134,11 @@ def _chosen(
         averages = _names(source, "ema", "averages: it was not trained with train.ema")
         stored_as = {f"model/{name.removeprefix('ema/')}": name for name in averages}
     tensors |= {name: source.tensors[stored] for name, stored in stored_as.items()}
-    buffers = set(source.buffers)
-    for name in weights:
-        stored, shape = tensors[name]
-        is_buffer = name.removeprefix("model/") in buffers
-        if dtype is not None and DTYPES[stored].is_floating_point and not is_buffer:
-            tensors[name] = dtype, shape
+    if dtype is not None:
+        buffers = {f"model/{name}" for name in source.buffers}
+        for name in filter(lambda name: name not in buffers, weights):
+            stored, shape = tensors[name]
+            tensors[name] = dtype if DTYPES[stored].is_floating_point else stored, shape
 
     def read(name: str) -> Tensor:
         values = source.read(stored_as.get(name, name))
