@@ -180,7 +180,7 @@ def reference(
 def cut_in_rows(shape: torch.Size, shards: int) -> list[Region]:
     """The rows that each of ``shards`` ranks holds of a parameter."""
     if not shape:
-        return [Region.whole(shape)]
+        return [Region.of_shape(shape)]
     found, size = [], -(-shape[0] // shards)
     for begin in range(0, shape[0], size):
         rows = min(size, shape[0] - begin)

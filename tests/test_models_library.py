@@ -23,7 +23,12 @@ from parallel2d.parallel.model_structure import find_blocks
 from parallel2d.parallel.weights.initial_values import InitialWeights
 from parallel2d.parallel.weights.pretrained import load_pretrained
 from parallel2d.training.loss.model_loss import ModelLoss
-from parallel2d.training.model_families import _given_plan, _own_plan, build_model, plan_tensor_axis
+from parallel2d.training.model_families import (
+    _configured_plan,
+    _own_plan,
+    build_model,
+    plan_tensor_axis,
+)
 
 LIBRARY = pytest.mark.extras("transformers")
 HEADS = {
@@ -180,7 +185,7 @@ def test_a_word_that_is_not_translated_matters_with_a_tensor_axis_alone():
     says = "up_proj: sideways, which is not translated; give one with model.tensor_plan="
     with pytest.raises(ConfigError, match=says):
         plan_tensor_axis(config, parts, 2)
-    parts.tensor_plan = _given_plan({"model.layers.*.mlp.up_proj": "replicate"})
+    parts.tensor_plan = _configured_plan({"model.layers.*.mlp.up_proj": "replicate"})
     assert plan_tensor_axis(config, parts, 2)
 
 

@@ -53,15 +53,15 @@ def find_rank(environment: MutableMapping[str, str] | None = None) -> RankIdenti
     if launcher == "srun":
         _set_from_slurm(env)
     identity = RankIdentity(
-        rank=_whole_number(env, "RANK"),
-        world_size=_whole_number(env, "WORLD_SIZE"),
-        local_rank=_whole_number(env, "LOCAL_RANK", "0"),
-        node=_whole_number(env, "GROUP_RANK", "0"),
-        nodes=_whole_number(env, "GROUP_WORLD_SIZE", "1"),
+        rank=_integer(env, "RANK"),
+        world_size=_integer(env, "WORLD_SIZE"),
+        local_rank=_integer(env, "LOCAL_RANK", "0"),
+        node=_integer(env, "GROUP_RANK", "0"),
+        nodes=_integer(env, "GROUP_WORLD_SIZE", "1"),
         launcher=launcher,
     )
     # Not part of the identity, but the error is clearer here than where the port is used.
-    _whole_number(env, "MASTER_PORT")
+    _integer(env, "MASTER_PORT")
     if identity.rank >= identity.world_size:
         raise ConfigError(f"RANK={identity.rank} must be below WORLD_SIZE={identity.world_size}")
     return identity
@@ -87,7 +87,7 @@ def _find_launcher(env: MutableMapping[str, str]) -> str | None:
     return "nodes" if AGENT in env else "torchrun"
 
 
-def _whole_number(env: MutableMapping[str, str], name: str, default: str | None = None) -> int:
+def _integer(env: MutableMapping[str, str], name: str, default: str | None = None) -> int:
     """The variable, or ``default``, as a number of at least 0. Raises `ConfigError` for others."""
     text = env.get(name, default)
     # str.isdigit is false for signs, points and the empty text.

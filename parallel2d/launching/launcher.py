@@ -175,13 +175,13 @@ def _stop_explained(
             code = 130 if is_interrupt else workers.settings.requeue_exit_code
             kept = "the other replicas go on" if workers.have_left else f"saved {newest}"
             raise Preempted(f"{what}; {kept}", code) from None
-        lost = _what_is_lost(workers, newest)
+        lost = _lost_steps(workers, newest)
         if is_interrupt:
             raise KeyboardInterrupt(f"interrupted {lost}; all workers have ended") from None
         raise StoppedBySignal(f"stopped by {error.number.name} {lost}") from None
 
 
-def _what_is_lost(workers: NodeWorkers, newest: str | None) -> str:
+def _lost_steps(workers: NodeWorkers, newest: str | None) -> str:
     step = workers.last_step()
     if step < 1:
         return "before the first step"

@@ -27,7 +27,7 @@ from parallel2d.parallel.chunked_head import ChunkedHead
 from parallel2d.parallel.mesh import data_coordinate, place_mesh
 from parallel2d.parallel.mesh_sizes import MeshShape, resolve_mesh
 from parallel2d.parallel.parallelize import apply_layout
-from parallel2d.parallel.parallelize.activation_checkpointing import kept_operators
+from parallel2d.parallel.parallelize.activation_checkpointing import saved_operators
 from parallel2d.parallel.parallelize.float8 import check_float8
 from parallel2d.parallel.parallelize.layout import Layout, SampleShape, Workload, resolve
 from parallel2d.parallel.parallelize.precision import input_dtype
@@ -69,7 +69,7 @@ def check(config: TrainConfig, topology: Topology) -> None:
             f"launch.min_replicas={least}: the mesh has {counted(shape.replicate, 'replica')}"
         )
     batches = plan_batches(config, shape, data_rank=0, pad=False)
-    kept_operators(config.activation_checkpointing.keep)
+    saved_operators(config.activation_checkpointing.keep)
     device_type = accelerator_type()
     check_float8(config.precision, device_type)
     parts = build_model(config.model)

@@ -78,7 +78,7 @@ def _build_custom(config: CustomModel) -> ModelParts:
     return ModelParts(
         built,
         init,
-        _given_plan(config.tensor_plan),
+        _configured_plan(config.tensor_plan),
         vocab_size=None,
         construct=construct if init is None else None,
     )
@@ -114,7 +114,7 @@ def _build_hugging_face(config: HuggingFaceModel) -> ModelParts:
     # The library's name for what a model takes first: input_ids, pixel_values, input_features, ...
     reads = getattr(module, "main_input_name", "input_ids")
     is_pair = getattr(module.config, "is_encoder_decoder", False)
-    plan = _given_plan(config.tensor_plan)
+    plan = _configured_plan(config.tensor_plan)
     if plan is None and huggingface.has_tensor_plan(module):
         plan = _own_plan
     weights = None
@@ -161,7 +161,7 @@ def _own_plan(model: Any, _tensor: int) -> Mapping[str, object]:
     return huggingface.tensor_words(model)
 
 
-def _given_plan(plan: Any) -> TensorPlan | None:
+def _configured_plan(plan: Any) -> TensorPlan | None:
     """The plan of the configuration: words as they stand, or what the named function makes of the
     model."""
     if not plan:

@@ -194,7 +194,7 @@ def _of_slices(loss: LossOfBatch, model: nn.Module, inputs: Any, targets: Any) -
     axis = context_axis_of(model)
     if axis is None or axis.is_learning:
         return loss(model, inputs, targets)
-    with axis.kept_apart():
+    with axis.without_join():
         return loss(model, inputs, axis.cut(targets, 1))
 
 

@@ -139,7 +139,7 @@ class Examiner:
 
     def begin(self, records: Sequence[RankRecord], weights: ByTrack) -> None:
         """Every replica starts from the weights of one process."""
-        self._held_alike(records)
+        self._compare_copies(records)
         for track, found in zip(self._run.tracks, weights, strict=True):
             self._equal("initial weight", found, track.parameters)
             track.take(found, found)
@@ -159,7 +159,7 @@ class Examiner:
         self._step = step
         expected = self._run.gradients(step)
         self._losses(records)
-        self._held_alike(records)
+        self._compare_copies(records)
         for track, wanted in enumerate(expected):
             self._gradients(track, whole["gradients"][track], wanted)
             self._norm_and_update(track, whole["gradients"][track], records)
@@ -266,7 +266,7 @@ class Examiner:
             if error > bound:
                 self._differs(check, f"relative error {error:.1e}", parameter=name, **where)
 
-    def _held_alike(self, records: Sequence[RankRecord]) -> None:
+    def _compare_copies(self, records: Sequence[RankRecord]) -> None:
         """Ranks of one group that hold the same part of a tensor must have the same bits."""
         for what, names in records[0].held.items():
             for name in names:

@@ -25,8 +25,8 @@ from parallel2d.base.config import OptimizerConfig, ParallelConfig
 from parallel2d.base.runtime import seed_everything
 from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.model_structure import (
+    direct_parameters,
     fqn_of,
-    held_parameters,
     hidden_matrices,
     owning_modules,
 )
@@ -126,7 +126,7 @@ class PlainModel:
         for owner in module.modules():
             is_wide = id(owner) in self._precision.fp32_modules
             dtype = torch.float32 if is_wide else self._precision.param
-            for _, parameter in held_parameters(owner):
+            for _, parameter in direct_parameters(owner):
                 if parameter.is_complex():
                     parameter.data = parameter.data.to(dtype.to_complex())
                 # One without dimensions is not gathered.

@@ -33,7 +33,7 @@ def summary(config: TrainConfig, cost: LayoutCost) -> list[str]:
         f"{cluster.name}, device {cluster.device.name}",
         f"mesh        {shape}; strategy {config.strategy.name}",
         *(f"{_INDENT}{note}" for note in shape.notes),
-        *_whole_head(config, shape.context),
+        *_undivided_head_lines(config, shape.context),
         f"model       {cost.model}: {cost.parameters:,} parameters",
         f"{_INDENT}precision {config.precision.name}, bucketing {config.bucketing.name}, "
         f"activation checkpointing {config.activation_checkpointing.name}",
@@ -48,7 +48,7 @@ def summary(config: TrainConfig, cost: LayoutCost) -> list[str]:
     ]
 
 
-def _whole_head(config: TrainConfig, context: int) -> list[str]:
+def _undivided_head_lines(config: TrainConfig, context: int) -> list[str]:
     if context == 1 or config.train.loss_chunk is not None:
         return []
     return [

@@ -134,11 +134,11 @@ def late_gradients(device: torch.device, products: int = 8) -> Iterator[None]:
     def late_gradient(self: FSDPGroup, fill: bool) -> None:
         prepare(self, fill)
         for parameter in self.trained if self.is_alone else ():
-            gradient = parameter.take_whole()
+            gradient = parameter.take_unsharded_gradient()
             if gradient is not None:
                 late = torch.full_like(gradient, torch.nan)
                 delay()
-                parameter.set_whole(late.copy_(gradient))
+                parameter.set_unsharded_gradient(late.copy_(gradient))
 
     synchronize(device.type)
     OrderedReduceScatter.__call__ = late_scatter  # type: ignore[method-assign, assignment]

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parallel2d.base.device import random_states_kept
+from parallel2d.base.device import preserve_rng_states
 from parallel2d.parallel.cost.collectives import CollectiveTally
 from parallel2d.parallel.loss import loss_chunks
 from parallel2d.parallel.mesh import axes_of_groups
@@ -219,7 +219,7 @@ def count_tensor_axis(
         pretend = nullcontext() if device_type == "meta" else on_fake_tensors(twin, device_type)
         counter = CollectiveCounter(mesh, layout.workload.device_type)
         try:
-            with pretend, loss_chunks(ALL_AT_ONCE), random_states_kept(), counter:
+            with pretend, loss_chunks(ALL_AT_ONCE), preserve_rng_states(), counter:
                 inputs, targets = layout.workload.example(device_type)
                 if layout.shape.context > 1:
                     # The first forward is preceded by others, which learn what can be cut.
@@ -229,7 +229,7 @@ def count_tensor_axis(
                 loss(twin, inputs, targets).backward()
                 passes, context = counter.over("tensor"), counter.over("context")
                 counter.start()
-                _make_gradients_whole(twin, layout)
+                _sum_partial_gradients(twin, layout)
                 sums = counter.over("tensor")
             return TensorTraffic(*passes, *sums, *context)
         # A model may look at values, which neither kind of tensor has.
@@ -241,7 +241,7 @@ def count_tensor_axis(
     return None
 
 
-def _make_gradients_whole(model: nn.Module, layout: Layout) -> None:
+def _sum_partial_gradients(model: nn.Module, layout: Layout) -> None:
     for parameter in model.parameters():
         gradient = parameter.grad
         if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):

@@ -47,7 +47,7 @@ from parallel2d.parallel.parallelize.precision import Precision, cast_storage
 from parallel2d.parallel.parallelize.preconditions import check, check_arguments, mark_sharded
 from parallel2d.parallel.parallelize.prefetch import prefetch_parameters
 from parallel2d.parallel.parallelize.running_statistics import average_buffers, watch_statistics
-from parallel2d.parallel.parallelize.scalars import keep_whole, scalar_places
+from parallel2d.parallel.parallelize.scalars import replicate_scalars, scalar_places
 from parallel2d.parallel.parallelize.script_checks import check_script
 from parallel2d.parallel.parallelize.sharding import shard, synchronize
 from parallel2d.parallel.parallelize.tensor_parallel import apply_tensor_parallel
@@ -261,7 +261,7 @@ def _transform(
     plain = ignored_parameters(model, layout.ignored, mesh.device_type)
     without_dims = scalar_places(model, plain)
     shard(model, parameters, layout, plain | set(without_dims))
-    scalars = keep_whole(model, parameters, without_dims.values(), precision.param)
+    scalars = replicate_scalars(model, parameters, without_dims.values(), precision.param)
     synchronize(model, parameters, layout, precision, topology, scalars, seed)
     select_without_hooks(model, config.activation_checkpointing)
     prefetch_parameters(model, parameters, config.prefetch)

@@ -110,7 +110,7 @@ class GatheredParameters:
         self.engine.count_update(stepping)
 
     def _is_unreduced(self) -> bool:
-        return self._replicates or any(each.group.has_whole_gradients for each in self.groups)
+        return self._replicates or any(each.group.has_unsharded_gradients for each in self.groups)
 
     # Memory of what a forward returns
 

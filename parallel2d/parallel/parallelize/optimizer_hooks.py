@@ -79,7 +79,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         # The iterations of torch's Muon are in bf16.
         if isinstance(optimizer, torch.optim.Muon) and any(map(_is_sharded, parameters)):
             raise script_checks.refusal(optimizer, "would round differently on sharded parameters")
-        _cut_whole_state(optimizer)
+        _shard_loaded_state(optimizer)
         vars(optimizer)[_CUT] = optimizer.state
     # A closure computes gradients of the sharded parameters.
     if len(args) > 1 or kwargs:
@@ -110,7 +110,7 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _cut_whole_state(optimizer: Optimizer) -> None:
+def _shard_loaded_state(optimizer: Optimizer) -> None:
     for parameter, entries in optimizer.state.items():
         for key, value in entries.items() if isinstance(parameter, DTensor) else ():
             is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)

@@ -90,7 +90,7 @@ def _place_on_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     """Place the sharded parameters on the ``replicate`` axis too; see [Note: one engine for every
     strategy]."""
     for parameter, places in places_in(model.modules()).items():
-        # Those that `keep_whole` has placed are on all axes.
+        # Those that `replicate_scalars` has placed are on all axes.
         if not isinstance(parameter, DTensor) or "replicate" in axis_names(parameter.device_mesh):
             continue
         placed = DTensor.from_local(

@@ -18,7 +18,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import present_ranks
 from parallel2d.parallel.mesh import has_cpu_backend, sharding_mesh
-from parallel2d.parallel.model_structure import stays_whole, updated_as
+from parallel2d.parallel.model_structure import stays_replicated, updated_as
 from parallel2d.parallel.sync.average import average_of
 from parallel2d.parallel.sync.comparison import ReplicaComparison
 from parallel2d.parallel.sync.engine.buckets import Bucket, BucketQueue, Wait
@@ -104,7 +104,7 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     # Parameters without dimensions are in no group.
     alone: dict[str, Tensor] = {}
     for name, parameter in parameters_by_name(model).items():
-        if stays_whole(parameter):
+        if stays_replicated(parameter):
             alone[name] = shared.get(name, parameter)
     if alone and found:
         found["parameters without dimensions"] = alone

@@ -291,7 +291,7 @@ def _fill(tensor: Tensor, stored: _Stored, headers: _Headers) -> None:
     local = local_part(tensor)
     for name, (entry, begin) in stored.parts.items():
         kept = local_region(tensor).seen_from(begin)
-        common = kept.intersect(Region.whole(entry.shape))
+        common = kept.intersect(Region.of_shape(entry.shape))
         if common is None:
             continue
         size = DTYPES[entry.dtype].itemsize

@@ -74,7 +74,7 @@ def load_averages(model: nn.Module, checkpoint: Checkpoint, *, restart: bool) ->
         return
     average.update(0.0)
     for name in () if restart else average.values:
-        _fill_if_there(average.values[name], f"ema/{name}", checkpoint)
+        _fill_if_saved(average.values[name], f"ema/{name}", checkpoint)
 
 
 def buffer_names(model: nn.Module) -> list[str]:
@@ -300,15 +300,15 @@ def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
     if outer is None or STEPS not in checkpoint.tensors:
         return
     for name, momentum in outer.momenta.items():
-        _fill_if_there(momentum, f"sync/momentum/{name}", checkpoint)
+        _fill_if_saved(momentum, f"sync/momentum/{name}", checkpoint)
     steps, finished_after = checkpoint.read(STEPS).tolist()
     arrived = {name for name in outer.parameters if f"sync/mean/{name}" in checkpoint.tensors}
     for name in outer.resume(steps, finished_after, arrived):
         parameter = outer.parameters[name]
         parameter.mean = torch.zeros_like(parameter.outer, requires_grad=False)
-        _fill_if_there(parameter.mean, f"sync/mean/{name}", checkpoint)
+        _fill_if_saved(parameter.mean, f"sync/mean/{name}", checkpoint)
     for name, parameter in outer.parameters.items():
-        _fill_if_there(parameter.own, f"{_prefix(outer.replica)}/model/{name}", checkpoint)
+        _fill_if_saved(parameter.own, f"{_prefix(outer.replica)}/model/{name}", checkpoint)
     if is_first:
         _report_lost(outer, checkpoint)
 
@@ -324,7 +324,7 @@ def _load_residuals(kept: UpdateFollower, checkpoint: Checkpoint, is_first: bool
         total = torch.zeros_like(value)
         for replica in taken:
             part = torch.zeros_like(value)
-            _fill_if_there(part, f"{_prefix(replica)}/{kept.residual_name}/{name}", checkpoint)
+            _fill_if_saved(part, f"{_prefix(replica)}/{kept.residual_name}/{name}", checkpoint)
             total += part
         kept.set_residual(name, total / (1 if is_same else saved))
     lost = sorted(set(range(saved)) - set(available))
@@ -359,7 +359,7 @@ def _replicas_in(names: Iterable[str], kind: str) -> list[int]:
     return sorted(map(int, found))
 
 
-def _fill_if_there(tensor: Tensor, name: str, checkpoint: Checkpoint) -> None:
+def _fill_if_saved(tensor: Tensor, name: str, checkpoint: Checkpoint) -> None:
     stored = checkpoint.tensors.get(name)
     if stored is not None and stored.shape == tuple(tensor.shape):
         checkpoint.fill(tensor, name)

@@ -84,7 +84,7 @@ class GroupGradients:
                 "difference of two forward passes, (model(x + e) - model(x)) / |e|, gives such "
                 "penalties"
             )
-        has_gradient = self.group.has_whole_gradients
+        has_gradient = self.group.has_unsharded_gradients
         if has_gradient and self.state is ReduceState.FINAL:
             raise RuntimeError(
                 f"{self.group.called} got gradients twice in one backward pass, and the first were "
@@ -129,7 +129,7 @@ class GroupGradients:
     def reduce_rest(self) -> None:
         """Reduces over the shard axis what backward passes of the global batch have left."""
         # Nothing is left after a backward pass that was set up as the last one.
-        if self.group.has_whole_gradients:
+        if self.group.has_unsharded_gradients:
             # This calls `begin_reduction` and `end_reduction`, as a backward pass does.
             self.group.reduce_late()
             self._has_ended = False
@@ -153,7 +153,7 @@ class GroupGradients:
     def note_used(self) -> None:
         """Brings `used` up to date with this pass."""
         for number, parameter in enumerate(self.group.parameters):
-            if parameter.has_whole_gradient:
+            if parameter.has_unsharded_gradient:
                 self.used[number] = True
             # One of an earlier pass is in the part that this replica updates once it is reduced.
             elif parameter.sharded.grad is None and parameter.updated.grad is None:
