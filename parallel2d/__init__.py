@@ -65,7 +65,7 @@ if TYPE_CHECKING:
         rekey_optimizer_state,
         sharded_state,
     )
-    from parallel2d.parallel.weights.whole_tensors import (
+    from parallel2d.parallel.weights.unsharded_tensors import (
         apply_full,
         sharded_modules,
         summon_full_params,
@@ -108,7 +108,7 @@ _NAMES = {
         "full_state", "load_full_state", "load_sharded_state", "load_state",
         "rekey_optimizer_state", "sharded_state",
     ),
-    "parallel.weights.whole_tensors": ("apply_full", "sharded_modules", "summon_full_params"),
+    "parallel.weights.unsharded_tensors": ("apply_full", "sharded_modules", "summon_full_params"),
     "training.checkpoint": ("Checkpointer",),
     "training.checkpoint.full_file": ("load_full", "save_full"),
     "training.hooks": ("Hook", "HookResult", "RunView"),

@@ -19,10 +19,10 @@ from parallel2d.base.config.composition import compose, from_yaml
 from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.topology import LIFE, RankIdentity, Topology, find_rank
-from parallel2d.launching.agreement import agree_on_job, forget_run, recording_steps
 from parallel2d.launching.failures import failures_reported_once, note_waiting
 from parallel2d.launching.processes import end_with_parent
-from parallel2d.launching.rank_processes import speak_for_all
+from parallel2d.launching.rank_processes import log_for_all_ranks
+from parallel2d.launching.shared_job import forget_run, recording_steps, share_job
 from parallel2d.training.run_directory.end import summarize
 from parallel2d.training.run_directory.start import discard_pending, read_segments
 
@@ -47,7 +47,7 @@ def rank_main(words: Sequence[str]) -> int:
             composition = compose(words)
         store = connect(identity, composition.config.launch if composition else None)
     with failures_reported_once(identity, store):
-        job = agree_on_job(identity, store, words, composition, _choose_size)
+        job = share_job(identity, store, words, composition, _choose_size)
         if job is None:
             return 0
         if job.config.plan.dry_run:
@@ -119,9 +119,9 @@ def _sizes_with_missing_nodes(
 def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
     from parallel2d.base.exchange import check_shared
     from parallel2d.base.runtime import process_group
-    from parallel2d.launching import signals
+    from parallel2d.launching import rank_signals
 
-    signals.listen()
+    rank_signals.listen()
     _log_to(job.run_dir, identity)
     settings = job.config.launch
     together = identity.world_size if _survives(job.config, identity) else None
@@ -182,10 +182,10 @@ def _certify(job: Job, runtime: Runtime) -> Certificate | None:
 def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | None) -> bool:
     """Trains to the end; returns whether the run was asked to stop before."""
     from parallel2d.base.runtime import limit_waiting
-    from parallel2d.launching import signals
+    from parallel2d.launching import rank_signals
     from parallel2d.training.assemble import build_trainer
+    from parallel2d.training.metrics.heartbeat import HeartbeatMonitor
     from parallel2d.training.metrics.out_of_memory import out_of_memory_named
-    from parallel2d.training.metrics.watch import Watch
     from parallel2d.training.trainer_parts import LoopCallbacks
 
     identity, settings, run_dir = runtime.identity, job.config.launch, job.run_dir
@@ -200,23 +200,27 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
         trains = trainer.has_steps()
         position = recording_steps(identity, trainer.recorder.position)
         first = settings.longest_wait
-        with Watch(store, identity.rank, hosts, run_dir, first, position, note_waiting) as watch:
+        with HeartbeatMonitor(
+            store, identity.rank, hosts, run_dir, first, position, note_waiting
+        ) as monitor:
 
             def first_step_done() -> None:
                 limit_waiting(settings.timeout)
-                watch.limit(settings.timeout)
+                monitor.limit(settings.timeout)
                 if job.config.checkpoint.enabled:  # there is something to save
-                    signals.listen_to_interrupts()
+                    rank_signals.listen_to_interrupts()
 
             def take_over() -> None:
-                speak_for_all()
+                log_for_all_ranks()
                 _keep_log(run_dir)
 
             try:
-                trainer.run(LoopCallbacks(signals.preemption_requested, first_step_done, take_over))
+                trainer.run(
+                    LoopCallbacks(rank_signals.preemption_requested, first_step_done, take_over)
+                )
             except RuntimeError as error:
                 if "imed out" in str(error) or "imeout" in str(error):
-                    error.add_note(watch.explain())
+                    error.add_note(monitor.explain())
                 raise
         trainer.recorder.close()
         if not trains:

@@ -25,7 +25,7 @@ from parallel2d.parallel.weights.pretrained import load_pretrained
 from parallel2d.training.loss.model_loss import ModelLoss
 from parallel2d.training.model_families import (
     _configured_plan,
-    _own_plan,
+    _library_plan,
     build_model,
     plan_tensor_axis,
 )
@@ -179,7 +179,7 @@ def test_the_plan_that_a_library_model_ships_changes_nothing(ranks, kind, strate
 def test_a_word_that_is_not_translated_matters_with_a_tensor_axis_alone():
     model = huggingface.build(architecture="llama", arguments=MODELS["llama"])
     model._tp_plan = {"model.layers.*.mlp.up_proj": "sideways"}
-    parts = SimpleNamespace(module=model, tensor_plan=_own_plan)
+    parts = SimpleNamespace(module=model, tensor_plan=_library_plan)
     config = TrainConfig(model=HuggingFaceModel())
     assert plan_tensor_axis(TrainConfig(), parts, 1) is None
     says = "up_proj: sideways, which is not translated; give one with model.tensor_plan="

@@ -15,7 +15,7 @@ from training import largest_difference, weights_of
 import parallel2d
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.sync.average import WeightAverage
+from parallel2d.parallel.sync.ema import EMAWeights
 from parallel2d.parallel.sync.methods.outer_parameter import OuterParameter
 from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
 from parallel2d.parallel.sync.wires import fused
@@ -410,7 +410,7 @@ def test_what_is_written_to_parameters_stays(ranks, strategy, sync, how):
 def _states_around_averages(strategy, sync):
     """What is saved before averages take the places of parameters, inside and afterwards; and the averages."""
     model, optimizer = _trained_model(strategy, sync, steps=2)
-    averages = WeightAverage(model)
+    averages = EMAWeights(model)
     for step in range(3, 5):
         _step(model, optimizer, step)
         averages.update(0.5)

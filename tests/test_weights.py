@@ -35,7 +35,7 @@ from parallel2d.base.files.tensor_file import Entry
 from parallel2d.models.huggingface import StoredForm
 from parallel2d.parallel.weights.geometry import Region, local_region
 from parallel2d.parallel.weights.pretrained import _put_together
-from parallel2d.parallel.weights.whole_tensors import PIECE_BYTES
+from parallel2d.parallel.weights.unsharded_tensors import PIECE_BYTES
 
 
 class Tabled(nn.Module):

@@ -36,13 +36,13 @@ from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.files import private_folders as folders
 from parallel2d.base.topology import AGENT, HAS_STORE, LIFE, MEMORY_DIR, PREFIX, SHARED_MEMORY
-from parallel2d.launching.agreement import folder_errors_explained
 from parallel2d.launching.failures import RankFailure, StoreLost, WorkersFailed, first_failure
 from parallel2d.launching.lost_replicas import Latecomer, LostReplicas
 from parallel2d.launching.node_ranks import GRACE_AFTER_FAILURE_S, NodeRanks
 from parallel2d.launching.processes import Signalled
 from parallel2d.launching.rendezvous import Rendezvous
 from parallel2d.launching.round import FIRST_CALL_S, LAST_CALL_S, JobDone, Round
+from parallel2d.launching.shared_job import folder_errors_explained
 
 LONGEST_PAUSE_S = 60.0
 _LOOK_S = 0.1  # between two looks at the ranks

@@ -22,7 +22,6 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
 from parallel2d.base.store.secret import NOBODYS, write_secret
 from parallel2d.base.topology import JOB
-from parallel2d.launching.agreement import folder_errors_explained, recorded_run_dir, write_job
 from parallel2d.launching.failures import (
     Preempted,
     RankFailure,
@@ -34,6 +33,7 @@ from parallel2d.launching.failures import (
 from parallel2d.launching.network_interface import GLOO, NCCL
 from parallel2d.launching.processes import Signalled, signals_raised
 from parallel2d.launching.rank_processes import start_rank
+from parallel2d.launching.shared_job import folder_errors_explained, recorded_run_dir, write_job
 
 if TYPE_CHECKING:
     from parallel2d.launching.agent import NodeWorkers

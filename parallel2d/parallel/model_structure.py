@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from parallel2d.base.config.options import load_reference
-from parallel2d.base.errors import ConfigError, nearest_words
+from parallel2d.base.errors import ConfigError, nearest_matches
 
 Policy = Callable[[nn.Module, str], bool]
 
@@ -102,7 +102,7 @@ def join_names(parent: str, name: str) -> str:
 def near_names(pattern: str, names: Sequence[str]) -> str:
     """The end of a message: names that are spelled like ``pattern``, otherwise the first ones."""
     # Up to three, because layers of one kind have names that differ in a number alone.
-    near = nearest_words(pattern.replace("*", "").strip("."), names, alike=0.4)
+    near = nearest_matches(pattern.replace("*", "").strip("."), names, alike=0.4)
     if not near:
         return f"; the names begin with {', '.join(names[:3])}"
     return f"; near: {', '.join(near)}"

@@ -33,7 +33,7 @@ from parallel2d.parallel.parallelize.layout import Layout, SampleShape, Workload
 from parallel2d.parallel.parallelize.precision import input_dtype
 from parallel2d.parallel.parallelize.preconditions import check as check_model
 from parallel2d.parallel.parallelize.preconditions import check_parameters
-from parallel2d.parallel.sync.average import WeightAverage
+from parallel2d.parallel.sync.ema import EMAWeights
 from parallel2d.parallel.weights.source import WeightSource
 from parallel2d.training.checkpoint import Checkpointer, memory_copies
 from parallel2d.training.data.batch import token_sequences
@@ -204,7 +204,7 @@ def _shard(
     model = apply_layout(layout, parts.module, mesh, source, topology, config.train.seed)
     optimizer = build_optimizer(model, config.optimizer)
     if (decay := config.train.ema) is not None:
-        average = WeightAverage(model)
+        average = EMAWeights(model)
         # After the exchange between replicas, which `build_optimizer` has registered.
         optimizer.register_step_post_hook(lambda *_: average.update(decay))
     return model, optimizer
@@ -240,14 +240,14 @@ def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) 
         for change in start.changes:
             recorder.say(f"changed     {change}")
         if start.before is not None:
-            _say_new_rate(job.config, start.before.config, finished + 1, recorder)
+            _log_new_rate(job.config, start.before.config, finished + 1, recorder)
     # Only once this start owns the directory.
     barrier("start")
     trainer.checkpointer.begin()
     recorder.begin(finished, number, restarted=job.restarted, not_before=not_before)
 
 
-def _say_new_rate(
+def _log_new_rate(
     config: TrainConfig, before: dict[str, Any], step: int, recorder: Recorder
 ) -> None:
     """Says that another schedule continues at another height. ``before``: of the start before."""

@@ -116,7 +116,7 @@ def _build_hugging_face(config: HuggingFaceModel) -> ModelParts:
     is_pair = getattr(module.config, "is_encoder_decoder", False)
     plan = _configured_plan(config.tensor_plan)
     if plan is None and huggingface.has_tensor_plan(module):
-        plan = _own_plan
+        plan = _library_plan
     weights = None
     if config.load_weights and config.path is not None and has_weights(config.path):
         weights = functools.partial(load_pretrained, path=config.path)
@@ -155,7 +155,7 @@ def _reading_prefix_and_suffix(parts: ModelParts, what: str) -> ModelParts:
     return dataclasses.replace(parts, context=huggingface.context_of)
 
 
-def _own_plan(model: Any, _tensor: int) -> Mapping[str, object]:
+def _library_plan(model: Any, _tensor: int) -> Mapping[str, object]:
     """The plan that the library ships with the model. Raises ValueError for words in it that are
     not translated."""
     return huggingface.tensor_words(model)

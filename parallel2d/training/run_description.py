@@ -23,11 +23,11 @@ from parallel2d.base.runtime import Runtime
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.context_axis import context_axis_of
 from parallel2d.parallel.cost.flops import count_flops, peak_flops
-from parallel2d.parallel.cost.tensor_twin import (
+from parallel2d.parallel.cost.meta_copy import (
     LossOfBatch,
     TensorTraffic,
     count_tensor_axis,
-    tensor_twin,
+    meta_copy,
 )
 from parallel2d.parallel.cost.traffic import exact_bytes, predicted_bytes
 from parallel2d.parallel.fsdp_internals.sharded_model import streams_of_collectives
@@ -186,7 +186,7 @@ def count_activations(
     loss = ModelLoss(config, parts).value
     if name_of_head(config, parts) is not None:
         loss = functools.partial(_of_slices, loss)
-    return count_tensor_axis(tensor_twin(parts.module, mesh, layout), mesh, layout, loss)
+    return count_tensor_axis(meta_copy(parts.module, mesh, layout), mesh, layout, loss)
 
 
 def _of_slices(loss: LossOfBatch, model: nn.Module, inputs: Any, targets: Any) -> Tensor:

@@ -23,7 +23,7 @@ from parallel2d.base.config.model_and_data import (
     data_problems,
 )
 from parallel2d.base.config.options import (
-    as_word,
+    as_override,
     choice_problem,
     field_problems,
     is_read,
@@ -121,8 +121,8 @@ def _setting_text(config: Any, setting: str) -> str | None:
     # A model of another family may not have the field.
     value = getattr(section, name or "name", None)
     default = getattr(type(section)(), name or "name", None)
-    is_set = as_word(value) == wanted if wanted else value != default
-    return f"{key}={as_word(value)}" if is_set else None
+    is_set = as_override(value) == wanted if wanted else value != default
+    return f"{key}={as_override(value)}" if is_set else None
 
 
 # What is trained

@@ -36,12 +36,11 @@ from parallel2d.parallel.parallelize.context_parallel import (
     learn_at_first,
     slice_blocks,
 )
-from parallel2d.parallel.parallelize.copies import DEEPCOPY, copier, sharded_copy
 from parallel2d.parallel.parallelize.float8 import convert_to_float8
-from parallel2d.parallel.parallelize.gathered import follow_updates
 from parallel2d.parallel.parallelize.ignored import ignored_parameters
 from parallel2d.parallel.parallelize.layout import Layout, resolve
 from parallel2d.parallel.parallelize.model_calls import explain_model_calls
+from parallel2d.parallel.parallelize.model_copy import DEEPCOPY, copier, sharded_copy
 from parallel2d.parallel.parallelize.optimizer_hooks import follow_steps
 from parallel2d.parallel.parallelize.precision import Precision, cast_storage
 from parallel2d.parallel.parallelize.preconditions import check, check_arguments, mark_sharded
@@ -51,6 +50,7 @@ from parallel2d.parallel.parallelize.scalars import replicate_scalars, scalar_pl
 from parallel2d.parallel.parallelize.script_checks import check_script
 from parallel2d.parallel.parallelize.sharding import shard, synchronize
 from parallel2d.parallel.parallelize.tensor_parallel import apply_tensor_parallel
+from parallel2d.parallel.parallelize.unsharded_parameters import follow_updates
 from parallel2d.parallel.sync import clear_with_gradients
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of, note_update_mesh
 from parallel2d.parallel.weights.construction import build_on_meta, seeds_of

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 from parallel2d.base.config import ActivationCheckpointingConfig
-from parallel2d.base.errors import ConfigError, nearest_words
+from parallel2d.base.errors import ConfigError, nearest_matches
 from parallel2d.parallel.model_structure import find_blocks
 
 # Operators of these namespaces are named without it.
@@ -110,7 +110,7 @@ def saved_operators(patterns: Sequence[str]) -> frozenset[str]:
         names = fnmatch.filter(operators, pattern)
         if not names:
             # Up to three, because several may differ from what was meant in a letter or two.
-            near = nearest_words(pattern.replace("*", ""), operators)
+            near = nearest_matches(pattern.replace("*", ""), operators)
             advice = "names are those of torch.ops.aten, such as mm"
             if near:
                 advice = f"did you mean {' or '.join(near)}?"

@@ -26,7 +26,7 @@ from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.sync import no_sync
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of
 from parallel2d.parallel.sync.methods.method import UpdateFollower
-from parallel2d.parallel.weights.whole_tensors import sharded_modules
+from parallel2d.parallel.weights.unsharded_tensors import sharded_modules
 
 log = logging.getLogger(__name__)
 

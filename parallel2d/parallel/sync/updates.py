@@ -19,8 +19,8 @@ from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import present_ranks
 from parallel2d.parallel.mesh import has_cpu_backend, sharding_mesh
 from parallel2d.parallel.model_structure import stays_replicated, updated_as
-from parallel2d.parallel.sync.average import average_of
 from parallel2d.parallel.sync.comparison import ReplicaComparison
+from parallel2d.parallel.sync.ema import ema_of
 from parallel2d.parallel.sync.engine.buckets import Bucket, BucketQueue, Wait
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of, engines_in
 from parallel2d.parallel.sync.methods.diloco import OuterSync
@@ -76,7 +76,7 @@ def set_step(model: nn.Module, step: int, loss_scale: float = 1.0) -> None:
 def outer_parameters(model: nn.Module) -> Iterator[None]:
     """Inside, ``model`` has the parameters that all replicas share, for validation and export.
     They are its own but with ``sync=diloco``; and with ``train.ema`` their averages."""
-    outer, average = outer_sync(model), average_of(model)
+    outer, average = outer_sync(model), ema_of(model)
     if outer is None and average is None:
         yield
         return

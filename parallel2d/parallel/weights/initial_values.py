@@ -34,7 +34,7 @@ from parallel2d.parallel.model_structure import (
     tied_parameters,
 )
 from parallel2d.parallel.weights.named_tensors import all_tensors, parameters_by_name
-from parallel2d.parallel.weights.whole_tensors import copy_part
+from parallel2d.parallel.weights.unsharded_tensors import copy_part
 
 Initializer = Callable[[nn.Module, str], None]
 

@@ -36,7 +36,7 @@ from parallel2d.parallel.weights.named_tensors import (
     reshard,
     tied_names,
 )
-from parallel2d.parallel.weights.whole_tensors import PIECE_BYTES
+from parallel2d.parallel.weights.unsharded_tensors import PIECE_BYTES
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.folder import is_remote, open_folder
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
-from parallel2d.parallel.sync.average import average_of
+from parallel2d.parallel.sync.ema import ema_of
 from parallel2d.parallel.weights.named_tensors import masters_were_loaded
 from parallel2d.parallel.weights.optimizer_settings import Settings, put_settings
 from parallel2d.training.checkpoint.in_memory import MemoryCopies
@@ -36,7 +36,7 @@ from parallel2d.training.checkpoint.state import (
     check_model,
     check_optimizer,
     list_differences,
-    load_averages,
+    load_ema,
     load_model,
     load_optimizer,
     load_replica_state,
@@ -224,8 +224,8 @@ class Resume:
         passed_over = self.group.agree(fill)
         masters_were_loaded(self.model)
         restarts = load != "all" or not names_under(["ema"], checkpoint.tensors)
-        self.group.agree(lambda: load_averages(self.model, checkpoint, restart=restarts))
-        if restarts and average_of(self.model) is not None:
+        self.group.agree(lambda: load_ema(self.model, checkpoint, restart=restarts))
+        if restarts and ema_of(self.model) is not None:
             self.group.say(f"the averages of train.ema begin with the weights of {label}")
         if load == "all":
             self.group.agree(lambda: load_replica_state(self.model, checkpoint))

@@ -28,7 +28,7 @@ from parallel2d.base.device import accelerator_type, random_state, set_random_st
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import printable
 from parallel2d.base.files.tensor_file import DTYPES, DamagedCheckpointError
-from parallel2d.parallel.sync.average import average_of
+from parallel2d.parallel.sync.ema import ema_of
 from parallel2d.parallel.sync.methods.diloco import OuterSync
 from parallel2d.parallel.sync.methods.method import UpdateFollower
 from parallel2d.parallel.sync.updates import outer_sync, residuals_of
@@ -58,7 +58,7 @@ def saved_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     """Everything that all replicas share, by its name in the checkpoint, in the same order on every
     rank. Collective over the replicas with ``sync=diloco``."""
     found = _under("model", model_tensors(model)) | shared_tensors(model)
-    if (average := average_of(model)) is not None:
+    if (average := ema_of(model)) is not None:
         found |= _under("ema", average.values)
     # Replicas that train on their own have optimizers of their own: `replica_tensors`.
     if optimizer is not None and STEPS not in found:
@@ -66,10 +66,10 @@ def saved_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     return found
 
 
-def load_averages(model: nn.Module, checkpoint: Checkpoint, *, restart: bool) -> None:
+def load_ema(model: nn.Module, checkpoint: Checkpoint, *, restart: bool) -> None:
     """Fills the averages; with ``restart`` they begin with the weights, which have been loaded, as
     do those that ``checkpoint`` does not have. No communication."""
-    average = average_of(model)
+    average = ema_of(model)
     if average is None:
         return
     average.update(0.0)

@@ -41,8 +41,8 @@ from parallel2d.parallel.model_structure import (
     plain_attributes,
     tensors_in,
 )
-from parallel2d.parallel.parallelize.gathered import INSTEAD, GatheredParameters
-from parallel2d.parallel.weights.whole_tensors import sharded_modules
+from parallel2d.parallel.parallelize.unsharded_parameters import INSTEAD, UnshardedParameters
+from parallel2d.parallel.weights.unsharded_tensors import sharded_modules
 
 _MISPLACED = (
     "is not the parameter that parallelize has sharded: torch.func.functional_call(model, values), "
@@ -52,7 +52,7 @@ _MISPLACED = (
 
 
 def audit_forwards(
-    model: nn.Module, gathered: GatheredParameters, averages: bool
+    model: nn.Module, gathered: UnshardedParameters, averages: bool
 ) -> list[RemovableHandle]:
     """Installs the checks, and returns the handles of their hooks. ``averages``: whether there are
     several data ranks."""
@@ -77,7 +77,7 @@ def audit_forwards(
 class _Audit:
     """The checks of one model."""
 
-    def __init__(self, model: nn.Module, gathered: GatheredParameters, averages: bool) -> None:
+    def __init__(self, model: nn.Module, gathered: UnshardedParameters, averages: bool) -> None:
         self._model = model
         self._averages = averages
         self._storages = gathered.storages

@@ -29,8 +29,8 @@ from parallel2d.parallel.mesh import (
     axis_names,
     axis_positions,
     has_cpu_backend,
+    live_data_ranks,
     mesh_shape,
-    present_data_ranks,
     sum_over_data_ranks,
 )
 from parallel2d.parallel.sync.comparison import hashes_of
@@ -140,7 +140,7 @@ class UsedParameterAgreement:
     def set_means(self, totals: Tensor, scalars: Sequence[ScalarGradient]) -> None:
         """Set the means of the gradients of ``scalars`` from their sums; see `sum_with`."""
         for scalar, (total, users) in zip(scalars, totals, strict=True):
-            scalar.set_mean(total / present_data_ranks(self._mesh) if users > 0 else None)
+            scalar.set_mean(total / live_data_ranks(self._mesh) if users > 0 else None)
             scalar.rest()
 
     def _digests(self) -> Tensor:

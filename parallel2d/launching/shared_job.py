@@ -1,4 +1,4 @@
-"""What all ranks agree on before they train: `agree_on_job`.
+"""What all ranks agree on before they train: `share_job`.
 
 [Note: one run directory] Only one process composes: the launcher of a single node, or rank 0, which
 publishes configuration and directory through the rendezvous store. Workers that replace others go
@@ -26,7 +26,7 @@ from parallel2d.base.files import private_folders as folders
 from parallel2d.base.topology import AGENT, JOB, LIFE, RankIdentity
 
 if TYPE_CHECKING:
-    from parallel2d.training.metrics.watch import Position
+    from parallel2d.training.metrics.heartbeat import Position
 
 # Chooses the layout that is left to the planner, from the overrides and the ranks of each live
 # node. Returns `Job.sizes` too.
@@ -38,7 +38,7 @@ PUBLISHED = "parallel2d/job"  # the job, in the store
 _RECORDED = {"run_dir", "config", "words", "records", "label"}
 
 
-def agree_on_job(
+def share_job(
     identity: RankIdentity,
     store: Any,
     arguments: Sequence[str],
