@@ -10,11 +10,11 @@ from training import weights_of
 import parallel2d
 from parallel2d.base.config import CheckpointConfig, StrategyConfig, SyncConfig
 from parallel2d.parallel.model_structure import hidden_matrices
+from parallel2d.parallel.sync.formats.quantize import RoundingKeys
 from parallel2d.parallel.sync.methods import method_of
 from parallel2d.parallel.sync.methods.diloco import ExpectedOuter
 from parallel2d.parallel.sync.methods.method import ExpectedState
-from parallel2d.parallel.sync.updates import outer_sync, residuals_of
-from parallel2d.parallel.sync.wires.blocks import RoundingKeys
+from parallel2d.parallel.sync.updates import error_feedback_of, outer_sync
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.training.checkpoint import Checkpointer
 
@@ -113,7 +113,7 @@ def run(
 
 
 def local_residuals(model: nn.Module) -> dict[str, Any]:
-    found = residuals_of(model).residuals()
+    found = error_feedback_of(model).residuals()
     return {name: value.to_local().clone().numpy() for name, value in found.items()}
 
 

@@ -26,7 +26,7 @@ from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.sync.methods.method import UpdateFollower
-from parallel2d.parallel.sync.updates import outer_sync, residuals_of
+from parallel2d.parallel.sync.updates import error_feedback_of, outer_sync
 from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.data.feed import BatchFeed, BatchPlan, StepBatch
 from parallel2d.training.metrics import keys
@@ -237,7 +237,7 @@ class Membership:
         self._dealt = self.replicas.generation
         lost = len(self._members.difference(members))
         self._members = set(members)
-        kept = residuals_of(trainer.model)
+        kept = error_feedback_of(trainer.model)
         self._totals[keys.LEFT_OUT_STEPS] += lost * kept.unshared_steps
         data_ranks = len(members) * mesh_shape(trainer.mesh).shard
         kept.scale(data_ranks / trainer.data_ranks)

@@ -40,7 +40,7 @@ class Progress:
 @dataclass(slots=True)
 class RankReport:
     """Holds what one rank measured in a step. All ranks get it in the agreement of the next step,
-    as a list of floats; see [Note: one agreement per step] in `step_agreement.py`."""
+    as a list of floats; see [Note: one status all-reduce per step] in `step_agreement.py`."""
 
     busy_s: float  # in which the rank worked, waits for other ranks not counted
     # By the keys of `metrics.keys`, which are the same on every rank

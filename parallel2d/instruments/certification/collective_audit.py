@@ -63,7 +63,7 @@ class CollectiveAudit:
         precision, method = self._subject.config.precision, self._subject.method
         param, reduce = DTYPES[precision.param].itemsize, DTYPES[precision.reduce].itemsize
         if each.axis == "replicate":
-            least = method.wire(DTYPES[precision.reduce]).item_bytes
+            least = method.format_for(DTYPES[precision.reduce]).item_bytes
             if not method.replicas_equal:
                 return least
             least = min(least, reduce)

@@ -62,8 +62,8 @@ class Bounds:
         rounding = _ROUNDINGS * torch.finfo(torch.promote_types(storage, torch.float32)).eps
         ranks = subject.shape.sharding.shard
         sent = torch.finfo(reduce).eps * (2 + ranks) if reduce.itemsize < 4 else 0.0
-        wire = subject.method.named_wire
-        coded = wire.bound[0 if same_kernels else 1] if wire is not None else 0.0
+        comm_format = subject.method.named_format
+        coded = comm_format.bound[0 if same_kernels else 1] if comm_format is not None else 0.0
         self.loss = (computed + rounding) / 8
         self.gradient = computed + sent + rounding  # of the mean norm of the contributions
         self.norm = rounding / 4

@@ -31,11 +31,11 @@ from parallel2d.parallel.model_structure import (
     owning_modules,
 )
 from parallel2d.parallel.parallelize.precision import Precision, cast_storage
+from parallel2d.parallel.sync.formats.quantize import RoundingKeys
 from parallel2d.parallel.sync.methods import method_of
 from parallel2d.parallel.sync.methods.diloco import ExpectedOuter
 from parallel2d.parallel.sync.methods.method import ExpectedState, SyncMethod
 from parallel2d.parallel.sync.updates import outer_sync
-from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 from parallel2d.parallel.weights.construction import build_for_real, outline, own_constructor
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.parallel.weights.initial_values import (

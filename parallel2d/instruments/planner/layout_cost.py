@@ -382,7 +382,7 @@ def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: 
         with fake:
             build_optimizer(model, workload.optimizer)
             for engine in engines_in(model):
-                engine.defer_agreement()
+                engine.defer_status()
             batches = [workload.example("cpu") for _ in range(min(workload.accumulation, 2))]
             tracker = FSDPMemTracker(model)
             for batch in batches:

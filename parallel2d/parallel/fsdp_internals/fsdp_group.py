@@ -61,7 +61,7 @@ class FSDPGroup:
         self.modules = tuple(modules)
         self.called = called
         # The dtype in which its gradients are sent over the shard axis
-        self.wire = torch.float32
+        self.communication_dtype = torch.float32
         # The dtypes in which torch adds gradients and sends them; None: those of its own choice
         self._reduces_in: tuple[torch.dtype, torch.dtype] | None = None
         # With one rank on the shard axis unsharded gradients are the sharded ones.
@@ -239,23 +239,26 @@ class FSDPGroup:
                     parameter.zeros() if gradient is None else gradient
                 )
 
-    def set_dtypes(self, wide: torch.dtype, wire: torch.dtype, shard_ranks: int) -> None:
+    def set_dtypes(
+        self, wide: torch.dtype, communication_dtype: torch.dtype, shard_ranks: int
+    ) -> None:
         """Add gradients in ``wide``, or the dtype in which parameters are stored if that is wider,
-        and send them in ``wire`` over the shard axis.
+        and send them in ``communication_dtype`` over the shard axis.
 
-        torch adds partial sums in the dtype in which parameters are stored, or that of the wire
-        (pytorch issue 194628), and has no setting for either. Raises `ConfigError` for trained
-        parameters of several dtypes.
+        torch adds partial sums in the dtype in which parameters are stored, or in the communication
+        dtype (pytorch issue 194628), and has no setting for either. Raises `ConfigError` for
+        trained parameters of several dtypes.
         """
-        self.wire = wire
+        self.communication_dtype = communication_dtype
         stored = self._stored_dtype()
         if stored is None:
             return
         wide = torch.promote_types(wide, stored)
-        if stored == wide and wire.itemsize >= 4:
+        if stored == wide and communication_dtype.itemsize >= 4:
             return  # torch adds in that dtype anyway
         # A shard axis of one rank sends nothing, so nothing need be rounded.
-        self._reduces_in = wide, wide if wire.itemsize >= 4 or shard_ranks == 1 else wire
+        sends_wide = communication_dtype.itemsize >= 4 or shard_ranks == 1
+        self._reduces_in = wide, wide if sends_wide else communication_dtype
         for parameter in self.parameters:
             parameter.wide = wide
 

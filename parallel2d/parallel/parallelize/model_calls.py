@@ -170,7 +170,7 @@ def _apply(
     is_used = has_begun(model) or type(engine.updates) is not UpdateFollower
     for dtype in {parameter.dtype for parameter in model.parameters()}:
         wanted = function(torch.empty(0, dtype=dtype)).dtype
-        # The wire to other replicas is no wider than what the configuration says.
+        # The format sent to other replicas is no wider than what the configuration says.
         is_wider = engine.buckets is not None and wanted.itemsize > dtype.itemsize
         if wanted != dtype and (is_used or is_wider):
             raise ConfigError(

@@ -69,7 +69,7 @@ def watch_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
         statistics = vars(model)[_STATISTICS] = RunningStatistics(mesh, norms)
         model.register_forward_pre_hook(statistics.before_forward)
     for engine in engines_in(model):
-        engine.agreement.buffers = others
+        engine.used_parameters.buffers = others
 
 
 def take_over_statistics(twin: nn.Module, model: nn.Module) -> None:

@@ -125,8 +125,8 @@ def synchronize(
     shard_ranks = mesh_shape(mesh).shard
     for group in groups:
         in_fp32 = id(group.modules[0]) in precision.fp32_modules
-        wire = torch.float32 if in_fp32 else precision.reduce
-        group.set_dtypes(precision.sums, wire, shard_ranks)
+        communication_dtype = torch.float32 if in_fp32 else precision.reduce
+        group.set_dtypes(precision.sums, communication_dtype, shard_ranks)
         if shard_ranks == 1 and not layout.config.cpu_offload:
             group.share_memory(torch.float32 if in_fp32 else precision.param)
     # With one rank nothing is gathered or reduced over the shard axis.

@@ -54,7 +54,7 @@ def outer_sync(model: nn.Module) -> OuterSync | None:
     return None
 
 
-def residuals_of(model: nn.Module) -> UpdateFollower:
+def error_feedback_of(model: nn.Module) -> UpdateFollower:
     """What has the residuals of ``model``; without any, where nothing is kept."""
     for engine in engines_in(model):
         if engine.updates.residual_name:
@@ -68,7 +68,7 @@ def set_step(model: nn.Module, step: int, loss_scale: float = 1.0) -> None:
     of this process are counted."""
     for engine in engines_in(model):
         engine.keys.step = step
-        engine.agreement.agreements = step - 1
+        engine.used_parameters.reductions = step - 1
         engine.updates.loss_scale = loss_scale
 
 

@@ -31,7 +31,7 @@ from parallel2d.base.files.tensor_file import DTYPES, DamagedCheckpointError
 from parallel2d.parallel.sync.ema import ema_of
 from parallel2d.parallel.sync.methods.diloco import OuterSync
 from parallel2d.parallel.sync.methods.method import UpdateFollower
-from parallel2d.parallel.sync.updates import outer_sync, residuals_of
+from parallel2d.parallel.sync.updates import error_feedback_of, outer_sync
 from parallel2d.parallel.weights.named_tensors import (
     SCALARS,
     describe_optimizer,
@@ -264,7 +264,7 @@ def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def replica_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """Lists what this replica alone has; empty where all replicas have the same."""
-    kept, outer = residuals_of(model), outer_sync(model)
+    kept, outer = error_feedback_of(model), outer_sync(model)
     prefix = _prefix(kept.replica)
     found = _under(f"{prefix}/{kept.residual_name}", kept.residuals())
     if outer is None:
@@ -295,7 +295,7 @@ def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
     model and its optimizer have been loaded. No communication."""
     # A single process needs no process group.
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    _load_residuals(residuals_of(model), checkpoint, is_first)
+    _load_error_feedback(error_feedback_of(model), checkpoint, is_first)
     outer = outer_sync(model)
     if outer is None or STEPS not in checkpoint.tensors:
         return
@@ -313,7 +313,7 @@ def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
         _report_lost(outer, checkpoint)
 
 
-def _load_residuals(kept: UpdateFollower, checkpoint: Checkpoint, is_first: bool) -> None:
+def _load_error_feedback(kept: UpdateFollower, checkpoint: Checkpoint, is_first: bool) -> None:
     """What replicas did not send counts as much for the next mean as before: a replica goes on from
     its own, or where the number of replicas has changed from a share of all that there are."""
     saved = checkpoint.manifest.mesh.get("replicate", 1)
