@@ -28,7 +28,7 @@ from parallel2d.training.run_directory.start import discard_pending, read_segmen
 
 if TYPE_CHECKING:
     from parallel2d.base.runtime import Runtime
-    from parallel2d.instruments.certification.certificate import Certificate
+    from parallel2d.instruments.parity_check.parity_report import ParityReport
 
 
 def rank_main(words: Sequence[str]) -> int:
@@ -140,10 +140,10 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
         with failures_reported_once(identity, store, job.run_dir):
             try:
                 check_shared(job.run_dir)
-                certificate = _certify(job, runtime)
+                report = _certify(job, runtime)
                 stopped = False
                 if not job.config.train.certify_only:
-                    stopped = _train(job, runtime, store, certificate)
+                    stopped = _train(job, runtime, store, report)
             except ConfigError:
                 if runtime.is_first:
                     discard_pending(job)
@@ -158,28 +158,28 @@ def _survives(config: TrainConfig, identity: RankIdentity) -> bool:
     return starts_again and identity.launcher in ("self", "nodes") and config.replicas_survive
 
 
-def _certify(job: Job, runtime: Runtime) -> Certificate | None:
+def _certify(job: Job, runtime: Runtime) -> ParityReport | None:
     """The certificate of the job's layout, written where no training follows; None where none is
     asked for. Raises `ConfigError` for a layout that computes something else. Collective."""
     loop = job.config.train
     if not loop.certify_only and (not loop.certify or job.restarted):
         return None
-    from parallel2d.instruments.certification.training_job import certify_job
+    from parallel2d.instruments.parity_check.training_job import certify_job
 
-    certificate = certify_job(job, runtime)
-    passed = certificate.passed
+    report = certify_job(job, runtime)
+    passed = report.passed
     if runtime.is_first:
-        print(certificate.table(), flush=True)
+        print(report.table(), flush=True)
         # Not in the place of the certificate of a start that has trained.
         is_kept = not passed and read_segments(job.run_dir)
         if loop.certify_only or not passed:
-            certificate.write(os.path.join(job.run_dir, "refused" if is_kept else ""))
+            report.write(os.path.join(job.run_dir, "refused" if is_kept else ""))
     if not passed:
-        raise ConfigError(certificate.problems())
-    return certificate
+        raise ConfigError(report.problems())
+    return report
 
 
-def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | None) -> bool:
+def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) -> bool:
     """Trains to the end; returns whether the run was asked to stop before."""
     from parallel2d.base.runtime import limit_waiting
     from parallel2d.launching import rank_signals
@@ -191,12 +191,12 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
     identity, settings, run_dir = runtime.identity, job.config.launch, job.run_dir
     hosts, history = runtime.topology.hosts, job.config.metrics.memory_history
     host = hosts[identity.rank]
-    if certificate is not None:
+    if report is not None:
         job = dataclasses.replace(job, certified=True)
     with out_of_memory_named(identity.rank, host, run_dir, runtime.device, history=history):
         trainer = build_trainer(job, runtime)
-        if certificate is not None and runtime.is_first:
-            certificate.write(run_dir)
+        if report is not None and runtime.is_first:
+            report.write(run_dir)
         trains = trainer.has_steps()
         position = recording_steps(identity, trainer.recorder.position)
         first = settings.longest_wait

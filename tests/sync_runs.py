@@ -139,12 +139,12 @@ def reference(
     model = small_model(scalar)
     computing = dict(model.named_parameters())
     # Replicas that are equal after every step are one.
-    tracks = []
+    references = []
     for _ in range(1 if method.replicas_equal else replicas):
-        tracks.append(dict(small_model(scalar).named_parameters()))
-    optimizers = [adamw(track.values()) for track in tracks]
+        references.append(dict(small_model(scalar).named_parameters()))
+    optimizers = [adamw(reference.values()) for reference in references]
     cuts = {name: cut_in_rows(value.shape, shards) for name, value in computing.items()}
-    outer = ExpectedOuter(method, SEED, tracks, begins or dict.fromkeys(cuts, 0), cuts)
+    outer = ExpectedOuter(method, SEED, references, begins or dict.fromkeys(cuts, 0), cuts)
     outer.shared = {name: value.detach().clone() for name, value in computing.items()}
     state = ExpectedState(RoundingKeys(SEED), hidden_matrices(model))
     for step in range(1, steps + 1):
@@ -153,7 +153,7 @@ def reference(
             zip(*(part.chunk(replicas) for part in batch_of(step)), strict=True)
         ):
             with torch.no_grad():
-                for name, value in tracks[replica % len(tracks)].items():
+                for name, value in references[replica % len(references)].items():
                     # Initial values are not sent.
                     computing[name].copy_(method.expected_copy(value) if step > 1 else value)
             model.zero_grad()
@@ -165,14 +165,14 @@ def reference(
                 values = [each[name] for each in found]
                 mean[name] = method.expected_gradient(values, cut, name, state)
             found = [mean]
-        for track, optimizer, gradients in zip(tracks, optimizers, found, strict=True):
-            for name, value in track.items():
+        for reference, optimizer, gradients in zip(references, optimizers, found, strict=True):
+            for name, value in reference.items():
                 value.grad = gradients[name]
-            torch.nn.utils.clip_grad_norm_(track.values(), CLIP)
+            torch.nn.utils.clip_grad_norm_(reference.values(), CLIP)
             optimizer.step()
         if config.name == "diloco":
             outer.after_update(step)
-    shared = outer.shared if config.name == "diloco" else tracks[0]
+    shared = outer.shared if config.name == "diloco" else references[0]
     copied = {n: method.expected_copy(p) for n, p in shared.items()}
     return {name: value.detach().numpy() for name, value in copied.items()}
 
