@@ -18,7 +18,7 @@ from parallel2d.base import files
 from parallel2d.base.config.composition import compose, from_yaml
 from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.topology import LIFE, RankIdentity, Topology, find_rank
+from parallel2d.base.topology import INCARNATION, RankIdentity, Topology, find_rank
 from parallel2d.launching.failures import failures_reported_once, note_waiting
 from parallel2d.launching.processes import end_with_parent
 from parallel2d.launching.rank_processes import log_for_all_ranks
@@ -225,7 +225,7 @@ def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) 
         trainer.recorder.close()
         if not trains:
             step, steps = trainer.progress.step, trainer.config.train.steps
-            trainer.recorder.say(
+            trainer.recorder.log(
                 f"nothing to train: the run is at step {step}, train.steps={steps}"
             )
         elif runtime.is_first:
@@ -239,7 +239,7 @@ def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) 
                 launcher=identity.launcher,
             )
             for line in lines:
-                trainer.recorder.say(line)
+                trainer.recorder.log(line)
     return trainer.preempted
 
 
@@ -257,7 +257,7 @@ def _log_to(run_dir: str, identity: RankIdentity) -> None:
     errors = logging.StreamHandler(sys.stderr)
     errors.setLevel(logging.ERROR)
     logging.getLogger().addHandler(errors)
-    if identity.rank == 0 and os.environ.get(LIFE, "0") == "0":
+    if identity.rank == 0 and os.environ.get(INCARNATION, "0") == "0":
         _keep_log(run_dir)
 
 

@@ -15,7 +15,7 @@ from parallel2d import outer_parameters
 from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.topology import MEMORY_DIR
 from parallel2d.parallel.sync.ema import EMAWeights
-from parallel2d.training.checkpoint import Checkpointer, memory_copies
+from parallel2d.training.checkpoint import Checkpointer, in_memory_checkpoints
 from parallel2d.training.checkpoint.storage import LocalStore
 
 FP64 = {"strategy": "hybrid", "precision": "fp64"}
@@ -57,7 +57,7 @@ def life(
         average = EMAWeights(model) if decay else None
         settings = CheckpointConfig(every=disk_every, memory_every=every, **checkpoint)
         with Heard() as heard:
-            net = memory_copies(settings, run_dir, mesh)
+            net = in_memory_checkpoints(settings, run_dir, mesh)
             saver = Checkpointer(settings, run_dir, mesh, model, optimizer, copies=net)
             if fault is not None:
                 fault(net)

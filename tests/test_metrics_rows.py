@@ -166,7 +166,7 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
     measured = [RankReport(seconds, {}, {})] * ranks
     outcome = StepOutcome(
         joins=False,
-        told_to_stop=[],
+        preempted_ranks=[],
         store_ends=False,
         loss=1.0, grad_norm=1.0, tokens=batch * seq, batch_hash=0, own_norm=1.0, outer_norm=None, finite=True, preempted=False, save_is_due=False, ranks=measured
     )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
-from test_checkpoint_whole import Held
+from test_checkpoint_unsharded import Held
 from test_parallelize import CollectiveCounter
 from test_sharded_context import Adapted
 from torch import nn

@@ -44,7 +44,15 @@ from parallel2d.base.store.address import join_endpoint
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import VARIABLE, find_secret
 from parallel2d.base.store.server import StoreServer, log_dropped_connection
-from parallel2d.base.topology import AGENT, LIFE, PREFIX, STORE, RankIdentity, Topology, find_rank
+from parallel2d.base.topology import (
+    AGENT,
+    INCARNATION,
+    PREFIX,
+    STORE,
+    RankIdentity,
+    Topology,
+    find_rank,
+)
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +246,7 @@ def _join(
     rank, size = identity.rank, identity.world_size
     timeout = timedelta(seconds=waits.longest_wait)
     if together is not None:
-        life = int(os.environ.get(LIFE, "0"))
+        life = int(os.environ.get(INCARNATION, "0"))
         init_world(store, rank, size, together, life, timeout)
     else:
         backend = devices.backend_for(device.type)

@@ -18,7 +18,8 @@ AGENT = "PARALLEL2D_AGENT"  # set by our launcher: its folder, which lives as lo
 STORE, PREFIX = "PARALLEL2D_STORE", "PARALLEL2D_STORE_PREFIX"
 # set by our launcher: 1 where it has the store that other nodes use, which ends with it
 HAS_STORE = "PARALLEL2D_HAS_STORE"
-LIFE = "PARALLEL2D_LIFE"  # set by our launcher: how often the ranks of this replica were replaced
+# Set by our launcher: how often the ranks of this replica were replaced.
+INCARNATION = "PARALLEL2D_LIFE"
 # set by our launcher: a folder in shared memory for this node's ranks, which it removes at its end
 MEMORY_DIR = "PARALLEL2D_MEMORY_DIR"
 SHARED_MEMORY = "/dev/shm"

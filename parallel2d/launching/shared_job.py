@@ -23,7 +23,7 @@ from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.config.sweep import run_sweep
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders as folders
-from parallel2d.base.topology import AGENT, JOB, LIFE, RankIdentity
+from parallel2d.base.topology import AGENT, INCARNATION, JOB, RankIdentity
 
 if TYPE_CHECKING:
     from parallel2d.training.metrics.heartbeat import Position
@@ -49,7 +49,7 @@ def share_job(
     and published in ``store``. ``composition``: of ``arguments``, if there is one already.
     ``choose_layout``: rank 0 calls it, at each start, since after a restart there may be other
     nodes. None when rank 0 had nothing to run (``--help``). See [Note: one run directory]."""
-    comes_back = os.environ.get(LIFE, "0") != "0"  # to a job that goes on
+    comes_back = os.environ.get(INCARNATION, "0") != "0"  # to a job that goes on
     config = None
     if not comes_back:
         config = _publish_job(identity, store, arguments, composition, choose_layout)

@@ -124,7 +124,7 @@ class Membership:
         of the others would end with its node."""
         self._joins = outcome.joins
         ranks, members = self.replicas.ranks, self.replicas.members
-        told = set(outcome.told_to_stop)
+        told = set(outcome.preempted_ranks)
         self._leaving = {number for number, _ in members if told.intersection(ranks[number])}
         if outcome.store_ends or len(members) - len(self._leaving) < self._least:
             self._leaving = set()
@@ -218,7 +218,7 @@ class Membership:
 
     def _say(self, what: str) -> None:
         there = [number for number, _ in self.replicas.members]
-        self.trainer.recorder.say(
+        self.trainer.recorder.log(
             f"replicas   {sorted(there)} of {len(self.replicas.ranks)} are there: {what}"
         )
 
@@ -304,7 +304,7 @@ class Membership:
 
     def _go_back(self, feed: BatchFeed) -> None:
         """All have waited for those that were lost, and load what all would after a restart; see
-        [Note: memory copies]. Raises `ReplicaLost`."""
+        [Note: in-memory checkpoints]. Raises `ReplicaLost`."""
         trainer, replicas = self.trainer, self.replicas
         begin, before = time.perf_counter(), trainer.progress.step
         while True:

@@ -229,7 +229,7 @@ def build_recorder(facts: RunFacts, mesh: DeviceMesh, model: nn.Module, *, first
     if first:
         display, writer = outputs(facts)
         for line in facts.lines():
-            display.say(line)
+            display.log(line)
     predicted = dict(facts.predicted)
     # Replicas that differ send each other nothing in most steps.
     if not facts.layout.method.replicas_equal:

@@ -170,7 +170,7 @@ class StepStatus:
             preempted=bool(told),
             save_is_due=wishes[0].item() > 0,
             joins=about[1].item() > 0,
-            told_to_stop=told,
+            preempted_ranks=told,
             store_ends=wishes[1].item() > 0,
             ranks=[own.report.with_floats(row[1:]) for row in by_rank],
         )

@@ -69,7 +69,7 @@ class Trainer(TrainerParts):
         self._measured = recorder.measure({}, 0.0)
         self._watched = WatchedMetrics(config)
         self.stopped: str | None = None  # why the run ends before its last step
-        self._told_saves = 0  # checkpoints of this process that hooks know of
+        self._reported_saves = 0  # checkpoints of this process that hooks know of
         self.callbacks = LoopCallbacks()
         # Whether one that joins must compute: forward passes cross replicas, or each trains alone
         self.forward_crosses = outer_sync(self.model) is not None
@@ -85,7 +85,7 @@ class Trainer(TrainerParts):
             rank=dist.get_rank(),
             run_dir=self.run_dir,
             tokenizer=data.tokenizer,
-            say=recorder.say,
+            say=recorder.log,
             show_text=recorder.show_text,
         )
         self._calls = HookCalls(self.hooks, view)
@@ -146,7 +146,7 @@ class Trainer(TrainerParts):
         in the agreement of the step before. Starts the hooks. Collective."""
         self.stopped = self._watched.reason_to_stop(self.progress.step)
         if self.stopped is not None:
-            self.recorder.say(f"not trained on: {self.stopped}; other settings would go on")
+            self.recorder.log(f"not trained on: {self.stopped}; other settings would go on")
         self.upcoming = self.take(feed) if self.has_steps() else None
         if self.upcoming is not None:
             self.loss.compare_head(self.model, self.upcoming.micro_batches[0])
@@ -181,7 +181,7 @@ class Trainer(TrainerParts):
 
         self._count(step, batch, outcome)
         validation = self._validate_if_due(step, seconds)
-        self.claim.check()
+        self.ownership.check()
         agreed = self._call_hooks(outcome, rate, validation, seconds)
         is_best = self._judge(outcome, validation, agreed)
         if self.stopped is not None and validation is None:
@@ -200,7 +200,7 @@ class Trainer(TrainerParts):
         if self.membership is not None:
             self.membership.take_roles()
         # Hooks and a save take their time, in which another start may have set rows aside.
-        self.claim.check()
+        self.ownership.check()
         self.recorder.record(
             self.progress,
             outcome,
@@ -318,16 +318,16 @@ class Trainer(TrainerParts):
         if self.stopped is None and agreed.stop is not None:
             self.stopped = f"stopped after step {step} by a hook: {agreed.stop}"
         if self.stopped is not None and self.upcoming is not None:
-            self.recorder.say(self.stopped)
+            self.recorder.log(self.stopped)
             self.upcoming = None
             finish_updates(self.model)
         return is_best
 
     def _tell_saves(self) -> None:
         published = self.checkpointer.published
-        for step in published[self._told_saves :]:
+        for step in published[self._reported_saves :]:
             self._calls.saved(step, self.checkpointer.store.path_of(step))
-        self._told_saves = len(published)
+        self._reported_saves = len(published)
 
     def _end(self) -> None:
         self._tell_saves()
@@ -335,7 +335,7 @@ class Trainer(TrainerParts):
         self._calls.end(self.progress.step, reason)
         if reason == "finished":
             for warning in self._watched.never_measured():
-                self.recorder.say(f"warning: {warning}")
+                self.recorder.log(f"warning: {warning}")
 
     def take(self, feed: BatchFeed) -> StepBatch | None:
         try:

@@ -1,6 +1,6 @@
 """Bytes of what a rank keeps from step to step: parameters, gradients, optimizer state, buffers.
 
-`state_bytes` computes those of the fullest rank ([Note: the fullest rank] in `layout.py`)
+`state_bytes` computes those of the fullest rank ([Note: the peak-memory rank] in `layout.py`)
 from shapes alone. Activations, gathered parameters and memory of collectives are not in them.
 """
 

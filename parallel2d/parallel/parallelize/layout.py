@@ -1,9 +1,9 @@
 """How a model is laid over the ranks, decided before anything changes: `resolve` makes a `Layout`.
 `parallelize` applies it, `cost` computes from it, and a run describes itself by it.
 
-[Note: the fullest rank] Every axis splits a dim into parts of ceil(size / ranks) rows, of which the
-last ones are smaller or empty. So the rank that is first on every axis holds at least as much of
-each parameter as any other one, and what it holds is what the fullest rank holds.
+[Note: the peak-memory rank] Every axis splits a dim into parts of ceil(size / ranks) rows, of which
+the last ones are smaller or empty. So the rank that is first on every axis holds at least as much
+of each parameter as any other one, and what it holds is what the fullest rank holds.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class ParameterShape(NamedTuple):
 
 
 def first_part(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """The shape of the first of ``ranks`` parts by rows; see [Note: the fullest rank]."""
+    """The shape of the first of ``ranks`` parts by rows; see [Note: the peak-memory rank]."""
     return (-(-shape[0] // ranks), *shape[1:])
 
 

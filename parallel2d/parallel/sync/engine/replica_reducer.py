@@ -133,7 +133,7 @@ class ReplicaReducer:
         # Why this rank cannot continue after this global batch; empty when it can.
         self.fault = ""
         # The same of the global batch that ends, which the agreement tells the other ranks
-        self._told_fault = ""
+        self._sent_fault = ""
         for each in self.gradients:
             each.group.accumulate_on(self._accumulating)
             each.group.around_backward(
@@ -202,7 +202,7 @@ class ReplicaReducer:
         group did not run the same groups, and when a gradient hook could not be called.
         """
         self.updates.check_attached()
-        self._told_fault = self.fault or self._hook_never_called()
+        self._sent_fault = self.fault or self._hook_never_called()
         self.fault = ""
         # Ranks that differ must stop here: the collectives below would never be answered.
         if self._order is not None:
@@ -275,7 +275,7 @@ class ReplicaReducer:
         used: list[bool] = []
         for each in self.gradients:
             used += each.used
-        return self.used_parameters.vector(used, self._told_fault)
+        return self.used_parameters.vector(used, self._sent_fault)
 
     def apply_status(self, summed: Tensor) -> None:
         """Removes the gradients of parameters that no rank used, and calls the hooks of the others.
@@ -290,7 +290,7 @@ class ReplicaReducer:
         Raises `ConfigError` as `UsedParameters.used_in` does.
         """
         try:
-            found = iter(self.used_parameters.used_in(summed, self._told_fault))
+            found = iter(self.used_parameters.used_in(summed, self._sent_fault))
         except ConfigError:
             self.reset()
             raise
@@ -313,7 +313,7 @@ class ReplicaReducer:
             return error
         if self.buckets is not None:
             self.buckets.finish(with_zeros=True)
-        self._told_fault = str(error)
+        self._sent_fault = str(error)
         try:
             self._reduce_status()
         except ConfigError as agreed:
