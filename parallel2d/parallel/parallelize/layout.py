@@ -27,7 +27,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh_sizes import MeshShape, MeshSpec
 from parallel2d.parallel.model_structure import find_blocks, fqn_of, hidden_matrices, stays_whole
 from parallel2d.parallel.parallelize.bucketing import bucket_modules
-from parallel2d.parallel.parallelize.compilation import check_compilation
+from parallel2d.parallel.parallelize.compilation import check_compilation, choose_compilation
 from parallel2d.parallel.parallelize.ignored import ignored_names
 from parallel2d.parallel.parallelize.precision import Precision, buffer_dtype, storage_dtypes
 from parallel2d.parallel.parallelize.preconditions import check_offload
@@ -232,6 +232,8 @@ def resolve(
         tensor_dims=dict(split_dims(model, mesh, tensor_plan or {}, shape.tensor)),
     )
     blocks = find_blocks(model, config.bucketing.blocks, config.bucketing.policy)
+    compilation = choose_compilation(config.compile, shape, has_blocks=bool(blocks))
+    config = replace(config, compile=compilation)
     if config.compile.name != "none" and not blocks:
         raise ConfigError(
             f"compile={config.compile.name}: {type(model).__name__} has no repeated blocks; name "
