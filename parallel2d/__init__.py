@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         BucketingConfig,
         CheckpointConfig,
         ChecksConfig,
+        FSDPConfig,
         MeshConfig,
         OptimizerConfig,
         ParallelConfig,
@@ -81,8 +82,9 @@ if TYPE_CHECKING:
 # Where each public name is
 _NAMES = {
     "base.config": (
-        "BucketingConfig", "CheckpointConfig", "ChecksConfig", "MeshConfig", "OptimizerConfig",
-        "ParallelConfig", "PrecisionConfig", "PrefetchConfig", "StrategyConfig", "SyncConfig",
+        "BucketingConfig", "CheckpointConfig", "ChecksConfig", "FSDPConfig", "MeshConfig",
+        "OptimizerConfig", "ParallelConfig", "PrecisionConfig", "PrefetchConfig", "StrategyConfig",
+        "SyncConfig",
     ),
     "base.errors": ("ConfigError",),
     "base.exchange": ("reduce",),
@@ -121,7 +123,7 @@ for _module, _names in _NAMES.items():
 
 __all__ = [
     "BucketingConfig", "CheckpointConfig", "Checkpointer", "ChecksConfig", "ChunkedHead",
-    "ConfigError", "Hook", "HookResult", "MeshConfig", "MeshSpec", "OptimizerConfig",
+    "ConfigError", "FSDPConfig", "Hook", "HookResult", "MeshConfig", "MeshSpec", "OptimizerConfig",
     "ParallelConfig", "PrecisionConfig", "PrefetchConfig", "Replicas", "RunView", "Runtime",
     "StrategyConfig", "SyncConfig", "Topology",
     "__version__", "accumulate", "apply_full", "attach_optimizer", "average_buffers", "barrier",
