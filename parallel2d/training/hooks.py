@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +66,9 @@ class RunView:
 class HookResult:
     """Tells what a method of a hook asks for. One rank that asks is enough."""
 
-    metrics: Mapping[str, Any] = field(default_factory=dict)  # the mean over ranks that gave it
+    # A number: the mean over the ranks that gave one counts. A pair (sum, count): the sum over all
+    # ranks is divided by the count over all ranks.
+    metrics: Mapping[str, Any] = field(default_factory=dict)
     save: bool = False  # after this step
     stop: str | None = None  # the reason why the run should end after this step, saved
 
@@ -152,7 +155,7 @@ class HookCalls:
         sets = run.config.data.validation
         self._taken = _TAKEN | {keys.set_loss_key(name) for name in sets}
         # Of this rank, since the last exchange
-        self._metrics: dict[str, float] = {}
+        self._metrics: dict[str, tuple[float, float]] = {}  # sum and count
         self._given_by: dict[str, Hook] = {}
         self._save = False
         self._stop: str | None = None
@@ -187,12 +190,14 @@ class HookCalls:
         self._save = False
         self._stop = None
         self._raise_first(errors)
-        values: dict[str, list[float]] = {}
-        for name, value in itertools.chain.from_iterable(given):
-            values.setdefault(name, []).append(value)
+        totals: dict[str, tuple[float, float]] = {}
+        # Added in the order of the ranks, so the mean is the same on all of them.
+        for name, (value, count) in itertools.chain.from_iterable(given):
+            total, counted = totals.get(name, (0.0, 0.0))
+            totals[name] = total + value, counted + count
+        means = {name: total / count for name, (total, count) in totals.items() if count}
         return AgreedResult(
-            # Added in the order of the ranks, so the mean is the same on all of them.
-            metrics={name: sum(each) / len(each) for name, each in values.items()},
+            metrics=means,
             save=any(saves),
             stop=next(filter(None, stops), None),
             saved=all(are_saved),
@@ -268,7 +273,10 @@ class HookCalls:
         # The newer value of one hook counts: that of `step` after that of `start`.
         if self._given_by.setdefault(name, hook) is not hook:
             raise ValueError(f"the metric {name} is given by two hooks")
-        self._metrics[name] = float(value)
+        total, count = value if isinstance(value, tuple | list) else (value, 1)
+        if not 0 <= float(count) < math.inf:
+            raise ValueError(f"the metric {name} has the count {count}, which must be at least 0")
+        self._metrics[name] = float(total), float(count)
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -238,7 +238,9 @@ def resolve(
         tensor_dims=dict(split_dims(model, mesh, tensor_plan or {}, shape.tensor)),
     )
     blocks = find_blocks(model, config.bucketing.blocks, config.bucketing.policy)
-    compilation = choose_compilation(config.compile, shape, has_blocks=bool(blocks))
+    compilation = choose_compilation(
+        config.compile, shape, workload.device_type, has_blocks=bool(blocks)
+    )
     config = replace(config, compile=compilation)
     if config.compile.name != "none" and not blocks:
         raise ConfigError(
