@@ -285,7 +285,7 @@ def _mapped(given: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _gather(rounds: Sequence[MatrixRound], tensors: Tensors) -> dict[int, Tensor]:
-    """Return those of the unsharded ``tensors`` that this rank owns. Collective."""
+    """Return the unsharded ``tensors`` that this rank owns. Collective."""
     wholes: dict[int, Tensor] = {}
     for each in rounds:
         sent = [matrix.number for matrix in each.matrices if each.is_sent(matrix)]
