@@ -32,7 +32,7 @@ from parallel2d.training.progress import LARGEST_COUNT, problems_of_state
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-MAX_BYTES = 96 * 2**20  # two million chunks, for which a reader needs 2 GiB of memory
+MAX_BYTES = 96 * 2**20  # two million chunks; a reader then needs 2 GiB of memory
 _MOST_AXES = 8
 TRAINED = "global_batch_size"  # a key in the layout of every run of the train command
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")

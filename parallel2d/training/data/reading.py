@@ -30,7 +30,7 @@ from parallel2d.base.errors import ConfigError
 # Size of a unit of files and of a data set; constants, because shards are made per unit
 UNIT_BYTES, _UNIT_ROWS = 32 << 20, 50_000
 ROW_BYTES = 64 << 20  # a longer line of a .jsonl file is a bad row
-HASH_RANGE = 1 << 64  # `content_hash` is below it
+HASH_RANGE = 1 << 64  # upper limit of `content_hash`
 # Larger input is identified by names, sizes and modification times instead of its content
 _IDENTIFIED_WHOLE = 256 << 20
 _WHOLE_FILE = 1 << 62

@@ -61,7 +61,7 @@ class ConsoleDisplay:
         is_due = step in (1, self._steps) or since_last_s > _LINE_EVERY_S
         if self._is_live:
             is_due |= since_last_s > _REDRAWN_EVERY_S
-        else:  # Plain lines stay, so every validation gets one.
+        else:  # Plain lines are permanent, so every validation gets a line.
             is_due |= keys.VALIDATION_LOSS in row or bool(keys.set_losses(row))
         if self._is_silent or not is_due:
             return

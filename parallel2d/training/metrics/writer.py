@@ -135,7 +135,7 @@ class MetricsWriter:
         assert self._file is not None, "begin() comes first"
         clean = dict(row)
         for key, value in row.items():
-            # JSON has no NaN and no infinity.
+            # JSON lacks NaN and infinity.
             if isinstance(value, float) and not math.isfinite(value):
                 clean[key] = None
         try:

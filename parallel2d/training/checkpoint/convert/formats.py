@@ -184,7 +184,7 @@ def source_of(
 
     def read(name: str) -> Tensor:
         source, entry = places[name]
-        # A tensor without dims is one row.
+        # A tensor without dims counts as one row.
         return tensor_file.read_rows(source, entry, 0, (*entry.shape, 1)[0])
 
     return Source(kind, described, read, **facts)
