@@ -4,14 +4,14 @@ It decides if and when ranks restart, and converts a failure to one exception wi
 rank that failed first. The nodes agree in `Round` on the members of a start.
 
 [Note: reasons for a restart] There are three. (1) A worker failed: the other workers of this node
-are ended at once, because they would wait for it for ever; see [Note: a storm of restarts]. (2) The
-nodes changed, because a node wants to join: workers are asked to stop, so that they save and no
+are ended at once, because they would wait for it without end; see [Note: a storm of restarts]. (2)
+The nodes changed, because a node wants to join: workers are asked to stop, so that they save and no
 step is repeated. (3) A worker stopped because some rank received a signal to stop (a node is being
 taken away): all workers have saved, and the rest continue. Running workers are ended without a save
 for one reason only: the other nodes have continued without this node after it had timed out.
 
 [Note: a storm of restarts] A limit for the whole job would end a run of a month at its twentieth
-failed node; without a limit a broken step would repeat for ever. Therefore the limit applies to
+failed node; without a limit a broken step would repeat endlessly. Therefore the limit applies to
 consecutive failures without progress, that is, without a new furthest step. After the first of them
 the workers restart at once, after the next ones in 1, 2, 4 ... seconds, at most a minute.
 """

@@ -111,7 +111,7 @@ def _publish_job(
     """Publish the record and the number of ranks of each node; then, on rank 0, the job.
 
     The job continues the job of replaced workers, or is new, and gets a layout for the present
-    ranks. Rank 0 publishes an error before it raises it. Returns the published configuration on
+    ranks. Rank 0 publishes an error before raising. Returns the published configuration on
     rank 0; None on the other ranks and if there is nothing to run.
     """
     if identity.local_rank == 0:

@@ -54,7 +54,7 @@ def choose_interface(endpoint_host: str, environment: Mapping[str, str] = os.env
     variable = next(filter(values.get, values), "")
     matches, value = _MATCHES[variable], values.get(variable, "")
     allowed = [each for each in present if matches(value, each.name)]
-    # NCCL's pattern may match several interfaces; the one with the route is preferred.
+    # NCCL's pattern may match several interfaces; the interface with the route is preferred.
     if routed in allowed and variable != GLOO:
         return routed
     if not variable:

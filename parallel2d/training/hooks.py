@@ -82,7 +82,7 @@ class Hook:
 
     Attributes:
         collective: True if methods run collectives, for example a forward of a sharded model. An
-            exception in such a method ends this rank at once, because the other ranks wait in that
+            exception in one of them ends this rank at once, because the other ranks wait in that
             collective and not in the exchange of errors.
     """
 

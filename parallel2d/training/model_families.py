@@ -128,7 +128,7 @@ def _build_hugging_face(config: HuggingFaceModel) -> ModelParts:
     elif is_pair:
         parts = _reading_prefix_and_suffix(parts, what)
     if config.adapter is not None:
-        # The adapter comes last, because all facts above are facts about the base model.
+        # The adapter is added last, because all facts above are facts about the base model.
         parts = _with_adapter(parts, config)
     return parts
 

@@ -20,7 +20,7 @@ _LONGEST_NAME = 200
 
 @dataclass
 class Progress:
-    """The position of a run: the counters that a checkpoint stores besides tensors."""
+    """The position of a run: the counters that a checkpoint stores next to tensors."""
 
     step: int = 0  # finished steps
     samples: int = 0  # consumed over all ranks: the position in the data

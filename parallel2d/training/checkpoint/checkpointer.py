@@ -268,12 +268,12 @@ class Checkpointer:
         By default the call returns after staging, and a thread writes the files. Collective.
 
         Args:
-            state: the state of the run besides model and optimizer: numbers, strings, lists, dicts.
+            state: the state of the run except model and optimizer: numbers, strings, lists, dicts.
                 ``samples`` is the position in the data; ``best``, with ``keep_best``, has
                 ``step``, ``value``, ``metric`` and ``mode`` of the best state so far.
             last: the run ends here: save regardless of the interval.
             preempted: save now, and return only after publication.
-            due: True if ``every_minutes`` have passed, where all ranks have already agreed on this
+            due: True if ``every_minutes`` have passed and all ranks have already agreed on this
                 (see `time_is_up`); None: rank 0's clock decides, with one broadcast per step.
             wanted: save regardless of the interval, and continue.
 

@@ -302,7 +302,7 @@ class MemoryCopies:
     def _finish_copy(
         self, manifest: Manifest, kind: str, splits: bool, fault: Exception | None
     ) -> None:
-        """Write the staged state in a thread, and wait until all ranks have done so."""
+        """Write the staged state in a thread, and wait until all ranks have written theirs."""
 
         def write() -> None:
             if fault is not None:

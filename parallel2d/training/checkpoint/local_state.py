@@ -115,7 +115,7 @@ class LocalState(Checkpoint):
 
     def __init__(self, manifest: Manifest, data: Tensor, label: str) -> None:
         # State of replicas in this file belongs to a single replica. Without a mesh it reads like
-        # the state of a run with one replica, and nothing of other replicas counts as missing.
+        # the state of a run with one replica, and no state of other replicas counts as missing.
         folder: Any = _InMemory(label, data)
         super().__init__(folder, dataclasses.replace(manifest, mesh={}))
 

@@ -263,9 +263,9 @@ def write_checkpoint(
     except Exception as fault:
         error = f"rank {group.rank}: {describe_error(fault)}"
     # The manifest may be written only after every file is on disk: this gather is the barrier that
-    # guarantees it. Without it a reader could find a published checkpoint whose files another node
-    # is still writing. The final broadcast gives all ranks the same result, so that all of them
-    # count the same failures and take the same decision about the next save.
+    # guarantees it. Without it a reader could find a published checkpoint while another node is
+    # still writing. The final broadcast gives all ranks the same result, so that all of them count
+    # the same failures and take the same decision about the next save.
     answers = group.gather((manifest.tensors, files, error))
     outcome: tuple[str | None, int] = (None, 0)
     if is_first:

@@ -104,7 +104,8 @@ class Schedule:
     proportion; their sum is the period. Each period contains component c exactly weight[c] times.
     After n positions the count of a component differs from n · share[c] by less than 1, so in any
     window by less than 2. The rule is "chairman assignment" (Tijdeman 1980): at each position,
-    among the components with a count that may grow, take the one with the nearest deadline.
+    among the components with a count that may grow, the component with the nearest deadline is
+    taken.
 
     Raises `ConfigError` for weights that are not positive numbers, and for a period above
     `MAXIMUM_PERIOD`.

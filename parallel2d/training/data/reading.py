@@ -439,7 +439,7 @@ def _columns(names: list[str], text_field: str) -> list[str]:
     return [name for name in names if name in wanted] or names
 
 
-# Kind of unit -> the function that reads its files in pieces, and the one that parses a piece
+# Kind of unit -> a function that reads its files in pieces, and a function that parses a piece
 _Format = tuple[Callable[[str, Unit, DataConfig], _Pieces], Callable[[Any, str], list[Document]]]
 _FORMATS: dict[str, _Format] = {
     "text": (_text_pieces, _text_document),

@@ -52,7 +52,7 @@ _COLLECTIVES = {
 @functools.cache
 def _collective_of(operation: Any) -> str | None:
     """Return the collective that torch's hooks call ``operation``, or None if it is not counted.
-    Cached, because the name of such an enumerator is slow to read."""
+    Cached, because the name of an operation is slow to read."""
     return _COLLECTIVES.get(operation.name)
 
 

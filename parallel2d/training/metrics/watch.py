@@ -28,7 +28,7 @@ from parallel2d.base.store.address import answered_within
 
 INTERVAL = 1.0  # seconds between heartbeats
 _KEY = "parallel2d/beat/{}"  # of a rank, in the store
-_PATIENCE_WITH_STORE_S = 10.0  # the comparison of two heartbeats takes a quarter of it
+_PATIENCE_WITH_STORE_S = 10.0  # four times the comparison of two heartbeats
 # Suffix of the file -> function that returns torch's flight recorder as JSON. A build without CUDA
 # lacks NCCL.
 _RECORDERS = {"collectives": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
@@ -51,7 +51,7 @@ class Watch:
     rank: int
     hosts: Sequence[str]  # by rank
     run_dir: str
-    timeout_s: float  # of collectives; stacks are written after four fifths of it without progress
+    timeout_s: float  # of collectives; stacks are written after 80 % of this time without progress
     position: Callable[[], Position]  # returns the position of this rank; called from a thread
     # Passes the text of `explain` to the launcher while this rank is stuck, and None once the rank
     # moves again: a timeout of NCCL ends the process without an exception.

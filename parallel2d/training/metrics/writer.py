@@ -1,8 +1,8 @@
 """Writes rows to ``metrics.jsonl`` and ``tensorboard/``, on rank 0 only: `MetricsWriter`.
 
 TensorBoard gives each folder of event files a colour. Therefore the measurements of each axis are
-also written to a separate folder under tags that all axes share: the chart of such a tag has one
-colour per axis.
+also written to a separate folder under tags that all axes share, and a chart of one of these tags
+has one colour per axis.
 """
 
 from __future__ import annotations

@@ -264,8 +264,8 @@ def accept_start(
             "python": platform.python_version(),
         },
     )
-    # Every operation that may reject this start is done. The lock comes first: a half of the job
-    # that is cut off checks it before each write, so that it stops before the records below
+    # Every operation that may reject this start has succeeded. The lock comes first: a half of the
+    # job that is cut off checks it before each write, so that it stops before the records below
     # describe this start. The segment follows, because rows refer to it by its number; the files
     # after it only describe the start, and a crash between them loses no training.
     claim.take()

@@ -117,7 +117,7 @@ def _check_kinds(facts: Mapping[str, Any]) -> Iterator[tuple[object, str]]:
 
 def read_ours(path: str) -> Source:
     """Open and verify the checkpoint at a path or address."""
-    # Not mapped, because page by page a mapping would keep all files in memory, not one tensor.
+    # Read without mmap: a mapping would gradually keep all files in memory instead of one tensor.
     checkpoint = Checkpoint.open(path, mapped=False)
     checkpoint.verify()
     described = {}

@@ -120,7 +120,7 @@ def _arguments_of(config: Any) -> dict[str, Any]:
 
 
 def llama_arguments(layout: Any) -> dict[str, Any]:
-    """Find the Llama's arguments in the facts of a checkpoint; empty if there are none."""
+    """Find the Llama's arguments in the facts of a checkpoint; empty without any."""
     if not isinstance(layout, dict):
         return {}
     if "n_heads" in layout and "n_kv_heads" in layout:
