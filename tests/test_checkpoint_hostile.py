@@ -135,7 +135,7 @@ def test_references_to_code_in_saved_settings_stay_text(victim, tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "says"), [
-    ([[]], "the settings of the optimizer's groups are no mapping"),
+    ([[]], "the settings of the optimizer's groups are not a mapping"),
     ({"lr": "\x1b[31m" + "9" * 10_000}, "its lr is"),
     ({"betas": 0.9}, "its betas is 0.9, no list"),
 ])  # fmt: skip
@@ -360,7 +360,7 @@ def test_random_generators_are_not_given_impossible_states(victim, tmp_path, nam
     data[8 + length + begin : 8 + length + end] = b"\x7f" * (end - begin)
     (victim / DATA).write_bytes(data)
     reseal(victim)
-    with pytest.raises(ConfigError, match="no state of a random generator"):
+    with pytest.raises(ConfigError, match="not the state of a random generator"):
         Small(tmp_path / "run", resume=str(victim)).restore()
 
 

@@ -405,7 +405,7 @@ def test_a_stuck_rank_that_is_aborted_leaves_the_explanation(tmp_path, monkeypat
     with watch.Watch(store, 0, hosts, str(tmp_path), 1.0, lambda: position[0], note_waiting):
         wait_for(lambda: read_waiting(str(report)))
         failure = RankFailure(0, -signal.SIGABRT, None, read_waiting(str(report)))
-        late = "late: rank 1 on two, which gave no sign of life"
+        late = "late: rank 1 on two, which timed out"
         assert str(failure).startswith(
             f"killed (SIGABRT) while rank 0 waited in all_reduce of step 3; {late}"
         )

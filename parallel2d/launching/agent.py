@@ -75,7 +75,7 @@ class Restarts:
 
 @dataclass
 class NodeWorkers:
-    """The ranks of this node during the job."""
+    """The ranks of this node for the duration of the job."""
 
     words: Sequence[str]  # command-line arguments of each rank
     size: int
@@ -212,7 +212,7 @@ class _Node:
         lives: dict[int, int] = {}
         if lost.is_late:
             lives = lost.enter()
-            self.workers.say(f"taking a place that is free, with ranks {ranks}: the others go on")
+            self.workers.say(f"replacing failed ranks {ranks}; the other ranks continue")
         of_all = {
             **self._rendezvous.environment,
             PREFIX: state.prefix,
@@ -288,8 +288,7 @@ class _Node:
             # killed instead of asked to stop, because a save of their state would overwrite the
             # progress that the other nodes have made since then.
             workers.say(
-                "the other nodes considered this one lost and went on; ending its ranks and "
-                "rejoining"
+                "this node timed out and the other nodes continued; ending its ranks and rejoining"
             )
             self.ranks.end(signal.SIGKILL, GRACE_AFTER_FAILURE_S)
         return False
@@ -320,10 +319,8 @@ class _Node:
             return False
         if restarts.after_failure() is None:
             return False
-        others = "wait" if self.lost is not None and self.lost.needs_all else "go on"
-        workers.say(
-            f"rank {failure.rank}: {failure}. Its replica starts again, the others {others}"
-        )
+        others = "wait" if self.lost is not None and self.lost.needs_all else "continue"
+        workers.say(f"rank {failure.rank}: {failure}. Its replica restarts, the others {others}")
         return True
 
     def _pause_after(self, failures: Sequence[RankFailure]) -> float | None:

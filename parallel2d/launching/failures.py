@@ -36,7 +36,7 @@ class WorkersFailed(Exception):  # noqa: N818 (named after the event)
 
 
 class StoreLost(Exception):  # noqa: N818 (named after the event)
-    """The rendezvous store no longer answers."""
+    """The rendezvous store no longer answers this launcher."""
 
 
 class StoppedBySignal(WorkersFailed, EndsSweep):
@@ -107,7 +107,7 @@ class RankFailure:
 
 
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
-    """Return the earliest of one node's failures, which are in the order of detection."""
+    """Return the earliest of the failures of one node, given in the order of their detection."""
     reported = [each for each in failures if each.error]
     killed = [each for each in failures if each.was_killed]
     # A killed rank leaves no error file, and its peers report only a broken connection.

@@ -153,8 +153,8 @@ def start_node(
             )
             if rendezvous.secret == NOBODYS:
                 workers.say(
-                    "warning: launch.insecure=true: whoever reaches this store decides what the "
-                    "ranks run"
+                    "warning: launch.insecure=true: any process that reaches this store "
+                    "decides what the ranks run"
                 )
         run_dir = functools.partial(recorded_run_dir, folder)
         stack.enter_context(_stop_explained(workers, config.checkpoint.folder, run_dir))
@@ -190,7 +190,7 @@ def _stop_explained(
         if workers.have_left or (workers.have_saved and newest):
             what = "interrupted" if is_interrupt else "asked to stop"
             code = 130 if is_interrupt else workers.settings.requeue_exit_code
-            kept = "the other replicas go on" if workers.have_left else f"saved {newest}"
+            kept = "the other replicas continue" if workers.have_left else f"saved {newest}"
             raise Preempted(f"{what}; {kept}", code) from None
         lost = _what_is_lost(workers, newest)
         if is_interrupt:
@@ -206,7 +206,7 @@ def _what_is_lost(workers: NodeWorkers, newest: str | None) -> str:
         return f"in step {step}, and nothing is saved (checkpoint.enabled=false)"
     if newest is None:
         return f"in step {step}, before the first checkpoint: nothing is saved"
-    return f"in step {step}: what was trained after {newest} is lost"
+    return f"in step {step}: the steps after {newest} are lost"
 
 
 def _newest_checkpoint(folder: str | None, run_dir: str | None) -> str | None:

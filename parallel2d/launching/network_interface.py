@@ -23,7 +23,8 @@ _INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 class Interface(NamedTuple):
-    """An interface of this machine (``eth0``) and its address (``10.0.0.1``, ``fd00::1``)."""
+    """An interface of this machine, such as ``eth0``, and its address, such as ``10.0.0.1`` or
+    ``fd00::1``."""
 
     name: str
     address: str

@@ -1,4 +1,4 @@
-"""The processes of one node's ranks, from start to end: `NodeRanks`."""
+"""The processes of the ranks of one node, from their start to their end: `NodeRanks`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class NodeRanks:
             self.start_one(local, {})
 
     def start_one(self, local: int, variables: Mapping[str, str]) -> None:
-        """Start one rank, again if it has ended. ``variables`` are added to its environment."""
+        """Start the rank with this local number, again if it has ended. ``variables`` are added to
+        the environment of its previous start."""
         environment = self._environments[local]
         environment.update(variables)
         report = environment["TORCHELASTIC_ERROR_FILE"]

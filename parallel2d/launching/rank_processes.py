@@ -244,7 +244,7 @@ _console: dict[int, int] = {}  # stream -> the launcher's stream, in a rank that
 
 
 def has_own_log() -> bool:
-    """True if this rank prints into a log."""
+    """True if this rank prints into its own log."""
     return bool(_console)
 
 

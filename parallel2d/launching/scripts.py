@@ -1,4 +1,4 @@
-"""Runs a custom training script on every rank: `start_script`."""
+"""Runs a custom training script on every rank of this node: `start_script`."""
 
 from __future__ import annotations
 

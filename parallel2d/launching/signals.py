@@ -40,7 +40,7 @@ def listen_to_interrupts() -> None:
 
 
 def stop_listening() -> None:
-    """Restore the handlers that `listen` replaced, and forget a request."""
+    """Restore the handlers that `listen` replaced, and forget a request to stop."""
     global _requested
     while _replaced:
         number, handler = _replaced.popitem()

@@ -124,7 +124,9 @@ def check_hooks(entries: Sequence[Any]) -> None:
     for reference, arguments in map(_entry, entries):
         kind = load_reference(_KEY, reference)
         if not isinstance(kind, type) or not issubclass(kind, Hook):
-            raise ConfigError(f"{_KEY}: {reference} is no class derived from parallel2d.hooks.Hook")
+            raise ConfigError(
+                f"{_KEY}: {reference} is not a class derived from parallel2d.hooks.Hook"
+            )
         try:
             inspect.signature(kind).bind(**arguments)
         except TypeError as error:
@@ -277,7 +279,7 @@ class HookCalls:
 
     def _add(self, hook: Hook, name: Any, value: Any) -> None:
         if not isinstance(name, str) or not name:
-            raise TypeError(f"a metric has the name {name!r}, which is no string")
+            raise TypeError(f"a metric has the name {name!r}, which is not a string")
         if name in self._taken or name.startswith(_TAKEN_GROUPS):
             raise ValueError(f"the metric {name} is one that the trainer measures")
         # A newer value of the same hook replaces the older one: `step` comes after `start`.

@@ -61,7 +61,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The agreed result of one step."""
+    """The result of one step, equal on all ranks."""
 
     loss: float  # mean over the valid tokens of the global batch
     grad_norm: float  # the mean over the replicas if their gradients differ
@@ -88,7 +88,7 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
         value = state.get(item.name)
         if not is_count(value, LARGEST_COUNT):
             shown = printable(repr(value), 40)
-            problems.append(f"{item.name} is {shown}, no whole number from 0 to 2**52")
+            problems.append(f"{item.name} is {shown}, not a whole number from 0 to 2**52")
     if problems:  # the checks below compare these numbers
         return problems
     fingerprint = state["data_fingerprint"]
@@ -99,7 +99,7 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
     problems = _unmet(
         (state["step"] == step, f"step is {state['step']}, and the checkpoint is of step {step}"),
         (ascending, f"its counts contradict each other: {listed}"),
-        (is_text, "data_fingerprint is no text"),
+        (is_text, "data_fingerprint is not text"),
     )
     problems += _problems_of_scaler(state["scaler"], step)
     # States of earlier versions lack both.
@@ -120,8 +120,8 @@ def _problems_of_scaler(scaler: Any, step: int) -> list[str]:
     shown = [printable(repr(value), 40) for value in (scale, good)]
     in_range = is_number(scale) and 1 <= scale <= LARGEST_SCALE
     return _unmet(
-        (in_range, f"scale is {shown[0]}, no number from 1 to 2**24"),
-        (is_count(good, step), f"good_steps is {shown[1]}, no whole number from 0 to {step}"),
+        (in_range, f"scale is {shown[0]}, not a number from 1 to 2**24"),
+        (is_count(good, step), f"good_steps is {shown[1]}, not a whole number from 0 to {step}"),
     )
 
 
@@ -137,8 +137,8 @@ def problems_of_best(name: str, state: Any, step: int) -> list[str]:
     are_numbers = is_number(state["value"]) and is_number(state["min_delta"])
     is_name = isinstance(metric, str) and len(metric) <= _LONGEST_NAME
     return _unmet(
-        (are_counts, f"{name} has a step or a count that is no whole number from 0 to {step}"),
-        (are_numbers, f"{name} has a value that is no finite number"),
+        (are_counts, f"{name} has a step or a count that is not a whole number from 0 to {step}"),
+        (are_numbers, f"{name} has a value that is not a finite number"),
         (is_name, f"{name} has no metric"),
         (state["mode"] in ("min", "max"), f"{name} has a mode that is neither min nor max"),
     )
@@ -224,8 +224,8 @@ class WatchedMetrics:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`, possibly among other keys. A metric with other settings than
-        before starts without measurements."""
+        """Continue from a `state_dict`, which may contain other keys too. A metric with another
+        name or other settings than in ``state`` starts without measurements."""
         settings = ("metric", "mode", "min_delta")
         for name, watched in self._watched.items():
             before = state.get(name)

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts about a run."""
+    """The facts about a run for users and programs."""
 
     job: Job
     layout: Layout

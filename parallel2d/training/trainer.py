@@ -148,7 +148,7 @@ class Trainer(TrainerParts):
         agreement of each step counts the tokens of the next batch. Collective."""
         self.stopped = self._watched.reason_to_stop(self.progress.step)
         if self.stopped is not None:
-            self.recorder.say(f"not trained on: {self.stopped}; other settings would go on")
+            self.recorder.say(f"not continued: {self.stopped}; change train.stop to continue")
         self.upcoming = self.take(feed) if self.has_steps() else None
         if self.upcoming is not None:
             self.loss.compare_head(self.model, self.upcoming.micro_batches[0])
@@ -174,6 +174,10 @@ class Trainer(TrainerParts):
         if found is None:
             return
         batch, outcome = found
+        # The order from here on is the same on every rank. The update follows the agreement, since
+        # only the agreement shows if the gradients of all ranks are finite. Validation and hooks
+        # see the updated weights. The save follows the hooks, because a hook may request it, and
+        # all decisions that lead to a save come from agreed values: a save is collective.
         saves_and_stops = outcome.preempted
         if self.membership is not None:
             saves_and_stops = self.membership.note(outcome)
@@ -394,6 +398,9 @@ class Trainer(TrainerParts):
         else:
             summed = self.forward_backward(batch, tokens)
         self.clock.mark("forward_backward_s")
+        # The next batch is read before the agreement, because the agreement also sums the tokens
+        # of the next global batch. The losses of the next step are divided by this sum, which must
+        # be known before its first backward pass; reading here saves a second all-reduce.
         is_last = step >= self.config.train.steps
         self.upcoming = None if is_last else self.take(feed)
         self.clock.mark("data_s")

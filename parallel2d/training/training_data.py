@@ -101,6 +101,6 @@ def check_position(restored: Mapping[str, object], data: OpenData, config: Train
     if config.checkpoint.strict:
         raise ConfigError(
             f"{text}; checkpoint.load=model_only starts over with its weights, "
-            "checkpoint.strict=false goes on at that position"
+            "checkpoint.strict=false continues at that position"
         )
-    log.warning("%s; going on at that position", text)
+    log.warning("%s; continuing at that position", text)

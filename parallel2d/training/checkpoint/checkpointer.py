@@ -206,8 +206,9 @@ class Checkpointer:
         return state
 
     def begin(self) -> None:
-        """Continue the run from the restored state: move the skipped checkpoints aside, delete
-        in-memory checkpoints of other states, and record the best checkpoint. Collective."""
+        """Continue the run from the state that `restore` has loaded: move the skipped checkpoints
+        aside, delete in-memory checkpoints of other states, and record the best checkpoint.
+        Collective."""
         if self._resume is None:
             return
         self._resume.set_aside()
@@ -248,7 +249,7 @@ class Checkpointer:
             return
         if best.get("step") not in own:
             state["best"] = None
-            what = "there is no checkpoint of the best step so far; it is forgotten"
+            what = "the best step so far has no checkpoint, so it no longer counts"
             self.group.say(what, logging.WARNING)
         elif self.group.is_first:
             self._best = best
@@ -363,6 +364,10 @@ class Checkpointer:
     def _start(self, step: int, state: dict[str, Any], wait: bool) -> None:
         self._last_save = time.monotonic()
         self._given, self._has_lost = (step, state), False
+        # The members are fixed on this thread, before the thread of the save starts. The loop goes
+        # through later steps while the save runs, and replicas may fail or join in these steps: if
+        # ranks disagreed about the members of a save, it would wait for a rank that takes no part.
+        # Staging also stays on this thread, because the next step changes the tensors.
         self.group.stay()
         taken = take(self._state(step, state), self.mesh, self.group.rank, self._staging)
 
@@ -423,7 +428,7 @@ class Checkpointer:
             name = self.store.move_aside(step)
             log.warning("%s was damaged (%s) and is now %s", step_name(step), fault, name)
             return None
-        return f"{step_name(step)} is there already and sound: it is kept"
+        return f"{step_name(step)} exists already and is intact, so it is kept"
 
     def _retire(self, newest: int, best: dict[str, Any] | None) -> None:
         """Rank 0: record the best checkpoint, and delete the checkpoints beyond ``keep_last``.

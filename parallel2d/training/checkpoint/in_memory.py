@@ -171,7 +171,7 @@ class MemoryCopies:
         try:
             start, loaded = _read_record(self.run_dir)
         except (OSError, ValueError) as fault:
-            log.warning("copies in memory are passed over: %s", describe_error(fault))
+            log.warning("in-memory checkpoints are ignored: %s", describe_error(fault))
             return {}
         # Step -> rank -> the copies of its state, each with a rank that can read it.
         found: dict[int, dict[int, list[tuple[int, str]]]] = {}
@@ -207,7 +207,7 @@ class MemoryCopies:
         _, own = sources[rank]
         manifest, data = held[own]
         opened: LocalState = group.agree(lambda: LocalState.from_bytes(manifest, data, self._shape))
-        group.say(f"{step_name(step)} is in memory; {len(moved)} ranks were sent their parts")
+        group.say(f"{step_name(step)} is in memory; {len(moved)} ranks received their parts")
         self._opened = own.split("/")[0], step
         return opened
 
@@ -256,7 +256,9 @@ class MemoryCopies:
 
         if self._try(clear):
             self._due_now = bool(loaded)  # nodes that have just joined hold no copy yet
-            self._group.say(f"memory copies on: one every {self.every} steps in {self._root}")
+            self._group.say(
+                f"in-memory checkpoints on: one every {self.every} steps in {self._root}"
+            )
 
     def follow(self) -> None:
         """Continue the lineage of the replica that has sent its state to this replica."""
@@ -359,10 +361,10 @@ class MemoryCopies:
         free = (free + used(self._folder)) / 2**20
         if mib > free:
             raise CheckpointError(
-                f"{free:.1f} MiB of shared memory to give, and two copies need {mib:.1f} MiB; "
+                f"{free:.1f} MiB of shared memory are free, and two copies need {mib:.1f} MiB; "
                 "make it larger (in a container: --shm-size), or set checkpoint.memory_every=0"
             )
-        self._group.say(f"memory copies: {mib:.1f} MiB of memory on this node")
+        self._group.say(f"in-memory checkpoints: {mib:.1f} MiB of memory on this node")
 
     def wait(self) -> None:
         """Wait until the last copy is complete on all nodes, or has failed."""
@@ -384,8 +386,8 @@ class MemoryCopies:
         except ConfigError as fault:
             self.on = False
             self._group.say(
-                f"memory copies off: {fault}. Training goes on; a lost worker costs the steps "
-                "since the last checkpoint",
+                f"in-memory checkpoints off: {fault}. Training continues; a failed worker "
+                "costs the steps since the last checkpoint",
                 logging.WARNING,
             )
             self._remove()

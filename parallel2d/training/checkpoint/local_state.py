@@ -111,7 +111,8 @@ class _InMemory:
 
 
 class LocalState(Checkpoint):
-    """A checkpoint with one rank's part of every tensor, in the file `STATE`."""
+    """A checkpoint that describes every tensor and has one rank's part of each, in the file
+    `STATE`."""
 
     def __init__(self, manifest: Manifest, data: Tensor, label: str) -> None:
         # State of replicas in this file belongs to a single replica. Without a mesh it reads like

@@ -215,7 +215,7 @@ class Checkpoint:
             destination[common.slices_in(region)].copy_(values)
 
     def fill(self, tensor: Tensor, name: str) -> None:
-        """Copy this rank's part of the stored tensor ``name`` into ``tensor``."""
+        """Copy this rank's part of the stored tensor ``name`` into ``tensor``, of equal shape."""
         region = local_region(tensor)
         if region.numel:
             self.copy_into(name, region, local_part(tensor.detach()).view(region.lengths))
@@ -270,14 +270,14 @@ def is_list_of_names(value: Any) -> bool:
 def check_optimizer_facts(optimizer: dict[str, Any]) -> Iterator[tuple[object, str]]:
     """Yield checks for `require` on the result of `describe_optimizer`, or on an empty dict."""
     groups, scalars = optimizer.get("groups", []), optimizer.get("scalars", {})
-    yield isinstance(groups, list), "the optimizer's groups are no list"
+    yield isinstance(groups, list), "the optimizer's groups are not a list"
     problem = "the optimizer's groups do not list parameter names"
     for group in groups:
         yield isinstance(group, dict), problem
         yield is_list_of_names(group.get("parameters")), problem
         is_mapping = isinstance(group.get("settings", {}), dict)
-        yield is_mapping, "the settings of the optimizer's groups are no mapping"
-    problem = "the optimizer's scalars are no mapping of names"
+        yield is_mapping, "the settings of the optimizer's groups are not a mapping"
+    problem = "the optimizer's scalars are not a mapping of names"
     yield isinstance(scalars, dict), problem
     yield all(isinstance(each, dict) for each in scalars.values()), problem
 
@@ -342,7 +342,7 @@ def _tiling(shape: Sequence[int], regions: Sequence[Region]) -> Iterator[tuple[o
         yield follow or not cells, f"its chunks do not cover its shape {list(shape)} exactly once"
         cells *= len(spans)
     is_grid = len(regions) == len(set(regions)) == cells
-    yield is_grid, f"its chunks are no grid over its shape {list(shape)}, or overlap"
+    yield is_grid, f"its chunks are not a grid over its shape {list(shape)}, or overlap"
 
 
 def content_digest(content: Mapping[str, Any]) -> str:

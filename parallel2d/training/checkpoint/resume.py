@@ -98,8 +98,7 @@ class Resume:
             found = self.group.on_first(lambda: _find(resume), f"checkpoint.resume={resume}")
             return self._load_path(found, None)
         self.group.say(
-            "this run has checkpoints of its own and goes on there, not at "
-            f"checkpoint.resume={resume}"
+            f"this run continues from its own checkpoints, not from checkpoint.resume={resume}"
         )
         return self._newest(own, copies, "all")
 
@@ -145,10 +144,10 @@ class Resume:
             except DamagedCheckpointError as fault:
                 what = step_name(step)
                 if is_copy:
-                    what = f"the copy of {what} in memory"
+                    what = f"{what} in memory"
                 else:
                     damaged[step] = f"{what}: {fault}"
-                self.group.say(f"passing over {what}: {fault}", logging.WARNING)
+                self.group.say(f"skipping {what}: {fault}", logging.WARNING)
                 continue
             self._aside = dict.fromkeys(damaged, _DAMAGED)
             self.own_step = None if is_copy else step
@@ -165,7 +164,7 @@ class Resume:
     def _load_own(self, step: int, load: str) -> dict[str, Any]:
         checkpoint = self._verified(self.store.path_of(step), follow=False)
         if checkpoint.manifest.step != step:
-            raise DamagedCheckpointError(f"its manifest is that of step {checkpoint.manifest.step}")
+            raise DamagedCheckpointError(f"its manifest belongs to step {checkpoint.manifest.step}")
         return self._load(checkpoint, load)
 
     def _load_copy(self, step: int, load: str) -> dict[str, Any]:
@@ -239,11 +238,11 @@ class Resume:
             if names_under(["rng"], checkpoint.tensors) and not same_ranks:
                 self.group.say(
                     f"{label} was written by {manifest.world_size} ranks, here are "
-                    f"{self.group.size}: the ranks' random generators start afresh"
+                    f"{self.group.size}: the ranks' random generators start from the seed"
                 )
         if passed_over:
             self.group.say(
-                f"checkpoint.strict=false passed over:\n{list_differences(passed_over)}",
+                f"checkpoint.strict=false skipped:\n{list_differences(passed_over)}",
                 logging.WARNING,
             )
         what = "all" if load == "all" else "weights only"
@@ -255,7 +254,7 @@ def _find(path: str) -> str:
     found = find_checkpoint(path)
     if not is_remote(path) and not os.path.isdir(found):
         raise ConfigError(
-            f"checkpoint.resume={path}: there is no such folder; it may be auto, never, or a path"
+            f"checkpoint.resume={path}: this folder does not exist; use auto, never, or a path"
         )
     return found
 

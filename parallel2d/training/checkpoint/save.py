@@ -147,7 +147,7 @@ def check_folder(store: Store, group: Group) -> None:
 
 @dataclass(frozen=True)
 class SavedState:
-    """The state of a run on this rank."""
+    """The state of a run, with the tensors of this rank."""
 
     manifest: Manifest  # without tensors and files
     shared: dict[str, Tensor]  # equal on all replicas

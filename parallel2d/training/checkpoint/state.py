@@ -89,8 +89,8 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[str]:
-    """Compare the tensors of model and checkpoint by name and shape. Returns one line per
-    difference; with ``strict`` raises `ConfigError` with all of them instead."""
+    """Compare the tensors of the model with the tensors of the checkpoint by name and shape.
+    Returns one line per difference; with ``strict`` raises `ConfigError` with all lines instead."""
     here = {name: list(tensor.shape) for name, tensor in model_tensors(model).items()}
     names = names_under(["model"], checkpoint.tensors)
     stored = {name.removeprefix("model/"): list(checkpoint.tensors[name].shape) for name in names}
@@ -112,8 +112,9 @@ def check_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[
 def check_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, strict: bool
 ) -> list[str]:
-    """Compare the optimizer with the stored one; see `check_model`. Settings such as lr do not
-    count as differences: the running configuration decides about them."""
+    """Compare the optimizer with the stored one, and report each difference as `check_model` does.
+    Settings such as lr do not count as differences: the running configuration decides about them.
+    """
     lines = []
     stored = checkpoint.manifest.optimizer
     if not stored:
@@ -131,8 +132,7 @@ def check_optimizer(
         for name in sorted(before - trained):
             lines.append(f"{printable(name)}: trained in the checkpoint, not trained here")
     advice = (
-        "checkpoint.load=model_only takes the weights alone; checkpoint.strict=false loads what "
-        "fits"
+        "checkpoint.load=model_only loads only the weights; checkpoint.strict=false loads what fits"
     )
     shown, label = list_differences(lines), checkpoint.folder.label
     if strict and lines:
@@ -338,7 +338,7 @@ def _load_residuals(kept: UpdateFollower, checkpoint: Checkpoint, is_first: bool
         kept.set_residual(name, total / (1 if is_same else saved))
     lost = sorted(set(range(saved)) - set(available))
     if is_first and available and lost:
-        log.warning("what the replicas %s had not sent yet is lost with them", lost)
+        log.warning("the error feedback of the replicas %s is lost with them", lost)
 
 
 def _report_lost(outer: OuterSync, checkpoint: Checkpoint) -> None:
@@ -402,7 +402,7 @@ def restore_rng(rank: int, checkpoint: Checkpoint) -> None:
     """Restore this rank's random generators. Raises `DamagedCheckpointError` if a stored state is
     invalid."""
     prefix = f"rng/{rank:05d}/"
-    what = f"{checkpoint.folder.label}: {prefix} is no state of a random generator"
+    what = f"{checkpoint.folder.label}: {prefix} is not the state of a random generator"
     names = names_under([f"rng/{rank:05d}"], checkpoint.tensors)
     found = {}
     for name in names:
@@ -425,7 +425,7 @@ def restore_rng(rank: int, checkpoint: Checkpoint) -> None:
             words = key.astype(numpy.uint32)
             # NumPy accepts any values. A word that the cast has changed does not fit in 32 bits.
             if len(key) != _TWISTER or (words != key).any() or not 0 <= position <= _TWISTER:
-                raise ValueError("no state of a Mersenne Twister")
+                raise ValueError("not the state of a Mersenne Twister")
             gauss = _cached(found["numpy_gauss"])
             state = ("MT19937", words, position, int(gauss is not None), gauss or 0.0)
             numpy.random.set_state(state)

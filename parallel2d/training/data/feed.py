@@ -143,7 +143,7 @@ class BatchFeed:
         if stream.ends_before(0, plan.global_batch_size):
             raise ConfigError(
                 f"train.global_batch_size={plan.global_batch_size} is more than an epoch has: "
-                f"{len(stream)} samples; data.end=drop omits what does not fill a global batch, "
+                f"{len(stream)} samples; data.end=drop omits an incomplete global batch, "
                 "pad or wrap would not"
             )
         self._stream, self._plan, self._device = stream, plan, torch.device(device)
@@ -188,7 +188,7 @@ class BatchFeed:
         return replace(step, micro_batches=moved, waited_s=waited)
 
     def close(self) -> None:
-        """Stop the thread and discard its batches. May be called twice."""
+        """Stop the thread and discard the batches that it has prepared. May be called twice."""
         self._closed = True
         self._reader.shutdown(cancel_futures=True)
         self._steps.clear()

@@ -52,7 +52,7 @@ class OpenData:
 
     @property
     def streams(self) -> list[SampleStream]:
-        """All streams."""
+        """The streams for training and for all validations."""
         return [*filter(None, [self.train, self.validation]), *self.named_validation.values()]
 
 
@@ -242,9 +242,7 @@ class _BinFile(_Unprepared):
     def check_like(self, training: _Source) -> None:
         """Raise `ConfigError` if the training data have a known tokenizer."""
         if training.tokenizer[1]:
-            raise ConfigError(
-                f"{self._path}: whether its token ids are those of the data is unknown"
-            )
+            raise ConfigError(f"{self._path}: its tokenizer is unknown, unlike the training data's")
 
     def stream(self, _split: str, **how: Any) -> SampleStream:
         samples = PackedSamples(self._file, self._seq_len, end_id=0)

@@ -42,9 +42,10 @@ def mix(words: _Words) -> _Words:
 
 
 class Order:
-    """The permutations of ``range(size)``, one per epoch, determined by seed and stream name.
+    """The permutations of ``range(size)``, one per epoch, determined by a seed and the name of a
+    stream.
 
-    Raises ValueError for a size outside 1 .. `MAXIMUM_SIZE`.
+    Raises ValueError for a size that is outside 1 .. `MAXIMUM_SIZE`.
     """
 
     def __init__(self, size: int, seed: int, name: str = "train") -> None:

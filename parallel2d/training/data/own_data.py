@@ -1,4 +1,5 @@
-"""Custom data: a data set in Python (``data=custom``), and a file of token ids (``data=bin``)."""
+"""Custom data: a data set that a Python function builds (``data=custom``), and a file of token ids
+(``data=bin``)."""
 
 from __future__ import annotations
 
@@ -40,10 +41,12 @@ class BinTokens:
         """Map the file. Raises `ConfigError` if the path or its size is not valid."""
         file = Path(path).expanduser()
         if not file.is_file():
-            raise ConfigError(f"data.path={path} is no file; with data=bin it holds token ids")
+            raise ConfigError(
+                f"data.path={path} is not a file; data=bin reads token ids from a file"
+            )
         self.bytes = file.stat().st_size
         if self.bytes == 0 or self.bytes % _TOKEN_BYTES:
-            raise ConfigError(f"data.path={path} has {self.bytes} bytes, which are no uint16 ids")
+            raise ConfigError(f"data.path={path} has {self.bytes} bytes, which are not uint16 ids")
         self._ids = np.memmap(file, dtype="<u2", mode="r")
         self.tokens = len(self._ids)
 
@@ -58,7 +61,7 @@ class BinTokens:
 
 
 class OwnSamples:
-    """The data set that ``data.target`` builds, and the collation of its samples."""
+    """The data set that ``data.target`` builds, and the collation of its samples to batches."""
 
     def __init__(self, config: DataConfig) -> None:
         """Build the data set. Raises `ConfigError` if the result is not a data set."""

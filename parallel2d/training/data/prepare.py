@@ -79,7 +79,8 @@ def folder_lock(folder: Path) -> Iterator[int]:
 
 
 def content_key(config: DataConfig, identity: str, tokenizer: Tokenizer) -> str:
-    """Return a hex digest of the input's identity and of all options that affect the shards."""
+    """Return a hex digest of the identity of the input and of every option that affects the
+    shards."""
     cut = {"text_field": config.text_field, "document_bytes": reading.document_bytes(config)}
     options = {
         "tokenizer": tokenizer.fingerprint,
@@ -175,7 +176,7 @@ def _records(jobs: list[UnitJob], tokenizer: Tokenizer, lock: int) -> Generator[
             if worker is not None and not worker.stdout.readline() and worker.wait() < 0:
                 raise RuntimeError(
                     f"the process that prepared {job.unit.files[0].name} was killed by signal "
-                    f"{-worker.returncode}; what is finished is kept, start again to go on"
+                    f"{-worker.returncode}; finished units are kept; start again to continue"
                 )
             record = _record(job)
             if record is None:

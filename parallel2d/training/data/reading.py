@@ -105,7 +105,7 @@ def find_files(path: str) -> list[SourceFile]:
     matches = filter(Path.is_file, map(Path, glob.glob(str(start), recursive=True)))
     found = sorted(SourceFile(match.as_posix(), str(match)) for match in matches)
     if not found:
-        problem = "is no file, no folder, and as a glob it matches no file"
+        problem = "is not a file or folder, and as a glob it matches no file"
         raise ConfigError(f"data.path={path} {problem}")
     return found
 

@@ -163,7 +163,7 @@ class SampleStream:
         return position >= self.end.positions
 
     def prepare_by(self, prepare: Callable[[Batch], Batch]) -> None:
-        """Pass every batch through ``prepare`` after reading."""
+        """Pass every batch through ``prepare`` after it has been read."""
         self._prepare = prepare
 
     def read(self, positions: Sequence[Position]) -> Batch:

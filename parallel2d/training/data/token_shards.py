@@ -116,7 +116,7 @@ class ShardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the files, and delete those without a final name."""
+        """Close the files, and delete all files that were not renamed."""
         for file in self._files.values():
             file.close()
             Path(file.name).unlink(missing_ok=True)
@@ -254,12 +254,12 @@ def _check_manifest(manifest: dict[str, Any]) -> None:
     _require(kind == (FORMAT, VERSION), f"it is not of the format {FORMAT!r}, version {VERSION}")
     tokenizer, splits = manifest["tokenizer"], manifest["splits"]
     for text in (tokenizer["name"], tokenizer["fingerprint"], manifest["signature"]):
-        _require(text.isprintable() and len(text) <= 1000, f"{text!r:.60} is no text")
-    _require(_SHA256.fullmatch(manifest["content"]), "its content is no sha256")
-    _require(files.is_count(tokenizer["vocab_size"], 256**4), "its vocabulary has no size")
+        _require(text.isprintable() and len(text) <= 1000, f"{text!r:.60} is not text")
+    _require(_SHA256.fullmatch(manifest["content"]), "its content is not a sha256")
+    _require(files.is_count(tokenizer["vocab_size"], 256**4), "its vocabulary size is not a count")
     _require(files.is_count(tokenizer["end_id"], tokenizer["vocab_size"] - 1), "it has no end_id")
     for key in COUNTS:
-        _require(files.is_count(manifest[key], 2**53), f"{key} is no count")
+        _require(files.is_count(manifest[key], 2**53), f"{key} is not a count")
     _require(set(splits) == set(SPLITS), "its splits are not train and validation")
     for name, split in splits.items():
         for shard in split["shards"]:
@@ -271,9 +271,9 @@ def _check_manifest(manifest: dict[str, Any]) -> None:
 
 def _check_shard(shard: dict[str, Any], item: int) -> None:
     name, tokens, documents = shard["name"], shard["tokens"], shard["documents"]
-    _require(_SHARD_NAME.fullmatch(name), f"{name!r:.60} is no name of a shard")
+    _require(_SHARD_NAME.fullmatch(name), f"{name!r:.60} is not the name of a shard")
     for count, most in ((tokens, 2**53), (documents, tokens)):
-        _require(files.is_count(count, most), f"{name}: {count!r:.40} is no number up to {most}")
+        _require(files.is_count(count, most), f"{name}: {count!r:.40} is not a number up to {most}")
     sizes = {f"{name}.tokens": item * tokens, f"{name}.ends": 8 * documents, f"{name}.mask": tokens}
     known = {f"{name}.tokens", f"{name}.ends"} <= shard["files"].keys() <= sizes.keys()
     _require(known, f"{name}: its files are not tokens, ends and perhaps mask")

@@ -1,2 +1,2 @@
-"""Computes the summed loss of a micro-batch for any model: `model_loss.ModelLoss`. For a custom
-loss, `rule.find_rule` finds its divisor."""
+"""Computes the summed loss of a micro-batch for the output of any model, `model_loss.ModelLoss`.
+For a custom loss, `rule.find_rule` finds the divisor."""

@@ -100,7 +100,7 @@ class ModelLoss:
             raise ConfigError(
                 f"{self._kind}.forward{self._signature} does not take a batch of "
                 f"data={self._config.data.name}, {len(args)} tensors and {list(named)} by name: "
-                f"{error}; data=custom gives what is named as its parameters, in a dict"
+                f"{error}; data=custom passes the values of a dict by the names of its parameters"
             ) from None
 
     def arguments(
@@ -162,7 +162,7 @@ class ModelLoss:
         logits = logits_in(output)
         if not isinstance(logits, Tensor):
             raise ConfigError(
-                f"{self._kind} returned {type(output).__name__}, in which there is neither a loss "
+                f"{self._kind} returned {type(output).__name__}, which contains neither a loss "
                 "nor logits; give train.loss a function of it"
             )
         return self._function(logits, targets, **options), False
@@ -183,8 +183,8 @@ class ModelLoss:
         if self._rule is None:
             raise ConfigError(
                 f"{self._kind} returned a loss, and takes no targets: name them in its forward as "
-                f"one of {', '.join(TARGET_NAMES)}, let data=custom give a batch without, or give "
-                "train.loss a function of what it returned"
+                f"one of {', '.join(TARGET_NAMES)}, return batches without targets from "
+                "data=custom, or give train.loss a function of its output"
             )
         wide = value.to(torch.promote_types(value.dtype, torch.float32))
         if self._rule.divisor == "none" and batch.valid_tokens:
@@ -290,7 +290,7 @@ class ModelLoss:
                 "is not added; omit train.z_loss"
             )
         if rule is not None:
-            log.info("the loss is that of %s, divided by: %s", train.loss or self._kind, rule)
+            log.info("the loss of %s is divided by: %s", train.loss or self._kind, rule)
         # All ranks have computed the same rule up to rounding errors, which could tip a comparison
         # near its bound. Ranks with different rules would scale their gradients differently, so
         # that every rank takes rank 0's rule.

@@ -35,7 +35,7 @@ _PARTS = (slice(None), slice(1), slice(1, None))
 @sendable
 @dataclass(frozen=True)
 class LossRule:
-    """The divisor of a loss."""
+    """The divisor of a custom loss."""
 
     divisor: str  # none (the loss is a sum), targets or samples
     ignored: int | None = None  # the target that the loss ignores; None: unknown
@@ -169,9 +169,11 @@ def _refusal(losses: list[float], counts: list[int], bound: float) -> str:
     whole, first, rest = losses
     what = "neither a sum nor a mean over its targets or samples, and so depends on the layout"
     if not whole or not math.isfinite(whole):
-        what = "no number that shows what it was divided by"
+        what = "not a number that shows its divisor"
     elif abs((first + rest) / 2 - whole) <= bound * abs(whole):
-        what = "a mean per micro-batch, whatever is in it, and so depends on the layout"
+        what = (
+            "a mean per micro-batch for any number of valid targets, and so depends on the layout"
+        )
     return (
         f"the loss of {SAMPLES} samples is {whole:.7g}, of the first of them {first:.7g} and of "
         f"the others {rest:.7g}, with {counts[1]} and {counts[2]} valid targets: it is {what}; "

@@ -88,7 +88,7 @@ class StreamWaits:
                 stream.record_event = functools.partial(self._record, stream)
 
     def remove(self) -> None:
-        """Stop watching all streams."""
+        """Stop watching all of the streams."""
         while self._watched:
             _, stream = self._watched.popitem()
             del stream.record_event

@@ -147,7 +147,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """End and write a running trace."""
+        """End a running trace, and write its file."""
         global _active
         if self._profiler is None:
             return

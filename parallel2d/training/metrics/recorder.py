@@ -127,7 +127,7 @@ class Recorder:
             self.meter.start()
 
     def position(self) -> Position:
-        """Return the position of this rank. Thread-safe."""
+        """Return the position of this rank; other threads may call it."""
         if self.meter is not None:
             return Position(self._step, *self.meter.position())
         doing = "a collective (which one is known with metrics.communication=true)"

@@ -60,6 +60,9 @@ def set_aside_after(path: str, from_step: int) -> tuple[Row | None, Row | None]:
         if undone:
             base = path.removesuffix(".jsonl")
             unused = (f"{base}.before-restart-{number}.jsonl" for number in count(1))
+            # The copy is written before the rows are cut off: after a kill between the two, the
+            # rows are in both files and the next start moves them again. In the other order they
+            # would be lost.
             with open(next(filterfalse(os.path.lexists, unused)), "xb") as aside:
                 aside.write(undone)
             file.truncate(cut)

@@ -160,7 +160,7 @@ def describe_late(
         # A rank with its first heartbeat between the two reads has not timed out.
         if later is None or (earlier and earlier[0] == later[0]):
             late[rank] = hosts[rank]
-    how = "which gave no sign of life any more (stopped, or the machine is gone)"
+    how = "which timed out (stopped, or the machine is gone)"
     if not late:
         positions = [beat[1:3] for beat in after]
         step, collectives = min(positions)

@@ -148,7 +148,7 @@ class MetricsWriter:
         except OSError as error:
             if not self._lost_rows:
                 first = f"{self._path} cannot be written, from step {row[keys.STEP]} on"
-                log.error("%s (%s): training goes on", first, error.strerror)
+                log.error("%s (%s): training continues", first, error.strerror)
             self._lost_rows += 1
         self._rows += 1
         with self._reported_once():
@@ -172,7 +172,7 @@ class MetricsWriter:
             own.add(spread, step)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """Show ``text`` verbatim under ``tag`` in TensorBoard, if it is enabled."""
+        """Show ``text`` verbatim under ``tag`` in TensorBoard, if this run uses TensorBoard."""
         if self._events:
             from torch.utils.tensorboard import summary
 
@@ -186,7 +186,7 @@ class MetricsWriter:
         try:
             yield
         except OSError as error:
-            log.error("%s cannot be written (%s): training goes on", self._board, error.strerror)
+            log.error("%s cannot be written (%s): training continues", self._board, error.strerror)
             self._close_events()
 
     def _close_events(self) -> None:

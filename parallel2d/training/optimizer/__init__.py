@@ -178,7 +178,7 @@ def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any
     if config.name == "muon" and not any(map(_is_muon, ordered)):
         raise ConfigError(
             f"optimizer=muon: {type(model).__name__} has no repeated blocks with matrices in them, "
-            "so hidden matrices cannot be told from others; name them with "
+            "so hidden matrices cannot be distinguished; name them with "
             "optimizer.groups=[{pattern: ..., algorithm: muon}], or use optimizer=adamw"
         )
     return ordered

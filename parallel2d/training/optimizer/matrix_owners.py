@@ -71,7 +71,7 @@ class _MatrixPart(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnedMatrix:
-    """A matrix and its owner."""
+    """A matrix and the rank that owns it."""
 
     number: int  # its number among the planned matrices
     shape: torch.Size  # unsharded
@@ -228,7 +228,7 @@ class MatrixOwners:
         return owners
 
     def is_own(self, owner: int) -> bool:
-        """True if this rank has this number."""
+        """True if this rank is the owner with this number."""
         return self._places_of(owner) == tuple(axis.place for axis in self._axes)
 
     def plan(

@@ -68,7 +68,9 @@ class WholeMatrices(torch.optim.Optimizer):
 
     def __init__(self, optimizer_class: Any, given: Any, split: bool, arguments: Any) -> None:
         if needs_closure(optimizer_class):
-            raise ConfigError("whole_matrices(...) takes no class whose step needs a closure")
+            raise ConfigError(
+                "whole_matrices(...) does not take a class whose step needs a closure"
+            )
         real: dict[nn.Parameter, Tensor] = {}
 
         def place_of(parameter: Tensor) -> nn.Parameter:
@@ -209,7 +211,7 @@ class WholeMatrices(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
     def forget_state(self, parameters: Iterable[Tensor]) -> None:
-        """Drop the class's state of ``parameters``."""
+        """Drop the state that the class has of ``parameters``."""
         dropped = set(map(id, parameters))
         for number, whole in self._wholes.items():
             if id(self._parameters[number]) in dropped:

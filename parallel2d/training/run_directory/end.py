@@ -105,7 +105,7 @@ def _results(summary: Mapping[str, Any]) -> list[str]:
     first = "stopped" if summary["stopped"] or summary["reason"] else "done"
     lines = [f"{first:<12}{', '.join(parts)}"]
     if summary["reason"]:
-        lines.append(f"why         {summary['reason']}")
+        lines.append(f"reason      {summary['reason']}")
     for key, best in summary["best"].items():
         label = key.removesuffix("/loss").replace("/", " ")
         at_end, least = files.number(last.get(key)), files.number(best["value"])
@@ -124,8 +124,8 @@ def _commands(job: Job, summary: Mapping[str, Any], launcher: str) -> list[str]:
     if summary["checkpoint"] and not summary["reason"]:
         start = _STARTERS.get(launcher, "python -m ")
         words = files.printable(shlex.join(_words_to_go_on(job, summary)), 4000)
-        lines.append(f"go on       {start}parallel2d.train {words} hydra.run.dir={run_dir}")
-    lines.append(f"look        {_COMMAND}report {run_dir}")
+        lines.append(f"continue    {start}parallel2d.train {words} hydra.run.dir={run_dir}")
+    lines.append(f"report      {_COMMAND}report {run_dir}")
     if job.config.metrics.tensorboard:
         lines.append(f"            tensorboard --logdir {run_dir}")
         lines.append("            http://localhost:6006/#custom_scalars  (once it runs)")

@@ -216,7 +216,7 @@ def _identity(path: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class AcceptedStart:
-    """An accepted start."""
+    """A start that every check has accepted."""
 
     segment: Segment
     before: Segment | None  # the start that this one continues
@@ -323,6 +323,6 @@ def _publish_pending(run_dir: str, name: str) -> None:
 
 
 def discard_pending(job: Job) -> None:
-    """Remove Hydra's pending records of ``job`` after a refusal."""
+    """Remove Hydra's pending records of ``job``, if they exist, after its refusal."""
     if job.records.startswith(_PENDING):
         shutil.rmtree(os.path.join(job.run_dir, job.records), ignore_errors=True)

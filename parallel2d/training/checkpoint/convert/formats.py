@@ -107,10 +107,10 @@ def facts_in(text: Any, what: str) -> dict[str, Any]:
 
 def _check_kinds(facts: Mapping[str, Any]) -> Iterator[tuple[object, str]]:
     for key, value in facts.items():
-        yield type(value) is _FACTS[key], f"{key} is no {_FACTS[key].__name__}"
-    yield is_count(facts.get("step", 0)), "step is no whole number"
+        yield type(value) is _FACTS[key], f"{key} is not of type {_FACTS[key].__name__}"
+    yield is_count(facts.get("step", 0)), "step is not a whole number"
     has_names = all(isinstance(name, str) for name in facts.get("tied", {}).values())
-    yield has_names, "tied is no mapping of names"
+    yield has_names, "tied is not a mapping of names"
     yield is_list_of_names(facts.get("buffers", [])), "buffers is not a list of names"
     yield from check_optimizer_facts(facts.get("optimizer", {}))
 
@@ -296,7 +296,7 @@ def load_torch(path: str) -> Any:
         line = (reason or type(error).__name__).splitlines()[0]
         text = re.split(r"\. (?:In PyTorch|This file|Please)", line)[0]
         raise ConfigError(
-            f"{os.path.basename(path)} is not a file of weights alone, and is not loaded: "
+            f"{os.path.basename(path)} does not contain only weights, and is not loaded: "
             f"{printable(text, 200)}"
         ) from None
 
@@ -315,7 +315,7 @@ def _interpret(content: Any, label: str) -> tuple[dict[str, Tensor], dict[str, A
     for name, tensor in found.items():
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
             raise ConfigError(
-                f"{label} is not a file of weights alone: {printable(name)} is no plain tensor"
+                f"{label} does not contain only weights: {printable(name)} is not a plain tensor"
             )
         dtype = tensor_file.DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
         tensor_file.check_description(name, dtype, list(tensor.shape), label)

@@ -142,7 +142,7 @@ def _library_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     missing = [f"--model {key}=..." for key in _ARGUMENTS if key not in arguments]
     if missing:
         raise ConfigError(
-            f"the source does not say what transformers needs; add {' '.join(missing)}"
+            f"the source lacks arguments that transformers needs; add {' '.join(missing)}"
         )
     found = {theirs: arguments[ours] for ours, theirs in _ARGUMENTS.items()}
     rope = {"rope_type": "default", "rope_theta": arguments["rope_theta"]}
@@ -153,7 +153,7 @@ def _as_library_model(source: Source, given: Mapping[str, str]) -> Source:
     """Present our Llama in ``source`` as the library's model, with its names and settings."""
     arguments = llama_arguments(source.layout)
     for key, value in given.items():
-        with as_config_error(f"--model {key}={value} is no number"):
+        with as_config_error(f"--model {key}={value} is not a number"):
             arguments[key] = json.loads(value)
     # The shapes of the weights determine these arguments, so the user need not pass them.
     for name, keys in _SIZES.items():
@@ -315,8 +315,8 @@ def _copy_tokenizer(told: Any, moved: str | None, folder: str) -> None:
         return
     file = os.path.realpath(os.path.expanduser(file))
     # A checkpoint may name any file, so only a valid tokenizer is copied.
-    what = f"the run's data.tokenizer={printable(file)} is no tokenizer.json"
-    with as_config_error(f"{what} that is here; --model tokenizer=FILE says where it is"):
+    what = f"the run's data.tokenizer={printable(file)} is not a tokenizer.json"
+    with as_config_error(f"{what} on this machine; give its path with --model tokenizer=FILE"):
         read_json(file, _MAX_TOKENIZER)["model"]["type"]
     target = os.path.join(folder, "tokenizer.json")
     # The tokenizer in the run's model folder has more settings, so it takes precedence.
