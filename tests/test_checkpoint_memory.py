@@ -140,13 +140,13 @@ def test_another_mesh_or_layout_goes_on_from_the_disk_and_says_so(cluster, undis
     shutil.copytree(cluster.run_dir, cluster.folder / "copied")
     less = cluster.run("AA", SHARDED, until=3)
     assert start(less) == 3
-    assert said(less, "step-00000004 from memory is of another mesh")
+    assert said(less, "step-00000004 from memory was saved on another mesh")
     # The same mesh, but replicas split the state now.
     full = {"strategy": "hybrid_full", "precision": "fp64"}
     cluster.run("AABB", until=5)
     lives = cluster.run("AABB", until=6, parallel=full)
     assert start(lives) == 3
-    assert said(lives, "the layout is another")
+    assert said(lives, "the layout differs")
     assert lives[0]["losses"][6] == pytest.approx(undisturbed[0]["losses"][6], rel=1e-10, abs=0)
     shutil.rmtree(cluster.run_dir / "checkpoints")
     with pytest.raises(WorkerError, match="checkpoint.resume=never starts again"):
@@ -266,7 +266,7 @@ def test_a_run_that_ends_leaves_nothing(cluster):
 def test_a_folder_for_everybody_is_left_as_it_is(tmp_path, monkeypatch):
     tmp_path.chmod(0o1777)
     monkeypatch.setenv(MEMORY_DIR, str(tmp_path))
-    with pytest.raises(PermissionError, match="others may write to it"):
+    with pytest.raises(PermissionError, match="other users may write to it"):
         in_memory.open_place()
     assert tmp_path.stat().st_mode & 0o7777 == 0o1777
     monkeypatch.setenv(MEMORY_DIR, str(tmp_path / "mine"))

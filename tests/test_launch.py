@@ -219,7 +219,7 @@ def test_a_broken_job_is_not_started_for_ever(tmp_path):
     assert done.stderr.count("ValueError: this model is broken\n") == 1
     assert "rank 1: ValueError: this model is broken. Restarting; 0 attempts left" in done.stderr
     assert "rank 1 failed first" in done.stderr
-    assert "1 restarts brought no step further" in done.stderr
+    assert "1 restarts made no progress" in done.stderr
     assert str(tmp_path / "run" / "logs") in done.stderr
 
 
@@ -478,7 +478,7 @@ def test_the_store_command_listens_where_it_is_told(store_command, server):
     process, address = store_command
     settings = LaunchConfig(nnodes="1", rdzv_endpoint=address)
     assert find_rendezvous(replace(settings, job_id="mine")).server is None
-    says = "serves more than one job: give yours a name with launch.job_id"
+    says = "serves more than one job: name yours with launch.job_id"
     with pytest.raises(ConfigError, match=says):
         find_rendezvous(settings)
     process.terminate()

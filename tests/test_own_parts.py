@@ -251,7 +251,7 @@ def test_a_batch_reaches_forward_by_the_names_of_its_parameters():
     with pytest.raises(ConfigError, match="Own has no forward.*the module inside"):
         loss_of(nn.Module.forward)
     for word in ("train.z_loss=0.1", "train.loss_chunk=8"):
-        with pytest.raises(ConfigError, match="takes y and computes its own loss, which this"):
+        with pytest.raises(ConfigError, match="takes y and computes its own loss, which ignores this key"):
             loss_of(lambda self, x, y: 0, word)
 
 

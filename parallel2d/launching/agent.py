@@ -139,7 +139,7 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
             try:
                 node.run()
             except JobDone:
-                workers.say("the job has ended, and had no place for this node")
+                workers.say("the job ended before this node joined it")
             except Signalled:
                 workers.have_left = node.has_left()
                 raise
@@ -275,12 +275,11 @@ class _Node:
         if end is _End.NODES_CHANGED and self._round.state.after_failure:
             # They cannot save without the failed ranks, and a rank that waits for a failed rank on
             # an accelerator does not react to SIGTERM.
-            workers.say("ranks of another node have failed; starting again with all that are there")
+            workers.say("ranks of another node have failed; restarting with all live nodes")
             self.ranks.end(signal.SIGKILL, GRACE_AFTER_FAILURE_S)
         elif end is _End.NODES_CHANGED:
             workers.say(
-                "the nodes of this job have changed; saving, and starting again with all that are "
-                "there"
+                "the nodes of this job have changed; saving, then restarting with all live nodes"
             )
             self.ranks.end(signal.SIGTERM, grace_s)
         else:
@@ -330,8 +329,7 @@ class _Node:
             if not restarts.limit:
                 raise Signalled(signal.SIGTERM)  # the launcher acts as if it had received it
             workers.say(
-                "a rank was asked to stop, and all have saved; continuing with the nodes that are "
-                "left"
+                "a rank was asked to stop, and all have saved; continuing with the remaining nodes"
             )
             return 0.0
         failure = first_failure(failures)
@@ -361,7 +359,7 @@ class _Node:
             text = f"rank {failure.rank} failed first:\n{text}"
         restarts = workers.restarts
         if restarts.in_a_row > restarts.limit > 0:
-            text += f"\n{restarts.limit} restarts brought no step further"
+            text += f"\n{restarts.limit} restarts made no progress"
         if workers.logs:
             text += f"\nlogs of the other ranks: {workers.logs}"
         return WorkersFailed(text)

@@ -111,8 +111,8 @@ def find_rendezvous(config: LaunchConfig) -> Rendezvous:
         raise ConfigError(f"launch.rdzv_endpoint={endpoint}: {error}") from None
     if config.job_id is None and store.check([OUTSIDE]):
         raise ConfigError(
-            f"the store at {endpoint} serves more than one job: give yours a name with "
-            "launch.job_id, the same on all its nodes"
+            f"the store at {endpoint} serves more than one job: name yours with launch.job_id, "
+            "the same on all its nodes"
         )
     job, number = config.job_id or "parallel2d", 0
     while store.check([f"{_CLOSED}/{job}-{number}"]):

@@ -96,7 +96,7 @@ def check_position(restored: Mapping[str, object], data: OpenData, config: Train
     text = (
         f"the checkpoint of step {restored['step']} was trained on other data, or on the same cut "
         "otherwise (files, tokenizer, train.seq_len, train.seed, data.*): here sample "
-        f"{restored['samples']} is another one"
+        f"{restored['samples']} is another sample"
     )
     if config.checkpoint.strict:
         raise ConfigError(

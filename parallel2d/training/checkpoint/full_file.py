@@ -49,7 +49,7 @@ def load_full(path: Path, model: Models, optimizer: Optimizers | None = None) ->
     def read() -> bytes:
         found = load_torch(os.fspath(path))
         if not isinstance(found, dict):
-            raise ConfigError(f"{path} holds no dict but a {type(found).__name__}")
+            raise ConfigError(f"{path} holds a {type(found).__name__}, not a dict")
         is_state = all(isinstance(value, Tensor) for value in found.values())
         content.update({"model": found} if is_state else found)
         rest = io.BytesIO()

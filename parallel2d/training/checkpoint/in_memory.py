@@ -434,7 +434,7 @@ def open_place() -> str:
             # /tmp or /dev/shm: private permissions would lock out all other users.
             if stat.S_ISDIR(mode) and mode & 0o022:
                 raise PermissionError(
-                    errno.EPERM, "others may write to it; name a folder inside it", path
+                    errno.EPERM, "other users may write to it; use a folder inside it", path
                 )
         private_folders.make_private(path)
         return os.path.abspath(path)

@@ -127,7 +127,7 @@ class LocalState(Checkpoint):
         decoded = Manifest.decode(manifest.numpy().tobytes(), MANIFEST, local=True)
         state = cls(decoded, data, f"{step_name(decoded.step)} from memory")
         if decoded.mesh != mesh:
-            raise DamagedCheckpointError(f"{state.folder.label} is of another mesh")
+            raise DamagedCheckpointError(f"{state.folder.label} was saved on another mesh")
         state.verify()
         return state
 
@@ -135,6 +135,6 @@ class LocalState(Checkpoint):
         held = [chunk.region for chunk in self.tensors[name].chunks]
         if held != ([region] if region.numel else []):
             raise DamagedCheckpointError(
-                f"{self.folder.label} has {held} of {name}, and not {region}: the layout is another"
+                f"{self.folder.label} has {held} of {name}, and not {region}: the layout differs"
             )
         super().copy_into(name, region, destination)

@@ -247,10 +247,10 @@ def _check_facts(content: dict[str, Any]) -> Iterator[tuple[object, str]]:
         yield isinstance(content.get(key), dict), f"{key} is missing or not an object"
     counts: list[Any] = [content.get("step"), content.get("world_size")]
     yield all(map(is_count, counts)), "step and world_size must be whole numbers"
-    yield max(counts) <= LARGEST_COUNT, "step or world_size is larger than any"
+    yield max(counts) <= LARGEST_COUNT, "step or world_size is too large"
     mesh, ranks = content["mesh"], content["world_size"]
     longest = max(map(len, mesh), default=0)
-    yield len(mesh) <= _MOST_AXES and longest <= 100, "mesh has more axes than any"
+    yield len(mesh) <= _MOST_AXES and longest <= 100, "mesh has too many axes"
     yield all(map(is_count, mesh.values())), "mesh must give whole numbers"
     is_mesh = not mesh or math.prod(mesh.values()) == ranks
     yield is_mesh, f"a mesh of {printable(mesh)} is not one of {ranks} ranks"

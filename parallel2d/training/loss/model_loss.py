@@ -78,7 +78,7 @@ class ModelLoss:
             if value and self._targets:
                 raise ConfigError(
                     f"train.{key}={value}: {self._kind} takes {self._targets} and computes its own "
-                    f"loss, which this does not reach; omit train.{key}"
+                    f"loss, which ignores this key; omit train.{key}"
                 )
         self._dtype = input_dtype(config.precision)
         self._rule: LossRule | None = None  # None: the sum of `cross_entropy_sum`

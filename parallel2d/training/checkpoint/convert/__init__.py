@@ -69,7 +69,7 @@ def guess_format(target: str) -> str:
         return "safetensors"
     if target.endswith(_TORCH):
         return "torch"
-    raise ConfigError(f"{target}: which format? say --to hf, --to peft or --to parallel2d")
+    raise ConfigError(f"{target} implies no format; add --to hf, --to peft or --to parallel2d")
 
 
 def convert(
@@ -99,7 +99,7 @@ def convert(
     Raises `ConfigError`: the target exists, or the source lacks data that the format needs.
     """
     if os.path.lexists(target):
-        raise ConfigError(f"{target} exists already; nothing is written over")
+        raise ConfigError(f"{target} exists already and is not overwritten")
     if optimizer and format in ("hf", "peft"):
         raise ConfigError("a Hugging Face model has no place for optimizer state")
     if optimizer and not source.optimizer:

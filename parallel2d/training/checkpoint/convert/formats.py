@@ -310,7 +310,7 @@ def _interpret(content: Any, label: str) -> tuple[dict[str, Tensor], dict[str, A
         facts = facts_in(content.get("parallel2d"), label)
         moments = _optimizer_by_name(content.get("optimizer"), content.get("optimizer_names"))
     if not isinstance(model, dict):
-        raise ConfigError(f"{label} holds no dict of tensors but a {type(model).__name__}")
+        raise ConfigError(f"{label} holds a {type(model).__name__}, not a dict of tensors")
     found = {f"model/{name}": tensor for name, tensor in model.items()} | moments
     for name, tensor in found.items():
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:

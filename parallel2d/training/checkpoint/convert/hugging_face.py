@@ -240,8 +240,8 @@ def _library_model(
     path = path or settings.get("path")
     if path is not None and not os.path.isdir(str(path)):
         raise ConfigError(
-            f"the run began with model.path={printable(path)}, which is not here: say where it is "
-            "with --model path=FOLDER"
+            f"the run began with model.path={printable(path)}, which does not exist here; give its "
+            "path with --model path=FOLDER"
         )
     with as_config_error("the checkpoint's model"):
         _refuse_settings(settings["arguments"])
