@@ -35,14 +35,21 @@ from parallel2d.base import files
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.files import private_folders as folders
-from parallel2d.base.topology import AGENT, HAS_STORE, LIFE, MEMORY_DIR, PREFIX, SHARED_MEMORY
-from parallel2d.launching.agreement import folder_errors_explained
+from parallel2d.base.topology import (
+    AGENT,
+    HAS_STORE,
+    INCARNATION,
+    MEMORY_DIR,
+    PREFIX,
+    SHARED_MEMORY,
+)
 from parallel2d.launching.failures import RankFailure, StoreLost, WorkersFailed, first_failure
 from parallel2d.launching.lost_replicas import Latecomer, LostReplicas
 from parallel2d.launching.node_ranks import GRACE_AFTER_FAILURE_S, NodeRanks
 from parallel2d.launching.processes import Signalled
 from parallel2d.launching.rendezvous import Rendezvous
 from parallel2d.launching.round import FIRST_CALL_S, LAST_CALL_S, JobDone, Round
+from parallel2d.launching.shared_job import folder_errors_explained
 
 LONGEST_PAUSE_S = 60.0
 _LOOK_S = 0.1  # interval between two polls of the ranks
@@ -85,7 +92,7 @@ class NodeWorkers:
     main: str = "parallel2d.rank:rank_main"  # called by each rank with ``words``
     save: bool = False  # True if they can save
     have_saved: bool = False  # they saved, or left, at their last end
-    have_left: bool = False  # after a signal, while the other replicas continue
+    has_left: bool = False  # after a signal, while the other replicas continue
     starts: int = 0  # number of starts of all ranks
 
     def __post_init__(self) -> None:
@@ -100,7 +107,7 @@ class NodeWorkers:
             return int(Path(self.folder, "step").read_text())
         return -1
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(f"parallel2d: {files.for_terminal(text)}", file=sys.stderr, flush=True)
 
 
@@ -139,9 +146,9 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
             try:
                 node.run()
             except JobDone:
-                workers.say("the job ended before this node joined it")
+                workers.log("the job ended before this node joined it")
             except Signalled:
-                workers.have_left = node.has_left()
+                workers.has_left = node.has_left()
                 raise
             except (DistNetworkError, DistStoreError):
                 # After a successful job the store may end with another node.
@@ -175,7 +182,7 @@ class _Node:
     def run(self) -> None:
         """Start the ranks, repeatedly, until the job ends or must end."""
         grace_s = self.workers.settings.grace_s
-        late = Latecomer(self._round, self._rendezvous.store, self.workers.say)
+        late = Latecomer(self._round, self._rendezvous.store, self.workers.log)
         has_failed = False
         try:
             while True:
@@ -208,11 +215,11 @@ class _Node:
         state, ranks = self._round.state, self._round.ranks_of(self._round.own)
         store = PrefixStore(state.prefix, self._rendezvous.store)
         told = self.workers.settings.requeue_exit_code
-        self.lost = lost = LostReplicas(self._round, store, self.ranks, self._may_go_on, told)
+        self.lost = lost = LostReplicas(self._round, store, self.ranks, self._may_continue, told)
         lives: dict[int, int] = {}
         if lost.is_late:
             lives = lost.enter()
-            self.workers.say(f"replacing failed ranks {ranks}; the other ranks continue")
+            self.workers.log(f"replacing failed ranks {ranks}; the other ranks continue")
         of_all = {
             **self._rendezvous.environment,
             PREFIX: state.prefix,
@@ -231,7 +238,7 @@ class _Node:
         }
         environments = []
         for local, rank in enumerate(ranks):
-            of_one = {"RANK": rank, "LOCAL_RANK": local, LIFE: lives.get(rank, 0)}
+            of_one = {"RANK": rank, "LOCAL_RANK": local, INCARNATION: lives.get(rank, 0)}
             given = {name: str(value) for name, value in {**of_all, **of_one}.items()}
             environments.append({**os.environ, **given})
         self.ranks.start(self.workers.starts, environments)
@@ -275,10 +282,10 @@ class _Node:
         if end is _End.NODES_CHANGED and self._round.state.after_failure:
             # They cannot save without the failed ranks, and a rank that waits for a failed rank on
             # an accelerator does not react to SIGTERM.
-            workers.say("ranks of another node have failed; restarting with all live nodes")
+            workers.log("ranks of another node have failed; restarting with all live nodes")
             self.ranks.end(signal.SIGKILL, GRACE_AFTER_FAILURE_S)
         elif end is _End.NODES_CHANGED:
-            workers.say(
+            workers.log(
                 "the nodes of this job have changed; saving, then restarting with all live nodes"
             )
             self.ranks.end(signal.SIGTERM, grace_s)
@@ -286,7 +293,7 @@ class _Node:
             # The other nodes have repeated all steps since this node timed out. The ranks are
             # killed instead of asked to stop, because a save of their state would overwrite the
             # progress that the other nodes have made since then.
-            workers.say(
+            workers.log(
                 "this node timed out and the other nodes continued; ending its ranks and rejoining"
             )
             self.ranks.end(signal.SIGKILL, GRACE_AFTER_FAILURE_S)
@@ -301,7 +308,7 @@ class _Node:
         last signal received meanwhile: another Ctrl-C ends the ranks at once."""
         number, grace_s = stopped.number, float(self.workers.settings.grace_s)
         if number == signal.SIGINT and self.workers.save and self.workers.last_step() > 0:
-            self.workers.say("saving after the running step; Ctrl-C again ends at once")
+            self.workers.log("saving after the running step; Ctrl-C again ends at once")
         while True:
             try:
                 self.ranks.end(number, grace_s)
@@ -311,7 +318,7 @@ class _Node:
                 if number == signal.SIGINT:
                     number, grace_s = signal.SIGKILL, GRACE_AFTER_FAILURE_S
 
-    def _may_go_on(self, failure: RankFailure) -> bool:
+    def _may_continue(self, failure: RankFailure) -> bool:
         """True if only the failed rank's replica restarts and all others continue."""
         workers, restarts = self.workers, self.workers.restarts
         if failure.error and failure.error.complete:
@@ -319,7 +326,7 @@ class _Node:
         if restarts.after_failure() is None:
             return False
         others = "wait" if self.lost is not None and self.lost.needs_all else "continue"
-        workers.say(f"rank {failure.rank}: {failure}. Its replica restarts, the others {others}")
+        workers.log(f"rank {failure.rank}: {failure}. Its replica restarts, the others {others}")
         return True
 
     def _pause_after(self, failures: Sequence[RankFailure]) -> float | None:
@@ -328,7 +335,7 @@ class _Node:
         if any(each.exit_code == workers.settings.requeue_exit_code for each in failures):
             if not restarts.limit:
                 raise Signalled(signal.SIGTERM)  # the launcher acts as if it had received it
-            workers.say(
+            workers.log(
                 "a rank was asked to stop, and all have saved; continuing with the remaining nodes"
             )
             return 0.0
@@ -339,7 +346,7 @@ class _Node:
         if pause is not None:
             wait = f" in {pause:.0f} s" if pause else ""
             left = counted(restarts.limit - restarts.in_a_row, "attempt")
-            workers.say(f"rank {failure.rank}: {failure}. Restarting{wait}; {left} left")
+            workers.log(f"rank {failure.rank}: {failure}. Restarting{wait}; {left} left")
         return pause
 
     def _explain(self, failure: RankFailure) -> Exception:
@@ -347,7 +354,7 @@ class _Node:
         first, on other nodes a reference to it."""
         workers, error = self.workers, failure.error
         is_alone = workers.settings.node_range == (1, 1)
-        if not (is_alone or self._claims_the_report(failure.lost_a_peer)):
+        if not (is_alone or self._reports_failure(failure.lost_a_peer)):
             return WorkersFailed(
                 f"the ranks of {socket.gethostname()} ended because a rank on another node failed; "
                 "see the error there"
@@ -364,7 +371,7 @@ class _Node:
             text += f"\nlogs of the other ranks: {workers.logs}"
         return WorkersFailed(text)
 
-    def _claims_the_report(self, lost_a_peer: bool) -> bool:
+    def _reports_failure(self, lost_a_peer: bool) -> bool:
         """True if this node must report the error."""
         if lost_a_peer:  # another node may know the cause; give it time to set the key first
             time.sleep(1.5)

@@ -164,10 +164,10 @@ def failures_reported_once(
         yield
     except (Exception, KeyboardInterrupt) as exception:
         error, launcher = RankError.of(exception), identity.launcher
-        if not error.complete and others_go_on():  # the job has not failed: the launcher decides
+        if not error.complete and peers_continue():  # the job continues: the launcher decides
             write_error_file(error)
             os._exit(1)
-        is_first = launcher != "self" and _first_to_claim(store)
+        is_first = launcher != "self" and _is_first_to_report(store)
         if is_first and run_dir is not None:
             note_failure(run_dir, error.text)
         # With one launcher for all ranks, the standard error of other ranks than the first is a
@@ -184,7 +184,7 @@ def failures_reported_once(
         os._exit(1)  # no destructors: they would wait for peers that may be inside a collective
 
 
-def others_go_on() -> bool:
+def peers_continue() -> bool:
     """True if replicas may fail while others train."""
     # Imported here, because the module imports torch, which a launcher does not need.
     from parallel2d.base.replicas import current
@@ -193,7 +193,7 @@ def others_go_on() -> bool:
     return replicas is not None and replicas.on
 
 
-def _first_to_claim(store: Any) -> bool:
+def _is_first_to_report(store: Any) -> bool:
     if store is None:
         return True
     claim = functools.partial(store.add, "parallel2d/failure", 1)

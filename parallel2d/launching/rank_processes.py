@@ -248,7 +248,7 @@ def has_own_log() -> bool:
     return bool(_console)
 
 
-def speak_for_all() -> None:
+def log_for_all_ranks() -> None:
     """Redirect this rank's output from its log to the launcher's console: it leads from now on."""
     while _console:
         number, kept = _console.popitem()

@@ -113,7 +113,7 @@ class Hook:
 
 
 @dataclass(frozen=True)
-class Agreed(HookResult):
+class AgreedResult(HookResult):
     """The combined result of the hooks of all ranks in a step, equal on every rank."""
 
     saved: bool = False  # True if every rank passed True
@@ -185,12 +185,12 @@ class HookCalls:
         metrics: Mapping[str, float],
         validation: Mapping[str, float] | None,
         saved: bool,
-    ) -> Agreed:
+    ) -> AgreedResult:
         """Call the hooks after a step, and after its validation if it had one. Raises as `start`.
         Collective.
 
         Args:
-            saved: a value of each rank; `Agreed` says if it is True on all ranks.
+            saved: a value of each rank; `AgreedResult` says if it is True on all ranks.
         """
         if validation is not None:
             self._call("validation", step, step, validation)
@@ -206,7 +206,7 @@ class HookCalls:
         values: dict[str, list[float]] = {}
         for name, value in itertools.chain.from_iterable(given):
             values.setdefault(name, []).append(value)
-        return Agreed(
+        return AgreedResult(
             # Added in the order of the ranks: floating-point sums depend on the order, and all
             # ranks need exactly the same mean.
             metrics={name: sum(each) / len(each) for name, each in values.items()},

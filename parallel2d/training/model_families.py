@@ -78,7 +78,7 @@ def _build_custom(config: CustomModel) -> ModelParts:
     return ModelParts(
         built,
         init,
-        _given_plan(config.tensor_plan),
+        _configured_plan(config.tensor_plan),
         vocab_size=None,
         construct=construct if init is None else None,
     )
@@ -114,9 +114,9 @@ def _build_hugging_face(config: HuggingFaceModel) -> ModelParts:
     # The library's name of a model's first input: input_ids, pixel_values, input_features, ...
     reads = getattr(module, "main_input_name", "input_ids")
     is_pair = getattr(module.config, "is_encoder_decoder", False)
-    plan = _given_plan(config.tensor_plan)
+    plan = _configured_plan(config.tensor_plan)
     if plan is None and huggingface.has_tensor_plan(module):
-        plan = _own_plan
+        plan = _library_plan
     weights = None
     if config.load_weights and config.path is not None and has_weights(config.path):
         weights = functools.partial(load_pretrained, path=config.path)
@@ -156,13 +156,13 @@ def _reading_prefix_and_suffix(parts: ModelParts, what: str) -> ModelParts:
     return dataclasses.replace(parts, context=huggingface.context_of)
 
 
-def _own_plan(model: Any, _tensor: int) -> Mapping[str, object]:
+def _library_plan(model: Any, _tensor: int) -> Mapping[str, object]:
     """Return the library's own plan for the model. Raises ValueError for words in it that have no
     translation."""
     return huggingface.tensor_words(model)
 
 
-def _given_plan(plan: Any) -> TensorPlan | None:
+def _configured_plan(plan: Any) -> TensorPlan | None:
     """Return the plan of the configuration: words as given, or the result of the named function
     for the model."""
     if not plan:

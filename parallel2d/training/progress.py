@@ -39,8 +39,9 @@ class Progress:
 # Not frozen: a step creates one per rank, and a frozen dataclass takes four times as long.
 @dataclass(slots=True)
 class RankReport:
-    """The measurements of one rank in a step. All ranks receive them in the agreement of the next
-    step, as a list of floats; see [Note: one agreement per step] in `step_agreement.py`."""
+    """Measurements of one rank in a step. All ranks receive them in the status all-reduce of the
+    next step, as a list of floats; see [Note: one status all-reduce per step] in `step_status.py`.
+    """
 
     busy_s: float  # seconds of work, without waits for other ranks
     # By the keys of `metrics.keys`, which are equal on every rank
@@ -73,7 +74,7 @@ class StepOutcome:
     preempted: bool  # at least one rank must save and stop
     save_is_due: bool  # by the clock of some rank, in addition to the interval in steps
     joins: bool  # a replica waits to join
-    told_to_stop: list[int]  # the preempted ranks
+    preempted_ranks: list[int]  # the preempted ranks
     store_ends: bool  # one of them is on the node with the store of the other nodes
     ranks: list[RankReport]  # measurements in the previous step, by rank
 

@@ -1,7 +1,7 @@
 """The training loop: `Trainer.run`.
 
 A step takes this rank's part of the global batch, accumulates gradients over its micro-batches,
-agrees with all ranks on the result (`step_agreement`), and updates.
+agrees with all ranks on the result (`step_status`), and updates.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from parallel2d.parallel.sync.updates import outer_sync, set_step
 from parallel2d.parallel.weights.named_tensors import undisturbed
 from parallel2d.training.data.feed import BatchFeed, EndOfData, StepBatch
 from parallel2d.training.data.stream import SampleStream
-from parallel2d.training.hooks import Agreed, HookCalls, RunView
+from parallel2d.training.hooks import AgreedResult, HookCalls, RunView
 from parallel2d.training.membership import Membership
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.phases import PhaseClock
 from parallel2d.training.optimizer import LossScaler, learning_rate, set_learning_rate
 from parallel2d.training.progress import Progress, StepOutcome, WatchedMetrics, problems_of_state
-from parallel2d.training.step_agreement import OwnPart, StepAgreement
+from parallel2d.training.step_status import RankStatus, StepStatus
 from parallel2d.training.trainer_parts import LoopCallbacks, TrainerParts
 
 
@@ -61,7 +61,7 @@ class Trainer(TrainerParts):
         self.progress = Progress()
         self.preempted = False
         self.parameters = [p for p in updated_parameters(self.model) if p.requires_grad]
-        self._agreement = StepAgreement(
+        self._status = StepStatus(
             self.model, self.mesh, self.parameters, self.device, config.sync.compare_every
         )
         self.data_ranks = mesh_shape(self.mesh).data_ranks
@@ -70,7 +70,7 @@ class Trainer(TrainerParts):
         self._measured = recorder.measure({}, 0.0)
         self._watched = WatchedMetrics(config)
         self.stopped: str | None = None  # the reason for an end before the last step
-        self._told_saves = 0  # number of this process's checkpoints that hooks were called for
+        self._reported_saves = 0  # number of this process's checkpoints that hooks were called for
         self.callbacks = LoopCallbacks()
         # True if a joining replica must compute too: the forward has collectives over replicas, or
         # replicas train independently.
@@ -87,7 +87,7 @@ class Trainer(TrainerParts):
             rank=dist.get_rank(),
             run_dir=self.run_dir,
             tokenizer=data.tokenizer,
-            say=recorder.say,
+            say=recorder.log,
             show_text=recorder.show_text,
         )
         self._calls = HookCalls(self.hooks, view)
@@ -145,10 +145,10 @@ class Trainer(TrainerParts):
 
     def begin(self, feed: BatchFeed) -> None:
         """Read the first batch, sum its token count over the ranks, and start the hooks. The
-        agreement of each step counts the tokens of the next batch. Collective."""
+        status of each step counts the tokens of the next batch. Collective."""
         self.stopped = self._watched.reason_to_stop(self.progress.step)
         if self.stopped is not None:
-            self.recorder.say(f"not continued: {self.stopped}; change train.stop to continue")
+            self.recorder.log(f"not continued: {self.stopped}; change train.stop to continue")
         self.upcoming = self.take(feed) if self.has_steps() else None
         if self.upcoming is not None:
             self.loss.compare_head(self.model, self.upcoming.micro_batches[0])
@@ -174,10 +174,11 @@ class Trainer(TrainerParts):
         if found is None:
             return
         batch, outcome = found
-        # The order from here on is the same on every rank. The update follows the agreement, since
-        # only the agreement shows if the gradients of all ranks are finite. Validation and hooks
-        # see the updated weights. The save follows the hooks, because a hook may request it, and
-        # all decisions that lead to a save come from agreed values: a save is collective.
+        # The order from here on is the same on every rank. The update follows the status
+        # all-reduce, which shows if the gradients of all ranks are finite. Validation and hooks see
+        # the updated weights. The save follows the hooks, because a hook may request it, and all
+        # decisions that lead to a save come from values that are equal on all ranks: a save is
+        # collective.
         saves_and_stops = outcome.preempted
         if self.membership is not None:
             saves_and_stops = self.membership.note(outcome)
@@ -190,7 +191,7 @@ class Trainer(TrainerParts):
 
         self._count(step, batch, outcome)
         validation = self._validate_if_due(step, seconds)
-        self.claim.check()
+        self.ownership.check()
         agreed = self._call_hooks(outcome, rate, validation, seconds)
         is_best = self._judge(outcome, validation, agreed)
         if self.stopped is not None and validation is None:
@@ -211,7 +212,7 @@ class Trainer(TrainerParts):
         # Hooks and saves take time, and meanwhile another start may have taken the directory over
         # and moved rows aside. Without this second check this rank would append a row to the file
         # that the new start continues.
-        self.claim.check()
+        self.ownership.check()
         self.recorder.record(
             self.progress,
             outcome,
@@ -267,7 +268,7 @@ class Trainer(TrainerParts):
                     sums[1] += batch.valid_tokens
         finally:
             feed.close()
-        sums *= self._agreement.counts
+        sums *= self._status.counts
         return sums
 
     def _validate_if_due(self, step: int, seconds: dict[str, float]) -> dict[str, float] | None:
@@ -289,11 +290,11 @@ class Trainer(TrainerParts):
         rate: float,
         validation: Mapping[str, float] | None,
         seconds: dict[str, float],
-    ) -> Agreed:
+    ) -> AgreedResult:
         """Call the hooks of all ranks after this step; return their agreed result, and add the time
         to ``seconds``."""
         if not self.hooks:
-            return Agreed()
+            return AgreedResult()
         begin = time.perf_counter()
         metrics = {
             keys.LOSS: outcome.loss,
@@ -313,7 +314,7 @@ class Trainer(TrainerParts):
         return agreed
 
     def _judge(
-        self, outcome: StepOutcome, validation: Mapping[str, float] | None, agreed: Agreed
+        self, outcome: StepOutcome, validation: Mapping[str, float] | None, agreed: AgreedResult
     ) -> bool:
         """Compare the metrics of this step with the best values so far, and end the run if it
         should stop. True if this state is the best one."""
@@ -329,16 +330,16 @@ class Trainer(TrainerParts):
         if self.stopped is None and agreed.stop is not None:
             self.stopped = f"stopped after step {step} by a hook: {agreed.stop}"
         if self.stopped is not None and self.upcoming is not None:
-            self.recorder.say(self.stopped)
+            self.recorder.log(self.stopped)
             self.upcoming = None
             finish_updates(self.model)
         return is_best
 
     def _tell_saves(self) -> None:
         published = self.checkpointer.published
-        for step in published[self._told_saves :]:
+        for step in published[self._reported_saves :]:
             self._calls.saved(step, self.checkpointer.store.path_of(step))
-        self._told_saves = len(published)
+        self._reported_saves = len(published)
 
     def _end(self) -> None:
         self._tell_saves()
@@ -346,7 +347,7 @@ class Trainer(TrainerParts):
         self._calls.end(self.progress.step, reason)
         if reason == "finished":
             for warning in self._watched.never_measured():
-                self.recorder.say(f"warning: {warning}")
+                self.recorder.log(f"warning: {warning}")
 
     def take(self, feed: BatchFeed) -> StepBatch | None:
         try:
@@ -398,21 +399,23 @@ class Trainer(TrainerParts):
         else:
             summed = self.forward_backward(batch, tokens)
         self.clock.mark("forward_backward_s")
-        # The next batch is read before the agreement, because the agreement also sums the tokens
-        # of the next global batch. The losses of the next step are divided by this sum, which must
-        # be known before its first backward pass; reading here saves a second all-reduce.
+        # The next batch is read before the status all-reduce, which also sums the tokens of the
+        # next global batch. The losses of the next step are divided by this sum, which must be
+        # known before its first backward pass; reading here saves a second all-reduce.
         is_last = step >= self.config.train.steps
         self.upcoming = None if is_last else self.take(feed)
         self.clock.mark("data_s")
-        outcome = self._agree(summed, batch, feed)
+        outcome = self._reduce_status(summed, batch, feed)
         if outcome is not None and self.membership is not None:
             outcome = outcome if self.membership.finish_joining() else None
         self.clock.mark("sync_s")
         return outcome
 
-    def _agree(self, summed: Tensor, batch: StepBatch, feed: BatchFeed) -> StepOutcome | None:
+    def _reduce_status(
+        self, summed: Tensor, batch: StepBatch, feed: BatchFeed
+    ) -> StepOutcome | None:
         """Agree on the step; None if replicas failed, and the survivors must repeat it."""
-        own = OwnPart(
+        own = RankStatus(
             loss=summed,
             tokens=batch.valid_tokens,
             sample_hash=batch.sample_hash,
@@ -422,14 +425,14 @@ class Trainer(TrainerParts):
             report=self._measured,
         )
         step, scale = self.progress.step + 1, self.scaler.scale
-        found = self._agreement.reach(step, own, scale)
+        found = self._status.all_reduce(step, own, scale)
         if found is None:
             assert self.membership is not None
             sums = self.membership.repeat(feed)
             if sums is None:
                 return None
             told = torch.tensor(sums, dtype=torch.float64)
-            found = self._agreement.conclude(step, told, own, scale)
+            found = self._status.conclude(step, told, own, scale)
         outcome, self.upcoming_tokens = found
         return outcome
 

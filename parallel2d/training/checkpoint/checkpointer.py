@@ -37,7 +37,10 @@ from parallel2d.parallel.weights.named_tensors import (
     tied_names,
 )
 from parallel2d.parallel.weights.states import Models, Optimizers
-from parallel2d.training.checkpoint.in_memory import MemoryCopies, forget_copies
+from parallel2d.training.checkpoint.in_memory import (
+    InMemoryCheckpoints,
+    forget_in_memory_checkpoints,
+)
 from parallel2d.training.checkpoint.local_state import Staging
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest, to_json
 from parallel2d.training.checkpoint.resume import Resume
@@ -88,7 +91,7 @@ class Checkpointer:
         model, optimizer: sharded or plain, or several, ``{"generator": ..., "critic": ...}``.
             ``optimizer=None`` saves only models.
         layout: facts for the manifest: numbers, strings, lists and dicts.
-        copies: the result of `memory_copies` for the same ``config``; None: no in-memory
+        copies: the result of `in_memory_checkpoints` for the same ``config``; None: no in-memory
             checkpoints.
 
     Attributes:
@@ -110,15 +113,15 @@ class Checkpointer:
         optimizer: Optimizers | None,
         *,
         layout: dict[str, Any] | None = None,
-        copies: MemoryCopies | None = None,
+        copies: InMemoryCheckpoints | None = None,
     ) -> None:
         self.config, self.mesh, self._optimizer, self._run_dir = config, mesh, optimizer, run_dir
         self.model = model if isinstance(model, nn.Module) else _joined(model)
-        self.layout, self.copies = layout or {}, copies
+        self.layout, self.in_memory = layout or {}, copies
         if copies is None and config.enabled and config.memory_every not in ("auto", 0):
             raise ConfigError(
                 f"checkpoint.memory_every={config.memory_every}: give the copies to Checkpointer, "
-                "copies=parallel2d.training.checkpoint.memory_copies(config, run_dir, mesh)"
+                "copies=parallel2d.training.checkpoint.in_memory_checkpoints(config, run_dir, mesh)"
             )
         self.group = Group.new()
         # A save in a thread has its own group. The decision of a step needs a second one, because
@@ -155,8 +158,8 @@ class Checkpointer:
     def follow(self, step: int) -> None:
         """Continue from ``step`` with the state that another replica has sent."""
         self._last_step = self._base = step
-        if self.copies is not None:
-            self.copies.follow()
+        if self.in_memory is not None:
+            self.in_memory.follow()
 
     @property
     def age_steps(self) -> int:
@@ -191,7 +194,13 @@ class Checkpointer:
         self.group.stay()
         restarted = any(self.group.all_gather(restarted))
         self._resume = Resume(
-            self.config, self.store, self.group, self.model, self.optimizer, self.copies, settings
+            self.config,
+            self.store,
+            self.group,
+            self.model,
+            self.optimizer,
+            self.in_memory,
+            settings,
         )
         state = self._resume.run(restarted)
         if state is not None:
@@ -213,10 +222,10 @@ class Checkpointer:
             return
         self._resume.set_aside()
         self._resume = None
-        if self.copies is not None:
-            self.copies.begin(self._last_step)
+        if self.in_memory is not None:
+            self.in_memory.begin(self._last_step)
         elif self.group.is_first:
-            forget_copies(self._run_dir)
+            forget_in_memory_checkpoints(self._run_dir)
         if self.config.enabled and self.group.is_first:
             self._name_best()
 
@@ -250,7 +259,7 @@ class Checkpointer:
         if best.get("step") not in own:
             state["best"] = None
             what = "the best step so far has no checkpoint, so it no longer counts"
-            self.group.say(what, logging.WARNING)
+            self.group.log(what, logging.WARNING)
         elif self.group.is_first:
             self._best = best
 
@@ -284,8 +293,8 @@ class Checkpointer:
         self._last_step = step
         self.blocked_s = 0.0
         # The last state and the state at a preemption must be on disk in any case.
-        if self.copies is not None and self.copies.is_due(step) and not (last or preempted):
-            self.copies.save(self._state(step, state))
+        if self.in_memory is not None and self.in_memory.is_due(step) and not (last or preempted):
+            self.in_memory.save(self._state(step, state))
             self.blocked_s = time.perf_counter() - begin
         if due is None and self._votes is not None:
             due = bool(self._votes.broadcast(self.time_is_up()))
@@ -325,7 +334,7 @@ class Checkpointer:
         if saving is None:
             return
         if not saving.done():
-            self.group.say("waiting for the checkpoint that is still being written")
+            self.group.log("waiting for the checkpoint that is still being written")
         outcome = saving.result()
         if outcome is None:
             return
@@ -351,8 +360,8 @@ class Checkpointer:
         if self.failures:
             failed = f"({self.failures} failed in a row); see the log"
             raise CheckpointError(f"the last checkpoint could not be written {failed}")
-        if self.copies is not None:
-            self.copies.finish()
+        if self.in_memory is not None:
+            self.in_memory.finish()
 
     def _complete(self) -> None:
         """Wait for the save in progress; the survivors repeat it if a replica failed."""

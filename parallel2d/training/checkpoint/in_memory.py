@@ -1,12 +1,12 @@
-"""Checkpoints in memory: `memory_copies` keeps a run's state in the nodes' shared memory, so that
+"""Checkpoints in memory: `in_memory_checkpoints` keeps the state of a run in shared memory, so that
 ranks that lost the state recover without a checkpoint on disk.
 
-[Note: memory copies] The shared memory of a node outlives its workers. Every few steps each rank
-stages its part of the state, and a thread writes this part to shared memory as a checkpoint of one
-rank; see [Note: atomic publication]. The previous copy stays until the new one is complete on all
-ranks. If a node fails, the ranks at the same position of the other replicas hold the same state.
-With ``strategy=hybrid_full``, where replicas split the state, a rank of another replica keeps a
-second copy.
+[Note: in-memory checkpoints] The shared memory of a node outlives its workers. Every few steps each
+rank stages its part of the state, and a thread writes this part to shared memory as a checkpoint of
+one rank; see [Note: atomic publication]. The previous copy stays until the new one is complete on
+all ranks. If a node fails, the ranks at the same position of the other replicas hold the same
+state. With ``strategy=hybrid_full``, where replicas split the state, a rank of another replica
+keeps a second copy.
 
 All ranks load the newest step with a copy for every rank, provided that the mesh is the same. Nodes
 without a copy receive their parts from the others. If a part is missing everywhere, the run falls
@@ -83,9 +83,9 @@ _COPY = re.compile(
 )
 
 
-def memory_copies(
+def in_memory_checkpoints(
     config: CheckpointConfig, run_dir: str | os.PathLike[str], mesh: DeviceMesh | None
-) -> MemoryCopies | None:
+) -> InMemoryCheckpoints | None:
     """Return the in-memory checkpoints that ``config.memory_every`` requests, or None.
 
     The result is for a `Checkpointer` with the same arguments. Rank 0 decides, because environment
@@ -99,17 +99,17 @@ def memory_copies(
         is_needed = (replicas := current()) is None or replicas.needs_all
         every = AUTO_EVERY if starts_again and is_needed else 0
     every = int(group.broadcast(every))
-    return MemoryCopies(every, os.fspath(run_dir), mesh, group) if every else None
+    return InMemoryCheckpoints(every, os.fspath(run_dir), mesh, group) if every else None
 
 
-def forget_copies(run_dir: str | os.PathLike[str]) -> None:
+def forget_in_memory_checkpoints(run_dir: str | os.PathLike[str]) -> None:
     """Delete the record of in-memory checkpoints: the run continues without them, and any copies
     that still exist no longer count."""
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(run_dir, RECORD))
 
 
-class MemoryCopies:
+class InMemoryCheckpoints:
     """The in-memory checkpoints of one run.
 
     Every rank constructs one and calls its methods at the same points. ``group`` must not be used
@@ -207,7 +207,7 @@ class MemoryCopies:
         _, own = sources[rank]
         manifest, data = held[own]
         opened: LocalState = group.agree(lambda: LocalState.from_bytes(manifest, data, self._shape))
-        group.say(f"{step_name(step)} is in memory; {len(moved)} ranks received their parts")
+        group.log(f"{step_name(step)} is in memory; {len(moved)} ranks received their parts")
         self._opened = own.split("/")[0], step
         return opened
 
@@ -256,7 +256,7 @@ class MemoryCopies:
 
         if self._try(clear):
             self._due_now = bool(loaded)  # nodes that have just joined hold no copy yet
-            self._group.say(
+            self._group.log(
                 f"in-memory checkpoints on: one every {self.every} steps in {self._root}"
             )
 
@@ -364,7 +364,7 @@ class MemoryCopies:
                 f"{free:.1f} MiB of shared memory are free, and two copies need {mib:.1f} MiB; "
                 "make it larger (in a container: --shm-size), or set checkpoint.memory_every=0"
             )
-        self._group.say(f"in-memory checkpoints: {mib:.1f} MiB of memory on this node")
+        self._group.log(f"in-memory checkpoints: {mib:.1f} MiB of memory on this node")
 
     def wait(self) -> None:
         """Wait until the last copy is complete on all nodes, or has failed."""
@@ -385,7 +385,7 @@ class MemoryCopies:
             self._group.agree(work)
         except ConfigError as fault:
             self.on = False
-            self._group.say(
+            self._group.log(
                 f"in-memory checkpoints off: {fault}. Training continues; a failed worker "
                 "costs the steps since the last checkpoint",
                 logging.WARNING,
@@ -397,7 +397,7 @@ class MemoryCopies:
         self._staging, self._staged = Staging(), _NOTHING
         self._group.all_gather(None)  # wait until no rank writes any more
         if self._group.is_first:
-            forget_copies(self.run_dir)
+            forget_in_memory_checkpoints(self.run_dir)
         shutil.rmtree(self._folder, ignore_errors=True)
         if MEMORY_DIR not in os.environ:
             private_folders.remove(self._root)

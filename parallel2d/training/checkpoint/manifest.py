@@ -224,7 +224,7 @@ class Checkpoint:
         """Read an unsharded tensor on CPU in its stored dtype."""
         tensor = self.tensors[name]
         result = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
-        self.copy_into(name, Region.whole(tensor.shape), result)
+        self.copy_into(name, Region.of_shape(tensor.shape), result)
         return result
 
 

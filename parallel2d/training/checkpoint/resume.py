@@ -21,10 +21,10 @@ from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.folder import is_remote, open_folder
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
-from parallel2d.parallel.sync.average import average_of
+from parallel2d.parallel.sync.ema import ema_of
 from parallel2d.parallel.weights.named_tensors import masters_were_loaded
 from parallel2d.parallel.weights.optimizer_settings import Settings, put_settings
-from parallel2d.training.checkpoint.in_memory import MemoryCopies
+from parallel2d.training.checkpoint.in_memory import InMemoryCheckpoints
 from parallel2d.training.checkpoint.manifest import (
     MANIFEST,
     MAX_BYTES,
@@ -37,7 +37,7 @@ from parallel2d.training.checkpoint.state import (
     check_model,
     check_optimizer,
     list_differences,
-    load_averages,
+    load_ema,
     load_model,
     load_optimizer,
     load_replica_state,
@@ -61,7 +61,7 @@ class Resume:
     group: Group
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
-    copies: MemoryCopies | None
+    in_memory: InMemoryCheckpoints | None
     settings: bool
     own_step: int | None = None  # step of the loaded checkpoint if it is in this run's store
     stored: int = 0  # the newest intact step on disk; 0: none
@@ -75,8 +75,8 @@ class Resume:
         copies: list[int] = []
         # After a manual start, in-memory checkpoints count only with checkpoint.resume=auto, which
         # requests the newest state of this run.
-        if self.copies is not None and (restarted or resume == "auto"):
-            copies = self.copies.steps()
+        if self.in_memory is not None and (restarted or resume == "auto"):
+            copies = self.in_memory.steps()
         if restarted:
             state = self._newest(own, copies, "all")
             if state is not None:
@@ -97,7 +97,7 @@ class Resume:
         if not own:
             found = self.group.on_first(lambda: _find(resume), f"checkpoint.resume={resume}")
             return self._load_path(found, None)
-        self.group.say(
+        self.group.log(
             f"this run continues from its own checkpoints, not from checkpoint.resume={resume}"
         )
         return self._newest(own, copies, "all")
@@ -147,7 +147,7 @@ class Resume:
                     what = f"{what} in memory"
                 else:
                     damaged[step] = f"{what}: {fault}"
-                self.group.say(f"skipping {what}: {fault}", logging.WARNING)
+                self.group.log(f"skipping {what}: {fault}", logging.WARNING)
                 continue
             self._aside = dict.fromkeys(damaged, _DAMAGED)
             self.own_step = None if is_copy else step
@@ -168,8 +168,8 @@ class Resume:
         return self._load(checkpoint, load)
 
     def _load_copy(self, step: int, load: str) -> dict[str, Any]:
-        assert self.copies is not None
-        checkpoint = self.copies.open(step)
+        assert self.in_memory is not None
+        checkpoint = self.in_memory.open(step)
         try:
             return self._load(checkpoint, load)
         except DamagedCheckpointError as fault:
@@ -230,23 +230,23 @@ class Resume:
         passed_over = self.group.agree(fill)
         masters_were_loaded(self.model)
         restarts = load != "all" or not names_under(["ema"], checkpoint.tensors)
-        self.group.agree(lambda: load_averages(self.model, checkpoint, restart=restarts))
-        if restarts and average_of(self.model) is not None:
-            self.group.say(f"the averages of train.ema begin with the weights of {label}")
+        self.group.agree(lambda: load_ema(self.model, checkpoint, restart=restarts))
+        if restarts and ema_of(self.model) is not None:
+            self.group.log(f"the averages of train.ema begin with the weights of {label}")
         if load == "all":
             self.group.agree(lambda: load_replica_state(self.model, checkpoint))
             if names_under(["rng"], checkpoint.tensors) and not same_ranks:
-                self.group.say(
+                self.group.log(
                     f"{label} was written by {manifest.world_size} ranks, here are "
                     f"{self.group.size}: the ranks' random generators start from the seed"
                 )
         if passed_over:
-            self.group.say(
+            self.group.log(
                 f"checkpoint.strict=false skipped:\n{list_differences(passed_over)}",
                 logging.WARNING,
             )
         what = "all" if load == "all" else "weights only"
-        self.group.say(f"loaded {label} ({what})")
+        self.group.log(f"loaded {label} ({what})")
         return from_json(manifest.state) | {"step": manifest.step}
 
 

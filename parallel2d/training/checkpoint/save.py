@@ -73,7 +73,7 @@ class Group:
         if isinstance(self.group, Everyone):
             self.group.generation = self.group.replicas.met
 
-    def say(self, text: str, level: int = logging.INFO) -> None:
+    def log(self, text: str, level: int = logging.INFO) -> None:
         """Log ``text`` on the leader only."""
         if self.is_first:
             log.log(level, "%s", text)

@@ -113,7 +113,7 @@ class Schedule:
     """
 
     def __init__(self, weights: list[float]) -> None:
-        self.weights = _whole_numbers(weights)
+        self.weights = _integer_weights(weights)
         self.period = sum(self.weights)
         self._table = np.zeros(self.period, dtype=np.int64)
         # Position -> number of earlier occurrences of its component in this period
@@ -145,7 +145,7 @@ class Schedule:
         return min(ends)
 
 
-def _whole_numbers(weights: list[float]) -> list[int]:
+def _integer_weights(weights: list[float]) -> list[int]:
     try:
         fractions = [Fraction(str(weight)) for weight in weights]
     except ValueError:

@@ -45,7 +45,7 @@ class ConsoleDisplay:
     def begin(self, step: int) -> None:
         """Start the live display after ``step`` finished steps."""
         if step:
-            self.say(f"resumed after step {step}")
+            self.log(f"resumed after step {step}")
         if self._is_live:
             # Automatic refresh would need a thread, which would take time from the loop.
             self._live = Live(console=Console(stderr=True), auto_refresh=False)
@@ -74,7 +74,7 @@ class ConsoleDisplay:
             return
         shown = [f"step {step}/{self._steps}", *parts, eta]
         for line in wrap(list(filter(None, shown))):
-            self.say(line)
+            self.log(line)
 
     def _view(self, step: int, parts: list[str], eta: str) -> Group:
         left, right = Column(no_wrap=True), Column(no_wrap=True)
@@ -83,7 +83,7 @@ class ConsoleDisplay:
         bar.add_row(f"step {step}/{self._steps}", progress, eta)
         return Group(bar, *(Text(line, no_wrap=True) for line in wrap(parts)))
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a permanent line."""
         if self._is_silent:
             return

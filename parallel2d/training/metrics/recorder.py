@@ -23,9 +23,9 @@ from parallel2d.base.replicas import absent_ranks
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.communication import CommunicationMeter
 from parallel2d.training.metrics.console import ConsoleDisplay
+from parallel2d.training.metrics.heartbeat import Position
+from parallel2d.training.metrics.metrics_row import seconds_in
 from parallel2d.training.metrics.phases import StepProfiler
-from parallel2d.training.metrics.row_file import seconds_in
-from parallel2d.training.metrics.watch import Position
 from parallel2d.training.metrics.writer import MetricsWriter
 from parallel2d.training.progress import Progress, RankReport, StepOutcome
 
@@ -135,9 +135,9 @@ class Recorder:
 
     def measure(self, seconds: Mapping[str, float], busy_cpu_s: float) -> RankReport:
         """End the measurement of a step that took ``seconds``; empty before the first step. The
-        other ranks receive the report in the next step's agreement.
+        other ranks receive the report in the next step's status all-reduce.
 
-        The busy time is the time of the step without its collectives and its agreement. On GPU,
+        The busy time is the time of the step without its collectives and its status. On GPU,
         collectives overlap with computation, and if a host has more ranks than cores, every rank
         waits for a core; in these cases the busy time is ``busy_cpu_s``, the used CPU seconds.
         """
@@ -195,7 +195,7 @@ class Recorder:
             step_s = seconds["step_s"]
             self._emit(row | {keys.FIRST_STEP_S: step_s})
             if self.display:
-                self.display.say(f"first step {step_s:.2f} s (not counted in the averages)")
+                self.display.log(f"first step {step_s:.2f} s (not counted in the averages)")
         else:
             longest, mean = max(busy_s), sum(busy_s) / len(busy_s)
             if mean:  # zero if no rank has measured a step yet
@@ -287,17 +287,17 @@ class Recorder:
             # Every rank computes the same sentences, and one rank shows them.
             if self.display is not None:
                 log.warning("%s", sentence)
-                self.display.say(f"warning: {sentence}")
+                self.display.log(f"warning: {sentence}")
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Log a line in ``train.log`` and on the console, on rank 0 only."""
         if self.display is not None:
             log.info("%s", text)
-            self.display.say(text)
+            self.display.log(text)
 
     def show_text(self, tag: str, text: str, step: int) -> None:
         """Log ``text`` with its tag and step, and show it in TensorBoard under ``tag``."""
-        self.say(f"{tag} at step {step}:\n{for_terminal(text)}")
+        self.log(f"{tag} at step {step}:\n{for_terminal(text)}")
         if self.writer:
             self.writer.text(tag, text, step)
 

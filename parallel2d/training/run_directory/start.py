@@ -164,7 +164,7 @@ class RunTakenOver(PlainError):  # noqa: N818  (an event, which need not be an e
     """Another start of this run has taken over its directory."""
 
 
-class RunClaim:
+class OwnershipLock:
     """Rank 0's ownership lock on the run directory; inactive before `take` and on other ranks."""
 
     def __init__(self, run_dir: str) -> None:
@@ -225,7 +225,7 @@ class AcceptedStart:
 
 
 def accept_start(
-    job: Job, layout: dict[str, Any], finished_steps: int, claim: RunClaim
+    job: Job, layout: dict[str, Any], finished_steps: int, ownership: OwnershipLock
 ) -> AcceptedStart:
     """Accept a start: take ``claim`` and replace the records in the directory of ``job``.
 
@@ -268,7 +268,7 @@ def accept_start(
     # job that is cut off checks it before each write, so that it stops before the records below
     # describe this start. The segment follows, because rows refer to it by its number; the files
     # after it only describe the start, and a crash between them loses no training.
-    claim.take()
+    ownership.take()
     _append(run_dir, segment)
     files.replace(os.path.join(run_dir, "layout.json"), json.dumps(layout, indent=1))
     with contextlib.suppress(FileNotFoundError):

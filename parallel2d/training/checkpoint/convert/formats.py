@@ -135,7 +135,7 @@ def write_ours(source: Source, folder: str, shard_bytes: int) -> None:
     files: dict[str, list[str]] = {}
     room = 0
     for name, (dtype, shape) in source.tensors.items():
-        region = Region.whole(shape)
+        region = Region.of_shape(shape)
         size = region.numel * DTYPES[dtype].itemsize
         # A tensor larger than a file gets a separate file.
         if size > room:
