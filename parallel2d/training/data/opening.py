@@ -303,5 +303,5 @@ def _open_store(config: DataConfig) -> TokenStore:
     except OSError as error:
         raise ConfigError(
             f"the data cache {root} is not writable ({error.strerror or error}: "
-            f"{error.filename or folder}); set data.cache_dir to a folder that can"
+            f"{error.filename or folder}); set data.cache_dir to a writable folder"
         ) from error
