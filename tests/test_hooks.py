@@ -205,7 +205,7 @@ def call_once(hooks):
     ([Returning({"a": 1}), Returning({"a": 2})], "the metric a is given by two hooks"),
     ([Returning({"a": "b"})], "could not convert string to float: 'b'"),
     ([Returning({"a": (1, -1)})], "the metric a has the count -1, which must be at least 0"),
-    ([Returning({1: 1})], "a metric has the name 1, which is no string"),
+    ([Returning({1: 1})], "a metric has the name 1, which is not a string"),
     ([Returning(7)], "it may return a dict of metrics, a HookResult or None"),
     ([Returning({}, "save")], "save returned {}; it may return nothing"),
 ])  # fmt: skip
@@ -220,7 +220,7 @@ def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
     (["nowhere:Hook"], "train.hooks=nowhere:Hook cannot be imported"),
     (["test_hooks:Nothing"], "has no attribute 'Nothing'"),
     (["test_hooks:SAMPLE"], "is not callable"),
-    (["test_hooks:call_once"], "is no class derived from parallel2d.hooks.Hook"),
+    (["test_hooks:call_once"], "is not a class derived from parallel2d.hooks.Hook"),
     ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),
     ([{"hook": "test_hooks:Noting", "x": 1}], "unexpected keyword argument 'x'|too many"),
     (
