@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     )
     from parallel2d.training.checkpoint import Checkpointer
     from parallel2d.training.checkpoint.full_file import load_full, save_full
+    from parallel2d.training.data.together import together
     from parallel2d.training.hooks import Hook, HookResult, RunView
     from parallel2d.training.optimizer import build_optimizer, set_learning_rate, whole_matrices
     from parallel2d.training.own_loop import Replicas
@@ -115,6 +116,7 @@ _NAMES = {
     "parallel.weights.unsharded_tensors": ("apply_full", "sharded_modules", "summon_full_params"),
     "training.checkpoint": ("Checkpointer",),
     "training.checkpoint.full_file": ("load_full", "save_full"),
+    "training.data.together": ("together",),
     "training.hooks": ("Hook", "HookResult", "RunView"),
     "training.optimizer": ("build_optimizer", "set_learning_rate", "whole_matrices"),
     "training.own_loop": ("Replicas",),
@@ -137,7 +139,8 @@ __all__ = [
     "model_sharded_context", "no_sync", "outer_parameters", "parallelize", "reduce",
     "register_sync_hook", "rekey_optimizer_state", "replicate_group", "save_full",
     "set_learning_rate", "set_step", "setup", "sharded_copy", "sharded_modules", "sharded_state",
-    "summon_full_params", "teardown", "token_weight", "updated_parameters", "whole_matrices",
+    "summon_full_params", "teardown", "together", "token_weight", "updated_parameters",
+    "whole_matrices",
 ]  # fmt: skip
 
 
