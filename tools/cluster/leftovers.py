@@ -48,7 +48,7 @@ def _started(pid: int) -> str | None:
 
 
 @contextlib.contextmanager
-def _exclusive() -> Iterator[None]:
+def _locked() -> Iterator[None]:
     """Hold a lock: one tool at a time chooses a subnet or cleans."""
     handle = os.open(ROOT, os.O_RDONLY)
     try:
@@ -73,7 +73,7 @@ def states() -> dict[str, dict[str, Any]]:
 
 def claim(hosts: list[str]) -> tuple[str, Path, Any]:
     """Return a new tag, its folder with the state, and a subnet that no other cluster uses."""
-    with _exclusive():
+    with _locked():
         tag = f"{os.getpid()}x{random.SystemRandom().randrange(16**4):04x}"
         taken = [state["subnet"] for state in states().values() if state["subnet"]]
         subnet = free_subnet(random.SystemRandom().sample(range(1, 65535), 64), taken)
@@ -101,7 +101,7 @@ def remove(tag: str) -> list[str]:
 
 def clean() -> list[str]:
     """Remove the namespaces and folders of clusters with a dead owner; return their names."""
-    with _exclusive():
+    with _locked():
         known = states()
         tags = {tag for tag, state in known.items() if not state["alive"]}
         for name in namespaces():
