@@ -5,6 +5,7 @@ python -m tools.docs.terminal
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,8 @@ def capture() -> str:
 
 
 if __name__ == "__main__":
-    console = Console(record=True, width=COLUMNS, quiet=True)
+    # A quiet console would record nothing.
+    console = Console(record=True, width=COLUMNS, file=io.StringIO())
     # The last lines repeat the command line and are long.
     console.print(Text.from_ansi(capture()), overflow="ellipsis", no_wrap=True)
     console.save_svg(
