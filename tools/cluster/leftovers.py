@@ -71,7 +71,7 @@ def states() -> dict[str, dict[str, Any]]:
     return found
 
 
-def claim(hosts: list[str]) -> tuple[str, Path, Any]:
+def reserve(hosts: list[str]) -> tuple[str, Path, Any]:
     """Return a new tag, its folder with the state, and a subnet that no other cluster uses."""
     with _locked():
         tag = f"{os.getpid()}x{random.SystemRandom().randrange(16**4):04x}"
