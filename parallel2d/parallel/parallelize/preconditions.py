@@ -1,4 +1,4 @@
-"""What `parallelize` refuses before it changes anything: `check`, and the rules of a `Layout`."""
+"""Checks of `parallelize` before it changes anything: `check`, and the rules of a `Layout`."""
 
 from __future__ import annotations
 
@@ -30,17 +30,21 @@ from parallel2d.parallel.weights.named_tensors import stepped_by
 
 
 def mark_sharded(model: nn.Module, ignored: Container[str]) -> None:
-    """Has `check_parameters` refuse another model with the parameters of ``model``, those with the
-    names ``ignored`` apart."""
+    """Make `check_parameters` refuse another model with the parameters of ``model``.
+
+    Parameters with names in ``ignored`` may be shared.
+    """
     for name, parameter in model.named_parameters():
         if fqn_of(name) not in ignored:
             setattr(parameter, SHARDED_AS, name)
 
 
 def check(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, topology: Topology) -> None:
-    """Raises `ConfigError` for what a `Layout` does not show: where the ranks are, what their
-    devices can do, which software they run, and what else holds the model's parameters.
-    Collective."""
+    """Raise `ConfigError` for conditions that a `Layout` does not show. Collective.
+
+    They are the hosts of the ranks, the capabilities of their devices, their versions of torch, and
+    other holders of the model's parameters.
+    """
     check_placement(ranks_of(mesh), topology, config.allow_cross_node)
     check_float8(config.precision, mesh.device_type)
     ranks = all_gather((str(torch.__version__), socket.gethostname()))
@@ -55,8 +59,11 @@ def check(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, topology: 
 
 
 def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
-    """Raises `ConfigError` for a mesh or configuration of another kind, for settings that
-    contradict each other, and for a model that is sharded already."""
+    """Raise `ConfigError` for arguments of `parallelize` that no model could have.
+
+    Refused are a mesh or configuration of another type, settings that contradict each other, and a
+    model that is already sharded.
+    """
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
             "the second argument of parallelize is the mesh, from parallel2d.build_mesh; got "
@@ -83,14 +90,16 @@ def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
 
 
 def _check_no_optimizer(model: nn.Module) -> None:
-    """Raises `ConfigError` when a live optimizer holds parameters of ``model``: sharding replaces
-    them, so it would train nothing."""
+    """Raise `ConfigError` when a live optimizer holds parameters of ``model``.
+
+    Sharding replaces the parameters, so the optimizer would train nothing.
+    """
     parameters = {id(parameter) for parameter in model.parameters()}
     for found in gc.get_objects():
-        # Not isinstance, which reads __class__: on a proxy that may run code.
+        # `isinstance` reads __class__, which may run code on a proxy; `type` does not.
         if not issubclass(type(found), torch.optim.Optimizer):
             continue
-        # Optimizers of other models may be alive, and are fine.
+        # Optimizers of other models may be alive.
         if parameters.intersection(map(id, stepped_by(found))):
             raise ConfigError(
                 f"{type(found).__name__} was built before parallelize: it holds parameters that "
@@ -100,9 +109,11 @@ def _check_no_optimizer(model: nn.Module) -> None:
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Raises `ConfigError`, with the name, for a parameter of which sharding would lose something
-    without an error: a hook, a copy of the reference, an update that its module writes. And for one
-    without a size."""
+    """Raise `ConfigError`, with the name, for a parameter that sharding would break silently.
+
+    The causes are a gradient hook, a second reference to the parameter or its memory, an update by
+    the parameter's own module in forward, and a parameter without a size.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in nn.Module.named_parameters(model):
         if id(parameter) not in names:
@@ -134,7 +145,7 @@ def check_parameters(model: nn.Module) -> None:
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     earlier = getattr(parameter, SHARDED_AS, None)
-    # A frozen one goes on being the same in both, unless it is that of a sharded module.
+    # A frozen parameter stays the same object in both models, unless its module is sharded.
     if earlier is not None and (parameter.requires_grad or isinstance(parameter, DTensor)):
         raise ConfigError(
             f"{name} is {earlier} of another model, which parallelize has sharded: it would be "
@@ -146,7 +157,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"{name} has no size yet: run one forward pass of the model before parallelize, or "
             "give its sizes"
         )
-    # A tensor has hooks of two kinds; those of the second run when its gradient is complete.
+    # Post-accumulate hooks run when the gradient is complete; the others run on each gradient.
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise ConfigError(
             f"{name} has a gradient hook, which would never be called, because sharding "
@@ -161,17 +172,19 @@ def _check_references(
     names: Mapping[int, str],
     by_storage: Mapping[int | None, list[nn.Parameter]],
 ) -> None:
-    """Raises `ConfigError` when a plain attribute or a buffer of ``module`` holds parameters or
-    shares their memory. ``names``: of the model's parameters, by id."""
+    """Raise `ConfigError` when an attribute or a buffer of ``module`` aliases a parameter.
+
+    ``names``: FQNs of the model's parameters by id.
+    """
     for attribute, value in plain_attributes(module):
         for held in tensors_in(value):
             known = ""
-            # A frozen one that the model does not have stays as it is: sharding leaves it alone.
+            # A frozen parameter that the model does not register is not sharded and stays valid.
             if isinstance(held, nn.Parameter) and (id(held) in names or held.requires_grad):
                 known = names.get(id(held), "a parameter that the model does not know")
             elif not isinstance(held, nn.Parameter):
                 for parameter in by_storage.get(storage_of(held), ()):
-                    # A view of a frozen one goes on having its values, if it has them.
+                    # A view of a frozen parameter with values keeps these values.
                     changes = parameter.requires_grad or parameter.is_meta
                     if changes and _overlap(held, parameter):
                         known = f"the memory of {names[id(parameter)]}"
@@ -185,8 +198,10 @@ def _check_references(
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors in one storage share memory. Files that are mapped put many tensors, one
-    after the other, into one storage."""
+    """Return True if two tensors of one storage share memory.
+
+    A mapped file has many tensors, one after the other, in one storage.
+    """
     ranges = []
     for tensor in (one, other):
         steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -197,9 +212,11 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def check_offload(cpu_offload: bool, device_type: str, replicate: int = 1) -> None:
-    """Raises `ConfigError` for ``cpu_offload`` where parameters are on CPU anyway, with replicas,
-    and where ranks cannot communicate from CPU: the norm of offloaded gradients, whole parameters
-    and checkpoints are collectives of CPU tensors."""
+    """Raise `ConfigError` for ``cpu_offload`` where it has no use or would fail.
+
+    It needs an accelerator, a single replica, and a process group with a CPU backend: the norm of
+    offloaded gradients, unsharded parameters and checkpoints are collectives of CPU tensors.
+    """
     if not cpu_offload:
         return
     if device_type == "cpu":
