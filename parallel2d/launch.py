@@ -1,6 +1,8 @@
-"""``python -m parallel2d.launch store`` runs a rendezvous store outside of the nodes, so that any
-node may fail; ``python -m parallel2d.launch secret`` makes the secret of a job; ``python -m
-parallel2d.launch run`` starts a training script of one's own."""
+"""``python -m parallel2d.launch store | secret | run``.
+
+``store`` runs a rendezvous store outside of the nodes, so that any node may fail. ``secret`` makes
+the secret of a job. ``run`` starts a custom training script.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,11 @@ from parallel2d.launching.launcher import exit_code_of
 def main(
     arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.launch"
 ) -> int:
-    """Returns the exit code: 0; 2 for words, an address or a secret that cannot be used; otherwise
-    as of the train command."""
+    """Run one command and return the exit code.
+
+    0 on success; 2 for arguments, an address or a secret that cannot be used; otherwise the exit
+    codes of the train command.
+    """
     parser = argparse.ArgumentParser(
         prog=program,
         description="Runs a training script on every rank, keeps the rendezvous of jobs outside of "

@@ -1,4 +1,4 @@
-"""Structure of a model: owners of parameters, repeated blocks (`find_blocks`) and tied parameters."""
+"""Structure of a model: parameter owners, repeated blocks (`find_blocks`) and tied parameters."""
 
 from __future__ import annotations
 
