@@ -31,14 +31,14 @@ from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys, blocks_of
 from parallel2d.parallel.sync.wires.exchange import Coded, Exchange, expected_mean
 from parallel2d.parallel.weights.geometry import Region
 
-_WARM = WIRES["bf16"]  # the wire of the first steps, where ``sync.wire`` is too coarse for them
+_WARM = WIRES["bf16"]  # format of the first steps, if ``sync.wire`` is too coarse for them
 
 
 class EveryStep(SyncMethod):
     """The gradients of every global batch are reduced on all replicas."""
 
     crosses = True
-    # Whether all replicas get the mean, or its owner alone
+    # True if all replicas get the mean; False if only its owner does
     _sent_back = True
 
     def __init__(self, config: SyncConfig) -> None:
@@ -62,22 +62,22 @@ class EveryStep(SyncMethod):
         return Message("all_reduce", self.gradient_bytes(group))
 
     def gradient_bytes(self, group: GroupTraffic) -> int:
-        """Bytes of the gradients of ``group`` as they are sent."""
+        """Return bytes of the gradients of ``group`` in communication."""
         wire = self.named_wire
         if wire is not None and wire.dtype is None:
             fine, hidden = wire.of_gradient(hidden=False), group.hidden_shapes
             others = fine.bytes_of(group.reduced_shapes) - fine.bytes_of(hidden)
             return wire.bytes_of(hidden) + others
         item = self.item_bytes(auto=group.reduced_itemsize)
-        # No dtype wider than that of the gradients is sent.
+        # Gradients are never sent in a wider dtype than their own.
         return group.reduced_numel * min(item, group.sum_itemsize)
 
     def buffer_bytes(self, sums: Sequence[int], item_bytes: int) -> int:
         item = self.item_bytes(auto=item_bytes)
-        # What is not rounded is reduced in place.
+        # Unrounded gradients are reduced in place.
         if item >= 4:
             return 0
-        # As they are sent and as they are received; see `RoundedReduction.most_in_flight`.
+        # Sent and received values; see `RoundedReduction.most_in_flight`.
         return min(sum(sums) * item // 2, 2 * max([*sums, self.bucket_bytes]))
 
     def start(self, model: ReplicatedModel) -> Started:
@@ -94,7 +94,7 @@ class EveryStep(SyncMethod):
         return Started(residuals if self.keeps_residuals else UpdateFollower(), reduction_for)
 
     def check_warmup(self) -> None:
-        """Raises `ConfigError` for a share of steps whose number nobody knows."""
+        """Raise `ConfigError` for a warmup share in a loop without a known number of steps."""
         if 0 < self.warmup < 1:
             raise ConfigError(
                 f"sync.warmup={self.warmup} is a share of train.steps, which a loop of your own "
@@ -102,18 +102,18 @@ class EveryStep(SyncMethod):
             )
 
     def with_residuals(self, model: ReplicatedModel) -> Container[str]:
-        """FQNs of the parameters of which it is kept what was not sent."""
+        """Return FQNs of the parameters with error feedback."""
         return model.hidden if self.keeps_residuals else ()
 
     def sent(self, wire: Wire, step: int) -> Wire:
-        """What ``wire`` is in this ``step``, from 1."""
+        """Return the communication format instead of ``wire`` in this ``step``, from 1."""
         return _WARM if step <= self.warmup else wire
 
     def expected_gradient(
         self, values: Sequence[Tensor], cut: Sequence[Region], name: str, state: ExpectedState
     ) -> Tensor:
         wire = self.named_wire
-        # One without dimensions is averaged with what ranks agree on, unrounded.
+        # A parameter without dimensions is averaged unrounded, in the all-reduce of the agreement.
         if wire is None or not values[0].ndim:
             wire = WIRES["fp64"]
         else:
@@ -131,14 +131,14 @@ class EveryStep(SyncMethod):
 
 @dataclass
 class AllReduce:
-    """An all-reduce in place, in the dtype of the gradients or in a narrower one of 32 bits."""
+    """An all-reduce in place, in the gradients' dtype or a narrower one of 32 bits."""
 
     group: dist.ProcessGroup
     most_in_flight: int | None = None
 
     def start(self, bucket: Bucket) -> list[Wait]:
         flat = sent = bucket.buffer()
-        # Nothing is sent in a dtype that is wider than the gradients.
+        # Gradients are never sent in a wider dtype than their own.
         dtype = bucket.wire.dtype
         if dtype is not None and dtype.itemsize < flat.dtype.itemsize:
             sent = flat.to(dtype)
@@ -153,32 +153,34 @@ class AllReduce:
 
 
 class GradientPart(NamedTuple):
-    """A part of a gradient that is quantized on its own."""
+    """A part of a gradient with separate quantization blocks."""
 
     name: PartName
-    start: int  # the position of its first value in the unsharded parameter, flattened
+    start: int  # position of its first value in the flattened unsharded parameter
     values: Tensor
 
 
 @dataclass
 class RoundedReduction:
-    """Sends rounded values, and adds in fp32; see [Note: rounded exchange]."""
+    """Exchange of rounded values with sums in fp32; see [Note: rounded exchange]."""
 
     group: dist.ProcessGroup
     wire: Wire
     keys: RoundingKeys
     hidden: Container[str]  # FQNs of the hidden matrices
-    residuals: Residuals  # of those with error feedback
+    residuals: Residuals  # error feedback of the hidden matrices
 
     @property
     def most_in_flight(self) -> int:
-        """Two, or as many as take the memory of two in 16 bits: each holds what it sends and
-        receives."""
+        """Two, or as many as use the memory of two in 16 bits.
+
+        Each reduction holds its sent and received values.
+        """
         return max(2, 32 // self.wire.bits)
 
     def start(self, bucket: Bucket) -> list[Wait]:
         if self.wire.dtype is not None:
-            # As one tensor, which is not copied.
+            # The buffer as one tensor, without a copy.
             whole = [bucket.buffer()]
             coder = self.wire.coder(whole, ())
             coded = [Coded(coder, coder.rows(whole), whole)]
@@ -193,7 +195,7 @@ class RoundedReduction:
         return [exchange.send_means, exchange.finish]
 
     def by_wire(self, bucket: Bucket) -> dict[Wire, list[tuple[FSDPParameter, Tensor]]]:
-        """The parameters of ``bucket`` and their gradients, by the form in which they are sent."""
+        """Return the parameters of ``bucket`` with their gradients, by communication format."""
         found: dict[Wire, list[tuple[FSDPParameter, Tensor]]] = defaultdict(list)
         for parameter, gradient in zip(bucket.trained, bucket.parts(), strict=True):
             own = self.wire.of_gradient(hidden=parameter.name in self.hidden)
@@ -208,11 +210,17 @@ class RoundedReduction:
         *,
         again: bool,
     ) -> Coded:
-        """The ``parts`` of a bucket that are sent in one form. ``results``: as of `Coded`;
-        ``again``: as of `Residuals.add_to`."""
+        """Prepare the ``parts`` of a bucket with one communication format.
+
+        Args:
+            wire: the format.
+            parts: the gradients.
+            results: tensors that get the mean.
+            again: see `Residuals.add_to`.
+        """
         values = [part.values for part in parts]
         pieces: list[Piece] = []
-        # A cast needs to know nothing about parameters.
+        # A cast uses no random numbers, so no pieces.
         if wire.dtype is None:
             keys = {name: self.keys.of(name) for name in {part.name[0] for part in parts}}
             pieces = [Piece(keys[part.name[0]], part.start) for part in parts]
