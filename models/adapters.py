@@ -1,8 +1,8 @@
 """Adapters of the ``peft`` library (LoRA) on a model: `add_adapter`.
 
 An adapted model is the library's ``PeftModel`` around the base model. The base is frozen, and its
-layers are renamed. The functions here know these names. Only functions that create an adapter or
-its configuration import the library.
+layers are renamed. The functions here use these names. Only functions that create an adapter or its
+configuration import the library.
 """
 
 from __future__ import annotations

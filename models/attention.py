@@ -26,7 +26,8 @@ def grouped_attention(
         options: further arguments of ``F.scaled_dot_product_attention``.
     """
     tensors = (query, key, value)
-    # A function mode sees one call, so the mode of a context axis exchanges the unrepeated heads.
+    # A function mode intercepts one call, so the mode of a context axis exchanges the unrepeated
+    # heads.
     if has_torch_function(tensors):
         given = {"attn_mask": attn_mask, **options}
         return handle_torch_function(grouped_attention, tensors, *tensors, **given)

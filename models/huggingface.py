@@ -1,9 +1,9 @@
 """Hugging Face ``transformers`` models from a configuration: `build`.
 
 Nothing is downloaded, and no code from a model's folder runs. The configuration comes from a local
-folder with a ``config.json``, or from an architecture with arguments. The class is the one in the
-configuration, or the library's language, sequence-to-sequence, masked or image-classification model
-for that architecture.
+folder with a ``config.json``, or from an architecture with arguments. The configuration names the
+class, or the class is the library's language, sequence-to-sequence, masked or image-classification
+model for that architecture.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def _certify(job: Job, runtime: Runtime) -> Certificate | None:
 
 
 def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | None) -> bool:
-    """Train to the end. Return True if the run was asked to stop earlier."""
+    """Train to the end. Return True if the run was preempted."""
     from parallel2d.base.runtime import limit_waiting
     from parallel2d.launching import signals
     from parallel2d.training.assemble import build_trainer
@@ -241,7 +241,7 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
             )
         elif runtime.is_first:
             lines = summarize(
-                # The trainer knows the number of steps of train.epochs.
+                # The trainer's configuration has the number of steps of train.epochs.
                 dataclasses.replace(job, config=trainer.config),
                 stopped=trainer.preempted,
                 checkpoint=trainer.checkpointer.newest(),

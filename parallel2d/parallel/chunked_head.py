@@ -3,10 +3,11 @@
 [Note: a loss inside the head] FSDP gathers the head's weight around the head's own forward, so the
 loss must be computed there. The targets are passed to the head before the model is called. Instead
 of logits the head returns a `ChunkedLogits`, which holds the finished loss. Operations of the model
-on its logits, such as a soft cap, must be known at that point. So a first forward on a few rows
-records them, and every later forward is compared with the record. `ChunkedLogits` is a dataclass
-because `fully_shard` looks into dataclasses for the tensors that start backward. With a context
-axis the output of the blocks stays a slice, and the loss is the sum of the losses of all slices.
+on its logits, such as a soft cap, must be known at that point. A first forward on a few rows
+therefore records them, and every later forward is compared with the record. `ChunkedLogits` is a
+dataclass because `fully_shard` looks into dataclasses for the tensors that start backward. With a
+context axis the output of the blocks stays a slice, and the loss is the sum of the losses of all
+slices.
 """
 
 from __future__ import annotations

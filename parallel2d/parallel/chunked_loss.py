@@ -2,10 +2,9 @@
 `cross_entropy_from_hidden`.
 
 [Note: gradients in forward] Forward computes the logits, the loss and the gradients of one chunk of
-rows together, and drops the logits before the next chunk. So after forward the gradients of
-``hidden`` and ``weight`` are known, and backward multiplies them by the gradient of the loss, which
-is one number. Recomputing the logits in backward would need as much memory and a fourth matrix
-product.
+rows together, and drops the logits before the next chunk. After forward the gradients of ``hidden``
+and ``weight`` are known, and backward multiplies them by the gradient of the loss, which is one
+number. Recomputing the logits in backward would need as much memory and a fourth matrix product.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The context axis: ranks that share sequences, each with an equal slice of the positions.
 
 [Note: gradients over the context axis] Computations on whole sequences run on every rank of the
-axis, and gradients are averaged over the axis like over any data axis. So on each rank a gradient
-stands for its mean over the ranks. Where a tensor is cut, a rank returns the gradient of its slice,
-and zeros elsewhere. Where slices are joined, a slice gets the *sum* of all ranks' gradients for it.
+axis, and gradients are averaged over the axis like over any data axis. On each rank a gradient thus
+stands for its mean over the ranks. At a cut of a tensor, a rank returns the gradient of its slice,
+and zeros elsewhere. At a join of slices, a slice gets the *sum* of its gradients from all ranks.
 Then the mean is the gradient of a single process, for every parameter.
 """
 

@@ -3,8 +3,8 @@
 A gradient may be split over shard, over shard and tensor, or replicated. torch's
 ``clip_grad_norm_`` refuses a mixture. Here gradients are grouped by the axes that split them. The
 local part of each group is reduced over exactly these axes, and the parts are combined, so the
-result equals the norm of a single process. Where replicas split the updates, the updated part
-replaces its parameter.
+result equals the norm of a single process. If replicas split the updates, the updated part replaces
+its parameter.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _split_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Split:
 
 
 def without_partial(gradient: DTensor) -> DTensor:
-    """Return ``gradient`` with partial sums reduced; collective if there are any."""
+    """Return ``gradient`` with partial sums reduced; collective if any sum is partial."""
     if not any(map(Placement.is_partial, gradient.placements)):
         return gradient
     whole = [Replicate() if isinstance(each, Partial) else each for each in gradient.placements]

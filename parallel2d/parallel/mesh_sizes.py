@@ -76,7 +76,7 @@ class MeshSpec:
         """Resolve the sizes for a job of at most ``nodes`` nodes that may join and leave.
 
         Requested sizes are for the full number of nodes. With fewer nodes, the shard groups of a
-        hybrid keep their size, so that the model still fits, and there are fewer groups.
+        hybrid keep their size, so that the model still fits, and only their number falls.
         """
         strategy = named_strategy(strategy)
         sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
@@ -247,7 +247,7 @@ def check_placement(ranks: torch.Tensor, topology: Topology, allow_cross_node: b
     largest = max(sizes)
     _, shard, context, tensor = ranks.shape
     warnings = []
-    # A group fits inside a host only if the inner groups of all its ranks fit with it.
+    # A group fits inside a host only together with the inner groups of all its ranks.
     for axis, size, needed in (
         ("tensor", tensor, tensor),
         ("context", context, context * tensor),
@@ -272,7 +272,7 @@ def check_placement(ranks: torch.Tensor, topology: Topology, allow_cross_node: b
 
 
 def crossing_group(ranks: torch.Tensor, axis: str, topology: Topology) -> list[int] | None:
-    """Return the ranks of the first group of ``axis`` on several hosts; None if there are none.
+    """Return the ranks of the first group of ``axis`` on several hosts; None without such a group.
 
     ``ranks``: see `check_placement`.
     """

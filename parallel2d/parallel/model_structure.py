@@ -241,7 +241,7 @@ def find_blocks(
         class_names: every outermost module of these classes is a block.
         policy: a callable or ``package.module:function``. Every outermost module with parameters
             is a block if ``policy(module, FQN)`` is true.
-        section: section of the configuration that asks, for messages.
+        section: section of the configuration, for messages.
 
     Raises:
         ConfigError: a given class or policy matches nothing; the message lists candidates.
@@ -292,7 +292,7 @@ def _blocks_of_policy(
     names = {id(module): fqn_of(name) for name, module in model.named_modules()}
 
     def is_chosen(_parent: nn.Module, child: nn.Module) -> bool:
-        # The policy sees only modules with parameters: dropout is never a block.
+        # The policy gets only modules with parameters: dropout is never a block.
         return _has_parameters(child) and bool(chosen(child, names[id(child)]))
 
     found = _outermost(model, is_chosen)

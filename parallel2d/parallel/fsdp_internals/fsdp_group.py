@@ -175,8 +175,8 @@ class FSDPGroup:
         # allocated on the reduce-scatter stream, and FSDP drops its reference on the host while
         # ``stream`` still has to read it. The caching allocator could then give this memory to the
         # next reduce-scatter, which does not wait for ``stream``. The hook records the use on
-        # ``stream``, so that the allocator waits for it. For its own all-reduce FSDP keeps a
-        # reference instead (pytorch pull request 180900).
+        # ``stream``, so that the allocator waits for ``stream``. For its own all-reduce FSDP keeps
+        # a reference instead (pytorch pull request 180900).
         self.module.set_all_reduce_hook(keep_until_done, stream=stream)  # type: ignore[arg-type]
 
     def around_backward(self, before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -220,9 +220,9 @@ class FSDPGroup:
     def _keep_sums(self, end: Callable[[], None]) -> None:
         """Keep the unsharded gradients of this pass, in the wide dtype, for the next pass.
 
-        Autograd adds the next gradients to them. ``end`` frees the parameters. The gradients are
-        taken out before, because FSDP would cast the sums to the communication dtype (pytorch issue
-        194628).
+        Autograd adds the next gradients to these sums. ``end`` frees the parameters. The gradients
+        are taken out before, because FSDP would cast the sums to the communication dtype (pytorch
+        issue 194628).
         """
         taken = [(each, each.take_whole()) for each in self.trained]
         end()
@@ -262,7 +262,7 @@ class FSDPGroup:
         """Sum gradients in ``wide`` and send them in ``wire`` over the shard axis.
 
         Parameters with a wider storage dtype sum in that dtype. FSDP sums partial gradients in the
-        storage dtype or the communication dtype (pytorch issue 194628), and has no setting for it.
+        storage dtype or the communication dtype (pytorch issue 194628), without a setting.
 
         Args:
             wide: accumulation dtype.
@@ -347,8 +347,8 @@ def _keep_missing_gradients(inputs: Any) -> None:
 def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
     """Sum narrow partial gradients over the tensor axis, in fp32 and in one all-reduce.
 
-    FSDP would sum them in the compute dtype (pytorch issue 190626). Returns True if there were any
-    gradients of fewer than 32 bits; the group must then use the accumulation dtype.
+    FSDP would sum them in the compute dtype (pytorch issue 190626). Returns True if any gradient
+    has fewer than 32 bits; the group must then use the accumulation dtype.
     """
     narrow: list[FSDPParameter] = []
     parts: list[Tensor] = []
@@ -369,7 +369,7 @@ def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
 class FSDPParameter:
     """One parameter of a group.
 
-    The optimizer has the sharded parameter, and autograd sees the unsharded one. Sums of several
+    The optimizer has the sharded parameter, and autograd uses the unsharded one. Sums of several
     backward passes that are not reduced over the shard axis stay in the ``.grad`` of the unsharded
     parameter.
     """
@@ -544,8 +544,8 @@ class FSDPParameter:
         return part_of(self.sharded).shape
 
     # Hooks of `register_post_accumulate_grad_hook`. FSDP would call them after the reduction over
-    # the shard axis only, and users expect the mean over all data ranks. So they are removed before
-    # FSDP accumulates, and called after the reduction over the replicate axis.
+    # the shard axis only, and users expect the mean over all data ranks. The hooks are therefore
+    # removed before FSDP accumulates, and called after the reduction over the replicate axis.
 
     def take_hooks(self) -> None:
         """Unregister the hooks and keep them."""

@@ -64,7 +64,7 @@ def _show(parameter: FSDPParam) -> None:
     stored = part_of(parameter.sharded_param)
     whole = getattr(parameter, "_unsharded_param", None)
     # The alias has a separate storage object and version counter, so autograd and the checks of
-    # writes can tell it from the sharded parameter. Fake tensors have no memory to alias.
+    # writes distinguish the alias from the sharded parameter. Fake tensors have no memory to alias.
     alias = stored.data if isinstance(stored, FakeTensor) else torch.from_dlpack(stored.detach())
     if whole is not None:
         part_of(whole).data = alias

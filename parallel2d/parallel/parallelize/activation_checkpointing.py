@@ -79,8 +79,8 @@ def select_without_hooks(model: nn.Module, config: ActivationCheckpointingConfig
 
     torch matches the operators of recomputation with the operators of forward one by one. An FSDP
     hook inside of a checkpointed block may run an all-gather in forward and find the parameters
-    unsharded in recomputation, or the other way round. So the operators of these hooks must not
-    count.
+    unsharded in recomputation, or the other way round. The match therefore excludes the operators
+    of these hooks.
     """
     if config.name != "selective":
         return model

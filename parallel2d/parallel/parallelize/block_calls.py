@@ -84,9 +84,9 @@ def _watch_calls(module: nn.Module, name: str, root: nn.Module) -> None:
         given.append({**dict(enumerate(args)), **kwargs})
 
     def restore(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # FSDP's pre-forward hook makes two tensors of one that is passed twice, but not while
-        # activations are recomputed. Attention takes another path if query, key and value are one
-        # tensor, so the identity is restored here.
+        # FSDP's pre-forward hook turns a tensor that is passed twice into two tensors, but not
+        # while activations are recomputed. Attention takes another path if query, key and value are
+        # the same tensor, so the identity is restored here.
         received = {**dict(enumerate(args)), **kwargs}
         first: dict[int, Any] = {}
         for key, value in given[-1].items():

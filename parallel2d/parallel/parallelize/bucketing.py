@@ -74,7 +74,7 @@ def _complex_modules(model: nn.Module) -> set[int]:
     found = set()
     for _, module in owning_modules(model):
         kinds = {own.is_complex() for own in own_parameters(module) if own.requires_grad}
-        # The root has its own group anyway.
+        # The root always has its own group.
         if module is not model and kinds == {True}:
             found.add(id(module))
     return found

@@ -12,10 +12,10 @@ forever, and raises. The other ranks see the mark at their next entry and do the
 all ranks have issued the same collectives, and the process group remains usable.
 
 The protocol has no lock. Each rank writes only its own cells, by single stores of 8 bytes, and
-memory barriers order its write before its reads of the other cells. So of two ranks with different
-entries at least one sees the entry of the other. For the same reason a rank that is about to issue
-either sees a mark, or the rank that left the mark sees the entry and waits until the entry counts
-as issued or is withdrawn.
+memory barriers order its write before its reads of the other cells. Of two ranks with different
+entries, at least one therefore reads the entry of the other. For the same reason a rank that is
+about to issue either reads a mark, or the rank that left the mark reads the entry and waits until
+the entry counts as issued or is withdrawn.
 
 Ranks without shared memory, for example on several hosts, keep a hash of their collectives and
 compare it at the end of each backward pass. If collectives of different sizes were paired before,
@@ -52,7 +52,7 @@ _TAG, _CODES = 36, (1 << 36) - 1  # lowest bit of an entry's tag; the bits of th
 
 
 class CollectiveOrder:
-    """Order of the collectives of one shard group, shared by all models on it. Built by `of`."""
+    """Order of the collectives of one shard group, shared by all its models. Built by `of`."""
 
     def __init__(self, group: dist.ProcessGroup, one_host: bool, device_type: str) -> None:
         self._group = weakref.ref(group)  # weak: the group is the key under which `of` keeps this

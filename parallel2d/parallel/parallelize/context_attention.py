@@ -53,7 +53,7 @@ def attend_to_slices(
         mask = _whole_columns(axis, name, mask, query.shape[2], key.shape[2])
     elif options["is_causal"]:
         # With causal attention to all keys the last rank would compute most, and some devices would
-        # build a mask. So each rank gets only the key head that its query heads need.
+        # build a mask. Each rank therefore gets only the key head that its query heads need.
         if heads[0] % ranks == 0 and heads[1] < ranks and ranks % heads[1] == 0:
             copies = ranks // heads[1]
             with _gathered_again(
@@ -144,7 +144,7 @@ def _gathered_again(gather: Callable[[Tensor], Tensor], *slices: Tensor) -> Iter
     """Yield ``gather(slice)`` of each slice, and gather again in backward.
 
     Backward recomputes the saved gathered tensors from the slices, so that no layer keeps them.
-    Under activation checkpointing the recomputation repeats the gather anyway.
+    Under activation checkpointing the recomputation already repeats the gather.
     """
     gathered = [gather(own) for own in slices]
     if saving_hooks() is not None:

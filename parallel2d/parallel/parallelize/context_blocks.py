@@ -157,7 +157,7 @@ class SplitBlock:
 
     @contextmanager
     def _own_numbers(self) -> Iterator[None]:
-        """Draw random numbers from a generator of this rank, seeded where all ranks are alike.
+        """Draw random numbers from a per-rank generator with a seed from the common generator.
 
         Modules around the blocks continue to draw the same numbers on all ranks, and recomputation
         repeats the numbers of forward.

@@ -1,7 +1,7 @@
 """Copies of a parallelized model on its layout: a frozen `sharded_copy`, and ``copy.deepcopy``.
 
-Hooks and groups refer to their own model. So a copy starts from the structure before the
-transforms, as a meta copy, and the transforms are applied again.
+Hooks and groups refer to their own model. A copy therefore starts from a meta copy of the structure
+before the transforms, and the transforms are applied again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Parameters that are excluded from sharding: plain, replicated tensors on every rank.
 
 [Note: ignored parameters are frozen] Nothing reduces the gradient of a parameter that is not
-sharded: replicas would diverge without an error. So only frozen parameters may be ignored. They
-need no master copy, and are stored in the compute dtype.
+sharded: replicas would diverge without an error. Only frozen parameters may therefore be ignored.
+They need no master copy, and are stored in the compute dtype.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The layout of a model over the ranks, resolved before anything changes: `resolve`, `Layout`.
 
-`parallelize` applies the layout, `cost` computes from it, and a run describes itself by it.
+`parallelize` applies the layout, `cost` computes its cost, and a run records it.
 
 [Note: the fullest rank] Every axis splits a dim into parts of ceil(size / ranks) rows; the last
-parts are smaller or empty. So the rank that is first on every axis holds at least as much of each
-parameter as any other rank, and its memory is the maximum over ranks.
+parts are smaller or empty. The rank that is first on every axis therefore holds at least as much of
+each parameter as any other rank, and its memory is the maximum over ranks.
 """
 
 from __future__ import annotations

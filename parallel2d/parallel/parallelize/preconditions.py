@@ -212,7 +212,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def check_offload(cpu_offload: bool, device_type: str, replicate: int = 1) -> None:
-    """Raise `ConfigError` for ``cpu_offload`` where it has no use or would fail.
+    """Raise `ConfigError` for ``cpu_offload`` without a use or that would fail.
 
     It needs an accelerator, a single replica, and a process group with a CPU backend: the norm of
     offloaded gradients, unsharded parameters and checkpoints are collectives of CPU tensors.

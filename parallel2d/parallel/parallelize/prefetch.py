@@ -2,16 +2,16 @@
 
 [Note: the order in which groups run] Prefetching needs the order of execution, which may differ
 from the order of registration: a model may run its modules in any order, or run a module twice.
-So prefetch chains are set at the end of the first forward, in the order that this forward has
-recorded; the first forward runs without chains. A group that ran several times has no unique
-successor: it prefetches nothing, and is gathered when it runs. A later forward that runs other
-groups is still correct: unused prefetched parameters are dropped, at the cost of their all-gather.
+Prefetch chains are therefore set at the end of the first forward, in the recorded order; the first
+forward runs without chains. A group that ran several times has no unique successor: it prefetches
+nothing, and is gathered when it runs. A later forward that runs other groups is still correct:
+unused prefetched parameters are dropped, at the cost of their all-gather.
 
 Without a chain, torch prefetches one group in backward, from its own record of post-forward hooks.
 The forwards of a validation and of earlier micro-batches stay in this record. The group with the
 first entry of the current forward runs last in backward, and would prefetch the group of an earlier
-forward for nothing. So this group gets a chain that prefetches nothing. Forward chains are removed
-during backward, because checkpointed blocks run forward again there.
+forward for nothing. This group therefore gets a chain that prefetches nothing. Forward chains are
+removed during backward, because checkpointed blocks run forward again there.
 """
 
 from __future__ import annotations

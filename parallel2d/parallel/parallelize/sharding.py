@@ -5,18 +5,18 @@ the ``replicate`` axis: `synchronize`.
 reduce-scatters over it; with shard = 1 it sends nothing. `sync` reduces over the replicas instead
 of FSDP2's second mesh axis, because FSDP2 (HSDP) adds the sums of micro-batches that use different
 parameters into each other. With replicate > 1 the parameters are then placed on both axes, so that
-checkpoints and norms know of the replicas; `fully_shard` accepts parameters that are replaced
-before the first forward. So ``ddp``, ``zero2``, ``zero3`` and the hybrids share one code path, one
-set of hooks and one kind of parameter. As everywhere in PyTorch, gradients are averaged over the
-data ranks, and `loss` relies on this.
+checkpoints and norms take the replicas into account; `fully_shard` accepts parameters that are
+replaced before the first forward. ``ddp``, ``zero2``, ``zero3`` and the hybrids thus share one code
+path, one set of hooks and one kind of parameter. As everywhere in PyTorch, gradients are averaged
+over the data ranks, and `loss` relies on this.
 
 [Note: views and hooks] `fully_shard` puts a hook on the outputs of a group. When the gradient of an
 output arrives, the hook all-gathers the group's parameters for backward. An output that is a view
-breaks this in two ways. If the view's base was changed in place after the view was taken
-(``y = h.view(-1); h[0] += 1; return y``), torch ends the process by SIGSEGV when the hook is set
-(pytorch issue 196459). If the caller changes the view in place (``y = block(x); y += x``), the hook
-is lost, and backward fails because the parameters are not gathered. So the group returns, instead
-of a view, a tensor that shares the view's memory and version and has its own autograd node.
+breaks this in two ways. If the view's base was changed in place after the view was taken (``y =
+h.view(-1); h[0] += 1; return y``), torch ends the process by SIGSEGV when the hook is set (pytorch
+issue 196459). If the caller changes the view in place (``y = block(x); y += x``), the hook is lost,
+and backward fails because the parameters are not gathered. The group therefore returns, instead of
+a view, a tensor that shares the view's memory and version and has its own autograd node.
 """
 
 from __future__ import annotations

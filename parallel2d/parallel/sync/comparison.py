@@ -1,8 +1,8 @@
 """Comparison of tensors that must be equal on all replicas: `ReplicaComparison`.
 
 A single differing bit would stay for the rest of the run, and would be saved. A hash of each group
-of parameters travels with a sum over all ranks that runs anyway. Only if hashes differ do ranks
-exchange more, to name the parameter and the rank.
+of parameters travels with an existing sum over all ranks. Only if hashes differ do ranks exchange
+more, to name the parameter and the rank.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ReplicaComparison:
             for rank, (at, hashes) in enumerate(ranks):
                 if at == place:
                     ranks_by_hash[hashes[name]].append(rank)
-            # With two replicas there is no majority, and the first counts as one.
+            # Two replicas have no majority, and the first counts as one.
             majority, *others = sorted(ranks_by_hash.values(), key=len, reverse=True)
             if others:
                 minority = sorted(itertools.chain.from_iterable(others))

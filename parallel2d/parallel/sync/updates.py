@@ -45,9 +45,9 @@ def attach_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     """Run the model's synchronization after each step of ``optimizer``.
 
     Steps become collective if replicas must exchange updates. `parallel2d.build_optimizer` calls
-    this function. With several optimizers attach the one with the last step. Raises `ConfigError`
-    for a model that did not come from `parallel2d.parallelize`, and for an optimizer of unsplit
-    parameters that are updated in parts.
+    this function. Of several optimizers attach the last to step. Raises `ConfigError` for a model
+    that did not come from `parallel2d.parallelize`, and for an optimizer of unsplit parameters that
+    are updated in parts.
     """
     engine_of(model).updates.attach(optimizer)
 
@@ -89,7 +89,7 @@ def outer_parameters(model: nn.Module) -> Iterator[None]:
     """Put the parameters that all replicas share into ``model`` inside.
 
     For validation and export. They differ from the model's parameters with ``sync=diloco``, and
-    with ``train.ema``, where they are the EMA weights.
+    with ``train.ema``, which shares the EMA weights.
     """
     outer, average = outer_sync(model), average_of(model)
     if outer is None and average is None:

@@ -6,8 +6,8 @@ them again for these values.
 [Note: constructors that initialize] Values that are drawn module by module (see [Note:
 mesh-independent weights]) lack later changes by a constructor, for example a zeroed projection, or
 a parameter that no method initializes. The first rank of each replica therefore builds such models
-with real weights, on CPU and under the seed, and sends them inside the replica piece by piece. So
-the weights equal the result of ``torch.manual_seed(seed); Model(...)`` in one process.
+with real weights, on CPU and under the seed, and sends them inside the replica piece by piece. The
+weights equal the result of ``torch.manual_seed(seed); Model(...)`` in one process.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ qualified names (FQNs). Before any transform a meta copy of the model is kept (s
 storage). After sharding the copy is filled one unit at a time, where a unit is a repeated block or
 the rest of the model: storage on CPU, then each module's own initializer in post-order, under a
 generator seeded by a hash of the seed and the FQN of the module. Every rank does the same and keeps
-its local shard. So the values do not depend on device, mesh or world size, and a rank never holds
+its local shard. The values thus do not depend on device, mesh or world size, and a rank never holds
 more than the largest unit.
 """
 

@@ -188,7 +188,7 @@ def join_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.op
     name = "+".join(type(each).__name__ for each in optimizers.values())
     attributes: dict[str, Any] = {"param_groups": groups, "state": state}
     if any(hasattr(each, "spread_state") for each in optimizers.values()):
-        # The state is shared by now; the attribute tells `new_state_tensor` which shapes may occur.
+        # The state is shared by now; the attribute marks this for `new_state_tensor`.
         attributes["spread_state"] = staticmethod(lambda: None)
     joined: Any = type(name, (), attributes)
     return joined()
@@ -197,7 +197,7 @@ def join_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.op
 def spread_state(optimizer: torch.optim.Optimizer) -> None:
     """Share the state of an optimizer that holds it on some ranks only, before it is read.
 
-    These are the optimizers of `parallel2d.whole_matrices`. Collective for them.
+    These are the optimizers of `parallel2d.whole_matrices`; the call is collective then.
     """
     spread = getattr(optimizer, "spread_state", None)
     if spread is not None:

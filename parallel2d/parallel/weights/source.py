@@ -186,7 +186,7 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
     if not 0 <= source < world:
         raise ConfigError(f"broadcast_from={source} is no rank: there are {world}, counted from 0")
     _refuse_sparse(model, source)
-    # Only the source has weights to send, and knows if values are missing.
+    # Only the source has weights to send, and can check that none is missing.
     weights: dict[str, Tensor] = {}
     problem = None
     if dist.get_rank() == source:

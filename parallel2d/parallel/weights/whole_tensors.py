@@ -80,7 +80,7 @@ def fill(pairs: Pairs, source: int | Route | None) -> None:
     other ranks never hold more than one piece in addition to their shard.
     """
     # All pieces are received in one buffer. With separate buffers, a process group that releases
-    # its tensors late would keep many of them alive.
+    # its tensors late would keep many buffers alive.
     buffer = torch.empty(0, dtype=torch.uint8)
     whole: Any  # not None where it is used
     route = [(source, None)] if isinstance(source, int) else source
@@ -177,10 +177,10 @@ def _refuse_whole(places: Places) -> None:
 def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.Module:
     """Run ``model.apply(function)`` with unsharded parameters. Collective. Return ``model``.
 
-    Children come first, and one module's own parameters are unsharded at a time.
-    ``function(module)`` sees the parameters that ``module`` owns directly as plain unsharded
-    tensors, and parameters below it sharded. The function must do the same on every rank, including
-    random numbers; each rank keeps the local shard of its result.
+    Children come first, and one module's own parameters are unsharded at a time. In
+    ``function(module)`` the parameters that ``module`` owns directly are plain unsharded tensors,
+    and parameters below ``module`` are sharded. The function must do the same on every rank,
+    including random numbers; each rank keeps the local shard of its result.
     """
     for child in model.children():
         apply_full(child, function)
@@ -194,7 +194,7 @@ def sharded_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     They are ``model`` (FQN ``""``) and the modules of each bucket.
     """
-    # `fully_shard` replaces the module's class by a subclass of it and of `FSDPModule`.
+    # `fully_shard` replaces the module's class by a subclass of the class and `FSDPModule`.
     every = [(fqn_of(name), module) for name, module in model.named_modules()]
     return [(name, module) for name, module in every if issubclass(type(module), FSDPModule)]
 

@@ -221,7 +221,7 @@ class _ArgumentAudit:
         self._running = RunningForward(module)
         # Ids of containers in the arguments of the running calls
         self._given: list[set[int]] = []
-        # Containers that the last call received, their entries, and True if the caller sees them
+        # Containers that the last call received, their entries, and True if the caller holds them
         self._received: list[tuple[Any, Any, bool]] = []
 
     def install(self) -> list[RemovableHandle]:

@@ -1,7 +1,7 @@
 """Checks of a script's calls of torch, by a torch function mode.
 
-A mode sees each call before it runs, only in the thread that has activated the mode. It does not
-see calls inside of these calls, such as the operators of a backward pass.
+A mode intercepts each call before the call runs, only in the thread that has activated the mode.
+Calls inside of these calls, such as the operators of a backward pass, are not intercepted.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 [Note: unused parameters] Zeros replace missing gradients, also inside the shard axis, so that all
 ranks run the same reductions. An optimizer would treat zeros as gradients, and would apply weight
-decay and momentum. So ranks agree on the parameters that any rank has used, and the other
+decay and momentum. Ranks therefore agree on the parameters that any rank has used, and the other
 parameters get no gradient, as in a single process. In a custom training loop this is one small
 all-reduce at the end of the last backward pass; the trainer makes it part of its own all-reduce.
 

@@ -400,11 +400,11 @@ class BucketQueue:
         """Start buckets in their order, up to the first with a group that is not final yet.
 
         Every replica must start the same collectives in the same order, or replicas would wait for
-        each other forever. But replicas may route data differently, and end groups in different
-        orders. So the order is fixed by `groups`: a bucket of final groups waits for the buckets
-        before it, and `finish` starts all remaining buckets, including buckets of groups that did
-        not run on this replica. Parameters may be frozen or unfrozen between global batches, so
-        buckets are rebuilt for each global batch.
+        each other forever. However, replicas may route data differently, and end groups in
+        different orders. The order is therefore the order of `groups`: a bucket of final groups
+        waits for the earlier buckets, and `finish` starts all remaining buckets, including buckets
+        of groups that did not run on this replica. Parameters may be frozen or unfrozen between
+        global batches, so buckets are rebuilt for each global batch.
         """
         for bucket in self._remaining():
             if any(each.state is not ReduceState.FINAL for each in bucket.groups):

@@ -14,7 +14,7 @@ equals the sum of both means. At last ranks agree on the parameters that have a 
 [Note: unused parameters].
 
 [Note: order of streams] Autograd computes unsharded gradients on the current stream. FSDP's
-reduce-scatter stream waits for the current stream, and our accumulation stream
+reduce-scatter stream waits for the current stream, and the engine's accumulation stream
 (`FSDPGroup.accumulate_on`) waits for the reduce-scatter stream. On the accumulation stream FSDP
 casts the result, creates its views and adds them to ``.grad``. When ``post_backward`` of a group
 has returned on the host, all kernels that write its sharded gradients are issued: on the
@@ -271,7 +271,7 @@ class ReplicaReducer:
 
     @property
     def may_defer_agreement(self) -> bool:
-        """True if the agreement can run later: no scalars are summed in it, and replicas agree."""
+        """True if the agreement can run later: it sums no scalars, and all replicas agree."""
         return not self._scalars and self.method.replicas_equal
 
     def defer_agreement(self) -> None:
@@ -296,9 +296,9 @@ class ReplicaReducer:
         Hooks of `register_post_accumulate_grad_hook` may clip a gradient or update its parameter,
         so they must see the gradient of the optimizer. FSDP would call them when the reduce-scatter
         of a group ends: before the reduction over replicas, in the accumulation dtype, and for
-        parameters that no rank used. So `_before_reduction` removes them, and they are called here,
-        after all reductions and the agreement, once per parameter with a gradient, in the order of
-        the groups on every rank.
+        parameters that no rank used. `_before_reduction` therefore removes them, and they are
+        called here, after all reductions and the agreement, once per parameter with a gradient, in
+        the order of the groups on every rank.
 
         Raises `ConfigError` as `UsedParameterAgreement.used_in` does.
         """

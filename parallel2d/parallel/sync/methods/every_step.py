@@ -31,7 +31,7 @@ from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys, blocks_of
 from parallel2d.parallel.sync.wires.exchange import Coded, Exchange, expected_mean
 from parallel2d.parallel.weights.geometry import Region
 
-_WARM = WIRES["bf16"]  # format of the first steps, if ``sync.wire`` is too coarse for them
+_WARM = WIRES["bf16"]  # format of the first steps, if ``sync.wire`` is too coarse
 
 
 class EveryStep(SyncMethod):

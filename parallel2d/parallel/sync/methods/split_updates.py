@@ -1,10 +1,10 @@
 """``strategy=hybrid_full``: each replica updates a part of the parameters.
 
 [Note: split updates] Each replica owns an equal number of rows of this rank's local shard of every
-parameter. The gradients of its rows are reduced to it (`ScatterToOwners`), the optimizer has only
-its rows (`OwnedParameters.make`), and after the optimizer's step the updated rows are all-gathered
-over the replicas (`OwnedParameters.after_update`). This sends as many bytes as an all-reduce of the
-gradients, and divides the optimizer state by the number of replicas.
+parameter. The gradients of these rows are reduced to this replica (`ScatterToOwners`), the
+optimizer has only its rows (`OwnedParameters.make`), and after the optimizer's step the updated
+rows are all-gathered over the replicas (`OwnedParameters.after_update`). This sends as many bytes
+as an all-reduce of the gradients, and divides the optimizer state by the number of replicas.
 
 Owned rows are views of the sharded parameters. If updates are sent in a narrower dtype, owned rows
 are separate tensors with unrounded values, and all replicas compute with rounded values. Writes of

@@ -7,8 +7,8 @@ codes above the largest code stand for infinities and NaN, so that a step that m
 refused.
 
 A message holds one row of bytes per block: the scale in fp32, then the codes. The random numbers
-depend only on a key and a position. So they are equal on CPU and GPU and for every split of a
-tensor; a generator would have a state.
+depend only on a key and a position. They are equal on CPU and GPU and for every split of a tensor;
+a generator would have a state.
 """
 
 from __future__ import annotations
