@@ -123,7 +123,7 @@ def base_of(model: Any) -> tuple[nn.Module, str]:
 
 
 def base_name(name: str, prefix: str) -> str | None:
-    """Return a parameter's name in the base without adapters; None for an adapter parameter.
+    """Return the name of a parameter in the base without adapters; None for adapter parameters.
 
     ``prefix``: from `base_of`.
     """

@@ -1,4 +1,7 @@
-"""Grouped-query attention with fused kernels: `grouped_attention`."""
+"""Grouped-query attention: `grouped_attention`.
+
+Some fused kernels need as many key heads as query heads; heads are repeated only for these.
+"""
 
 from typing import Any
 

@@ -59,8 +59,8 @@ def saved_config(path: str | None, architecture: str | None, arguments: Mapping[
     """Return the configuration of a local folder or an architecture, with ``arguments`` set.
 
     Architectures are ``llama``, ``gpt2`` and others. Raises ValueError for a folder without
-    config.json, an unknown architecture, and an argument that the configuration does not have: the
-    library would store it and never read it.
+    config.json, an architecture that the library does not have, and an argument that the
+    configuration does not have: the library would store this argument and never read it.
     """
     transformers = library()
     known = transformers.CONFIG_MAPPING
@@ -269,7 +269,7 @@ def read_prefix_and_suffix(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class StoredForm:
-    """Rule that builds a parameter from stored tensors."""
+    """The rule that builds one parameter from the stored tensors."""
 
     names: list[list[str]]  # groups of stored tensors
     stacked: bool  # each group is stacked along a new dim 0

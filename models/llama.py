@@ -1,9 +1,10 @@
 """A Llama-3-style decoder with its tensor-parallel plan: `Llama`, `tensor_plan`.
 
 RMSNorm before each sub-layer, rotary position embedding, grouped-query attention, SwiGLU
-feed-forward, optional weight tying (Dubey et al. 2024, "The Llama 3 Herd of Models"). Plain
-PyTorch: nothing here depends on the training framework. Shapes come from tensors instead of the
-configuration where possible, so that a module with the weights of some heads computes these heads.
+feed-forward, optional weight tying (Dubey et al. 2024, "The Llama 3 Herd of Models"). The model is
+plain PyTorch: nothing here depends on the training framework. If a shape is available from both a
+tensor and the configuration, the code reads the tensor, so that a module with the weights of some
+of the heads computes exactly these heads.
 """
 
 from __future__ import annotations

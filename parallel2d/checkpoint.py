@@ -1,7 +1,7 @@
 """``python -m parallel2d.checkpoint inspect|verify|convert``: show, verify or convert a checkpoint.
 
-`main` is the entry point. `Checkpointer` may be imported from here. A fault prints one message on
-standard error, with exit code 1.
+`main` is the entry point of the command. `Checkpointer` may be imported from here. A fault prints
+one message on standard error, with exit code 1.
 """
 
 from __future__ import annotations

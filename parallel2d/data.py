@@ -1,4 +1,5 @@
-"""``python -m parallel2d.data prepare | inspect | verify``: folders of token shards.
+"""``python -m parallel2d.data prepare | inspect | verify``: prepare, inspect and verify folders of
+token shards.
 
 An error prints one message and exits with code 2.
 """

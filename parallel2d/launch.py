@@ -1,7 +1,7 @@
 """``python -m parallel2d.launch store | secret | run``.
 
-``store`` runs a rendezvous store outside of the nodes, so that any node may fail. ``secret`` makes
-the secret of a job. ``run`` starts a custom training script.
+``store`` runs a rendezvous store outside of the nodes of a job, so that any node may fail.
+``secret`` makes the secret that the nodes of a job share. ``run`` starts a custom training script.
 """
 
 from __future__ import annotations

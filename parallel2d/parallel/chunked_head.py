@@ -68,8 +68,8 @@ class _Record:
 class ChunkedLogits:
     """Stand-in for logits in the operations after the head.
 
-    Supports elementwise operations, such as soft caps and scales, and raises `ConfigError` for
-    others. ``loss`` is the summed cross-entropy, or None while operations are recorded.
+    Supports the elementwise operations of soft caps and scales, and raises `ConfigError` for all
+    other operations. ``loss`` is the summed cross-entropy, or None while operations are recorded.
     """
 
     loss: Tensor | None

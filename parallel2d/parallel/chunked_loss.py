@@ -66,7 +66,7 @@ class Operation:
 
     @property
     def key(self) -> list[Any]:
-        """Equal for equal names and arguments; tensors are compared by identity."""
+        """Key, equal for operations of equal name and arguments; tensors compare by identity."""
         values = [self.name, *self.args, *chain.from_iterable(self.kwargs.items())]
         return [id(value) if isinstance(value, Tensor) else value for value in values]
 

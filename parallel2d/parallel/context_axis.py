@@ -154,6 +154,6 @@ def register_axis(model: nn.Module, axis: ContextAxis) -> None:
 
 
 def context_axis_of(model: nn.Module) -> ContextAxis | None:
-    """Return the context axis of ``model``; None without one."""
+    """Return the context axis that splits the blocks of ``model``; None without one."""
     found: ContextAxis | None = vars(model).get(_AXIS)
     return found

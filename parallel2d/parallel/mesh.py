@@ -154,8 +154,9 @@ _axis_groups: list[weakref.ref[dist.ProcessGroup]] = []
 def axes_of_groups(mesh: DeviceMesh) -> dict[dist.ProcessGroup, str]:
     """Map process groups to the axes of ``mesh``.
 
-    Includes all other groups of this package over the same ranks: the engine has separate groups,
-    and `DTensor` uses the groups of an earlier equal mesh.
+    The result has the mesh's own groups, and all other groups of this package over the same ranks:
+    an engine has separate groups, and `DTensor` uses the groups of an earlier mesh that is equal to
+    this mesh.
     """
     found = {group_of(mesh, axis): axis for axis in axis_names(mesh)}
     by_ranks: dict[tuple[int, ...], str] = {}

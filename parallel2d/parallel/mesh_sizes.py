@@ -168,7 +168,7 @@ def _sizes_from_hosts(topology: Topology, inner: MeshShape) -> tuple[int, int, l
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Resolved sizes of the axes. ``notes``: decisions for the log."""
+    """Resolved sizes of the axes. ``notes``: decisions that belong in the log."""
 
     replicate: int
     shard: int

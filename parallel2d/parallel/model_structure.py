@@ -1,4 +1,8 @@
-"""Structure of a model: parameter owners, repeated blocks (`find_blocks`) and tied parameters."""
+"""Structure of any model, as its modules show it.
+
+These functions find the modules that own parameters, the repeated blocks (`find_blocks`) and the
+tied parameters.
+"""
 
 from __future__ import annotations
 

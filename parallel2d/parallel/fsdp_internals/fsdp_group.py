@@ -455,7 +455,10 @@ class FSDPParameter:
 
     @property
     def whole_gradient_dtype(self) -> torch.dtype | None:
-        """Dtype of the unreduced gradient, or of zeros in its place; None before a forward."""
+        """Dtype of the gradient that is not reduced over the shard axis, or of zeros in its place.
+
+        None before the first forward.
+        """
         whole = self.gathered
         if whole is None:
             return None

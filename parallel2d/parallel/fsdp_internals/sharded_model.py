@@ -1,4 +1,6 @@
-"""State of `fully_shard` for a whole model, and settings without a public name."""
+"""State of `fully_shard` for a whole model, such as its running forward, and settings that have no
+public name.
+"""
 
 from __future__ import annotations
 

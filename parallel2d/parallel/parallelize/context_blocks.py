@@ -87,7 +87,10 @@ class Stack:
 
 
 class SplitBlock:
-    """One block. `context_check` sets the fields that describe its tensors."""
+    """One block of a stack.
+
+    `context_check` sets the fields that describe its tensors before the first split forward.
+    """
 
     def __init__(self, stack: Stack, name: str, module: nn.Module) -> None:
         self.stack, self.name, self.module = stack, name, module

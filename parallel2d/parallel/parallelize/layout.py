@@ -142,7 +142,7 @@ class LayoutGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The state and work of each rank.
+    """The state and the work of each rank of a job.
 
     Raises `ConfigError` for settings that this mesh or device excludes, also in
     `dataclasses.replace`.

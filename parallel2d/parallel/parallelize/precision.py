@@ -29,7 +29,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of mixed-precision training."""
+    """The dtypes of one model in mixed-precision training."""
 
     storage: torch.dtype  # of sharded parameters, their gradients and the optimizer state
     param: torch.dtype  # of unsharded parameters and activations

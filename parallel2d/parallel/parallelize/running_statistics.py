@@ -1,4 +1,8 @@
-"""Running statistics of BatchNorm, which differ between ranks until `average_buffers`."""
+"""Running statistics of BatchNorm.
+
+Each rank computes them from its own samples. A warning reports different statistics, and
+`average_buffers` makes them equal.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reduction of gradients over the replicate axis.
 
-`methods/` decides the traffic over the axis and its time, `wires/` the communication formats, and
-`engine/` runs the reductions.
+`methods/` defines the traffic over the axis and its time, `wires/` defines the communication
+formats, and `engine/` runs the reductions during and after a backward pass.
 """
 
 from parallel2d.parallel.sync.engine.accumulation import (

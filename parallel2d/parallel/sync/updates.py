@@ -130,7 +130,8 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 @control_traffic()
 def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise `ConfigError` if replicas differ in a bit, with the parameter and the ranks.
+    """Raise `ConfigError`, with the parameter and the ranks, if replicas differ in a single bit of
+    the tensors that must be equal.
 
     Collective over the world; see ``sync.compare_every``.
     """

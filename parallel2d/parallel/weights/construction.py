@@ -303,7 +303,10 @@ def outline(model: nn.Module) -> list[str]:
 
 
 def build_for_real(construct: Callable[[], nn.Module], seed: int, expected: list[str]) -> nn.Module:
-    """Run ``construct`` on CPU under ``seed``, and restore the random generators of this process.
+    """Return the model of ``construct``, which runs on CPU under ``seed``.
+
+    The random generators of this process are restored afterwards.
+
 
     Raises `ConfigError` if the `outline` is not ``expected``, and for parameters without values.
     """

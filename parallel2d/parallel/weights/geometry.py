@@ -24,7 +24,7 @@ from parallel2d.parallel.mesh import axis_names
 @sendable
 @dataclass(frozen=True)
 class Region:
-    """A rectangle inside a tensor: offset and length per dim. A scalar has no dims."""
+    """A rectangle inside a tensor: an offset and a length for each dim. A scalar has no dims."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -100,7 +100,10 @@ class Region:
 
 
 def local_region(tensor: Tensor) -> Region:
-    """Return this rank's rectangle of the unsharded tensor; everything for a plain tensor.
+    """Return the rectangle of the unsharded tensor that this rank holds.
+
+    For a plain tensor this is everything.
+
 
     Raises ValueError for placements that do not split the tensor (partial sums).
     """

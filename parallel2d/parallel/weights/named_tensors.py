@@ -43,7 +43,7 @@ class MasterValues(Protocol):
         """Set the master values from loaded parameters."""
 
     def parameters_were_changed(self) -> None:
-        """Adopt changes of parameters outside of the optimizer."""
+        """Adopt parameters that something other than the optimizer has changed."""
 
     def as_parameters(self) -> AbstractContextManager[None]:
         """Set master values equal to the parameters inside, so that the parameters are saved."""
@@ -65,7 +65,7 @@ def masters_in(model: nn.Module) -> list[MasterValues]:
 
 
 def masters_were_loaded(model: nn.Module) -> None:
-    """Set parameters after writes to `model_tensors`. Collective."""
+    """Set parameters from their master values after writes to `model_tensors`. Collective."""
     for masters in masters_in(model):
         masters.masters_were_loaded()
 
@@ -170,7 +170,10 @@ def updated_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return FQN -> parameter, or its owned part, if ``optimizer`` steps it; in model order."""
+    """Return FQN -> parameter, or its owned part, for each one that ``optimizer`` steps.
+
+    They are in the order of the model.
+    """
     stepped = set(map(id, stepped_by(optimizer)))
     # The order of the groups may differ between runs; the model's order does not.
     return {name: each for name, each in updated_by_name(model).items() if id(each) in stepped}

@@ -129,7 +129,10 @@ def _problems(
 
 
 def put_settings(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Set the settings of each group of ``optimizer``; tensors are filled in place."""
+    """Set the settings of each group of ``optimizer``.
+
+    A tensor stays the same object and is filled with the new value.
+    """
     for group, given in zip(optimizer.param_groups, settings, strict=True):
         for key, value in given.items():
             current = group.get(key)

@@ -283,7 +283,7 @@ def read_headers(path: str) -> dict[str, tuple[ByteSource, Entry]]:
 
 
 def weight_map(path: str) -> dict[str, str]:
-    """Return tensor name -> file name from the folder's index; empty without an index.
+    """Return the name of each tensor -> its file from the folder's index; empty without an index.
 
     Raises `ConfigError` for an invalid index.
     """

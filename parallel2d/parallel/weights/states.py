@@ -262,7 +262,7 @@ def load_sharded_state(
 @sendable
 @dataclass(frozen=True)
 class TensorEntry:
-    """Description of an optimizer tensor for ranks without the state."""
+    """Shape and dtype of a tensor of an optimizer state, for ranks without the state."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -128,7 +128,7 @@ class GroupGradients:
             self.state = ReduceState.FINAL
 
     def end_backward(self) -> None:
-        """End a backward pass."""
+        """End every backward pass for this group."""
         # After an earlier `reduce_rest` torch does not end the group in this pass.
         if not self._has_ended:
             self.note_used()
@@ -161,7 +161,7 @@ class GroupGradients:
         self.group.discard()
 
     def note_used(self) -> None:
-        """Update `used` with this pass."""
+        """Update `used` with the gradients of this pass."""
         for number, parameter in enumerate(self.group.parameters):
             if parameter.has_whole_gradient:
                 self.used[number] = True

@@ -35,7 +35,7 @@ class OuterParameter:
             self.residual = torch.zeros_like(self.outer, requires_grad=False)
 
     def change(self) -> Tensor:
-        """Return the outer parameter minus the replica's, plus the error feedback."""
+        """Return the outer parameter minus the replica's parameter, plus the error feedback."""
         own = local_part(self.own.detach())
         outer = local_part(self.outer.detach())
         # With a narrower storage dtype, the rounding of the outer parameter is not a change.

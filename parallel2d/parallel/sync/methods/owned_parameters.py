@@ -239,7 +239,7 @@ class OwnedParameters(Residuals):
         return found
 
     def take_gradient(self, parameter: FSDPParameter, rows: Tensor) -> None:
-        """Add the reduced ``rows`` to the gradient of the owned part of ``parameter``."""
+        """Add the reduced ``rows`` to the gradient of the owned part, or make them the gradient."""
         if parameter.sharded.is_complex():
             rows = torch.view_as_complex(rows)
         parameter.set_gradient(None)
@@ -261,7 +261,7 @@ class OwnedParameters(Residuals):
     def after_update(self) -> None:
         """Send this replica's updated rows to the others and receive theirs. Collective.
 
-        Raises `ConfigError` for an unfrozen parameter without unrounded rows.
+        Raises `ConfigError` for a parameter that was unfrozen and has no unrounded rows.
         """
         super().after_update()
         trained = [each for each in self._all() if each.sharded.requires_grad]

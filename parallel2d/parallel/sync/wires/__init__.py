@@ -69,7 +69,7 @@ Coder = CastCoder | BlockCoder
 
 
 def put_back(coder: Coder, rows: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write decoded ``rows`` into their ``tensors``."""
+    """Write the decoded blocks ``rows`` into their ``tensors``."""
     values = coder.values(rows, [tensor.shape for tensor in tensors])
     torch._foreach_copy_(list(tensors), list(values))
 

@@ -81,7 +81,10 @@ class Coded:
         return rows[: self._count] if self._places is None else rows[self._places]
 
     def mean_of(self, received: Tensor) -> Tensor:
-        """Return the mean of ``received`` [replicas, values], which may be overwritten."""
+        """Return the mean of ``received`` [replicas, values], the contributions of all replicas.
+
+        ``received`` may be overwritten.
+        """
         # In the order of the replicas, so that the sum has the same bits everywhere.
         return self.coder.mean(received.unflatten(1, (-1, self._row_length)), self._dtype)
 
@@ -102,7 +105,7 @@ class Coded:
             del self._rest
 
     def means(self, received: Tensor) -> Tensor:
-        """Return the blocks of ``received``, with the means of each owner."""
+        """Return the blocks of ``received`` [replicas, values], the means of all owners."""
         return self.coder.decode(received.reshape(-1, self._row_length), self._dtype)
 
     def put_back(self, mean: Tensor) -> None:
