@@ -83,6 +83,8 @@ def place_mesh(
     elif replicas is not None:
         init_plain_world(replicas)  # torch then uses the world for groups of all ranks
     mesh = _mesh_of(device_type, ranks, shape)
+    # New process groups are collective over the world. They are created here, where all ranks take
+    # part, because a first use may come later on some ranks, or in another order.
     if shape.context > 1:
         sharding_mesh(mesh)
         group_of(mesh, "context")

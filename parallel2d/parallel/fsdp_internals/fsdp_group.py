@@ -231,6 +231,9 @@ class FSDPGroup:
 
     def _take_whole_gradients(self) -> None:
         """Turn the unsharded gradients into the sharded ones; FSDP would copy them twice."""
+        # Like FSDP's `post_backward`, leave the state PRE_BACKWARD, in which `pre_backward` returns
+        # early: a group that runs twice in one backward pass would otherwise find no unsharded
+        # parameters the second time. Also like FSDP, take the gradients before `reshard`.
         self._group._training_state = TrainingState.POST_BACKWARD
         taken = [(each, each.take_whole()) for each in self.trained]
         self.module.reshard()

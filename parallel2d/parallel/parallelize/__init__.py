@@ -215,6 +215,8 @@ def apply_layout(
     copy = copier(
         model, lambda twin, weights: apply_layout(layout, twin, mesh, weights, topology, seed)
     )
+    # Before the transforms for parameters that other models may share, and again after `_fill` for
+    # the parameters that the transforms have put in their places.
     mark_sharded(model, layout.ignored)
     stacks = _transform(layout, model, mesh, source, topology, seed)
     _fill(layout, model, mesh, source, topology)

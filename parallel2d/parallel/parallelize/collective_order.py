@@ -188,6 +188,7 @@ class CollectiveOrder:
 
     def _write_entry(self, code: int, numel: int) -> int:
         tag = self._tag(self._issued)
+        # The size is written first: a rank that reads the entry then also finds its size.
         self._write(_SIZES + self._issued % RING, numel)
         self._write(_ENTRIES + self._issued % RING, tag << _TAG | code)
         return tag

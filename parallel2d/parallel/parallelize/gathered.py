@@ -63,6 +63,8 @@ class GatheredParameters:
             # After that hook a clone would read freed memory, and the identity of the storage is
             # the only sign that an output is a view of an unsharded parameter.
             module.register_forward_hook(self._leave, prepend=True)
+        # The versions are recorded when the group has computed, and not at the end of the model's
+        # forward: an update between the two changes parameters that backward needs.
         for each in self.groups:
             for module in each.group.modules:
                 module.register_forward_hook(each.record, prepend=True)

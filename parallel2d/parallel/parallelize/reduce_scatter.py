@@ -79,6 +79,9 @@ class OrderedReduceScatter(_Ordered):
             )
         assert not async_op, "the engine never asks for it"
         self._enter(EXCHANGE, input_tensor)
+        # FSDP calls this on its reduce-scatter stream, and records its event on that stream after
+        # the call. All kernels below run on that stream, so the event also covers the sum, and
+        # FSDP may reuse the memory of the input after it.
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         total = received.view(group.size(), -1).sum(0, dtype=torch.float32)

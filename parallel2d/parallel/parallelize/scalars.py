@@ -53,6 +53,8 @@ class Scalar:
         whole = [Replicate()] * all_axes.ndim
         value = DTensor.from_local(local, all_axes, whole, run_check=False)
         self._kept = nn.Parameter(value, self._plain.requires_grad)
+        # From now on `model.parameters()` yields the replicated parameter, until `compute` puts the
+        # plain tensor into the modules for a forward and its backward.
         self._put(self._kept)
         is_empty = not local.numel() and local.is_floating_point()
         # A parameter without dimensions adopts the dtype of the other operand.

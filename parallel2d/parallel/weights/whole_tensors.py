@@ -104,7 +104,9 @@ def fill(pairs: Pairs, source: int | Route | None) -> None:
                     buffer = torch.empty(bytes_, dtype=torch.uint8, device=local.device)
                 values = buffer[:bytes_].view(local.dtype).view(piece.lengths)
             # A broadcast instead of a scatter: replicas need the same rows, and a rank may need a
-            # part of a row.
+            # part of a row. The hops of a route are ordered from the source outwards: a rank sends
+            # a piece to its second group after it has received the piece in the first. All pieces
+            # come in the order of the tensors, which is the same on all ranks.
             for root, group in route:
                 dist.broadcast(values, src=root, group=group)
             common = kept.intersect(piece)

@@ -106,7 +106,10 @@ class UsedParameterAgreement:
         """
         message = self._failure_in(summed, fault)
         if message is not None:
-            # The message of the first rank with a message wins on all ranks.
+            # The message of the first rank with a message wins on all ranks. Two hops reach all
+            # data ranks: over the shard axis every replica selects its message, and over the
+            # replicate axis all replicas select the same one. All ranks know from the sum that they
+            # must run these collectives, also ranks without a message.
             for axis in ("shard", "replicate"):
                 if axis in axis_names(self._mesh):
                     messages = all_gather(message, self._mesh.get_group(axis))

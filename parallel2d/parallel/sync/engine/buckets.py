@@ -455,6 +455,10 @@ class BucketQueue:
         # Some reductions hold memory, and hooks must not overlap.
         if reduction.most_in_flight is not None:
             self._await_all_but(reduction.most_in_flight - 1)
+        # All kernels of the bucket are issued on its stream: the copies of `fill`, and the casts of
+        # the reduction. `set_aside_means` comes first, because `fill` copies the gradients that it
+        # leaves. The start of the collective is the last step, so the collective's stream, which
+        # waits for the stream of the buckets, runs after all of them.
         with self._on_stream():
             for each in bucket.groups:
                 each.set_aside_means()
@@ -482,6 +486,10 @@ class BucketQueue:
         while len(self._in_flight) > left:
             bucket, waits = self._in_flight.pop(0)
             name = f"replicate: wait {bucket.index()}"
+            # On a GPU `Work.wait` does not block the host: it makes the current stream, here the
+            # stream of the buckets, wait for the stream of the collective. Later kernels on the
+            # stream of the buckets, which copy results and add means, therefore run after the
+            # collective, and backward continues on the current stream. On CPU the host waits.
             with self._on_stream(), torch.profiler.record_function(name):
                 for wait in waits:
                     wait()

@@ -217,6 +217,11 @@ class ReplicaReducer:
                 self._order.end_backward()
             except ConfigError as error:
                 raise self.abandon(error) from None
+        # From here on all ranks run the same collectives in the same order: the reduce-scatters of
+        # sums that earlier passes left, then the remaining buckets. `BucketQueue.finish` waits on
+        # the stream of the buckets only. `_join_streams` then orders the current stream after both
+        # streams, so `complete` may cast gradients and the optimizer may read them. The buckets are
+        # dropped after `complete`, because gradients may be views of their memory.
         for each in self.gradients:
             each.reduce_rest()
         if self.buckets is not None:

@@ -163,6 +163,9 @@ class OuterSync(UpdateFollower):
         self.steps += 1
         self.squared_change = None
         delay = self._config.delay
+        # Every replica has the same number of steps here, so all replicas wait for, apply and send
+        # the same fragments in the same order. Fragments in flight are applied before new messages
+        # start, because a message is the difference from the outer parameters after this step.
         for fragment in self.fragments:
             since = self.steps - fragment.sent_after
             if fragment.in_flight and since == delay:

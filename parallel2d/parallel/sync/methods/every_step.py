@@ -191,6 +191,9 @@ class RoundedReduction:
                 parts = [GradientPart((each.name, 0), each.start, part) for each, part in members]
                 results = [gradient for _, gradient in members]
                 coded.append(self.coded(wire, parts, results, again=again))
+        # The all-to-all starts here; the first step waits for it and starts the all-gather of the
+        # means. `BucketQueue` runs first steps in the order of the buckets, so the second
+        # collectives of several buckets have one order on all replicas too.
         exchange = Exchange(self.group, coded)
         return [exchange.send_means, exchange.finish]
 

@@ -284,6 +284,8 @@ class OwnedParameters(Residuals):
         sizes = [local.nbytes for local in locals_]
         dtypes = [local.dtype for local in locals_]
         pending: list[Wait] = []
+        # Sizes and dtypes are equal on all replicas, so every replica makes the same batches and
+        # starts their all-gathers in the same order.
         for batch in fill_buckets(sizes, dtypes, self._bucket_bytes):
             pending.append(self._start_gather([parameters[index] for index in batch]))
             # Two at a time, because each holds a copy of its parameters.

@@ -136,6 +136,7 @@ class Exchange:
             self._keep_rests()
             self._gather(message.view(-1))
         else:
+            # The work object keeps `message` alive while the collective reads its memory.
             work = dist.all_to_all_single(self._received, message, group=group, async_op=True)
             assert work is not None  # always set with async_op=True
             self._work = work
