@@ -64,15 +64,15 @@ def lora_settings(arguments: Mapping[str, Any]) -> Any:
     unknown = [str(name) for name in arguments if name not in ARGUMENTS]
     if unknown:
         raise ValueError(
-            f"{', '.join(unknown)}: an adapter is LoRA with {', '.join(ARGUMENTS)}; whatever else "
-            "peft has (DoRA, other initial values, trained biases) is not supported"
+            f"{', '.join(unknown)}: an adapter is LoRA with {', '.join(ARGUMENTS)}; other "
+            "features of peft (DoRA, other initial values, trained biases) are not supported"
         )
     initial = arguments.get("init_lora_weights", True)
     # Not with `in`: 1 equals True.
     if initial is not True and initial != "gaussian":
         raise ValueError(
             f"init_lora_weights={initial} must be true or gaussian: others are computed from the "
-            "base's weights, which no rank holds"
+            "base's unsharded weights, which no rank has"
         )
     rank = arguments.get("r", 8)
     if type(rank) is not int or rank < 1:

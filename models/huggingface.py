@@ -211,7 +211,7 @@ def tensor_words(model: nn.Module) -> dict[str, str]:
         if word not in WORDS:
             raise ValueError(
                 f"{type(model).__name__} ships a tensor-parallel plan with {pattern}: {word}, "
-                "which is not translated; give one with model.tensor_plan={pattern: word} or "
+                "which is not translated; set model.tensor_plan={pattern: word} or "
                 "package.module:function, or set mesh.tensor=1"
             )
         found[pattern] = word
@@ -248,7 +248,7 @@ def read_prefix_and_suffix(model: nn.Module) -> None:
         )
     if model_class(config, "seq2seq_lm") is not _library_class(model):
         raise ValueError(
-            f"{type(model).__name__} is no sequence-to-sequence language model; set "
+            f"{type(model).__name__} is not a sequence-to-sequence language model; set "
             "model.head=seq2seq_lm"
         )
 
@@ -347,9 +347,9 @@ def _converted_form(target: str, groups: Mapping[Any, list[str]], rule: Any) -> 
     # Only many-to-one rules; a converter may also split a tensor into several.
     if targets != 1 or rest not in ([], ["Concatenate"]):
         raise ValueError(
-            f"{target} is stored in a form that is not read in parts ({', '.join(operations)} of "
-            f"{targets}); save the model's own state_dict() with safetensors, which has no such "
-            "form"
+            f"{target} is stored in a form that cannot be read in parts "
+            f"({', '.join(operations)} of {targets}); save the "
+            "model's own state_dict() with safetensors, in the model's own form"
         )
     # In the order of the rule, which is the order of the concatenation.
     names = [groups[pattern] for pattern in rule.source_patterns if pattern in groups]

@@ -12,7 +12,7 @@ from parallel2d import train
 
 _PURPOSE = (
     "Compares a few steps of the job that the arguments describe with one process, parameter by "
-    "parameter. Exit code 0: the layout computes what one process computes."
+    "parameter. Exit code 0: the layout computes the results of one process."
 )
 
 

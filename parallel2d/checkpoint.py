@@ -65,12 +65,12 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--to", choices=FORMATS, help="format of the target; a file's ending tells it too")
     add("--dtype", choices=tuple(DTYPE_CHOICES), help="of the weights; default: as they are")
     add("--optimizer", action="store_true", help="carry optimizer state and position too")
-    add("--ema", action="store_true", help="averages of train.ema in the place of the weights")
+    add("--ema", action="store_true", help="EMA weights of train.ema instead of the weights")
     add("--shard-gib", type=float, default=5.0, help="size of a folder's data files (default 5)")
     add(
         "--model", action="append", default=[], metavar="KEY=VALUE",
-        help="for --to hf, what the source does not tell: n_heads, n_kv_heads, norm_eps ...; of a "
-        "run with model=hf, where what it began with is now: path, tokenizer",
+        help="for --to hf, settings that the source lacks: n_heads, n_kv_heads, norm_eps ...; of a "
+        "run with model=hf, the location of its base model: path, tokenizer",
     )  # fmt: skip
     command.set_defaults(run=run_convert)
     return parser
@@ -171,7 +171,7 @@ def run_convert(options: argparse.Namespace) -> None:
         )
     print(f"{options.target}: {written} tensors")
     if _of_kind(rows, "ema") and not options.ema:
-        print("not written: the averages of train.ema, which --ema takes in the place of weights")
+        print("not written: the EMA weights of train.ema; --ema writes them instead of the weights")
     model = llama_arguments(source.layout)
     if target_format == "parallel2d" and model:
         words = [f"model.{key}={str(value).lower()}" for key, value in model.items()]

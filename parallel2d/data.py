@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m paral
     return exit_code_of(
         lambda: options.run(options),
         faults=(ConfigError, OSError, RuntimeError),
-        interrupted="stopped; finished parts are kept, start again to go on",
+        interrupted="stopped; finished parts are kept, start again to continue",
     )
 
 

@@ -30,19 +30,19 @@ def main(
         "the nodes, or makes the secret that the nodes of a job share.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    text = "keep the rendezvous of jobs; holds no data of theirs, needs next to nothing"
+    text = "keep the rendezvous of jobs; stores no other data, needs few resources"
     add = commands.add_parser("store", help=text).add_argument
     add("--host", required=True, help="name or address to listen on; no other interface is opened")
     add("--port", type=int, default=29500, help="0: any free one (default: 29500)")
     text = "that the jobs have too (default: from PARALLEL2D_SECRET)"
     add("--secret-file", metavar="FILE", help=text)
-    text = "without a secret: whoever reaches it decides what the jobs run"
+    text = "without a secret: any process that reaches it controls the jobs"
     add("--insecure", action="store_true", help=text)
     text = "make a new secret, in a file that only you can read"
     add = commands.add_parser("secret", help=text).add_argument
     text = "to write to, for launch.secret_file; printed without it"
     add("file", nargs="?", metavar="FILE", help=text)
-    text = "run a training script on every rank, and start what is lost again"
+    text = "run a training script on every rank, and restart failed ranks"
     words = "launch.KEY=VALUE, as of train; then the script and its arguments"
     add = commands.add_parser("run", help=text).add_argument
     add("words", nargs=argparse.REMAINDER, metavar="...", help=words)

@@ -28,7 +28,7 @@ from parallel2d.launching.rank_processes import start_server
 
 # Option -> key of train, type, meaning.
 _LAUNCHING: dict[str, tuple[str, type, str]] = {
-    "nnodes": ("launch.nnodes", int, "number of nodes (default 1: this machine alone)"),
+    "nnodes": ("launch.nnodes", int, "number of nodes (default 1: only this machine)"),
     "endpoint": ("launch.rdzv_endpoint", str, "HOST:PORT where nodes meet, an address of one"),
     "nproc": ("launch.nproc_per_node", int, "ranks per node (default: one per GPU, 4 without)"),
     "timeout": ("launch.rendezvous_timeout", float, "seconds to wait for others (default 60)"),
@@ -116,7 +116,7 @@ def understand(words: Sequence[str], program: str) -> tuple[argparse.Namespace, 
     chosen_checks(given.only)
     composition = compose(keys)
     if composition is None:
-        raise ConfigError("the check is for one job: give each key one value")
+        raise ConfigError("the check is for one job: use one value for each key")
     settings = composition.config.launch
     # All nodes are checked, and a restart would fail again.
     settings.nnodes, settings.max_restarts = settings.node_range[1], 0

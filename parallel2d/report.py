@@ -33,7 +33,7 @@ def main(
     run_help = "run directory, or a folder with runs below it; the first given is the first shown"
     parser.add_argument("runs", nargs="+", metavar="RUN", help=run_help)
     parser.add_argument("--out", help="folder of the report; default: RUN, or . for several")
-    parser.add_argument("--markdown", action="store_true", help="report.md alone, without plotly")
+    parser.add_argument("--markdown", action="store_true", help="only report.md, without plotly")
     options = parser.parse_args(arguments)
     return exit_code_of(lambda: _write(options))
 

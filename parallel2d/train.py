@@ -115,7 +115,7 @@ def _launch(job: Job) -> float | None:
     try:
         if job.config.plan.dry_run:
             raise ConfigError(
-                "plan.dry_run=true plans one job: give one value for each key, without -m"
+                "plan.dry_run=true plans one job: use one value for each key, without -m"
             )
         if settings.node_range != (1, 1):
             raise ConfigError(

@@ -226,7 +226,7 @@ class ChunkedHead:
         by_name = {fqn_of(path): each for path, each in model.named_modules()}
         head: Any = by_name.get(self.name)
         if not _is_plain(head):
-            raise ConfigError(f"{self.name} is no plain Linear of {class_name(model)}")
+            raise ConfigError(f"{self.name} is not a plain Linear of {class_name(model)}")
         self._head = head
         # The head and the modules around it, which may return its output.
         self._around = {name: each for name, each in by_name.items() if head in each.modules()}
@@ -298,8 +298,8 @@ class ChunkedHead:
         if difference.item() > loss_bound(dtype):
             raise ConfigError(
                 f"the loss in chunks (train.loss_chunk) differs from the plain loss by "
-                f"{difference.item():.1e} of it, and may by {loss_bound(dtype):.0e}: "
-                f"{class_name(self.model)} makes its logits otherwise than by {self.name} and "
+                f"{difference.item():.1e} of it, with a bound of {loss_bound(dtype):.0e}: "
+                f"{class_name(self.model)} does not compute its logits by {self.name} and "
                 f"{list(self._operations or ())}; set train.loss_chunk=null"
             )
 
@@ -346,8 +346,8 @@ class ChunkedHead:
             if module._backward_hooks or module._backward_pre_hooks:
                 raise ConfigError(
                     f"train.loss_chunk: {name or class_name(module)} has a hook for its backward, "
-                    "which needs the gradient of its logits, and they are never whole; remove the "
-                    "hook, or set train.loss_chunk=null"
+                    "which needs the gradient of all logits, and they never exist at once; remove "
+                    "the hook, or set train.loss_chunk=null"
                 )
         apart: AbstractContextManager[None] = nullcontext()
         if self._axis is not None:
@@ -366,8 +366,8 @@ class ChunkedHead:
         output = getattr(output, "logits", output)
         if not isinstance(output, ChunkedLogits) or self._calls != 1:
             raise ConfigError(
-                f"train.loss_chunk: the output of {class_name(self.model)} is not what one call "
-                f"of {self.name} returned ({self._calls} calls, output {class_name(output)}), so "
+                f"train.loss_chunk: the output of {class_name(self.model)} is not the result of "
+                f"one call of {self.name} ({self._calls} calls, output {class_name(output)}), so "
                 "that its loss cannot be computed in chunks; set train.loss_chunk=null"
             )
         return output

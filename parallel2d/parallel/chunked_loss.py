@@ -166,7 +166,7 @@ def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _check(hidden: Any, weight: Any, targets: Any, chunk: Any) -> None:
     where = "cross_entropy_from_hidden"
     if not isinstance(weight, Tensor):
-        raise ConfigError(f"{where}: weight is a {type(weight).__name__}, no tensor")
+        raise ConfigError(f"{where}: weight is a {type(weight).__name__}, not a tensor")
     check_shapes(where, "hidden", hidden, targets)
     if not isinstance(chunk, int) or chunk < 1:
         raise ConfigError(f"{where}: chunk={chunk} must be a whole number of rows, at least 1")
@@ -180,9 +180,8 @@ def _check(hidden: Any, weight: Any, targets: Any, chunk: Any) -> None:
     if placements not in ([(), ()], [(Replicate(),), (Shard(0),)]):
         raise ConfigError(
             f"{where}: hidden is {placements[0] or 'plain'} and weight {placements[1] or 'plain'}; "
-            "the weight must be plain, or split by rows over the tensor axis alone with hidden "
-            "whole on each of its ranks. A sharded weight is gathered only inside the forward of "
-            "its model"
+            "the weight must be plain, or split by rows over only the tensor axis with hidden "
+            "replicated over it. A sharded weight is unsharded only inside the forward of its model"
         )
 
 
@@ -258,7 +257,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "the gradients of cross_entropy_from_hidden cannot be differentiated again "
-                "(create_graph=True): compute this loss from whole logits"
+                "(create_graph=True): compute this loss by cross_entropy_sum"
             )
         if gradients is None:
             raise RuntimeError(

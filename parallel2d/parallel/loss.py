@@ -93,7 +93,7 @@ def check_shapes(where: str, what: str, values: Any, targets: Any) -> None:
     """
     for name, value in ((what, values), ("targets", targets)):
         if not isinstance(value, Tensor):
-            raise ConfigError(f"{where}: {name} is a {type(value).__name__}, no tensor")
+            raise ConfigError(f"{where}: {name} is a {type(value).__name__}, not a tensor")
     wanted = tuple(values.shape[:-1])
     # Flat targets are allowed too.
     if tuple(targets.shape) not in (wanted, (math.prod(wanted),)):

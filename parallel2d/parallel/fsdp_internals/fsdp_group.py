@@ -302,8 +302,8 @@ class FSDPGroup:
         if not trained:
             return None
         raise ConfigError(
-            f"{self.called} is gathered in one piece, and its trained parameters are "
-            f"{' and '.join(map(str, stored))}: put them into modules of their own and choose "
+            f"{self.called} is gathered by one all-gather, and its trained parameters are "
+            f"{' and '.join(map(str, stored))}: put them into separate modules and choose "
             "bucketing=layer, or store them in one dtype"
         )
 

@@ -119,7 +119,7 @@ def kept_operators(patterns: Sequence[str]) -> frozenset[str]:
         if not names:
             # Up to three, because several names may be one or two letters away from the pattern.
             near = nearest_words(pattern.replace("*", ""), operators)
-            advice = "names are those of torch.ops.aten, such as mm"
+            advice = "use the names of torch.ops.aten, such as mm"
             if near:
                 advice = f"did you mean {' or '.join(near)}?"
             raise ConfigError(
@@ -130,9 +130,9 @@ def kept_operators(patterns: Sequence[str]) -> frozenset[str]:
         # One visible operator is enough: scaled_dot_product_* matches visible and composite ones.
         if not visible:
             raise ConfigError(
-                f"activation_checkpointing.keep: {pattern} is computed as other operators, and "
-                "only their results can be kept: name those (matrix products are mm, bmm and "
-                "addmm, attention is scaled_dot_product_*)"
+                f"activation_checkpointing.keep: {pattern} is decomposed into other operators, "
+                "and only their results can be kept: name these operators (matrix products are mm, "
+                "bmm and addmm, attention is scaled_dot_product_*)"
             )
         found |= visible
     return frozenset(found)

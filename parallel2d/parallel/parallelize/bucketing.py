@@ -191,7 +191,7 @@ def _check_separate(
     for name, module in model.named_modules():
         if id(module) not in joined:
             continue
-        why = "complex parameters are gathered apart"
+        why = "complex parameters need a separate group"
         if id(module) in fp32:
             why = "precision.fp32_modules"
         raise ConfigError(

@@ -202,9 +202,9 @@ class CollectiveOrder:
             f"rank {self._ranks[rank]} {self._describe(code)} while rank {self._ranks[other]} of "
             f"the same shard group {self._describe(other_code)}. Parameters are gathered and "
             "reduced by all ranks of a shard group together, so all must run the same groups of "
-            "modules in the same order. Let the ranks of a shard group take the same route, put "
-            "modules that are chosen between into one group (bucketing=block with their common "
-            "block), or shard over one rank"
+            "modules in the same order. Run the same modules on all ranks of a shard group, put "
+            "alternative modules into one group (bucketing=block with their common block), or use "
+            "mesh.shard=1"
         )
 
     def _describe(self, code: int) -> str:

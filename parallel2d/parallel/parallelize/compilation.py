@@ -97,7 +97,7 @@ def check_compilation(config: CompileConfig, shape: MeshShape) -> None:
     if shape.context > 1:
         raise ConfigError(
             f"compile={config.name} with mesh.context={shape.context}: a compiled block cannot "
-            "exchange what its attention needs; choose compile=none or mesh.context=1"
+            "run the exchanges of context-parallel attention; choose compile=none or mesh.context=1"
         )
     if shape.tensor > 1 and config.backend != "eager":
         raise ConfigError(

@@ -176,7 +176,7 @@ class SplitBlock:
         stack, axis = self.stack, self.stack.axis
         hidden_path, hidden = first_hidden(given)
         if hidden is None:
-            raise ConfigError(f"mesh.context={axis.size}: {self.name} is given no hidden states")
+            raise ConfigError(f"mesh.context={axis.size}: {self.name} receives no hidden states")
         (dim,) = self.follows[hidden_path]
         is_first = self is stack.blocks[0]
         if is_first:
@@ -211,8 +211,8 @@ class SplitBlock:
         if whole % (ranks * parts) == 0 and whole >= 2 * ranks:
             return ""
         return (
-            f"{self.name} is given sequences of {whole} positions, which must be a multiple of "
-            f"{ranks * parts} and at least {2 * ranks}: choose train.seq_len so, or pad batches"
+            f"{self.name} receives sequences of {whole} positions, which must be a multiple of "
+            f"{ranks * parts} and at least {2 * ranks}: change train.seq_len, or pad batches"
         )
 
     def _check_length(self, whole: int, parts: int = 1) -> None:
@@ -298,7 +298,7 @@ class SplitBlock:
         if not splits_query or query.shape[-2] != self._own or query.ndim not in (3, 4):
             raise ConfigError(
                 f"mesh.context={ranks}: attention of {self.name} has queries of shape "
-                f"{tuple(query.shape)}, which are no [batch, heads, positions, dim] of its "
+                f"{tuple(query.shape)}, expected [batch, heads, positions, dim] with its "
                 f"{self._own} positions"
             )
         if query.ndim == 3:

@@ -339,7 +339,7 @@ class ContextCheck:
             self._position = list(self._differences).index(first)
             return (
                 f"{where} mixes positions outside of F.scaled_dot_product_attention, or "
-                f"counts them (whole and cut differ by {difference:.1e}); {_ADVICE}"
+                f"counts them (unsplit and split differ by {difference:.1e}); {_ADVICE}"
             )
         problem = self._problem_of_attributes(bound)
         if problem:
@@ -348,9 +348,10 @@ class ContextCheck:
             # The outputs of the blocks were compared with the smaller bound.
             if one.shape != other.shape or _difference(other, one) > 4 * bound:
                 return (
-                    f"an output of {type(self._model).__name__} of shape {tuple(one.shape)} is not "
-                    "that of whole sequences: losses and states that blocks leave aside "
-                    "(output_router_logits, output_hidden_states, use_cache) need mesh.context=1"
+                    f"an output of {type(self._model).__name__} of shape {tuple(one.shape)} "
+                    "differs from the output for unsplit sequences: losses and states outside of "
+                    "the blocks' outputs (output_router_logits, output_hidden_states, use_cache) "
+                    "need mesh.context=1"
                 )
         return ""
 

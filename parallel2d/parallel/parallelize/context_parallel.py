@@ -44,8 +44,8 @@ def intercept_attention(model: nn.Module, mesh: DeviceMesh) -> list[Stack]:
     blocks = find_blocks(model)
     if not blocks:
         raise ConfigError(
-            f"mesh.context={axis.size}: {type(model).__name__} has no repeated blocks, in which "
-            "sequences could be divided; use mesh.context=1"
+            f"mesh.context={axis.size}: {type(model).__name__} has no repeated blocks, which "
+            "context parallelism needs; use mesh.context=1"
         )
     register_axis(model, axis)
     stacks: dict[str, Stack] = defaultdict(lambda: Stack(axis))

@@ -136,7 +136,7 @@ def _choose(
             "computes in fp32": id(layer) in apart,
             # torchao replaces a layer on its parent, and here the parent is outside of the block.
             "is a whole block": is_block,
-            f"sizes are no multiples of {MULTIPLE}": any(
+            f"sizes are not multiples of {MULTIPLE}": any(
                 size % MULTIPLE for size in layer.weight.shape
             ),
         }

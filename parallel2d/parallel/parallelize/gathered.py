@@ -114,9 +114,9 @@ class GatheredParameters:
             parameters = [each for group in self.groups for each in group.group.parameters]
             if any(id(updated_as(each.sharded)) in stepped for each in parameters):
                 raise RuntimeError(
-                    f"{type(stepping).__name__}.step() with gradients of no_sync() alone, which "
+                    f"{type(stepping).__name__}.step() with gradients from no_sync() only, which "
                     "are not reduced over all ranks: run the last backward pass of a global batch "
-                    "outside of it, or use parallel2d.accumulate(model, micro_batches)"
+                    "outside of no_sync(), or use parallel2d.accumulate(model, micro_batches)"
                 )
         self.engine.updates.before_update(stepping)
         self.engine.count_update(stepping)
@@ -238,7 +238,7 @@ def data_was_set(name: str) -> str:
     """
     return (
         f"{name}.data was set to another tensor, which has no effect on a sharded parameter: "
-        f"use {name}.data.copy_(value) with a value that is sharded alike, or {INSTEAD}"
+        f"use {name}.data.copy_(value) with a value of the same sharding, or {INSTEAD}"
     )
 
 
@@ -248,7 +248,7 @@ def refuse_gathered(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) 
         name = getattr(parameter, GATHERED_AS, None)
         if name is not None:
             raise ConfigError(
-                f"{type(optimizer).__name__} was built while {name} was gathered, between a "
+                f"{type(optimizer).__name__} was built while {name} was unsharded, between a "
                 "forward and its backward, and would train nothing: build it after parallelize(), "
                 "before the first forward"
             )

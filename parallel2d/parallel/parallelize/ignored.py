@@ -49,7 +49,7 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
         raise ConfigError(
             f"ignored: {first_five(trained, ', ')} {verb} trainable, and nothing averages the "
             "gradient of a parameter that is not sharded: freeze it (requires_grad_(False)), or "
-            "let it be sharded"
+            "do not ignore it"
         )
     return names
 

@@ -76,8 +76,9 @@ _PICKLE_WARNING = _PickleWarning()
 def warn_of_parts() -> None:
     """Warn, once per process, of a pickle that holds local shards."""
     log.warning(
-        "torch.save, or another pickle, of sharded tensors writes the parts that this rank has: "
-        "call parallel2d.save_full(path, model, optimizer) on all ranks to write whole ones"
+        "torch.save, or another pickle, of sharded tensors writes only this rank's local "
+        "shards: call parallel2d.save_full(path, model, optimizer) on all ranks to write unsharded "
+        "tensors"
     )
 
 
@@ -126,9 +127,9 @@ def _refuse_whole_tensors(model: nn.Module, state: dict[str, Any], prefix: str, 
         is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
         if is_whole and isinstance(parameter, DTensor):
             raise ConfigError(
-                f"load_state_dict: {name} is sharded, and the state holds a whole tensor; use "
-                "parallel2d.load_state(model, state), which sends rank 0's tensors to their "
-                'places, or load_full_state(model, optimizer, {"model": ..., "optimizer": ...})'
+                f"load_state_dict: {name} is sharded, and the state holds an unsharded tensor; use "
+                "parallel2d.load_state(model, state), which distributes rank 0's tensors, "
+                'or load_full_state(model, optimizer, {"model": ..., "optimizer": ...})'
             )
 
 
@@ -183,8 +184,8 @@ def _apply(
         is_wider = engine.buckets is not None and wanted.itemsize > dtype.itemsize
         if wanted != dtype and (is_used or is_wider):
             raise ConfigError(
-                f"model.to({wanted}): what gathers, reduces or updates parameters is made for "
-                f"{dtype}; choose it by parallelize(..., ParallelConfig(precision=...))"
+                f"model.to({wanted}): parameters are gathered, reduced and updated in "
+                f"{dtype}; choose the dtype by parallelize(..., ParallelConfig(precision=...))"
             )
     # torch swaps the contents of parameters, including their attributes.
     attributes = [dict(vars(parameter)) for parameter in module.parameters()]
@@ -199,8 +200,8 @@ def _apply(
 def _save_whole(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("state_dict") is None:
         raise ConfigError(
-            "save_pretrained(...) would write this rank's parts of the parameters: gather them on "
-            "all ranks by state = parallel2d.full_state(model) and give state_dict=state['model'] "
+            "save_pretrained(...) would write this rank's local shards: unshard the parameters on "
+            "all ranks by state = parallel2d.full_state(model) and pass state_dict=state['model'] "
             "on rank 0, or save a checkpoint for python -m parallel2d.checkpoint convert"
         )
     return save(*args, **kwargs)

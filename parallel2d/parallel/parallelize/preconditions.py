@@ -80,12 +80,12 @@ def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
         validated(config)
     if isinstance(model, nn.ModuleList | nn.ModuleDict) and not is_called(model):
         raise ConfigError(
-            f"parallelize: a {type(model).__name__} has no forward, in which parameters are "
-            "gathered: parallelize each of its members, or a module that calls them"
+            f"parallelize: a {type(model).__name__} has no forward to gather its "
+            "parameters in: parallelize each of its members, or a module that calls them"
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
-            "the model is sharded already, by parallelize or fully_shard: give the plain one, once"
+            "the model is sharded already, by parallelize or fully_shard: pass the plain model"
         )
 
 
@@ -118,8 +118,8 @@ def check_parameters(model: nn.Module) -> None:
     for name, parameter in nn.Module.named_parameters(model):
         if id(parameter) not in names:
             raise ConfigError(
-                f"{type(model).__name__}.named_parameters() omits {name}, which is to be sharded "
-                "too: give the method that selects parameters another name"
+                f"{type(model).__name__}.named_parameters() omits {name}, which must be sharded "
+                "too: rename the method that selects parameters"
             )
         _check_parameter(name, parameter)
     by_storage: dict[int | None, list[nn.Parameter]] = defaultdict(list)
@@ -137,8 +137,8 @@ def check_parameters(model: nn.Module) -> None:
             called = name or "the model"
             raise ConfigError(
                 f"{called} has max_norm={module.max_norm}: it rescales rows of its "
-                "weight in forward, which writes to a gathered copy and is lost; use max_norm=None "
-                "and rescale the weight after the optimizer's step"
+                "weight in forward, which writes to an unsharded copy and is lost; use "
+                "max_norm=None and rescale the weight after the optimizer's step"
             )
         _check_references(name, module, names, by_storage)
 
@@ -148,9 +148,9 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     # A frozen parameter stays the same object in both models, unless its module is sharded.
     if earlier is not None and (parameter.requires_grad or isinstance(parameter, DTensor)):
         raise ConfigError(
-            f"{name} is {earlier} of another model, which parallelize has sharded: it would be "
-            "two parameters from now on; put both models into one nn.Module and parallelize "
-            "that, or give this one a copy"
+            f"{name} is {earlier} of another model, which parallelize has sharded: the two "
+            "models would train separate parameters; put both into one nn.Module and parallelize "
+            "that, or use a copy here"
         )
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ConfigError(
@@ -192,7 +192,7 @@ def _check_references(
                 path = f"{name}.{attribute}".removeprefix(".")
                 raise ConfigError(
                     f"{path} holds {known} in a plain {type(value).__name__}: it would keep the "
-                    "value of today, because sharding replaces parameters; use nn.ParameterList or "
+                    "current value, because sharding replaces parameters; use nn.ParameterList or "
                     "nn.ParameterDict, or ask the module that owns it"
                 )
 

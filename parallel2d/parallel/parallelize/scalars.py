@@ -148,7 +148,7 @@ def scalar_places(model: nn.Module, left_out: Container[nn.Parameter]) -> Places
             raise ConfigError(f"{name} {problem}")
     if scalars and len(scalars) == len(to_split):
         raise ConfigError(
-            "the model has parameters without dimensions or elements alone: nothing to shard"
+            "the model only has parameters without dimensions or elements: nothing to shard"
         )
     return places
 

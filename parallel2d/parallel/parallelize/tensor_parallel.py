@@ -144,8 +144,8 @@ def apply_tensor_parallel(
         pattern = re.sub(r"\b\d+\b", "*", name)
         kept.setdefault(pattern, []).append(parameter.numel())
     log.info(
-        f"tensor axis: {split / max(total, 1):.1%} of {total:,} parameters are split; whole on "
-        "every tensor rank:"
+        f"tensor axis: {split / max(total, 1):.1%} of {total:,} parameters are split; replicated "
+        "on every tensor rank:"
     )
     for pattern, sizes in kept.items():
         log.info(f"  {pattern}: {len(sizes)} x {sizes[0]:,}")
@@ -273,7 +273,7 @@ def _check_ties(model: nn.Module, ties: Ties) -> None:
             made = ", ".join(map(" ".join, layouts.items()))
             raise ConfigError(
                 f"tensor-parallel plan: {' and '.join(layouts)} are one parameter, and the plan "
-                f"makes {made}; split all of its places alike (embedding: rowwise with head: "
+                f"makes {made}; split all its occurrences alike (embedding: rowwise with head: "
                 "colwise or colwise_gather_output) or none"
             )
 

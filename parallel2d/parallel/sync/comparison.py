@@ -86,10 +86,10 @@ class ReplicaComparison:
                 minority = sorted(itertools.chain.from_iterable(others))
                 found.append(f"{name} differs between ranks {majority} and {minority}")
         return (
-            f"replicas are not equal any more, in {first_five(groups, ', ')}: {first_five(found)}. "
+            f"replicas differ in {first_five(groups, ', ')}: {first_five(found)}. "
             "Memory was damaged, or something other than the optimizer has changed a parameter on "
-            "some ranks. Checkpoints since the last comparison may hold it: go on from an earlier "
-            "one (checkpoint.resume=PATH)"
+            "some ranks. Checkpoints since the last comparison may contain it: resume from an "
+            "earlier one (checkpoint.resume=PATH)"
         )
 
 

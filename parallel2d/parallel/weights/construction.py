@@ -255,8 +255,8 @@ def own_constructor(model: nn.Module) -> Callable[[], nn.Module] | None:
     if late:
         raise ConfigError(
             f"{first_five(late, ', ')}: set inside build_on_meta by none of the constructors of "
-            f"{type(model).__name__}, which is not repeated; set it there, pass "
-            "init=function(module, name), or build the model for real and pass broadcast_from=0"
+            f"{type(model).__name__}, and only these run again; set it in a constructor, pass "
+            "init=function(module, name), or build the model with values and pass broadcast_from=0"
         )
     return functools.partial(_call_again, model, calls) if written else None
 
@@ -328,8 +328,8 @@ def build_for_real(construct: Callable[[], nn.Module], seed: int, expected: list
     differing = next((pair for pair in pairs if pair[0] != pair[1]), None)
     if differing is not None:
         raise ConfigError(
-            f"built for real, the model has {differing[0]}; on meta it has {differing[1]}: do not "
-            "build by values, or change a model after its constructor has returned; or give "
+            f"built with values, the model has {differing[0]}; on meta it has {differing[1]}: its "
+            "structure must not depend on values, or change after the constructor; or set "
             "model.init (init=)"
         )
     unset = [name for name, each in model.named_parameters() if each.is_meta or is_unset(each)]

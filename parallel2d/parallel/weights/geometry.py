@@ -111,7 +111,7 @@ def local_region(tensor: Tensor) -> Region:
         return Region.whole(tensor.shape)
     if any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(
-            f"a tensor placed as {tensor.placements} cannot be saved: a partial sum is no split"
+            f"a tensor placed as {tensor.placements} cannot be saved: a partial sum is not a shard"
         )
     lengths, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements

@@ -117,15 +117,15 @@ def _problems(
             if other.get(key, value) != value:
                 yield (
                     f"its groups have {key}={value!r:.30} and {key}={other[key]!r:.30} for "
-                    "parameters that are one group here (settings=False keeps those here)"
+                    "parameters that are one group here (settings=False keeps the current ones)"
                 )
         current = group.get(key)
         if isinstance(current, tuple):
             # For example betas; a state that has been JSON has lists.
             if not isinstance(value, tuple | list) or len(value) != len(current):
-                yield f"its {key} is {value!r:.60}, no list of {len(current)}"
+                yield f"its {key} is {value!r:.60}, not a list of {len(current)}"
         elif isinstance(current, Number | Tensor) and not isinstance(value, Number):
-            yield f"its {key} is {value!r:.60}, no number"
+            yield f"its {key} is {value!r:.60}, not a number"
 
 
 def put_settings(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:

@@ -295,7 +295,7 @@ def weight_map(path: str) -> dict[str, str]:
     weights: Any = parse_json(folder.read(name, _MAX_INDEX), what).get("weight_map")
     values = weights.values() if isinstance(weights, dict) else [None]
     if not all(isinstance(file, str) for file in values):
-        raise ConfigError(f"{what}: weight_map is no mapping of names to files")
+        raise ConfigError(f"{what}: weight_map is not a mapping of names to files")
     return dict(weights)
 
 

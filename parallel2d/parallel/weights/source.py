@@ -95,9 +95,9 @@ class WeightSource:
             different = [rank for rank, other in enumerate(digests) if other != digests[0]]
             if different:
                 raise ConfigError(
-                    f"ranks {different} hold other weights than rank 0: build the model under the "
-                    "same torch.manual_seed on every rank, or under parallel2d.build_on_meta with "
-                    "seed=, or let all start from rank 0's by parallelize(..., broadcast_from=0)"
+                    f"ranks {different} hold different weights than rank 0: build the model under "
+                    "the same torch.manual_seed on every rank, or under parallel2d.build_on_meta "
+                    "with seed=, or use rank 0's by parallelize(..., broadcast_from=0)"
                 )
         elif self._source is None and self._construct is None:
             _check_buffers(model)
@@ -147,7 +147,7 @@ class WeightSource:
         if rank in builders and needed > free:
             problem = (
                 f"the model's constructor sets its values: {count} on {host} take {needed:.3g} GiB "
-                f"and {free:.3g} are free; give model.init (init=), called module by module"
+                f"and {free:.3g} are free; set model.init (init=), called module by module"
             )
         # Before any rank allocates memory.
         _raise_any(problem)
@@ -163,7 +163,7 @@ class WeightSource:
         if len(set(digests.values())) > 1:
             raise ConfigError(
                 f"ranks {list(digests)} built the model under one seed and got different weights: "
-                "its constructor must draw from the generators of torch, NumPy and Python alone"
+                "its constructor must draw only from the generators of torch, NumPy and Python"
             )
 
 
@@ -184,7 +184,7 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
     """
     world = dist.get_world_size()
     if not 0 <= source < world:
-        raise ConfigError(f"broadcast_from={source} is no rank: there are {world}, counted from 0")
+        raise ConfigError(f"broadcast_from={source} is not a rank: use 0 to {world - 1}")
     _refuse_sparse(model, source)
     # Only the source has weights to send, and can check that none is missing.
     weights: dict[str, Tensor] = {}
@@ -217,7 +217,7 @@ def _refuse_sparse(model: nn.Module, source: int) -> None:
     if sparse:
         raise ConfigError(
             f"broadcast_from={source}: {first_five(sparse)} is sparse, and only dense tensors are "
-            "sent: build it alike on every rank and register it after parallelize, or make it dense"
+            "sent: build it on every rank and register it after parallelize, or make it dense"
         )
 
 
@@ -248,7 +248,7 @@ def check_same_structure(model: nn.Module) -> None:
     if different:
         one = different[0]
         raise ConfigError(
-            f"ranks {different} have another model than rank 0. Rank {one} has {found[one]}"
+            f"ranks {different} have a different model than rank 0. Rank {one} has {found[one]}"
         )
 
 
@@ -267,9 +267,9 @@ def _check_buffers(model: nn.Module) -> None:
     if different:
         names = next(iter(different.values()))
         raise ConfigError(
-            f"ranks {list(different)} hold other values of the buffer {first_five(names, ', ')} "
-            "than rank 0, which its constructor gives it and no initializer sets again; call the "
-            "same torch.manual_seed on every rank before the model is built"
+            f"ranks {list(different)} hold different values of the buffer "
+            f"{first_five(names, ', ')} than rank 0: its constructor sets it and no initializer "
+            "sets it again; call the same torch.manual_seed on every rank before the model is built"
         )
 
 

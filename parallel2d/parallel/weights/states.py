@@ -319,7 +319,7 @@ def _match_model(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, 
         problem = "it has no model"
         # A common mistake: the argument is the model's state dict.
         if any(isinstance(value, Tensor) for value in state.values()):
-            problem += ': give a state dict as {"model": state_dict}'
+            problem += ': pass a state dict as {"model": state_dict}'
         elif state:
             problem += f", but {first_five(list(map(str, state)), ', ')}"
         return {}, [problem]

@@ -145,8 +145,8 @@ def summon_full_params(
     """
     if rank0_only and writeback and any(masters.replicas_differ for masters in masters_in(model)):
         raise ConfigError(
-            "summon_full_params(rank0_only=True) would write rank 0's parameters over those of "
-            "other replicas, which differ with sync=diloco: use writeback=False to look at them"
+            "summon_full_params(rank0_only=True) would overwrite the parameters of other "
+            "replicas, which differ with sync=diloco: use writeback=False to read them"
         )
     # After a forward without backward, some parameters may be unsharded by FSDP.
     reshard(model)
@@ -173,7 +173,9 @@ def _refuse_whole(places: Places) -> None:
     for parameter, ((module, name), *_) in places.items():
         if hasattr(parameter, _MARK):
             place = f"{name} of {type(module).__name__}"
-            raise ConfigError(f"summon_full_params: {place} is whole already, in an outer context")
+            raise ConfigError(
+                f"summon_full_params: {place} is already unsharded in an outer context"
+            )
 
 
 def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.Module:

@@ -116,9 +116,9 @@ def before_step(stepping: Optimizer, parameters: list[Tensor]) -> None:
             others.append(parameter)
     if any_sharded and others and any(checks.averages for checks in _active()):
         raise RuntimeError(
-            f"{type(stepping).__name__} has a parameter of shape {tuple(others[0].shape)} that is "
-            "of no parallelized model, and nothing averages its gradient over the ranks: put its "
-            "module and the model into one nn.Module and call parallelize() on that"
+            f"{type(stepping).__name__} has a parameter of shape {tuple(others[0].shape)} that "
+            "belongs to no parallelized model, and its gradient is not averaged over the ranks: "
+            "put its module and the model into one nn.Module and call parallelize() on that"
         )
     mode = function_mode.current_mode()
     if mode is not None:

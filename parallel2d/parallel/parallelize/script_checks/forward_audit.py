@@ -47,7 +47,7 @@ from parallel2d.parallel.weights.whole_tensors import sharded_modules
 
 _MISPLACED = (
     "is not the parameter that parallelize has sharded: torch.func.functional_call(model, values), "
-    "load_state_dict(assign=True) after a forward and parameters that are set anew have no effect "
+    "load_state_dict(assign=True) after a forward and assigned parameters have no effect "
     f"here; {INSTEAD}"
 )
 
@@ -128,8 +128,8 @@ class _Audit:
                 if trains and each.requires_grad:
                     raise RuntimeError(
                         f"{self._fqn(module, attribute)} was added or unfrozen after parallelize, "
-                        "and nothing averages its gradient over the ranks: add it before "
-                        "parallelize, trainable"
+                        "and its gradient is not averaged over the ranks: add it before "
+                        "parallelize, with requires_grad=True"
                     )
             for attribute, value in plain_attributes(module) if self.compares_values else ():
                 for held in tensors_in(value):
@@ -140,8 +140,8 @@ class _Audit:
         name = self._storages.get(storage_of(held) or 0)
         if name is not None:
             raise RuntimeError(
-                f"{self._fqn(module, attribute)} keeps {name} as it was gathered for a forward, "
-                "whose memory is freed: keep a clone(), or return it from forward"
+                f"{self._fqn(module, attribute)} keeps the unsharded {name} of a forward, "
+                "and its memory is freed: keep a clone(), or return it from forward"
             )
 
     def _fqn(self, module: nn.Module, attribute: str) -> str:
@@ -191,9 +191,9 @@ class _GroupAudit:
             if _is_equal(old, self._state(parameter)):
                 continue
             message = (
-                f"{parameter.name} was written to while it was gathered, in the forward of "
-                f"{self._group.called} or before its backward: what is written there is lost, or "
-                f"stays on this rank alone; {INSTEAD}"
+                f"{parameter.name} was written to while it was unsharded, in the forward of "
+                f"{self._group.called} or before its backward: the write is lost, or stays on this "
+                f"rank only; {INSTEAD}"
             )
             engine = self._audit.engine
             if not torch.is_grad_enabled():
@@ -236,8 +236,8 @@ class _ArgumentAudit:
         if is_differentiated_forward((args, kwargs), self._running.frees):
             raise RuntimeError(
                 f"{self._called} was called with a derivative of "
-                "torch.autograd.forward_ad, which sharded modules support under torch.no_grad() "
-                "alone: use torch.func.jvp(model, (x,), (e,))"
+                "torch.autograd.forward_ad, which sharded modules support only under "
+                "torch.no_grad(): use torch.func.jvp(model, (x,), (e,))"
             )
         self._given.append(set(map(id, _containers_in([*args, *kwargs.values()]))))
 
@@ -258,9 +258,9 @@ class _ArgumentAudit:
                 changed.append(container)
         if changed:
             raise RuntimeError(
-                f"{self._called} changed a {type(changed[0]).__name__} that it was "
-                "given, which sharded modules cannot, because they get copies of their arguments "
-                "and compute gradients of what they return: return the values instead"
+                f"{self._called} changed a {type(changed[0]).__name__} of its "
+                "arguments, which sharded modules cannot do, because they get copies of their "
+                "arguments and compute gradients of their outputs: return the values instead"
             )
 
 

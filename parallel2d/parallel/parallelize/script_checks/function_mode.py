@@ -28,7 +28,7 @@ from parallel2d.parallel.parallelize.block_calls import MIXED, MixedTensorsError
 from parallel2d.parallel.parallelize.gathered import data_was_set
 
 _WHOLE = (
-    "change whole values with parallel2d.apply_full(model, function), or inside "
+    "change unsharded values with parallel2d.apply_full(model, function), or inside "
     "parallel2d.summon_full_params(model, writeback=True, with_grads=True)"
 )
 _UNSUPPORTED = re.compile("sharding strategy registered|require placement changes")
@@ -98,8 +98,8 @@ class ScriptMode(TorchFunctionMode):
             name = next(filter(None, [getattr(given, mark, "") for mark in marks]), "")
             if name:
                 raise RuntimeError(
-                    f"torch.autograd.{called}() with inputs={name}: nothing averages what autograd "
-                    "computes for it over the ranks; call loss.backward() without inputs and read "
+                    f"torch.autograd.{called}() with inputs={name}: the gradient for it would "
+                    "not be averaged over the ranks; call loss.backward() without inputs and read "
                     ".grad (requires_grad_(False) freezes the others)"
                 )
         # Changes outside of optimizers
@@ -112,7 +112,7 @@ class ScriptMode(TorchFunctionMode):
             if changed and "modified by an inplace operation" in str(error):
                 explanation = RuntimeError(
                     f"parameters of {changed[0].called} were changed between a forward and its "
-                    "backward, which needs those of before: call loss.backward() before "
+                    "backward, which needs the earlier values: call loss.backward() before "
                     "optimizer.step()"
                 )
             if explanation is None:
@@ -131,15 +131,15 @@ class ScriptMode(TorchFunctionMode):
             return None
         if MIXED in text:
             return MixedTensorsError(
-                f"{name}() got a plain tensor and a sharded parameter, which is whole only while "
-                "the block that gathers it runs: elsewhere use parameter.full_tensor(), and let a "
-                "block return, or get as an argument, the weight that another one needs"
+                f"{name}() got a plain tensor and a sharded parameter, which is unsharded only "
+                "while the block that gathers it runs: elsewhere use parameter.full_tensor(), and "
+                "pass weights between blocks as outputs and arguments"
             )
         if _UNSUPPORTED.search(text):
             return RuntimeError(f"{name}() cannot be computed on a DTensor: {_WHOLE}")
         if _NO_SUBCLASSES in text:
             return RuntimeError(
-                f"{name}() was asked of a DTensor, of which this rank has a part: use "
+                f"{name}() was called on a DTensor, and this rank has only a shard: use "
                 "tensor.full_tensor() on all ranks first"
             )
         return None
@@ -150,7 +150,7 @@ def refusal(optimizer: Optimizer, reason: str) -> ConfigError:
     name = type(optimizer).__name__
     return ConfigError(
         f"{name}.step {reason}: build parallel2d.whole_matrices({name}, parameters), which runs it "
-        "on whole ones; state of one process is loaded with parallel2d.load_full_state"
+        "on unsharded ones; load the state of a single process with parallel2d.load_full_state"
     )
 
 
@@ -160,9 +160,9 @@ def _check_read(func: Any, name: str, args: tuple[Any, ...]) -> None:
         for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
             if size > 1 and not placement.is_replicate():
                 raise RuntimeError(
-                    f"a number was asked of a DTensor that is placed as {tensor.placements}, of "
-                    f"which this rank has a part, by {name}(): use tensor.full_tensor() on all "
-                    "ranks first"
+                    f"{name}() reads a number from a DTensor that is placed as "
+                    f"{tensor.placements}, and this rank has only a shard: use "
+                    "tensor.full_tensor() on all ranks first"
                 )
     elif func == _SET_DATA and hasattr(tensor, SHARDED_AS):
         raise RuntimeError(data_was_set(getattr(tensor, SHARDED_AS)))
@@ -177,7 +177,7 @@ def _check_gradient(parameter: Tensor) -> None:
     if updated_as(parameter) is not parameter:
         raise ConfigError(
             "clip_grad_norm_() of model.parameters(): with strategy=hybrid_full the gradients are "
-            "those of parallel2d.updated_parameters(model); give it these"
+            "on parallel2d.updated_parameters(model); pass these"
         )
 
 
@@ -197,7 +197,9 @@ def _check_written(name: str, written: DTensor) -> None:
     if is_copied_view(written):
         raise RuntimeError(f"{name}() writes to rows or columns of a DTensor: {_WHOLE}")
     if name in _RANDOM and any(map(Placement.is_shard, written.placements)):
-        raise RuntimeError(f"{name}() would draw all parts of a DTensor alike: {_WHOLE}")
+        raise RuntimeError(
+            f"{name}() would draw the same values for all shards of a DTensor: {_WHOLE}"
+        )
 
 
 class _Thread(threading.local):

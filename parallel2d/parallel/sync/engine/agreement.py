@@ -122,9 +122,9 @@ class UsedParameterAgreement:
             self._were_named = True
             if dist.get_rank() == 0:
                 log.warning(
-                    "%s: buffers that differ between ranks, as each writes what its own samples "
-                    "give; checkpoints hold one rank's. Write parallel2d.reduce(value), unless it "
-                    "is a cache",
+                    "%s: these buffers differ between ranks, because each rank writes values of "
+                    "its own samples; checkpoints save one rank's. Write parallel2d.reduce(value), "
+                    "unless the buffer is a cache",
                     first_five(names, ", "),
                 )
         used: list[bool] = (summed[1 : 1 + self._parameters] > 0).tolist()

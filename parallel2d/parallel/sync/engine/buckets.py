@@ -89,14 +89,14 @@ class GroupGradients:
             raise RuntimeError(
                 f"backward(create_graph=True) reached {self.group.called}: second derivatives are "
                 "not possible here, because its parameters are released after the first; the "
-                "difference of two forward passes, (model(x + e) - model(x)) / |e|, gives such "
-                "penalties"
+                "difference of two forward passes, (model(x + e) - model(x)) / |e|, gives "
+                "gradient penalties"
             )
         has_gradient = self.group.has_whole_gradients
         if has_gradient and self.state is ReduceState.FINAL:
             raise RuntimeError(
                 f"{self.group.called} got gradients twice in one backward pass, and the first were "
-                "on their way to other replicas: call the module, not parts of it"
+                "already sent to other replicas: call the module, not parts of it"
             )
         self._repeats |= self._has_ended
         self._has_ended = True

@@ -267,7 +267,7 @@ class ReplicaReducer:
                     return (
                         f"register_hook was called on a parameter of {group.called} of shape "
                         f"{tuple(parameter.sharded.shape)}: autograd computes gradients of "
-                        "gathered parameters and would never call it; use "
+                        "unsharded parameters and would never call the hook; use "
                         "register_post_accumulate_grad_hook"
                     )
         return ""
@@ -430,8 +430,8 @@ def update_mesh_of(parameters: Iterable[Tensor]) -> DeviceMesh | None:
         is_unknown = meshes[-1] is None and isinstance(parameter, DTensor)
         if is_unknown or meshes[-1] != meshes[0]:
             raise ConfigError(
-                "an optimizer that needs whole matrices, such as muon, takes parameters of models "
-                "from parallel2d.parallelize, and not those on several meshes: build one for each"
+                "an optimizer that needs whole matrices, such as muon, supports parameters of "
+                "models from parallel2d.parallelize on one mesh: build one optimizer for each mesh"
             )
     return meshes[0] if meshes else None
 
@@ -451,7 +451,7 @@ def engine_of(model: nn.Module) -> ReplicaReducer:
     found = engine_in(model)
     if found is None:
         raise ConfigError(
-            f"{type(model).__name__} did not come from parallel2d.parallelize; give the model that "
-            "it returned, not a module of it"
+            f"{type(model).__name__} did not come from parallel2d.parallelize; pass the model that "
+            "it returned, not one of its modules"
         )
     return found

@@ -158,7 +158,7 @@ class OuterSync(UpdateFollower):
         if changed:
             raise ConfigError(
                 f"sync=diloco: {first_five(changed, ', ')}: frozen or unfrozen after parallelize, "
-                "which decides what replicas share; do it before"
+                "which decides what replicas share; freeze and unfreeze before"
             )
         self.steps += 1
         self.squared_change = None

@@ -97,8 +97,8 @@ class EveryStep(SyncMethod):
         """Raise `ConfigError` for a warmup share in a loop without a known number of steps."""
         if 0 < self.warmup < 1:
             raise ConfigError(
-                f"sync.warmup={self.warmup} is a share of train.steps, which a loop of your own "
-                "does not have: give a number of steps, such as SyncConfig(wire='int4', warmup=100)"
+                f"sync.warmup={self.warmup} is a share of train.steps, which a custom loop "
+                "does not have: use a number of steps, such as SyncConfig(wire='int4', warmup=100)"
             )
 
     def with_residuals(self, model: ReplicatedModel) -> Container[str]:

@@ -54,8 +54,8 @@ def _refuse_unsent(parameters: Iterable[FSDPParameter]) -> None:
     if unsent:
         raise ConfigError(
             f"strategy=hybrid_full: {first_five(unsent, ', ')}: a gradient of a backward outside "
-            "of the model's forwards, as of a penalty, does not reach who updates: add it to the "
-            "loss of a forward, or to .grad of updated_parameters(model)"
+            "of the model's forwards, as of a penalty, does not reach the updating replica: add it "
+            "to the loss of a forward, or to .grad of updated_parameters(model)"
         )
 
 
@@ -271,7 +271,7 @@ class OwnedParameters(Residuals):
                 raise ConfigError(
                     f"strategy=hybrid_full sends rounded parameters with this sync.wire: "
                     f"{first_five(new, ', ')}: unfrozen after parallelize, which keeps unrounded "
-                    "rows of trained parameters alone; do it before"
+                    "rows only of trained parameters; unfreeze before"
                 )
         self._gather(trained)
         # The optimizer has incremented the versions of the parts only.
