@@ -217,7 +217,7 @@ def reset_adapter(layer: Any, model: nn.Module) -> None:
         layer.reset_lora_parameters(adapter, initial)
 
 
-def given_modules(model: nn.Module, given: set[str]) -> Iterator[nn.Module]:
+def initialized_modules(model: nn.Module, given: set[str]) -> Iterator[nn.Module]:
     """Yield modules of ``model`` with all parameters in ``given``, by name, and no meta buffer."""
     for name, module in model.named_modules():
         names = dict(module.named_parameters(prefix=name)).keys()

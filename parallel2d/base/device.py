@@ -162,7 +162,7 @@ def set_random_state(device_type: str, state: Tensor) -> None:
     _module(device_type).set_rng_state(state)
 
 
-def random_states_kept() -> AbstractContextManager[None]:
+def preserve_rng_states() -> AbstractContextManager[None]:
     """Put the random generators of the CPU and of the current device back at the end."""
     kind = accelerator_type()
     if kind == "cpu":

@@ -135,7 +135,7 @@ class ContextAxis:
         return own
 
     @contextmanager
-    def kept_apart(self) -> Iterator[None]:
+    def without_join(self) -> Iterator[None]:
         """Keep the output of the blocks in slices inside."""
         self.joins = False
         try:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.mesh import present_data_ranks, sum_over_data_ranks
+from parallel2d.parallel.mesh import live_data_ranks, sum_over_data_ranks
 
 IGNORED = -100  # target of a token that is not valid, as in torch's cross_entropy
 _CHUNK_ELEMENTS = 2**22  # logits that are converted to fp32 at a time
@@ -52,7 +52,7 @@ def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
         raise ConfigError(f"token_weight({valid_tokens}): a number of tokens is at least 0")
     total = torch.zeros((), dtype=torch.float64, device=mesh.device_type).add_(valid_tokens)
     sum_over_data_ranks(total, mesh)
-    return torch.where(total > 0, present_data_ranks(mesh) / total.clamp(min=1), 0.0)
+    return torch.where(total > 0, live_data_ranks(mesh) / total.clamp(min=1), 0.0)
 
 
 def cross_entropy_sum(logits: Any, targets: Tensor, z_loss: float = 0.0) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from parallel2d.base.config.options import load_reference
-from parallel2d.base.errors import ConfigError, nearest_words
+from parallel2d.base.errors import ConfigError, nearest_matches
 
 Policy = Callable[[nn.Module, str], bool]
 
@@ -111,7 +111,7 @@ def join_names(parent: str, name: str) -> str:
 def near_names(pattern: str, names: Sequence[str]) -> str:
     """Return the end of a message: names that are spelled like ``pattern``, or the first names."""
     # Up to three, because names of layers of one kind differ only in a number.
-    near = nearest_words(pattern.replace("*", "").strip("."), names, alike=0.4)
+    near = nearest_matches(pattern.replace("*", "").strip("."), names, alike=0.4)
     if not near:
         return f"; the names begin with {', '.join(names[:3])}"
     return f"; near: {', '.join(near)}"
@@ -128,7 +128,7 @@ def is_called(module: nn.Module) -> bool:
     return forward is not nn.Module.forward
 
 
-def held_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def direct_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (attribute, parameter) for each parameter that ``module`` holds directly."""
     # A parameter may be registered as None, such as a disabled bias.
     for name, parameter in module._parameters.items():
@@ -138,17 +138,17 @@ def held_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def owns_itself(module: nn.Module) -> bool:
     """Return True if ``module`` holds parameters directly, not only below it."""
-    return next(held_parameters(module), None) is not None
+    return next(direct_parameters(module), None) is not None
 
 
-def stays_whole(parameter: Tensor) -> bool:
+def stays_replicated(parameter: Tensor) -> bool:
     """Return True if ``parameter`` has no dimensions or no elements, so it cannot be split."""
     return parameter.ndim == 0 or parameter.numel() == 0
 
 
 def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters of ``module`` and of containers in it."""
-    for _, parameter in held_parameters(module):
+    for _, parameter in direct_parameters(module):
         yield parameter
     # A container has no forward: ``module`` uses its parameters.
     for child in module.children():
@@ -189,7 +189,7 @@ def places_in(modules: Iterable[nn.Module]) -> Places:
     """Map each parameter that ``modules`` hold directly to its (module, attribute) pairs."""
     places: Places = defaultdict(list)
     for module in modules:
-        for name, parameter in held_parameters(module):
+        for name, parameter in direct_parameters(module):
             places[parameter].append((module, name))
     return places
 
@@ -315,10 +315,10 @@ def _blocks_of_classes(
     if classes:
         raise ConfigError(f"{section}.blocks are names of classes, in quotes, got {classes}")
 
-    def is_given(_parent: nn.Module, child: nn.Module) -> bool:
+    def is_block(_parent: nn.Module, child: nn.Module) -> bool:
         return type(child).__name__ in class_names
 
-    found = _outermost(model, is_given)
+    found = _outermost(model, is_block)
     found_classes = {type(module).__name__ for _, module in found}
     all_classes = {type(module).__name__ for module in model.modules()}
     # A given class may occur only inside blocks of another given class.

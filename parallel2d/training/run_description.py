@@ -23,11 +23,11 @@ from parallel2d.base.runtime import Runtime
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.context_axis import context_axis_of
 from parallel2d.parallel.cost.flops import count_flops, peak_flops
-from parallel2d.parallel.cost.tensor_twin import (
+from parallel2d.parallel.cost.meta_copy import (
     LossOfBatch,
     TensorTraffic,
     count_tensor_axis,
-    tensor_twin,
+    meta_copy,
 )
 from parallel2d.parallel.cost.traffic import exact_bytes, predicted_bytes
 from parallel2d.parallel.fsdp_internals.sharded_model import streams_of_collectives
@@ -186,7 +186,7 @@ def count_activations(
     loss = ModelLoss(config, parts).value
     if name_of_head(config, parts) is not None:
         loss = functools.partial(_of_slices, loss)
-    return count_tensor_axis(tensor_twin(parts.module, mesh, layout), mesh, layout, loss)
+    return count_tensor_axis(meta_copy(parts.module, mesh, layout), mesh, layout, loss)
 
 
 def _of_slices(loss: LossOfBatch, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
@@ -194,7 +194,7 @@ def _of_slices(loss: LossOfBatch, model: nn.Module, inputs: Any, targets: Any) -
     axis = context_axis_of(model)
     if axis is None or axis.is_learning:
         return loss(model, inputs, targets)
-    with axis.kept_apart():
+    with axis.without_join():
         return loss(model, inputs, axis.cut(targets, 1))
 
 
@@ -229,7 +229,7 @@ def build_recorder(facts: RunFacts, mesh: DeviceMesh, model: nn.Module, *, first
     if first:
         display, writer = outputs(facts)
         for line in facts.lines():
-            display.say(line)
+            display.log(line)
     predicted = dict(facts.predicted)
     # Replicas that differ send each other nothing in most steps.
     if not facts.layout.method.replicas_equal:

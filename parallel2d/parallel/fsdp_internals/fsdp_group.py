@@ -61,7 +61,7 @@ class FSDPGroup:
         self.modules = tuple(modules)
         self.called = called
         # Communication dtype of its gradients over the shard axis
-        self.wire = torch.float32
+        self.communication_dtype = torch.float32
         # Dtypes of FSDP's gradient sums and reduce-scatter; None: FSDP's defaults
         self._reduces_in: tuple[torch.dtype, torch.dtype] | None = None
         # True with one rank on the shard axis, where unsharded gradients become the sharded ones
@@ -106,9 +106,9 @@ class FSDPGroup:
         return self._group.reduce_grads and self._group.all_reduce_grads
 
     @property
-    def has_whole_gradients(self) -> bool:
+    def has_unsharded_gradients(self) -> bool:
         """True if this rank has a gradient that is not reduced over the shard axis."""
-        return any(parameter.has_whole_gradient for parameter in self.trained)
+        return any(parameter.has_unsharded_gradient for parameter in self.trained)
 
     def on_forward(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` at each forward of the group that autograd records.
@@ -201,7 +201,7 @@ class FSDPGroup:
                 if not group.reduce_grads:
                     self._keep_sums(original)
                 elif self.is_alone:
-                    self._take_whole_gradients()
+                    self._take_unsharded_gradients()
                 else:
                     self._choose_dtypes()
                     original()
@@ -224,18 +224,18 @@ class FSDPGroup:
         are taken out before, because FSDP would cast the sums to the communication dtype (pytorch
         issue 194628).
         """
-        taken = [(each, each.take_whole()) for each in self.trained]
+        taken = [(each, each.take_unsharded_gradient()) for each in self.trained]
         end()
         for parameter, gradient in taken:
-            parameter.set_whole(gradient)
+            parameter.set_unsharded_gradient(gradient)
 
-    def _take_whole_gradients(self) -> None:
+    def _take_unsharded_gradients(self) -> None:
         """Turn the unsharded gradients into the sharded ones; FSDP would copy them twice."""
         # Like FSDP's `post_backward`, leave the state PRE_BACKWARD, in which `pre_backward` returns
         # early: a group that runs twice in one backward pass would otherwise find no unsharded
         # parameters the second time. Also like FSDP, take the gradients before `reshard`.
         self._group._training_state = TrainingState.POST_BACKWARD
-        taken = [(each, each.take_whole()) for each in self.trained]
+        taken = [(each, each.take_unsharded_gradient()) for each in self.trained]
         self.module.reshard()
         for parameter, gradient in taken:
             if gradient is not None:
@@ -252,38 +252,43 @@ class FSDPGroup:
         trained = self.trained
         for parameter in trained:
             parameter.make_dense()
-        dtypes = {each.whole_gradient_dtype for each in trained}
+        dtypes = {each.unsharded_gradient_dtype for each in trained}
         # None: the parameter has had no forward.
         dtypes.discard(None)
         # Sums over micro-batches already contain the sum over the tensor axis, in fp32 at least.
         if len(dtypes) > 1 or _sum_parts(trained):
             for parameter in trained:
-                gradient = parameter.take_whole()
-                parameter.set_whole(parameter.zeros() if gradient is None else gradient)
+                gradient = parameter.take_unsharded_gradient()
+                parameter.set_unsharded_gradient(
+                    parameter.zeros() if gradient is None else gradient
+                )
 
-    def set_dtypes(self, wide: torch.dtype, wire: torch.dtype, shard_ranks: int) -> None:
-        """Sum gradients in ``wide`` and send them in ``wire`` over the shard axis.
+    def set_dtypes(
+        self, wide: torch.dtype, communication_dtype: torch.dtype, shard_ranks: int
+    ) -> None:
+        """Sum gradients in ``wide`` and send them in ``communication_dtype`` over the shard axis.
 
         Parameters with a wider storage dtype sum in that dtype. FSDP sums partial gradients in the
         storage dtype or the communication dtype (pytorch issue 194628), without a setting.
 
         Args:
             wide: accumulation dtype.
-            wire: communication dtype over the shard axis.
+            communication_dtype: communication dtype over the shard axis.
             shard_ranks: ranks of the shard axis.
 
         Raises:
             ConfigError: trained parameters of several dtypes.
         """
-        self.wire = wire
+        self.communication_dtype = communication_dtype
         stored = self._stored_dtype()
         if stored is None:
             return
         wide = torch.promote_types(wide, stored)
-        if stored == wide and wire.itemsize >= 4:
+        if stored == wide and communication_dtype.itemsize >= 4:
             return  # FSDP uses these dtypes by default
         # A shard axis of one rank sends nothing, so its gradients are not rounded.
-        self._reduces_in = wide, wide if wire.itemsize >= 4 or shard_ranks == 1 else wire
+        sends_wide = communication_dtype.itemsize >= 4 or shard_ranks == 1
+        self._reduces_in = wide, wide if sends_wide else communication_dtype
         for parameter in self.parameters:
             parameter.wide = wide
 
@@ -329,7 +334,7 @@ class FSDPGroup:
     def discard(self) -> None:
         """Drop sums that are not reduced over the shard axis."""
         for parameter in self.parameters:
-            parameter.take_whole()
+            parameter.take_unsharded_gradient()
 
 
 def _keep_missing_gradients(inputs: Any) -> None:
@@ -417,12 +422,12 @@ class FSDPParameter:
         return self.gathered is not None
 
     @property
-    def has_whole_gradient(self) -> bool:
+    def has_unsharded_gradient(self) -> bool:
         """True if this rank has a gradient that is not reduced over the shard axis."""
         whole = self.gathered
         return whole is not None and whole.grad is not None
 
-    def take_whole(self) -> Tensor | None:
+    def take_unsharded_gradient(self) -> Tensor | None:
         """Remove and return the gradient that is not reduced over the shard axis."""
         whole = self.gathered
         if whole is None:
@@ -431,7 +436,7 @@ class FSDPParameter:
         whole.grad = None
         return gradient
 
-    def set_whole(self, gradient: Tensor | None) -> None:
+    def set_unsharded_gradient(self, gradient: Tensor | None) -> None:
         """Set the gradient that is not reduced over the shard axis, in the wide dtype."""
         whole = self.gathered
         if whole is None or gradient is None:
@@ -457,7 +462,7 @@ class FSDPParameter:
             whole.grad = whole.grad.to_dense()
 
     @property
-    def whole_gradient_dtype(self) -> torch.dtype | None:
+    def unsharded_gradient_dtype(self) -> torch.dtype | None:
         """Dtype of the gradient that is not reduced over the shard axis, or of zeros in its place.
 
         None before the first forward.
@@ -497,7 +502,7 @@ class FSDPParameter:
         assert isinstance(whole, DTensor)
         whole.grad = None
         mesh, placements = whole.device_mesh, whole.placements
-        self.set_whole(DTensor.from_local(total, mesh, placements, run_check=False))
+        self.set_unsharded_gradient(DTensor.from_local(total, mesh, placements, run_check=False))
 
     @property
     def local_gradient(self) -> Tensor | None:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 )
 
 from parallel2d.base.config import ActivationCheckpointingConfig
-from parallel2d.base.errors import ConfigError, nearest_words
+from parallel2d.base.errors import ConfigError, nearest_matches
 from parallel2d.parallel.model_structure import find_blocks
 
 # Operators of these namespaces are named without the namespace.
@@ -41,7 +41,7 @@ def checkpoint_activations(
 
     ``config.blocks`` or ``config.policy``, if set, select other modules than ``blocks``.
     ``config.name="budget"`` is applied by compilation. Raises `ConfigError` when the model has no
-    blocks, and for patterns that `kept_operators` refuses.
+    blocks, and for patterns that `saved_operators` refuses.
     """
     if config.name in ("none", "budget"):
         return model
@@ -57,7 +57,7 @@ def checkpoint_activations(
     # Reentrant checkpointing has no context_fn, which selects operators.
     options: dict[str, Any] = {"use_reentrant": False}
     if config.name == "selective":
-        policy = functools.partial(_keep, kept_operators(config.keep))
+        policy = functools.partial(_keep, saved_operators(config.keep))
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     for _, block in blocks[:: config.every]:
         block.forward = functools.partial(checkpoint, block.forward, **options)
@@ -104,7 +104,7 @@ def _call_hidden(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return hook(*args, **kwargs)
 
 
-def kept_operators(patterns: Sequence[str]) -> frozenset[str]:
+def saved_operators(patterns: Sequence[str]) -> frozenset[str]:
     """Return the full names (``aten::mm``) of the operators that match ``patterns``.
 
     A pattern such as ``mm`` or ``scaled_dot_product_*`` matches torch's own operators and its
@@ -118,7 +118,7 @@ def kept_operators(patterns: Sequence[str]) -> frozenset[str]:
         names = fnmatch.filter(operators, pattern)
         if not names:
             # Up to three, because several names may be one or two letters away from the pattern.
-            near = nearest_words(pattern.replace("*", ""), operators)
+            near = nearest_matches(pattern.replace("*", ""), operators)
             advice = "use the names of torch.ops.aten, such as mm"
             if near:
                 advice = f"did you mean {' or '.join(near)}?"

@@ -15,7 +15,7 @@ from torch import nn
 
 from parallel2d.base.config import BucketingConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.model_structure import held_parameters, own_parameters, owning_modules
+from parallel2d.parallel.model_structure import direct_parameters, own_parameters, owning_modules
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn
     for name, module in model.named_modules(remove_duplicate=False):
         outer = around.get(name.rpartition(".")[0], _ROOT)
         around[name] = group_of.get(id(module), outer)
-        for _, parameter in held_parameters(module):
+        for _, parameter in direct_parameters(module):
             holders[parameter].add(around[name])
     for sharing in holders.values():
         # All groups with one target move together, so that earlier joins stay intact.

@@ -26,7 +26,12 @@ from parallel2d.base.config.job import OptimizerConfig
 from parallel2d.base.config.parallel import ParallelConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh_sizes import MeshShape, MeshSpec
-from parallel2d.parallel.model_structure import find_blocks, fqn_of, hidden_matrices, stays_whole
+from parallel2d.parallel.model_structure import (
+    find_blocks,
+    fqn_of,
+    hidden_matrices,
+    stays_replicated,
+)
 from parallel2d.parallel.parallelize.bucketing import bucket_modules
 from parallel2d.parallel.parallelize.compilation import check_compilation
 from parallel2d.parallel.parallelize.ignored import ignored_names
@@ -317,7 +322,7 @@ class _Collector:
                     continue
                 self.taken.add(parameter)
                 shape = self._shape_of(parameter, policy)
-                if stays_whole(parameter) or self.names[parameter] in self.ignored:
+                if stays_replicated(parameter) or self.names[parameter] in self.ignored:
                     self.whole.append(shape)
                 else:
                     found.append(shape)
@@ -349,7 +354,7 @@ class _Collector:
     def _gradient_dtype(self, parameter: nn.Parameter, stored: torch.dtype) -> torch.dtype:
         """Return the dtype of the gradient that the optimizer gets; see `ReplicaReducer`."""
         # `Scalar` casts gradients to the dtype of the parameter.
-        if stays_whole(parameter):
+        if stays_replicated(parameter):
             return stored
         precision = self.precision
         kept = precision.reduce if precision.keep_reduced else precision.storage

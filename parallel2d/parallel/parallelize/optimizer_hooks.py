@@ -24,11 +24,14 @@ from torch.utils.hooks import RemovableHandle
 
 from parallel2d.parallel.fsdp_internals.tensors import part_of, quick_reads
 from parallel2d.parallel.parallelize import script_checks
-from parallel2d.parallel.parallelize.gathered import GatheredParameters, refuse_gathered
+from parallel2d.parallel.parallelize.unsharded_parameters import (
+    UnshardedParameters,
+    refuse_stale_unsharded,
+)
 from parallel2d.parallel.sync.engine.replica_reducer import is_ours
 from parallel2d.parallel.weights.geometry import as_part
 from parallel2d.parallel.weights.named_tensors import stepped_by
-from parallel2d.parallel.weights.whole_tensors import copy_part
+from parallel2d.parallel.weights.unsharded_tensors import copy_part
 
 # Attribute of an optimizer: the state object that is already sharded. Loading makes a new object.
 _CUT = "_parallel2d_cut"
@@ -39,11 +42,11 @@ _ELEMENTWISE = (
     torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 )  # fmt: skip
 # The live models, in the order of `parallelize` calls
-_followed: list[weakref.ref[GatheredParameters]] = []
+_followed: list[weakref.ref[UnshardedParameters]] = []
 _handles: list[RemovableHandle] = []
 
 
-def follow_steps(gathered: GatheredParameters) -> None:
+def follow_steps(gathered: UnshardedParameters) -> None:
     """Register the hooks. They are removed with the last parallelized model."""
     _followed.append(weakref.ref(gathered, _leave))
     if not _handles:
@@ -51,7 +54,7 @@ def follow_steps(gathered: GatheredParameters) -> None:
         _handles.append(register_optimizer_step_post_hook(_after_step))
 
 
-def _leave(reference: weakref.ref[GatheredParameters]) -> None:
+def _leave(reference: weakref.ref[UnshardedParameters]) -> None:
     _followed.remove(reference)
     if not _followed:
         for handle in _handles:
@@ -59,7 +62,7 @@ def _leave(reference: weakref.ref[GatheredParameters]) -> None:
         _handles.clear()
 
 
-def _alive() -> list[GatheredParameters]:
+def _alive() -> list[UnshardedParameters]:
     return [gathered for reference in _followed if (gathered := reference()) is not None]
 
 
@@ -69,7 +72,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return None
     is_first = vars(optimizer).get(_CUT) is not optimizer.state
     if is_first:
-        refuse_gathered(optimizer, parameters)
+        refuse_stale_unsharded(optimizer, parameters)
     script_checks.before_step(optimizer, parameters)
     stepped = set(map(id, parameters))
     for gathered in _alive():
@@ -78,7 +81,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         # torch's Muon computes its iterations in bf16.
         if isinstance(optimizer, torch.optim.Muon) and any(map(_is_sharded, parameters)):
             raise script_checks.refusal(optimizer, "would round differently on sharded parameters")
-        _cut_whole_state(optimizer)
+        _shard_loaded_state(optimizer)
         vars(optimizer)[_CUT] = optimizer.state
     # A closure computes gradients of the sharded parameters, so the step must see these.
     if len(args) > 1 or kwargs:
@@ -109,7 +112,7 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _cut_whole_state(optimizer: Optimizer) -> None:
+def _shard_loaded_state(optimizer: Optimizer) -> None:
     for parameter, entries in optimizer.state.items():
         for key, value in entries.items() if isinstance(parameter, DTensor) else ():
             is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)

@@ -1,4 +1,4 @@
-"""Parameters without dimensions or without elements: `keep_whole`.
+"""Parameters without dimensions or without elements: `replicate_scalars`.
 
 Examples are the temperature of a contrastive loss and adapters of rank 0. `fully_shard` takes
 neither. They are `DTensor`s that are replicated over all axes, so that optimizers, norms, states
@@ -21,7 +21,7 @@ from parallel2d.base.device import current_device
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals.tensors import part_of
 from parallel2d.parallel.mesh import mesh_shape
-from parallel2d.parallel.model_structure import Places, places_in, stays_whole
+from parallel2d.parallel.model_structure import Places, places_in, stays_replicated
 
 
 class Scalar:
@@ -139,7 +139,7 @@ def scalar_places(model: nn.Module, left_out: Container[nn.Parameter]) -> Places
     dimensions, and for a model without any other parameters.
     """
     to_split = [parameter for parameter in model.parameters() if parameter not in left_out]
-    scalars = {parameter for parameter in to_split if stays_whole(parameter)}
+    scalars = {parameter for parameter in to_split if stays_replicated(parameter)}
     found = places_in(model.modules())
     places = {parameter: each for parameter, each in found.items() if parameter in scalars}
     for parameter, ((_, name), *_) in places.items():
@@ -153,7 +153,7 @@ def scalar_places(model: nn.Module, left_out: Container[nn.Parameter]) -> Places
     return places
 
 
-def keep_whole(
+def replicate_scalars(
     model: nn.Module,
     mesh: DeviceMesh,
     places: Iterable[list[tuple[nn.Module, str]]],

@@ -100,7 +100,7 @@ def _place_on_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     See [Note: one engine for every strategy].
     """
     for parameter, places in places_in(model.modules()).items():
-        # `keep_whole` has placed its parameters on all axes already.
+        # `replicate_scalars` has placed its parameters on all axes already.
         if not isinstance(parameter, DTensor) or "replicate" in axis_names(parameter.device_mesh):
             continue
         placed = DTensor.from_local(
@@ -135,8 +135,8 @@ def synchronize(
     shard_ranks = mesh_shape(mesh).shard
     for group in groups:
         in_fp32 = id(group.modules[0]) in precision.fp32_modules
-        wire = torch.float32 if in_fp32 else precision.reduce
-        group.set_dtypes(precision.sums, wire, shard_ranks)
+        communication_dtype = torch.float32 if in_fp32 else precision.reduce
+        group.set_dtypes(precision.sums, communication_dtype, shard_ranks)
         if shard_ranks == 1 and not layout.config.cpu_offload:
             group.share_memory(torch.float32 if in_fp32 else precision.param)
     # With one rank no collective runs over the shard axis.

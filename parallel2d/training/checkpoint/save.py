@@ -71,7 +71,7 @@ class Group:
         if isinstance(self.group, Everyone):
             self.group.generation = self.group.replicas.met
 
-    def say(self, text: str, level: int = logging.INFO) -> None:
+    def log(self, text: str, level: int = logging.INFO) -> None:
         """Logs ``text`` once for all ranks."""
         if self.is_first:
             log.log(level, "%s", text)

@@ -44,14 +44,14 @@ from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
 from parallel2d.parallel.fsdp_internals.tensors import GATHERED_AS
 from parallel2d.parallel.mesh import axis_names, inherit_timeout, mesh_shape, without_replicas
 from parallel2d.parallel.model_structure import updated_as
-from parallel2d.parallel.sync.engine.agreement import (
+from parallel2d.parallel.sync.engine.buckets import BucketQueue, GroupGradients
+from parallel2d.parallel.sync.engine.used_parameters import (
     IssueOrder,
     ScalarGradient,
-    UsedParameterAgreement,
+    UsedParameters,
 )
-from parallel2d.parallel.sync.engine.buckets import BucketQueue, GroupGradients
+from parallel2d.parallel.sync.formats.quantize import RoundingKeys
 from parallel2d.parallel.sync.methods.method import ReplicatedModel, SyncMethod, UpdateFollower
-from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 
 
 class BatchState(enum.Enum):
@@ -71,7 +71,7 @@ class ReplicaReducer:
 
     The FSDP groups (`FSDPGroup`) call the engine in the order of a backward pass. The engine owns a
     `GroupGradients` per group, the `BucketQueue` that reduces them, and the
-    `UsedParameterAgreement`. None of these three calls the engine.
+    `UsedParameters`. None of these three calls the engine.
 
     Args:
         mesh: the mesh of parameters.
@@ -107,7 +107,9 @@ class ReplicaReducer:
         self.keys = RoundingKeys(seed)
         # Acts after the optimizer's updates
         self.updates = UpdateFollower()
-        self.gradients = [GroupGradients(group, method.wire(group.wire)) for group in groups]
+        self.gradients = [
+            GroupGradients(group, method.format_for(group.communication_dtype)) for group in groups
+        ]
         # See [Note: order of streams].
         self._accumulating = new_stream(mesh.device_type)
         # None if no gradients are reduced over the replicate axis
@@ -130,12 +132,12 @@ class ReplicaReducer:
         self.update_mesh = mesh if method.splits_updates else without_replicas(mesh)
         averaged = mesh if method.replicas_equal else without_replicas(mesh)
         parameters = sum(len(group.parameters) for group in groups)
-        self.agreement = UsedParameterAgreement(averaged, parameters, order)
-        self._agrees_itself = True
+        self.used_parameters = UsedParameters(averaged, parameters, order)
+        self._reduces_status = True
         # Message of a fault of this rank after this global batch; empty without one.
         self.fault = ""
         # The fault of the ending global batch, which the agreement sends to the other ranks
-        self._told_fault = ""
+        self._sent_fault = ""
         for each in self.gradients:
             each.group.accumulate_on(self._accumulating)
             each.group.around_backward(
@@ -161,7 +163,7 @@ class ReplicaReducer:
         is_ours = any(id(updated_as(each.sharded)) in first for each in parameters)
         # In an elastic job replicas may join late or repeat a step.
         if is_ours and current() is None:
-            self.agreement.updates += 1
+            self.used_parameters.updates += 1
 
     @property
     def has_run(self) -> bool:
@@ -207,7 +209,7 @@ class ReplicaReducer:
         did not run the same groups, or if a gradient hook could not be called.
         """
         self.updates.check_attached()
-        self._told_fault = self.fault or self._hook_never_called()
+        self._sent_fault = self.fault or self._hook_never_called()
         self.fault = ""
         # Ranks that differ must stop here. The collectives below would otherwise be paired with
         # other collectives of the shard group, or wait forever. `abandon` then takes part in the
@@ -233,8 +235,8 @@ class ReplicaReducer:
             self.buckets.forget_buckets()
         self._state = BatchState.REDUCED
         self.keys.step += 1
-        if self._agrees_itself:
-            self._agree()
+        if self._reduces_status:
+            self._reduce_status()
 
     def finish_without_backward(self) -> None:
         """Finish a global batch without a computation on this replica.
@@ -275,27 +277,27 @@ class ReplicaReducer:
     # The agreement on used parameters
 
     @property
-    def may_defer_agreement(self) -> bool:
+    def may_defer_status(self) -> bool:
         """True if the agreement can run later: it sums no scalars, and all replicas agree."""
         return not self._scalars and self.method.replicas_equal
 
-    def defer_agreement(self) -> None:
+    def defer_status(self) -> None:
         """Leave the agreement to the caller.
 
-        After each backward pass that ends a global batch the caller sums `agreement_vector` over
-        all ranks, and passes the sum to `agree_on`. A caller with tensors without storage, and so
+        After each backward pass that ends a global batch the caller sums `status_vector` over all
+        ranks, and passes the sum to `apply_status`. A caller with tensors without storage, and so
         without values to agree on, may omit both.
         """
-        self._agrees_itself = False
+        self._reduces_status = False
 
-    def agreement_vector(self) -> Tensor:
-        """Return this rank's addend of the sum; see `UsedParameterAgreement.vector`."""
+    def status_vector(self) -> Tensor:
+        """Return this rank's addend of the sum; see `UsedParameters.vector`."""
         used: list[bool] = []
         for each in self.gradients:
             used += each.used
-        return self.agreement.vector(used, self._told_fault)
+        return self.used_parameters.vector(used, self._sent_fault)
 
-    def agree_on(self, summed: Tensor) -> None:
+    def apply_status(self, summed: Tensor) -> None:
         """Remove gradients of parameters that no rank used, and call the hooks of the others.
 
         Hooks of `register_post_accumulate_grad_hook` may clip a gradient or update its parameter,
@@ -305,10 +307,10 @@ class ReplicaReducer:
         called here, after all reductions and the agreement, once per parameter with a gradient, in
         the order of the groups on every rank.
 
-        Raises `ConfigError` as `UsedParameterAgreement.used_in` does.
+        Raises `ConfigError` as `UsedParameters.used_in` does.
         """
         try:
-            found = iter(self.agreement.used_in(summed, self._told_fault))
+            found = iter(self.used_parameters.used_in(summed, self._sent_fault))
         except ConfigError:
             self.reset()
             raise
@@ -316,12 +318,12 @@ class ReplicaReducer:
             each.apply_used(list(islice(found, len(each.used))))
         self._state = BatchState.AGREED
 
-    def _agree(self) -> None:
+    def _reduce_status(self) -> None:
         """Run the agreement of a custom training loop. Collective over the data ranks."""
-        vector = self.agreement_vector()
-        summed, totals = self.agreement.sum_with(vector, self._scalars)
-        self.agree_on(summed)
-        self.agreement.set_means(totals, self._scalars)
+        vector = self.status_vector()
+        summed, totals = self.used_parameters.sum_with(vector, self._scalars)
+        self.apply_status(summed)
+        self.used_parameters.set_means(totals, self._scalars)
 
     def abandon(self, error: ConfigError) -> BaseException:
         """Take part with zeros in the remaining reductions of this global batch.
@@ -329,13 +331,13 @@ class ReplicaReducer:
         No other rank then waits forever. Returns the error that all ranks raise.
         """
         # The trainer's own agreement reports the error to the other ranks.
-        if not self._agrees_itself:
+        if not self._reduces_status:
             return error
         if self.buckets is not None:
             self.buckets.finish(with_zeros=True)
-        self._told_fault = str(error)
+        self._sent_fault = str(error)
         try:
-            self._agree()
+            self._reduce_status()
         except ConfigError as agreed:
             return agreed
         return error

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.sync.wires import RESIDUAL_DECAY
-from parallel2d.parallel.sync.wires.exchange import PendingMean
+from parallel2d.parallel.sync.formats import ERROR_FEEDBACK_DECAY
+from parallel2d.parallel.sync.formats.quantized_mean import PendingMean
 from parallel2d.parallel.weights.geometry import local_part
 
 
 class OuterParameter:
     """One parameter: the replica's values, the outer values, and the message in flight."""
 
-    def __init__(self, name: str, own: nn.Parameter, keeps_residual: bool) -> None:
+    def __init__(self, name: str, own: nn.Parameter, has_error_feedback: bool) -> None:
         self.name = name
         self.own = own
         wide = torch.promote_types(own.dtype, torch.float32)
@@ -31,7 +31,7 @@ class OuterParameter:
         self._own_values: Tensor | None = None
         # Error feedback.
         self.residual: Tensor | None = None
-        if keeps_residual:
+        if has_error_feedback:
             self.residual = torch.zeros_like(self.outer, requires_grad=False)
 
     def change(self) -> Tensor:
@@ -43,7 +43,7 @@ class OuterParameter:
         if self.residual is None:
             return change
         # The new error feedback is known once the message is quantized.
-        return local_part(self.residual) * RESIDUAL_DECAY + change
+        return local_part(self.residual) * ERROR_FEEDBACK_DECAY + change
 
     def take(self, mix: float) -> None:
         """Move the replica's parameter to the outer one, and keep ``mix`` of its values."""

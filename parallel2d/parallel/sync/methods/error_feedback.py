@@ -1,4 +1,4 @@
-"""Error feedback of gradients for coarse communication formats: `Residuals`.
+"""Error feedback of gradients for coarse communication formats: `ErrorFeedback`.
 
 [Note: error feedback] Each replica sends Q(g + 0.95·e) instead of its gradient g, and keeps the
 rounding error e for the next step. The error feedback changes after a step of the optimizer, and
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
 from parallel2d.parallel.model_structure import updated_as
+from parallel2d.parallel.sync.formats import ERROR_FEEDBACK_DECAY
+from parallel2d.parallel.sync.formats.quantize import BLOCK, blocks_of, to_blocks
 from parallel2d.parallel.sync.methods.method import ReplicatedModel, UpdateFollower
-from parallel2d.parallel.sync.wires import RESIDUAL_DECAY
-from parallel2d.parallel.sync.wires.blocks import BLOCK, blocks_of, to_blocks
 from parallel2d.parallel.weights.geometry import Region, as_real, local_part
 
-# FQN of a parameter, and the number of its part; see `Residuals.cut`.
+# FQN of a parameter, and the number of its part; see `ErrorFeedback.cut`.
 PartName = tuple[str, int]
 
 # A power of two, so that stored values are read and stored again without a change.
@@ -57,7 +57,7 @@ class StoredBlocks(NamedTuple):
         return self.codes.to(dtype).mul_(self.scales)
 
 
-class Residuals(UpdateFollower):
+class ErrorFeedback(UpdateFollower):
     """Error feedback of one model. ``names``: FQNs of the parameters with error feedback."""
 
     follows = True
@@ -114,7 +114,7 @@ class Residuals(UpdateFollower):
             kept.get(name) or StoredBlocks.zeros(rows, count) for name, count in counts.items()
         ]
         codes, scales = map(torch.cat, zip(*found, strict=True))
-        factor = RESIDUAL_DECAY * self.loss_scale
+        factor = ERROR_FEEDBACK_DECAY * self.loss_scale
         rows.addcmul_(codes.to(rows.dtype), scales.to(rows.dtype) * factor)
 
     def keep(self, rows: Tensor, counts: Mapping[PartName, int]) -> None:

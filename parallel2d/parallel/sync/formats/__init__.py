@@ -1,7 +1,7 @@
-"""Communication formats of replicas: the table `WIRES`, one row per format.
+"""Communication formats of replicas: the table `FORMATS`, one row per format.
 
 A new format needs a value of ``sync.wire`` with the methods that support it
-(`base/config/parallel.py`), a row here, and code next to `blocks.py` if it is neither a dtype nor
+(`base/config/parallel.py`), a row here, and code next to `quantize.py` if it is neither a dtype nor
 blocks.
 """
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel2d.parallel.sync.wires.blocks import (
-    BlockCode,
-    BlockCoder,
+from parallel2d.parallel.sync.formats.quantize import (
+    BlockFormat,
     BlockNoise,
+    BlockQuantizer,
     Piece,
     blocks_of,
     mean_of,
@@ -24,11 +24,11 @@ from parallel2d.parallel.sync.wires.blocks import (
 from parallel2d.parallel.weights.geometry import pieces_of
 
 # Weight of the rounding error of one message in the next message (error feedback; SparseLoCo)
-RESIDUAL_DECAY = 0.95
+ERROR_FEEDBACK_DECAY = 0.95
 
 
 @dataclass(frozen=True)
-class CastCoder:
+class CastQuantizer:
     """Quantizer that casts values to ``dtype``; a block is one value."""
 
     dtype: torch.dtype
@@ -38,11 +38,11 @@ class CastCoder:
         flat = [tensor.reshape(-1) for tensor in tensors]
         return (torch.cat(flat) if len(flat) > 1 else flat[0])[:, None]
 
-    def encode(self, rows: Tensor, first: int, stage: int) -> Tensor:
+    def quantize(self, rows: Tensor, first: int, stage: int) -> Tensor:
         """Return the blocks in the quantizer's dtype."""
         return rows.to(self.dtype)
 
-    def decode(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the blocks in ``dtype``."""
         return sent.to(dtype)
 
@@ -54,28 +54,28 @@ class CastCoder:
         if sent.device.type != "cpu":
             return sent.sum(0, dtype=dtype).div_(len(sent))
         # In sequence: torch's sum uses another order for some sizes.
-        return mean_of([self.decode(each, dtype) for each in sent])
+        return mean_of([self.dequantize(each, dtype) for each in sent])
 
     def values(self, rows: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
         """Yield views of the values, by tensor."""
         return pieces_of(rows[:, 0], shapes)
 
 
-# A quantizer turns values into blocks and blocks into messages. Each block is decoded
-# independently, so blocks can be distributed over replicas. Arguments of `encode`: ``first`` is the
-# number of the first block, ``stage`` distinguishes several roundings of one value, and blocks
+# A quantizer turns values into blocks and blocks into messages. Each block is dequantized
+# independently, so blocks can be distributed over replicas. Arguments of `quantize`: ``first`` is
+# the number of the first block, ``stage`` distinguishes several roundings of one value, and blocks
 # after the last are padding.
-Coder = CastCoder | BlockCoder
+Quantizer = CastQuantizer | BlockQuantizer
 
 
-def put_back(coder: Coder, rows: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write the decoded blocks ``rows`` into their ``tensors``."""
-    values = coder.values(rows, [tensor.shape for tensor in tensors])
+def put_back(quantizer: Quantizer, rows: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write the dequantized blocks ``rows`` into their ``tensors``."""
+    values = quantizer.values(rows, [tensor.shape for tensor in tensors])
     torch._foreach_copy_(list(tensors), list(values))
 
 
 @dataclass(frozen=True)
-class Wire:
+class CommunicationFormat:
     """One communication format."""
 
     name: str
@@ -85,7 +85,7 @@ class Wire:
     # sum may change a code by one. The first number is for ranks with the kernels of the reference
     # run.
     bound: tuple[float, float] = (0.0, 0.0)
-    keeps_rest: bool = False  # True with error feedback
+    has_error_feedback: bool = False  # True with error feedback
     finer: str = ""  # format of gradients other than hidden matrices; empty: this format
 
     @property
@@ -102,40 +102,40 @@ class Wire:
         """Return bytes of tensors of these shapes; each tensor starts a new block."""
         if self.dtype is not None:
             return self.dtype.itemsize * sum(shape.numel() for shape in shapes)
-        row = BlockCode(self.bits).row_bytes
+        row = BlockFormat(self.bits).row_bytes
         return row * sum(blocks_of(shape.numel()) for shape in shapes)
 
-    def of_gradient(self, *, hidden: bool) -> Wire:
+    def of_gradient(self, *, hidden: bool) -> CommunicationFormat:
         """Return the format of a gradient. ``hidden``: True for a hidden matrix."""
-        return self if hidden or not self.finer else WIRES[self.finer]
+        return self if hidden or not self.finer else FORMATS[self.finer]
 
-    def coder(self, tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> Coder:
+    def quantizer(self, tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> Quantizer:
         """Return the quantizer of ``tensors``.
 
         ``pieces``: sources of the random numbers of each tensor; a cast needs none.
         """
         if self.dtype is not None:
-            return CastCoder(self.dtype)
+            return CastQuantizer(self.dtype)
         numels = [tensor.numel() for tensor in tensors]
         # Error feedback sends the rounding error later, so rounding to the nearest is unbiased over
         # steps, and its error is half the error of stochastic rounding.
-        noise = None if self.keeps_rest else BlockNoise(pieces, numels, tensors[0].device)
-        return BlockCoder(BlockCode(self.bits), noise, pieces, numels)
+        noise = None if self.has_error_feedback else BlockNoise(pieces, numels, tensors[0].device)
+        return BlockQuantizer(BlockFormat(self.bits), noise, pieces, numels)
 
 
-WIRES = {
+FORMATS = {
     row.name: row
     for row in (
-        Wire("fp64", 64, torch.float64),
-        Wire("fp32", 32, torch.float32),
-        Wire("bf16", 16, torch.bfloat16, bound=(2e-4, 1e-3)),
-        Wire("fp16", 16, torch.float16),
-        Wire("int8", 8, bound=(8e-4, 4e-3)),
-        Wire("int4", 4, bound=(5e-3, 3e-2), keeps_rest=True, finer="int8"),
+        CommunicationFormat("fp64", 64, torch.float64),
+        CommunicationFormat("fp32", 32, torch.float32),
+        CommunicationFormat("bf16", 16, torch.bfloat16, bound=(2e-4, 1e-3)),
+        CommunicationFormat("fp16", 16, torch.float16),
+        CommunicationFormat("int8", 8, bound=(8e-4, 4e-3)),
+        CommunicationFormat("int4", 4, bound=(5e-3, 3e-2), has_error_feedback=True, finer="int8"),
     )
 }
 
 
-def wire_of(dtype: torch.dtype) -> Wire:
+def format_of(dtype: torch.dtype) -> CommunicationFormat:
     """Return the format that casts to ``dtype``."""
-    return next(row for row in WIRES.values() if row.dtype == dtype)
+    return next(row for row in FORMATS.values() if row.dtype == dtype)

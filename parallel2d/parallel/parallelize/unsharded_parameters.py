@@ -39,15 +39,15 @@ INSTEAD = (
 )
 
 
-def follow_updates(model: nn.Module, mesh: DeviceMesh) -> GatheredParameters:
+def follow_updates(model: nn.Module, mesh: DeviceMesh) -> UnshardedParameters:
     """Install the hooks on ``model``, after its weights are set."""
-    gathered = GatheredParameters(model, mesh)
+    gathered = UnshardedParameters(model, mesh)
     model.register_forward_pre_hook(gathered.begin, prepend=True)
     model.register_forward_hook(gathered.end)
     return gathered
 
 
-class GatheredParameters:
+class UnshardedParameters:
     """The unsharded parameters of one model."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -56,7 +56,7 @@ class GatheredParameters:
         self.engine: ReplicaReducer = engine_of(model)
         # Storage number -> name of its unsharded parameter, set once the parameter was gathered
         self.storages: dict[int, str] = {}
-        self.groups = [_GatheredGroup(each, self.storages) for each in self.engine.gradients]
+        self.groups = [_UnshardedGroup(each, self.storages) for each in self.engine.gradients]
         hooked = [module for each in self.groups for module in each.group.modules]
         for module in dict.fromkeys([*hooked, model]):
             # `prepend`: before the post-forward hook of `fully_shard`, which frees the storage.
@@ -122,7 +122,7 @@ class GatheredParameters:
         self.engine.count_update(stepping)
 
     def _is_unreduced(self) -> bool:
-        return self._replicates or any(each.group.has_whole_gradients for each in self.groups)
+        return self._replicates or any(each.group.has_unsharded_gradients for each in self.groups)
 
     # Memory of outputs
 
@@ -148,8 +148,8 @@ class GatheredParameters:
         return isinstance(leaf, Tensor) and storage_of(leaf) in self.storages
 
 
-class _GatheredGroup:
-    """The unsharded parameters of one group. ``storages``: see `GatheredParameters`."""
+class _UnshardedGroup:
+    """The unsharded parameters of one group. ``storages``: see `UnshardedParameters`."""
 
     def __init__(self, gradients: GroupGradients, storages: dict[int, str]) -> None:
         self._gradients = gradients
@@ -242,7 +242,7 @@ def data_was_set(name: str) -> str:
     )
 
 
-def refuse_gathered(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
+def refuse_stale_unsharded(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
     """Raise `ConfigError` for an optimizer that was built from unsharded ``parameters``."""
     for parameter in parameters:
         name = getattr(parameter, GATHERED_AS, None)

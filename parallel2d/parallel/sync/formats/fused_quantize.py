@@ -1,10 +1,10 @@
-"""Block quantization of `blocks.py` as one Triton kernel per operation on GPUs.
+"""Block quantization of `quantize.py` as one Triton kernel per operation on GPUs.
 
-[Note: fused block codes] Without fusion, quantization runs about 40 operators, and each reads
-and writes all values. `encode` and `decode_mean` are torch operators: on CUDA (and ROCm) they run
-the kernels below, on other devices the operators of `BlockCode`. The kernels compute the same bits:
-every operation is the same in fp32, divisions are IEEE divisions, and products are not fused with
-sums (``enable_fp_fusion``).
+[Note: fused block codes] Without fusion, quantization runs about 40 operators, and each reads and
+writes all values. `quantize` and `dequantize_mean` are torch operators: on CUDA (and ROCm) they run
+the kernels below, on other devices the operators of `BlockFormat`. The kernels compute the same
+bits: every operation is the same in fp32, divisions are IEEE divisions, and products are not fused
+with sums (``enable_fp_fusion``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SCALE_BYTES = 4
 
 
 def is_fused(values: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if one kernel encodes ``values`` from ``dtype``, or decodes to it."""
+    """Return True if one kernel quantizes ``values`` from ``dtype``, or dequantizes to it."""
     # Fake tensors use the operators.
     is_plain = type(values) is Tensor and values.device.type == "cuda"
     return is_plain and dtype == torch.float32 and has_triton()
@@ -35,13 +35,13 @@ def has_triton() -> bool:
 
 library = torch.library.Library("parallel2d", "DEF")
 library.define(
-    "encode_blocks(Tensor blocks, Tensor? places, int first, int stage, int bits) -> Tensor"
+    "quantize_blocks(Tensor blocks, Tensor? places, int first, int stage, int bits) -> Tensor"
 )
-library.define("decode_mean(Tensor sent, int bits) -> Tensor")
+library.define("dequantize_mean(Tensor sent, int bits) -> Tensor")
 
 
-def encode(blocks: Tensor, places: Tensor | None, first: int, stage: int, bits: int) -> Tensor:
-    """Encode blocks; see `BlockCode.encode`.
+def quantize(blocks: Tensor, places: Tensor | None, first: int, stage: int, bits: int) -> Tensor:
+    """Quantize blocks; see `BlockFormat.quantize`.
 
     Args:
         blocks: fp32 [blocks, 256].
@@ -50,20 +50,20 @@ def encode(blocks: Tensor, places: Tensor | None, first: int, stage: int, bits: 
         stage: distinguishes several roundings of one value.
         bits: 8 or 4.
     """
-    found: Tensor = torch.ops.parallel2d.encode_blocks(blocks, places, first, stage, bits)
+    found: Tensor = torch.ops.parallel2d.quantize_blocks(blocks, places, first, stage, bits)
     return found
 
 
-def decode_mean(sent: Tensor, bits: int) -> Tensor:
+def dequantize_mean(sent: Tensor, bits: int) -> Tensor:
     """Return fp32 [blocks, 256], the mean of ``sent`` [replicas, blocks, bytes of a block].
 
     Replicas are added in order.
     """
-    found: Tensor = torch.ops.parallel2d.decode_mean(sent, bits)
+    found: Tensor = torch.ops.parallel2d.dequantize_mean(sent, bits)
     return found
 
 
-def encode_by_kernel(
+def quantize_by_kernel(
     blocks: Tensor, places: Tensor | None, first: int, stage: int, bits: int
 ) -> Tensor:
     blocks = blocks.contiguous()
@@ -71,7 +71,7 @@ def encode_by_kernel(
     sent = blocks.new_empty(len(blocks), row_bytes, dtype=torch.uint8)
     known = 0 if places is None else places.shape[1]
     launch(
-        kernels().encode,
+        kernels().quantize,
         len(blocks),
         (blocks, blocks if places is None else places, sent, sent.view(torch.float32)),
         (first, known, stage),
@@ -80,7 +80,7 @@ def encode_by_kernel(
     return sent
 
 
-def decode_by_kernel(sent: Tensor, bits: int) -> Tensor:
+def dequantize_by_kernel(sent: Tensor, bits: int) -> Tensor:
     # A view of a longer message is read in place if it is aligned.
     is_aligned = sent.stride(0) % _SCALE_BYTES == sent.storage_offset() % _SCALE_BYTES == 0
     if not is_aligned or sent.stride()[1:] != (sent.shape[2], 1):
@@ -88,7 +88,7 @@ def decode_by_kernel(sent: Tensor, bits: int) -> Tensor:
     replicas, rows, _ = sent.shape
     values = sent.new_empty(rows, 2 * HALF, dtype=torch.float32)
     launch(
-        kernels().decode_mean,
+        kernels().dequantize_mean,
         rows,
         (sent, sent.view(torch.float32), values),
         (replicas, sent.stride(0)),
@@ -107,10 +107,10 @@ def launch(
 
 def kernels() -> Any:
     """Return the module of kernels; the import loads Triton."""
-    from parallel2d.parallel.sync.wires import fused_kernels
+    from parallel2d.parallel.sync.formats import fused_kernels
 
     return fused_kernels
 
 
-library.impl("encode_blocks", encode_by_kernel, "CUDA")
-library.impl("decode_mean", decode_by_kernel, "CUDA")
+library.impl("quantize_blocks", quantize_by_kernel, "CUDA")
+library.impl("dequantize_mean", dequantize_by_kernel, "CUDA")

@@ -1,4 +1,4 @@
-"""All-reduce of the used parameters and faults at the end of a step: `UsedParameterAgreement`.
+"""All-reduce of the used parameters and faults at the end of a step: `UsedParameters`.
 
 [Note: unused parameters] Zeros replace missing gradients, also inside the shard axis, so that all
 ranks run the same reductions. An optimizer would treat zeros as gradients, and would apply weight
@@ -29,8 +29,8 @@ from parallel2d.parallel.mesh import (
     axis_names,
     axis_positions,
     has_cpu_backend,
+    live_data_ranks,
     mesh_shape,
-    present_data_ranks,
     sum_over_data_ranks,
 )
 from parallel2d.parallel.sync.comparison import hashes_of
@@ -60,7 +60,7 @@ class IssueOrder(Protocol):
     def differing_on_other_hosts(self) -> str: ...
 
 
-class UsedParameterAgreement:
+class UsedParameters:
     """Builds this rank's addend of the sum over ranks, and reads the sum.
 
     The class does not access gradients.
@@ -80,7 +80,7 @@ class UsedParameterAgreement:
         # By FQN: the module that holds the buffer, and its attribute
         self.buffers: Mapping[str, tuple[nn.Module, str]] = {}
         self._were_named = False
-        self.agreements = 0
+        self.reductions = 0
         self.updates = 0  # optimizer steps since the last agreement
         self._compared_updates = 0
 
@@ -152,7 +152,7 @@ class UsedParameterAgreement:
     def set_means(self, totals: Tensor, scalars: Sequence[ScalarGradient]) -> None:
         """Set the mean gradients of ``scalars`` from their sums; see `sum_with`."""
         for scalar, (total, users) in zip(scalars, totals, strict=True):
-            scalar.set_mean(total / present_data_ranks(self._mesh) if users > 0 else None)
+            scalar.set_mean(total / live_data_ranks(self._mesh) if users > 0 else None)
             scalar.rest()
 
     def _digests(self) -> Tensor:
@@ -177,8 +177,8 @@ class UsedParameterAgreement:
 
     def _hashes_of_buffers(self) -> list[int]:
         """Return hashes after the global batches 1, 2, 4, 8 and so on; empty after others."""
-        self.agreements += 1
-        if self.agreements & (self.agreements - 1):
+        self.reductions += 1
+        if self.reductions & (self.reductions - 1):
             return []
         hashes: list[int] = []
         for module, key in self.buffers.values():
@@ -220,7 +220,7 @@ class UsedParameterAgreement:
         rank, updates = counts[0]
         other, different = next(each for each in counts if each[1] != updates)
         return (
-            f"between the backward passes {self.agreements - 1} and {self.agreements} that ended a "
+            f"between the backward passes {self.reductions - 1} and {self.reductions} that ended a "
             f"global batch, rank {rank} called optimizer.step() {updates} times and rank {other} "
             f"{different} times: a rank has left out a backward pass or an update. All ranks must "
             "run as many of both; parallel2d.accumulate(model, micro_batches) makes one global "

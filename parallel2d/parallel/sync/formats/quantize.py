@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from parallel2d.base.device import sent_to
-from parallel2d.parallel.sync.wires import fused
+from parallel2d.parallel.sync.formats import fused_quantize
 
 BLOCK = 256
 _SCALE_BYTES = 4  # of one fp32
 
 
 @dataclass(frozen=True)
-class BlockCode:
+class BlockFormat:
     """The format of a block."""
 
     bits: int  # per value, 8 or 4
@@ -44,7 +44,7 @@ class BlockCode:
         """Bytes of one block."""
         return _SCALE_BYTES + BLOCK * self.bits // 8
 
-    def encode(self, blocks: Tensor, noise: Tensor | float) -> Tensor:
+    def quantize(self, blocks: Tensor, noise: Tensor | float) -> Tensor:
         """Return uint8 [blocks, row_bytes] for ``blocks`` [blocks, 256] of any floating dtype.
 
         ``noise``: fp32 of the same shape, in [0, 1), or 0.5 for the nearest code.
@@ -73,8 +73,8 @@ class BlockCode:
             packed = low | (high << 4)
         return torch.cat([scale.view(torch.uint8), packed], dim=1)
 
-    def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return [blocks, 256] in ``dtype`` for the result of `encode`."""
+    def dequantize(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return [blocks, 256] in ``dtype`` for the result of `quantize`."""
         scale = rows[:, :_SCALE_BYTES].contiguous().view(torch.float32).to(dtype)
         packed = rows[:, _SCALE_BYTES:].contiguous()
         codes = packed.view(torch.int8)
@@ -101,11 +101,11 @@ class Piece:
     start: int
 
 
-class BlockCoder:
+class BlockQuantizer:
     """Quantizer with one scale per block of 256 values; see [Note: block codes].
 
     Args:
-        code: the format.
+        block_format: the format of a block.
         noise: random numbers for stochastic rounding; None: round to the nearest code.
         pieces: sources of the random numbers of each tensor.
         numels: number of values of each tensor.
@@ -113,36 +113,36 @@ class BlockCoder:
 
     def __init__(
         self,
-        code: BlockCode,
+        block_format: BlockFormat,
         noise: BlockNoise | None,
         pieces: Sequence[Piece],
         numels: Sequence[int],
     ) -> None:
-        self._code = code
+        self._format = block_format
         self._pieces = pieces
         self._noise = noise
         self._counts = [blocks_of(numel) for numel in numels]
         self.rows = to_blocks
 
-    def encode(self, rows: Tensor, first: int, stage: int) -> Tensor:
+    def quantize(self, rows: Tensor, first: int, stage: int) -> Tensor:
         """Return uint8 [blocks, bytes of a block]."""
-        if fused.is_fused(rows, rows.dtype):
+        if fused_quantize.is_fused(rows, rows.dtype):
             places = None if self._noise is None else self._noise.places
-            return fused.encode(rows, places, first, stage, self._code.bits)
+            return fused_quantize.quantize(rows, places, first, stage, self._format.bits)
         if self._noise is None:
             # 0.5 before rounding down is rounding to the nearest.
-            return self._code.encode(rows, 0.5)
-        return self._code.encode(rows, self._noise.numbers(first, first + len(rows), stage))
+            return self._format.quantize(rows, 0.5)
+        return self._format.quantize(rows, self._noise.numbers(first, first + len(rows), stage))
 
-    def decode(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
         """Return [blocks, 256] in ``dtype``."""
         return self.mean(sent[None], dtype)
 
     def mean(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the mean of contributions; see `CastCoder.mean`."""
-        if fused.is_fused(sent, dtype):
-            return fused.decode_mean(sent, self._code.bits)
-        return mean_of([self._code.decode(each, dtype) for each in sent])
+        """Return the mean of contributions; see `CastQuantizer.mean`."""
+        if fused_quantize.is_fused(sent, dtype):
+            return fused_quantize.dequantize_mean(sent, self._format.bits)
+        return mean_of([self._format.dequantize(each, dtype) for each in sent])
 
     def places(self, replicas: int) -> tuple[Tensor, int]:
         """Return the permutation that distributes the blocks to ``replicas``; see `owners_of`.
@@ -286,14 +286,14 @@ def _shifted_right(values: Tensor, bits: int) -> Tensor:
 # Operators of `fused` on devices without its kernels
 
 
-def _encode(blocks: Tensor, places: Tensor | None, first: int, stage: int, bits: int) -> Tensor:
+def _quantize(blocks: Tensor, places: Tensor | None, first: int, stage: int, bits: int) -> Tensor:
     noise = 0.5 if places is None else numbers_of(places, first, first + len(blocks), stage)
-    return BlockCode(bits).encode(blocks, noise)
+    return BlockFormat(bits).quantize(blocks, noise)
 
 
-def _decode_mean(sent: Tensor, bits: int) -> Tensor:
-    return mean_of([BlockCode(bits).decode(each, torch.float32) for each in sent])
+def _dequantize_mean(sent: Tensor, bits: int) -> Tensor:
+    return mean_of([BlockFormat(bits).dequantize(each, torch.float32) for each in sent])
 
 
-fused.library.impl("encode_blocks", _encode, "CompositeExplicitAutograd")
-fused.library.impl("decode_mean", _decode_mean, "CompositeExplicitAutograd")
+fused_quantize.library.impl("quantize_blocks", _quantize, "CompositeExplicitAutograd")
+fused_quantize.library.impl("dequantize_mean", _dequantize_mean, "CompositeExplicitAutograd")

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from parallel2d.base import metering
 from parallel2d.base.device import sent_to
-from parallel2d.parallel.sync.wires import Coder, Wire, put_back
-from parallel2d.parallel.sync.wires.blocks import (
+from parallel2d.parallel.sync.formats import CommunicationFormat, Quantizer, put_back
+from parallel2d.parallel.sync.formats.quantize import (
     BLOCK,
     MEAN_STAGE,
-    BlockCoder,
+    BlockQuantizer,
     Piece,
     RoundingKeys,
     blocks_of,
@@ -40,11 +40,11 @@ from parallel2d.parallel.weights.geometry import Region, as_real, pieces_of
 
 
 @dataclass(eq=False)
-class Coded:
+class QuantizedPart:
     """Values of an exchange in one communication format."""
 
-    coder: Coder
-    rows: Tensor  # this replica's values as blocks of ``coder``; may be overwritten
+    quantizer: Quantizer
+    rows: Tensor  # this replica's values as blocks of ``quantizer``; may be overwritten
     results: Sequence[Tensor]  # tensors that get the mean
     keep: Callable[[Tensor], None] | None = None  # gets the rounding error, as blocks
 
@@ -58,10 +58,10 @@ class Coded:
         """Return this replica's message as [owners, values of each]."""
         rows = self.rows if owners == 1 else self._dealt(owners)
         del self.rows
-        sent = self.coder.encode(rows, 0, contribution_stage(replica))
+        sent = self.quantizer.quantize(rows, 0, contribution_stage(replica))
         if self.keep is not None:
-            rows -= self.coder.decode(sent, rows.dtype)
-            self._rest = rows
+            rows -= self.quantizer.dequantize(sent, rows.dtype)
+            self._errors = rows
         self._row_length = sent.shape[1]
         return sent.view(owners, -1)
 
@@ -70,8 +70,8 @@ class Coded:
         if self.keep is None:
             missing = -len(self.rows) % owners
             return torch.nn.functional.pad(self.rows, (0, 0, 0, missing)) if missing else self.rows
-        assert isinstance(self.coder, BlockCoder)
-        places, most = self.coder.places(owners)
+        assert isinstance(self.quantizer, BlockQuantizer)
+        places, most = self.quantizer.places(owners)
         self._places = sent_to(self.rows.device, places)
         dealt = self.rows.new_zeros(owners * most, BLOCK)
         return dealt.index_copy_(0, self._places, self.rows)
@@ -86,41 +86,41 @@ class Coded:
         ``received`` may be overwritten.
         """
         # In the order of the replicas, so that the sum has the same bits everywhere.
-        return self.coder.mean(received.unflatten(1, (-1, self._row_length)), self._dtype)
+        return self.quantizer.mean(received.unflatten(1, (-1, self._row_length)), self._dtype)
 
     def own_mean(self, received: Tensor, replica: int) -> Tensor:
-        """Return the encoded mean of the blocks that this ``replica`` owns."""
+        """Return the quantized mean of the blocks that this ``replica`` owns."""
         mean = self.mean_of(received)
         first = replica * len(mean)
-        sent = self.coder.encode(mean, first, MEAN_STAGE)
+        sent = self.quantizer.quantize(mean, first, MEAN_STAGE)
         if self.keep is not None:
-            mean -= self.coder.decode(sent, self._dtype)
-            self._rest[first : first + len(mean)] += mean.mul_(len(received))
+            mean -= self.quantizer.dequantize(sent, self._dtype)
+            self._errors[first : first + len(mean)] += mean.mul_(len(received))
         return sent.view(-1)
 
-    def keep_rest(self) -> None:
+    def keep_errors(self) -> None:
         """Hand over the rounding error."""
         if self.keep is not None:
-            self.keep(self._collected(self._rest))
-            del self._rest
+            self.keep(self._collected(self._errors))
+            del self._errors
 
     def means(self, received: Tensor) -> Tensor:
         """Return the blocks of ``received`` [replicas, values], the means of all owners."""
-        return self.coder.decode(received.reshape(-1, self._row_length), self._dtype)
+        return self.quantizer.dequantize(received.reshape(-1, self._row_length), self._dtype)
 
     def put_back(self, mean: Tensor) -> None:
         """Write the mean into the results."""
-        put_back(self.coder, self._collected(mean), self.results)
+        put_back(self.quantizer, self._collected(mean), self.results)
 
 
-class Exchange:
+class QuantizedMean:
     """One average over the replicas of ``group``, started by the constructor.
 
     Collective: all replicas build exchanges, and call their methods, in the same order. ``parts``
     form one message, with one communication dtype.
     """
 
-    def __init__(self, group: dist.ProcessGroup, parts: Sequence[Coded]) -> None:
+    def __init__(self, group: dist.ProcessGroup, parts: Sequence[QuantizedPart]) -> None:
         self._group = group
         self._parts = parts
         self._replicas = group.size()
@@ -133,7 +133,7 @@ class Exchange:
         message = sent[0] if len(sent) == 1 else torch.cat(sent, dim=1)
         self._received = message.new_empty(self._replicas, message.shape[1])
         if self._means_sent:
-            self._keep_rests()
+            self._keep_errors()
             self._gather(message.view(-1))
         else:
             # The work object keeps `message` alive while the collective reads its memory.
@@ -147,11 +147,11 @@ class Exchange:
         assert work is not None  # always set with async_op=True
         self._work = work
 
-    def _keep_rests(self) -> None:
+    def _keep_errors(self) -> None:
         for part in self._parts:
-            part.keep_rest()
+            part.keep_errors()
 
-    def _received_by_part(self) -> list[tuple[Coded, Tensor]]:
+    def _received_by_part(self) -> list[tuple[QuantizedPart, Tensor]]:
         """Wait for the message, and return [replicas, values] of each part."""
         metering.wait(self._work, self._group)
         return list(zip(self._parts, self._received.split(self._lengths, dim=1), strict=True))
@@ -164,7 +164,7 @@ class Exchange:
         means = [part.own_mean(piece, self._replica) for part, piece in self._received_by_part()]
         # The contributions have been read, so the means reuse their memory.
         self._gather(means[0] if len(means) == 1 else torch.cat(means))
-        self._keep_rests()
+        self._keep_errors()
 
     def finish(self) -> None:
         """Wait for the mean and write it into the results."""
@@ -193,24 +193,24 @@ class ExactMean:
         torch._foreach_copy_(list(self._results), list(values))
 
 
-PendingMean = Exchange | ExactMean  # a mean over the replicas that has started
+PendingMean = QuantizedMean | ExactMean  # a mean over the replicas that has started
 
 
 @torch.no_grad()
 def expected_mean(
     values: Sequence[Tensor],
-    wire: Wire,
+    comm_format: CommunicationFormat,
     cut: Sequence[Region],
     keys: RoundingKeys,
     name: str,
     *,
     sent_back: bool = True,
 ) -> Tensor:
-    """Compute the result of an `Exchange` in one process, for parity checks.
+    """Compute the result of an `QuantizedMean` in one process, for parity checks.
 
     Args:
         values: one value per replica of the unsharded parameter; gets the error feedback.
-        wire: the communication format.
+        comm_format: the communication format.
         cut: the local shards of the ranks of a replica, since blocks depend on them.
         keys: keys of stochastic rounding.
         name: FQN of the parameter.
@@ -219,20 +219,20 @@ def expected_mean(
     mean = torch.empty_like(values[0])
     for region in cut:
         parts = [as_real(value[region.slices]) for value in values]
-        coder = None
-        if wire.rounds:
+        quantizer = None
+        if comm_format.rounds:
             piece = Piece(keys.of(name), region.position_in(mean.shape))
-            coder = wire.coder(parts[:1], [piece])
+            quantizer = comm_format.quantizer(parts[:1], [piece])
         total = torch.zeros_like(parts[0])
         for replica, part in enumerate(parts):
-            sent = _as_read(coder, part, contribution_stage(replica))
+            sent = _as_read(quantizer, part, contribution_stage(replica))
             total += sent
-            if wire.keeps_rest:
+            if comm_format.has_error_feedback:
                 part -= sent
         total /= len(parts)
         if sent_back and len(parts) > 2:
-            mean_read = _as_read(coder, total, MEAN_STAGE)
-            if wire.keeps_rest:
+            mean_read = _as_read(quantizer, total, MEAN_STAGE)
+            if comm_format.has_error_feedback:
                 # Each replica keeps the rounding error of the blocks that it owns.
                 rest = (total - mean_read) * len(parts)
                 owners = owners_of(blocks_of(rest.numel()), keys.of(name), len(parts)).repeat(BLOCK)
@@ -244,11 +244,11 @@ def expected_mean(
     return mean
 
 
-def _as_read(coder: Coder | None, values: Tensor, stage: int) -> Tensor:
-    """Return ``values`` after a rounding by ``coder``."""
-    if coder is None:
+def _as_read(quantizer: Quantizer | None, values: Tensor, stage: int) -> Tensor:
+    """Return ``values`` after a rounding by ``quantizer``."""
+    if quantizer is None:
         return values
     found = torch.empty_like(values)
-    sent = coder.encode(coder.rows([values]), 0, stage)
-    put_back(coder, coder.decode(sent, values.dtype), [found])
+    sent = quantizer.quantize(quantizer.rows([values]), 0, stage)
+    put_back(quantizer, quantizer.dequantize(sent, values.dtype), [found])
     return found

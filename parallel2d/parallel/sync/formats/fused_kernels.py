@@ -1,4 +1,4 @@
-"""Kernels of `fused.py`. One program processes one block; see [Note: block codes]."""
+"""Kernels of `fused_quantize.py`. One program processes one block; see [Note: block codes]."""
 
 # Triton assigns the types of arguments.
 # mypy: disable-error-code="no-untyped-def"
@@ -43,11 +43,11 @@ def _codes(value, finite, divisor, noise, largest):
 
 
 @triton.jit(do_not_specialize=("first", "known", "stage"))
-def encode(
+def quantize(
     values, places, sent, scales, first, known, stage,
     rounds_at_random: tl.constexpr, bits: tl.constexpr,
 ):  # fmt: skip
-    """Encode blocks of 256 values as scale and codes; ``scales`` is ``sent`` as fp32."""
+    """Quantize blocks of 256 values to scale and codes; ``scales`` is ``sent`` as fp32."""
     row_bytes: tl.constexpr = 4 + 32 * bits
     largest: tl.constexpr = 2.0 ** (bits - 1) - 2
     block = tl.program_id(0)
@@ -86,7 +86,7 @@ def _value(code, scale, largest):
 
 
 @triton.jit(do_not_specialize=("replicas", "replica_bytes"))
-def decode_mean(sent, scales, values, replicas, replica_bytes, bits: tl.constexpr):
+def dequantize_mean(sent, scales, values, replicas, replica_bytes, bits: tl.constexpr):
     """Average one block over all ``replicas``, added in order; ``scales`` is ``sent`` as fp32."""
     row_bytes: tl.constexpr = 4 + 32 * bits
     largest: tl.constexpr = 2 ** (bits - 1) - 2

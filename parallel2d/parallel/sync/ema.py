@@ -1,4 +1,4 @@
-"""Exponential moving averages (EMA) of weights: `WeightAverage` implements ``train.ema``."""
+"""Exponential moving averages (EMA) of weights: `EMAWeights` implements ``train.ema``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def trained_values(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def move_averages(averages: Mapping[str, Tensor], model: nn.Module, decay: float) -> None:
+def update_ema(averages: Mapping[str, Tensor], model: nn.Module, decay: float) -> None:
     """Set each of ``averages`` to ``decay * average + (1 - decay) * parameter``.
 
     Averages are keyed by FQN and sharded like the parameters of ``model``.
@@ -43,7 +43,7 @@ def move_averages(averages: Mapping[str, Tensor], model: nn.Module, decay: float
             average.lerp_(local_part(value.detach()).to(average), 1 - decay)
 
 
-class WeightAverage:
+class EMAWeights:
     """EMA weights of the trained parameters, sharded like the parameters, in fp32 at least."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,8 +55,8 @@ class WeightAverage:
         vars(model)[_AVERAGE] = self
 
     def update(self, decay: float) -> None:
-        """Move the EMA weights; see `move_averages`. With 0 they restart from the parameters."""
-        move_averages(self.values, self._model, decay)
+        """Move the EMA weights; see `update_ema`. With 0 they restart from the parameters."""
+        update_ema(self.values, self._model, decay)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -74,7 +74,7 @@ class WeightAverage:
             yield
 
 
-def average_of(model: nn.Module) -> WeightAverage | None:
+def ema_of(model: nn.Module) -> EMAWeights | None:
     """Return the EMA weights of ``train.ema`` for ``model``; None without them."""
-    found: WeightAverage | None = vars(model).get(_AVERAGE)
+    found: EMAWeights | None = vars(model).get(_AVERAGE)
     return found
