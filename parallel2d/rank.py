@@ -68,8 +68,10 @@ def check_main(words: Sequence[str]) -> int:
     text, nodes, workers = words
     with failures_reported_once(RankIdentity(0, 1, 0, 0, 1, "self"), None):
         from parallel2d.training.assemble import check
+        from parallel2d.training.device_defaults import DeviceAbilities, resolved
 
-        check(from_yaml(text), Topology.equal_hosts(int(nodes), int(workers)))
+        config = resolved(from_yaml(text), DeviceAbilities.of_this_rank())
+        check(config, Topology.equal_hosts(int(nodes), int(workers)))
     return 0
 
 
@@ -132,6 +134,7 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
     from parallel2d.base.exchange import check_shared
     from parallel2d.base.runtime import process_group
     from parallel2d.launching import rank_signals
+    from parallel2d.training.device_defaults import DeviceAbilities, resolved
 
     rank_signals.listen()
     _log_to(job.run_dir, identity)
@@ -152,6 +155,8 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
         with failures_reported_once(identity, store, job.run_dir):
             try:
                 check_shared(job.run_dir)
+                config = resolved(job.config, DeviceAbilities.of_all_ranks())
+                job = dataclasses.replace(job, config=config)
                 report = _certify(job, runtime)
                 stopped = False
                 if not job.config.train.certify_only:
@@ -196,6 +201,7 @@ def _certify(job: Job, runtime: Runtime) -> ParityReport | None:
 
 def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) -> bool:
     """Train to the end. Return True if the run was preempted."""
+    from parallel2d.base.device import attention_kernels, use_tf32
     from parallel2d.base.runtime import limit_waiting
     from parallel2d.launching import rank_signals
     from parallel2d.training.assemble import build_trainer
@@ -208,7 +214,11 @@ def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) 
     host = hosts[identity.rank]
     if report is not None:
         job = dataclasses.replace(job, certified=True)
-    with out_of_memory_named(identity.rank, host, run_dir, runtime.device, history=history):
+    kind = runtime.device.type
+    if job.config.precision.tf32:
+        use_tf32(kind)
+    named = out_of_memory_named(identity.rank, host, run_dir, runtime.device, history=history)
+    with named, attention_kernels(kind):
         trainer = build_trainer(job, runtime)
         if report is not None and runtime.is_first:
             report.write(run_dir)

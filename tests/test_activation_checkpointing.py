@@ -176,8 +176,9 @@ RUNS = [
     ("ddp", 2, "block", selecting("mm", "all_reduce"), {}),
     ("ddp", 2, "block", ActivationCheckpointingConfig("full", blocks=["Attention"]), {}),
     ("hybrid", 1, "block", BUDGET, {"compile": AOT}),
-    ("hybrid", 1, "block", "none", {"compile": AOT}),
-    ("hybrid", 1, "block", "full", {"compile": AOT}),
+    ("hybrid", 2, "block", "none", {"compile": AOT}),
+    ("hybrid", 2, "block", "full", {"compile": AOT}),
+    ("zero3", 2, "layer", "selective", {"compile": CompileConfig("block", "inductor")}),
     ("hybrid", 1, "block", "selective", {"compile": AOT}),
     # Groups inside of what is recomputed gather in its forward, and may be there already when it is recomputed.
     ("hybrid", 1, "layer", "selective", {"prefetch": PrefetchConfig(1, 2)}),

@@ -25,8 +25,9 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh import live_data_ranks, sum_over_data_ranks
 
 IGNORED = -100  # target of a token that is not valid, as in torch's cross_entropy
-_CHUNK_ELEMENTS = 2**22  # logits that are converted to fp32 at a time
-_FIRST_ALONE = False  # see `loss_chunks`
+# Set by `loss_chunks`; None: `chunk_elements`.
+_elements: int | None = None
+_first_alone = False
 
 
 def loss_bound(dtype: torch.dtype) -> float:
@@ -240,7 +241,7 @@ def sum_of_valid(log_sum: Tensor, picked: Tensor, places: Places, z_loss: float)
 
 
 @contextmanager
-def loss_chunks(elements: int = _CHUNK_ELEMENTS, *, first_alone: bool = False) -> Iterator[None]:
+def loss_chunks(elements: int, *, first_alone: bool = False) -> Iterator[None]:
     """Change the chunks of `cross_entropy_sum` inside, for steps on tensors without storage.
 
     Fewer operators make these steps faster.
@@ -249,17 +250,27 @@ def loss_chunks(elements: int = _CHUNK_ELEMENTS, *, first_alone: bool = False) -
         elements: logits that are converted to fp32 at a time.
         first_alone: compute only the first chunk, since all chunks use the same memory.
     """
-    global _CHUNK_ELEMENTS, _FIRST_ALONE
-    before = _CHUNK_ELEMENTS, _FIRST_ALONE
-    _CHUNK_ELEMENTS, _FIRST_ALONE = elements, first_alone
+    global _elements, _first_alone
+    before = _elements, _first_alone
+    _elements, _first_alone = elements, first_alone
     try:
         yield
     finally:
-        _CHUNK_ELEMENTS, _FIRST_ALONE = before
+        _elements, _first_alone = before
+
+
+def chunk_elements(device_type: str) -> int:
+    """Return the number of logits that are converted to fp32 at a time.
+
+    They take 16 MiB on a CPU, so that a chunk stays in the cache, and 512 MiB on a GPU, because
+    each chunk costs about 16 kernel launches.
+    """
+    return 2**22 if device_type == "cpu" else 2**27
 
 
 def row_pieces(values: Tensor) -> list[slice]:
-    """Split the rows of a matrix into parts of about `_CHUNK_ELEMENTS` elements; at least one."""
-    step = max(1, _CHUNK_ELEMENTS // max(values.shape[1], 1))
+    """Split the rows of a matrix into parts of about `chunk_elements` elements; at least one."""
+    elements = _elements or chunk_elements(values.device.type)
+    step = max(1, elements // max(values.shape[1], 1))
     starts = range(0, max(len(values), 1), step)
-    return [slice(start, start + step) for start in (starts[:1] if _FIRST_ALONE else starts)]
+    return [slice(start, start + step) for start in (starts[:1] if _first_alone else starts)]

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base import files
 from parallel2d.base.config import AXES, Job, TrainConfig
 from parallel2d.base.config.composition import to_yaml
-from parallel2d.base.device import name_of
+from parallel2d.base.device import ATTENTION_KERNELS, name_of
 from parallel2d.base.runtime import Runtime
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.context_axis import context_axis_of
@@ -82,6 +82,7 @@ class RunFacts:
             )
         precision, bucketing = config.precision.name, config.bucketing.name
         lines.append(f"            precision {precision}, bucketing {bucketing}")
+        lines.append(f"            {self._speed()}")
         if self.head is not None:
             chunk = f"{config.train.loss_chunk:,} tokens, with the layer {self.head}"
             lines.append(f"loss        in chunks of {chunk}")
@@ -94,6 +95,18 @@ class RunFacts:
             f"micro-batches x {work.micro_batch_size}",
             f"run dir     {files.printable(self.job.run_dir, 500)}",
         ]
+
+    def _speed(self) -> str:
+        """The settings that decide about the speed of kernels."""
+        precision, compilation = self.job.config.precision, self.layout.config.compile
+        text = f"matrix products {precision.param}"
+        if self.device.type != "cpu" and precision.param == "fp32":
+            text += " rounded to TF32" if precision.tf32 else " without TF32"
+        backend = f" with {compilation.backend}" if compilation.name != "none" else ""
+        text += f", compile {compilation.name}{backend}"
+        if self.device.type == "cpu":
+            return text
+        return f"{text}, attention {', '.join(ATTENTION_KERNELS)}"
 
     def hparams(self) -> dict[str, str | float | bool]:
         """Settings by which runs are compared."""

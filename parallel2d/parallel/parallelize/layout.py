@@ -33,7 +33,7 @@ from parallel2d.parallel.model_structure import (
     stays_replicated,
 )
 from parallel2d.parallel.parallelize.bucketing import bucket_modules
-from parallel2d.parallel.parallelize.compilation import check_compilation
+from parallel2d.parallel.parallelize.compilation import check_compilation, choose_compilation
 from parallel2d.parallel.parallelize.ignored import ignored_names
 from parallel2d.parallel.parallelize.precision import Precision, buffer_dtype, storage_dtypes
 from parallel2d.parallel.parallelize.preconditions import check_offload
@@ -249,6 +249,8 @@ def resolve(
         tensor_dims=dict(split_dims(model, mesh, tensor_plan or {}, shape.tensor)),
     )
     blocks = find_blocks(model, config.bucketing.blocks, config.bucketing.policy)
+    compilation = choose_compilation(config.compile, shape, has_blocks=bool(blocks))
+    config = replace(config, compile=compilation)
     if config.compile.name != "none" and not blocks:
         raise ConfigError(
             f"compile={config.compile.name}: {type(model).__name__} has no repeated blocks; name "
