@@ -126,11 +126,8 @@ def _check_layers(settings: Any) -> None:
 
 
 def model_class(config: Any, head: str) -> type[nn.Module]:
-    """Return the class of the model.
-
-    Raises ValueError for an unknown head, and if the library has no model with that head for this
-    architecture.
-    """
+    """Return the class of the model. Raises ValueError for an unknown head, and if the library has
+    no model with that head for this architecture."""
     known = ("auto", *_MAPPINGS)
     if head not in known:
         raise ValueError(f"head {head!r} is not one of {', '.join(known)}")

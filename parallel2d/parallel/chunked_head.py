@@ -90,11 +90,8 @@ class ChunkedLogits:
         return logits.then(name, *others, **(kwargs or {}))
 
     def then(self, name: str, /, *args: Any, **kwargs: Any) -> ChunkedLogits:
-        """Return the stand-in after the operation ``name``.
-
-        Raises `ConfigError` for an operation that is not elementwise, or that uses a trained
-        tensor.
-        """
+        """Return the stand-in after the operation ``name``. Raises `ConfigError` for an operation
+        that is not elementwise, or that uses a trained tensor."""
         if name not in ELEMENTWISE:
             raise _refused(name)
         for value in (*args, *kwargs.values()):

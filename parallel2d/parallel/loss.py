@@ -192,11 +192,8 @@ class Places(NamedTuple):
 def sums_of_rows(
     logits: Tensor, places: Places, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exp and the target's logit of each row, in fp32 at least.
-
-    ``group``: the ranks with the other columns; None: this rank has all columns. Collective over
-    ``group``.
-    """
+    """Return the log-sum-exp and the target's logit of each row, in fp32 at least. ``group``: the
+    ranks with the other columns; None: this rank has all columns. Collective over ``group``."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     sums_of_pieces = [logits[rows].to(dtype).logsumexp(1) for rows in row_pieces(logits)]
     log_sum = sums_of_pieces[0] if len(sums_of_pieces) == 1 else torch.cat(sums_of_pieces)

@@ -105,11 +105,8 @@ _SHARDING = "_parallel2d_sharding_mesh"
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of parameters. Collective on the first call.
-
-    This is ``mesh``, or a mesh with ``shard`` and ``context`` as one axis, ``shard``; see [Note:
-    parameters and context ranks].
-    """
+    """Return the mesh of parameters. Collective on the first call. This is ``mesh``, or a mesh with
+    ``shard`` and ``context`` as one axis, ``shard``; see [Note: parameters and context ranks]."""
     shape = mesh_shape(mesh)
     if shape.context == 1:
         return mesh

@@ -284,11 +284,8 @@ def crossing_group(ranks: torch.Tensor, axis: str, topology: Topology) -> list[i
 
 
 def groups_along(ranks: torch.Tensor, axis: str) -> torch.Tensor:
-    """Return the groups of ``axis`` as int64 [group, rank in the group].
-
-    Groups of ``shard`` include the context ranks, which share parameters. ``ranks``: see
-    `check_placement`.
-    """
+    """Return the groups of ``axis`` as int64 [group, rank in the group]. Groups of ``shard``
+    include the context ranks, which share parameters. ``ranks``: see `check_placement`."""
     if axis == "shard":
         return ranks.movedim(-1, 1).flatten(2).flatten(0, 1)
     dim = AXES.index(axis)

@@ -118,11 +118,8 @@ def near_names(pattern: str, names: Sequence[str]) -> str:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Return True if ``module`` has a forward.
-
-    Containers without a forward, such as ``ParameterList``, belong to the module around them, which
-    uses their parameters.
-    """
+    """Return True if ``module`` has a forward. Containers without a forward, such as
+    ``ParameterList``, belong to the module around them, which uses their parameters."""
     # A forward that was assigned to the instance is a plain function without __func__.
     forward = getattr(module.forward, "__func__", None)
     return forward is not nn.Module.forward

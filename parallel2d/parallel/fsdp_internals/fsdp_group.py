@@ -165,11 +165,8 @@ class FSDPGroup:
         share_memory(self._group, computes_in, note)
 
     def accumulate_on(self, stream: torch.Stream) -> None:
-        """Make FSDP accumulate reduced gradients on ``stream``.
-
-        ``stream`` waits for the reduce-scatter before. With one rank on the shard axis FSDP runs no
-        reduce-scatter.
-        """
+        """Make FSDP accumulate reduced gradients on ``stream``. ``stream`` waits for the
+        reduce-scatter before. With one rank on the shard axis FSDP runs no reduce-scatter."""
         # Stream order and lifetime. FSDP runs the all-reduce hook on ``stream`` after the
         # reduce-scatter stream, and accumulates there. The output of the reduce-scatter was
         # allocated on the reduce-scatter stream, and FSDP drops its reference on the host while

@@ -83,11 +83,8 @@ def streams_of_collectives(model: nn.Module) -> list[torch.Stream]:
 
 
 class RunningForward:
-    """State of the forwards of one module.
-
-    Hooks of the module would miss forwards that begin in a method other than ``forward``
-    (`torch.distributed.fsdp.register_fsdp_forward_method`).
-    """
+    """State of the forwards of one module. Hooks of the module would miss forwards that begin in a
+    method other than ``forward`` (`torch.distributed.fsdp.register_fsdp_forward_method`)."""
 
     def __init__(self, module: nn.Module) -> None:
         self._state = state_of(module)

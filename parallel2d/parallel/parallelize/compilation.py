@@ -28,11 +28,8 @@ from parallel2d.parallel.mesh_sizes import MeshShape
 def compile_blocks(
     blocks: Sequence[tuple[str, nn.Module]], config: CompileConfig, memory_budget: float | None
 ) -> None:
-    """Compile the ``forward`` of ``blocks``.
-
-    ``memory_budget``: share of a block's activations that may be saved for backward. None: the
-    compiler recomputes only activations that cost no time.
-    """
+    """Compile the ``forward`` of ``blocks``. ``memory_budget``: share of a block's activations that
+    may be saved for backward. None: the compiler recomputes only activations that cost no time."""
     if config.name == "none":
         return
     _use_private_cache()

@@ -127,11 +127,8 @@ class ContextCheck:
             raise ConfigError(f"mesh.context={self._axis.size}: {problem}")
 
     def _learn(self, args: Any, kwargs: Any) -> tuple[dict[int, int], Any]:
-        """Run whole sequences.
-
-        Returns the compared length for each length of the inputs, and the model's output for the
-        compared lengths.
-        """
+        """Run whole sequences. Returns the compared length for each length of the inputs, and the
+        model's output for the compared lengths."""
         sizes = {length: self._shortened(length) for length in _lengths(args, kwargs)}
         if sizes:
             try:

@@ -33,11 +33,8 @@ log = logging.getLogger(__name__)
 
 
 def intercept_attention(model: nn.Module, mesh: DeviceMesh) -> list[Stack]:
-    """Intercept the attention of the model's blocks. Return the stacks of blocks.
-
-    Returns an empty list without a context axis. Raises `ConfigError` for a model without repeated
-    blocks.
-    """
+    """Intercept the attention of the model's blocks. Return the stacks of blocks. Returns an empty
+    list without a context axis. Raises `ConfigError` for a model without repeated blocks."""
     if mesh_shape(mesh).context == 1:
         return []
     axis = ContextAxis(mesh)

@@ -113,11 +113,8 @@ def convert_to_float8(
 def _choose(
     layers: Sequence[tuple[str, nn.Linear, bool]], exclude: Sequence[str], apart: Collection[int]
 ) -> tuple[dict[str, list[str]], dict[int, str]]:
-    """Select the layers to convert.
-
-    ``layers``: (FQN, layer, True if the layer is a block). Returns the names of the excluded layers
-    by reason, and the names of the layers to convert by id.
-    """
+    """Select the layers to convert. ``layers``: (FQN, layer, True if the layer is a block). Returns
+    the names of the excluded layers by reason, and the names of the layers to convert by id."""
     names = [name for name, _, _ in layers]
     matched = {pattern: fnmatch.filter(names, pattern) for pattern in exclude}
     unmatched = [pattern for pattern, found in matched.items() if not found]

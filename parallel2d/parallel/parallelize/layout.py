@@ -147,11 +147,8 @@ class LayoutGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The state and the work of each rank of a job.
-
-    Raises `ConfigError` for settings that this mesh or device excludes, also in
-    `dataclasses.replace`.
-    """
+    """The state and the work of each rank of a job. Raises `ConfigError` for settings that this
+    mesh or device excludes, also in `dataclasses.replace`."""
 
     config: ParallelConfig
     shape: MeshShape

@@ -113,11 +113,8 @@ def _on_meta(param: nn.Parameter) -> nn.Parameter:
 
 
 class _Recorder(TorchFunctionMode):
-    """Records writes to parameters on meta, and skips the drawing of values.
-
-    On meta torch would decompose a draw in Python, and load its compiler for this: a second per
-    process.
-    """
+    """Records writes to parameters on meta, and skips the drawing of values. On meta torch would
+    decompose a draw in Python, and load its compiler for this: a second per process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,11 +278,8 @@ def _call_again(model: nn.Module, calls: dict[Any, _Call]) -> nn.Module:
 
 
 def seeds_of(models: Sequence[nn.Module], seed: int) -> list[int]:
-    """Return the seeds of ``models`` from one `build_on_meta`.
-
-    ``seed`` for the first model, and a derived seed for each later construction. A copy has the
-    seed of its original.
-    """
+    """Return the seeds of ``models`` from one `build_on_meta`. ``seed`` for the first model, and a
+    derived seed for each later construction. A copy has the seed of its original."""
     numbers: dict[object, int] = {}
     found = []
     for model in models:

@@ -127,11 +127,8 @@ def all_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return FQN -> tensor to save and load.
-
-    These are parameters, or their master values, and persistent buffers. A tied parameter is listed
-    once, under its first name.
-    """
+    """Return FQN -> tensor to save and load. These are parameters, or their master values, and
+    persistent buffers. A tied parameter is listed once, under its first name."""
     found: dict[str, Tensor] = {**parameters_by_name(model)}
     transient: set[str] = set()
     for prefix, module in model.named_modules():

@@ -70,22 +70,16 @@ def _has(path: str, name: str) -> bool:
 
 
 class _Stored(NamedTuple):
-    """An unsharded parameter in the folder.
-
-    ``parts`` maps the name of each stored tensor to its entry and to the position of its first
-    value in the parameter.
-    """
+    """An unsharded parameter in the folder. ``parts`` maps the name of each stored tensor to its
+    entry and to the position of its first value in the parameter."""
 
     shape: tuple[int, ...]
     parts: dict[str, tuple[Entry, tuple[int, ...]]]
 
 
 class _Target(NamedTuple):
-    """A parameter or persistent buffer of the model.
-
-    ``names`` are its FQNs, several if it is tied. ``spellings`` are possible names in a folder, by
-    priority.
-    """
+    """A parameter or persistent buffer of the model. ``names`` are its FQNs, several if it is tied.
+    ``spellings`` are possible names in a folder, by priority."""
 
     tensor: Tensor
     names: list[str]

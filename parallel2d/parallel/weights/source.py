@@ -177,11 +177,8 @@ def _raise_any(problem: str | None, value: str | None = None) -> dict[int, str]:
 
 
 def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
-    """Take the weights out of ``model``, which is on meta afterwards. Collective.
-
-    Returns them by FQN on rank ``source``. Raises `ConfigError` on every rank if the source lacks
-    values.
-    """
+    """Take the weights out of ``model``, which is on meta afterwards. Collective. Returns them by
+    FQN on rank ``source``. Raises `ConfigError` on every rank if the source lacks values."""
     world = dist.get_world_size()
     if not 0 <= source < world:
         raise ConfigError(f"broadcast_from={source} is not a rank: use 0 to {world - 1}")

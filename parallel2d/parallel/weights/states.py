@@ -397,11 +397,8 @@ def _described(
 
 
 def state_dtype(stored: torch.dtype, of_parameter: torch.dtype, here: torch.dtype) -> torch.dtype:
-    """Return the dtype of a loaded optimizer tensor.
-
-    A tensor ``stored`` in its parameter's dtype, ``of_parameter``, gets the dtype of the parameter
-    ``here``; other tensors keep their dtype.
-    """
+    """Return the dtype of a loaded optimizer tensor. A tensor ``stored`` in its parameter's dtype,
+    ``of_parameter``, gets the dtype of the parameter ``here``; other tensors keep their dtype."""
     return here if stored == of_parameter else stored
 
 

@@ -93,11 +93,8 @@ def discard_accumulated(model: nn.Module) -> None:
 
 
 def clear_with_gradients(model: nn.Module) -> None:
-    """Make ``model.zero_grad()`` drop all gradients.
-
-    This includes gradients of sharded parameters while unsharded ones are in the modules, and sums
-    outside of ``.grad``.
-    """
+    """Make ``model.zero_grad()`` drop all gradients. This includes gradients of sharded parameters
+    while unsharded ones are in the modules, and sums outside of ``.grad``."""
     zero_grad = model.zero_grad
 
     @functools.wraps(zero_grad)

@@ -152,11 +152,8 @@ class ReplicaReducer:
         return self._state is BatchState.PENDING
 
     def count_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count an update before each step of an ``optimizer``.
-
-        The next agreement compares the counts of all ranks: a rank that left out an update or a
-        backward pass is out of step.
-        """
+        """Count an update before each step of an ``optimizer``. The next agreement compares the
+        counts of all ranks: a rank that left out an update or a backward pass is out of step."""
         first = {id(group["params"][0]) for group in optimizer.param_groups if group["params"]}
         # Backward ends the groups in reverse order.
         parameters = chain.from_iterable(group.parameters for group in reversed(self.groups))
@@ -239,11 +236,8 @@ class ReplicaReducer:
             self._reduce_status()
 
     def finish_without_backward(self) -> None:
-        """Finish a global batch without a computation on this replica.
-
-        It gets the mean like the others. Its own gradients are zeros, or the mean of an earlier
-        call.
-        """
+        """Finish a global batch without a computation on this replica. It gets the mean like the
+        others. Its own gradients are zeros, or the mean of an earlier call."""
         # An error before the agreement must drop gradients, which may be this rank's only.
         self._state = BatchState.REDUCED
         for each in self.gradients:

@@ -85,11 +85,8 @@ class UsedParameters:
         self._compared_updates = 0
 
     def vector(self, used: Sequence[bool], fault: str) -> Tensor:
-        """Return fp64 [1 + parameters + 3 * (replicas + 1 + buffers)], on CPU.
-
-        The entries are 1 for a fault of this rank, 1 for each parameter that this rank used, and
-        `_digests`.
-        """
+        """Return fp64 [1 + parameters + 3 * (replicas + 1 + buffers)], on CPU. The entries are 1
+        for a fault of this rank, 1 for each parameter that this rank used, and `_digests`."""
         own = torch.tensor([bool(fault), *used], dtype=torch.float64)
         return torch.cat([own, self._digests()])
 

@@ -176,11 +176,8 @@ class OwnedParameters(ErrorFeedback):
 
     @torch.no_grad()
     def _take_over(self, parameters: Iterable[FSDPParameter], *, exactly: bool) -> None:
-        """Adopt writes to ``parameters``.
-
-        Unless ``exactly``, values that changed by at most a sixteenth, as by weight decay, keep
-        their unrounded remainder.
-        """
+        """Adopt writes to ``parameters``. Unless ``exactly``, values that changed by at most a
+        sixteenth, as by weight decay, keep their unrounded remainder."""
         for parameter in parameters:
             rows = as_real(self.rows(local_part(parameter.sharded), self.replica))
             seen = as_real(self._seen[parameter.name])
