@@ -1,7 +1,7 @@
 """parallel2d: hybrid 2-D parallel training. Shard inside a node, replicate across nodes; the loss
 does not depend on the mesh.
 
-The names below are imported when first used, so that commands which do not train start without
+The names below are imported at their first use, so that commands without training start without
 loading torch.
 """
 
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Where each public name is
+# Module of each public name
 _NAMES = {
     "base.config": (
         "BucketingConfig", "CheckpointConfig", "ChecksConfig", "FSDPConfig", "MeshConfig",
@@ -149,7 +149,7 @@ def __dir__() -> list[str]:
 
 
 def _load(name: str) -> Any:
-    """The value of a public name. Raises AttributeError for any other."""
+    """Return the value of a public name. Raise AttributeError for other names."""
     if name == "__version__":
         return metadata.version("parallel2d")
     if name not in _MODULES:
@@ -157,16 +157,16 @@ def _load(name: str) -> Any:
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
-# Type checkers would take any name for one of ours if they saw it.
+# With a visible `__getattr__`, type checkers would accept any name.
 if not TYPE_CHECKING:
     __getattr__ = _load
 
 
 class _Face(ModuleType):
-    """This module, in which `certify` is the function whatever was imported before.
+    """This module, with the function `certify` in place of the command's module.
 
-    The command has the same name. Python sets a package's attribute when a module inside it is
-    imported, which would hide the function; a property cannot be hidden.
+    The command has the same name. Python sets a package's attribute when a submodule is imported,
+    which would replace the function; a property is not replaced.
     """
 
     @property
@@ -175,7 +175,7 @@ class _Face(ModuleType):
 
     @certify.setter
     def certify(self, _command: ModuleType) -> None:
-        """What an import of the command sets is not kept; imports find it without."""
+        """Ignore the attribute that an import of the command sets; imports work without it."""
 
 
 sys.modules[__name__].__class__ = _Face

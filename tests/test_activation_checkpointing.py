@@ -107,7 +107,7 @@ def test_full_recomputes_every_product_selective_none_and_keep_names_others():
 @pytest.mark.parametrize(("keep", "message"), [
     (["mm", "bnm"], "no operator is called bnm; did you mean bmm"),
     (["scaled_dot_produkt_*"], "no operator is called scaled_dot_produkt_"),
-    (["matmul"], "matmul is computed as other operators.*mm, bmm and addmm"),
+    (["matmul"], "matmul is decomposed into other operators.*mm, bmm and addmm"),
 ])  # fmt: skip
 def test_an_operator_that_cannot_be_kept_is_an_error(keep, message):
     with pytest.raises(ConfigError, match=f"activation_checkpointing.keep: .*{message}"):

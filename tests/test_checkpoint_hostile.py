@@ -137,7 +137,7 @@ def test_references_to_code_in_saved_settings_stay_text(victim, tmp_path):
 @pytest.mark.parametrize(("settings", "says"), [
     ([[]], "the settings of the optimizer's groups are not a mapping"),
     ({"lr": "\x1b[31m" + "9" * 10_000}, "its lr is"),
-    ({"betas": 0.9}, "its betas is 0.9, no list"),
+    ({"betas": 0.9}, "its betas is 0.9, not a list"),
 ])  # fmt: skip
 def test_settings_of_another_kind_are_refused(victim, tmp_path, settings, says):
     reseal(victim, lambda manifest: manifest["optimizer"]["groups"][0].update(settings=settings))

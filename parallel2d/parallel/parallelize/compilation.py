@@ -1,5 +1,7 @@
-"""Compiles each repeated block on its own: compilations are short that way, and all equal blocks
-share one."""
+"""Compile each repeated block separately: `compile_blocks`.
+
+Compilation is short, and all equal blocks share one compiled function.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ from parallel2d.parallel.mesh_sizes import MeshShape
 def compile_blocks(
     blocks: Sequence[tuple[str, nn.Module]], config: CompileConfig, memory_budget: float | None
 ) -> None:
-    """Compiles the ``forward`` of ``blocks``. ``memory_budget``: share of a block's activations
-    that may be kept for backward; None: all but what costs no time to recompute."""
+    """Compile the ``forward`` of ``blocks``. ``memory_budget``: share of a block's activations that
+    may be saved for backward. None: the compiler recomputes only activations that cost no time."""
     if config.name == "none":
         return
     _use_private_cache()
@@ -36,17 +38,17 @@ def compile_blocks(
     if memory_budget is not None:
         backend = _within_budget(config.backend, memory_budget)
     for _, block in blocks:
-        # On the instance: hooks run in the module's call, around what is compiled.
+        # On the instance: hooks run in the module's call, outside of the compiled code.
         compiled = torch.compile(block.forward, backend=backend)
         block.forward = functools.partial(_call_on_waited, compiled)
 
 
 def _call_on_waited(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``compiled`` with the results of collectives that have ended.
+    """Call ``compiled`` with the results of finished collectives.
 
     The output of a tensor-parallel layer wraps the tensor that its collective fills. torch.compile
-    replaces this wrapper by the tensor inside, which has an autograd history of its own: gradients
-    would leave out the layer's conversion from DTensor.
+    replaces this wrapper by the inner tensor, which has a separate autograd history: gradients
+    would omit the layer's conversion from DTensor.
     """
     args, kwargs = tree_map_only(AsyncCollectiveTensor, _Waited.apply, (args, kwargs))
     return compiled(*args, **kwargs)
@@ -68,10 +70,10 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def _use_private_cache() -> None:
-    """Has torch keep compiled code in a folder of this user.
+    """Make torch keep compiled code in a folder of this user.
 
-    torch unpickles files of its cache. Its own default is a folder of the temporary folder with a
-    name that can be guessed, which another user may have made before. Triton's cache is inside.
+    torch unpickles files of its cache. torch's default folder is in the temporary folder and has a
+    guessable name, so another user may have created it before. Triton's cache is inside it.
     Raises `ConfigError` for a folder of another user.
     """
     path = os.environ.get(_CACHE, "")
@@ -88,16 +90,18 @@ def _use_private_cache() -> None:
         ) from None
 
 
-# One function per budget: compiled code is shared between blocks and models with the same backend,
-# and only then.
+# One function per budget: blocks and models share compiled code only if they share the backend
+# object.
 @functools.cache
 def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
-    """A backend that splits forward from backward within ``budget``, by torch's own solver (a
-    knapsack over the graph)."""
+    """Return a backend that splits forward from backward within ``budget``.
+
+    torch's own solver makes the split (a knapsack over the graph).
+    """
     compiler = torch._dynamo.lookup_backend(backend)
 
     def compile_within_budget(graph: Any, inputs: Any, **options: Any) -> Any:
-        # torch has this setting for the whole process only, and reads it while it compiles.
+        # The setting is process-wide in torch and is read during compilation.
         with functorch_config.patch(activation_memory_budget=budget):
             return compiler(graph, inputs, **options)
 
@@ -115,12 +119,14 @@ def choose_compilation(
 
 
 def check_compilation(config: CompileConfig, shape: MeshShape) -> None:
-    """Raises `ConfigError` for a backend that torch.compile does not have, and for compilation
-    together with context parallelism."""
+    """Raise `ConfigError` for compilation settings that torch or this mesh does not support.
+
+    Refused are an unknown backend, and compilation together with context parallelism.
+    """
     if config.name == "none":
         return
     if config.backend not in torch.compiler.list_backends(exclude_tags=()):
-        # The message lists the back ends for users, not the many that are for debugging torch.
+        # The message lists the back ends for users, without the many for debugging torch.
         usual = sorted({"eager", "aot_eager", *torch.compiler.list_backends()})
         raise ConfigError(f"compile.backend={config.backend} is not one of {', '.join(usual)}")
     if shape.context > 1:
