@@ -23,6 +23,7 @@ _OPEN = (
     *("optimizer.arguments.", "optimizer.arguments="),
 )
 _BRACKET = re.compile(r"(?<!\\)([\[\]])")
+_LARGEST_YAML = 2**20
 _EXPERIMENT = re.compile(r"^\+{1,2}(?=experiment=)")
 
 
@@ -101,17 +102,23 @@ class _WithoutAliases(yaml.SafeLoader):
 
 
 def read_yaml(path: str) -> Any:
-    """Reads a YAML file of anybody, without tags and aliases. Raises OSError, UnicodeDecodeError,
-    yaml.YAMLError, and `ConfigError` for what is not a file of data of at most 1 MiB."""
+    """Read a YAML file of anybody. Raises OSError, UnicodeDecodeError, and all that `parse_yaml`
+    raises; `ConfigError` also for a file that is not regular."""
     if not os.path.isfile(path) and os.path.exists(path):  # a pipe would be waited for
         raise ConfigError("not a regular file")
-    if os.path.getsize(path) > 2**20:
-        raise ConfigError("larger than 1 MiB, which no file of settings is")
     with open(path, encoding="utf-8") as stream:
-        try:
-            return yaml.load(stream, _WithoutAliases)
-        except RecursionError:
-            raise ConfigError("nested too deep") from None
+        return parse_yaml(stream.read(_LARGEST_YAML + 1))
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the value of YAML without tags and aliases. Raises yaml.YAMLError, and `ConfigError`
+    for a text of more than 1 MiB."""
+    if len(text) > _LARGEST_YAML:
+        raise ConfigError("larger than 1 MiB, which no file of settings is")
+    try:
+        return yaml.load(text, _WithoutAliases)
+    except RecursionError:
+        raise ConfigError("nested too deep") from None
 
 
 def _of_cluster_file(path: str) -> list[str]:

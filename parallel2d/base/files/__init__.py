@@ -41,6 +41,23 @@ def open_regular(path: str) -> BinaryIO:
     return open(path, "rb", opener=regular)
 
 
+def inside(folder: str, path: str) -> str:
+    """Return the real path of a file in a folder of any origin. Raises OSError for a link that
+    leads out of the folder, and for a path that is not a regular file.
+
+    In the cache of the Hugging Face Hub the files of a folder ``snapshots/REVISION`` are links
+    into the folder ``blobs``, which belongs to the same model or data set.
+    """
+    root, real = os.path.realpath(folder), os.path.realpath(path)
+    outer, kind = os.path.split(os.path.dirname(root))
+    allowed = [root, os.path.join(outer, "blobs")] if kind == "snapshots" else [root]
+    if all(os.path.commonpath([each, real]) != each for each in allowed):
+        raise OSError(errno.ELOOP, "a path that leads out of its folder, and is not followed", path)
+    if os.path.lexists(real) and not os.path.isfile(real):
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return real
+
+
 def read_json(path: str, largest: int = 16 * 2**20) -> Any:
     """Reads a JSON file. Raises OSError as `open_regular`, ValueError as `parse` or for size."""
     with open_regular(path) as file:

@@ -238,6 +238,10 @@ def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
     """Raises `ConfigError` for a file of another size than ``manifest`` (or a record) says."""
     for name, entry in shard_files(manifest):
         path, expected = folder / name, entry["bytes"]
+        try:
+            files.inside(str(folder), str(path))
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; prepare the data again") from None
         size = path.stat().st_size if path.is_file() else None
         if size != expected:
             found = "is missing" if size is None else f"has {size} bytes"

@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
-import signal
 import struct
 import warnings
 import zipfile
@@ -16,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import is_count, printable, tensor_file
 from parallel2d.base.files.folder import LocalFolder
+from parallel2d.base.files.limited_child import try_in_child
 from parallel2d.base.files.tensor_file import DTYPES, ByteSource, DamagedCheckpointError, Entry
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.training.checkpoint.manifest import (
@@ -187,9 +185,6 @@ def source_of(
     return Source(kind, described, read, **facts)
 
 
-# What a child may take beside what reading takes: seconds, and bytes for half a million tensors.
-MOST_SECONDS, MOST_BYTES = 20, 2**30
-_BYTES_A_SECOND = 2**28
 # How many times a value may be seen through views, and a size that is always allowed.
 _REPEATED, _SMALL = 4, 2**20
 
@@ -201,7 +196,13 @@ def read_torch(path: str) -> Source:
     file can still ask for any amount of memory or time: a few bytes name an array of terabytes, or
     a key that takes years to hash. So a child process with limits opens it first.
     """
-    _open_in_child(path)
+
+    def open_alone() -> None:
+        # A fork has none of the threads of torch's pool, for which an operation would wait.
+        torch.set_num_threads(1)
+        _open(path)
+
+    try_in_child(path, os.path.getsize(path), open_alone)
     tensors, facts = _open(path)
     described = {}
     first: dict[Any, str] = {}
@@ -230,43 +231,6 @@ def _open(path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
             "repeat their values (expand); save them with .contiguous() if that is meant"
         )
     return tensors, facts
-
-
-def _open_in_child(path: str) -> None:
-    """Raises `ConfigError` where a child process that opens the file fails, or takes too much."""
-    size = os.path.getsize(path)
-    receiver, sender = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            # Native code that gives up says so there.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            # A file that is no archive is read as a whole.
-            memory = psutil.Process().memory_info().vms + size + MOST_BYTES
-            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-            seconds = MOST_SECONDS + size // _BYTES_A_SECOND
-            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            # A child that waits uses no CPU time.
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(10 * seconds)
-            # A fork has none of the threads of torch's pool, for which an operation would wait.
-            torch.set_num_threads(1)
-            _open(path)
-            os._exit(0)
-        except ConfigError as error:
-            os.write(sender, str(error).encode())
-        finally:
-            # Not sys.exit: what the parent does at its end is not the child's to do.
-            os._exit(1)
-    os.close(sender)
-    with open(receiver, encoding="utf-8") as answer:
-        problem = answer.read()
-    _, status = os.waitpid(child, 0)
-    if status:
-        limits = f"{MOST_SECONDS} seconds or {MOST_BYTES >> 20} MiB"
-        name = os.path.basename(path)
-        raise ConfigError(problem or f"{name} is not loaded: it takes above {limits}")
 
 
 def load_torch(path: str) -> Any:
