@@ -240,7 +240,7 @@ def test_the_command_to_go_on_leaves_out_how_the_run_began(tmp_path):
 def test_a_huge_file_of_segments_is_refused(tmp_path):
     with open(tmp_path / "segments.jsonl", "wb") as file:
         file.truncate(1 << 36)
-    with pytest.raises(OSError, match="more than 256 MiB"):
+    with pytest.raises(OSError, match="more than 128 MiB"):
         read_segments(str(tmp_path))
 
 

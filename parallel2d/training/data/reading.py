@@ -26,7 +26,7 @@ from typing import IO, Any, NamedTuple, cast
 
 from parallel2d.base.config import DataConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.files import inside, printable
+from parallel2d.base.files import inside, printable, walk
 from parallel2d.training.data import data_set_folder, tables
 
 # Of input per unit, and of a data set; constants, because shards are made per unit
@@ -100,11 +100,11 @@ def find_units(config: DataConfig) -> tuple[list[Unit], str]:
             return _row_units("hf", source, len(data_set)), str(data_set._fingerprint)
         if endings == {".arrow"}:
             return _arrow_units(files), files_identity(files)
-    elif config.name == "stdlib":
-        files = _standard_library()
-    else:
-        files = find_files(str(config.path))
     try:
+        if config.name == "stdlib":
+            files = _standard_library()
+        elif config.name != "hf":
+            files = find_files(str(config.path))
         return plan_units(files), files_identity(files)
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
@@ -118,7 +118,11 @@ def find_files(path: str) -> list[SourceFile]:
     if start.is_file():
         return [SourceFile(start.name, str(start))]
     found = []
-    for match in filter(os.path.isfile, glob.glob(str(start), recursive=True)):
+    try:
+        matches = list(filter(os.path.isfile, glob.glob(str(start), recursive=True)))
+    except RecursionError:
+        raise ConfigError(f"data.path={path}: folders nested too deeply") from None
+    for match in matches:
         _refuse_outside(_fixed_part(str(start)), match)
         found.append(SourceFile(Path(match).as_posix(), str(Path(match))))
     found.sort()
@@ -148,16 +152,14 @@ def _standard_library() -> list[SourceFile]:
 def _files_below(root: Path, omitted: Collection[str] = ()) -> list[SourceFile]:
     """Files below ``root``, not hidden and not in folders ``omitted``, sorted by relative name."""
     files = []
-    for folder, children, names in os.walk(root):
-        # What is left in this list is where the walk goes on.
-        children[:] = set(filter(_is_shown, children)).difference(omitted)
-        inside = os.path.relpath(folder, root)
+    for folder, names in walk(str(root), lambda name: _is_shown(name) and name not in omitted):
+        place = os.path.relpath(folder, root)
         for name in filter(_is_shown, names):
             path = os.path.join(folder, name)
             # Not a pipe, a socket, or a link to nothing
             if os.path.isfile(path):
                 _refuse_outside(root, path)
-                files.append(SourceFile(os.path.normpath(os.path.join(inside, name)), path))
+                files.append(SourceFile(os.path.normpath(os.path.join(place, name)), path))
     return sorted(files)
 
 

@@ -18,7 +18,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from io import FileIO
 from typing import Any
 
-from parallel2d.base.files import regular
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.files import printable, regular
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.row_file import Row, set_aside_after
 
@@ -97,11 +98,16 @@ class MetricsWriter:
 
     def begin(self, from_step: int) -> tuple[Row | None, Row | None]:
         """Opens both, to go on after ``from_step``; a restart undid the steps of later rows.
-        Raises OSError.
+        Raises OSError, and `ConfigError` for rows that no run has written.
 
         Returns the last row that was there, undone or not, and the last one that stands; or None.
         """
-        found = set_aside_after(self._path, from_step)
+        try:
+            found = set_aside_after(self._path, from_step)
+        except OSError as error:
+            raise ConfigError(
+                f"{printable(self._path, 300)}: {error.strerror}; use another hydra.run.dir"
+            ) from None
         # Without a buffer, which would keep what a full disk has refused for the next row.
         self._file = FileIO(self._path, "ab", opener=regular)
         if self.tensorboard:

@@ -15,7 +15,7 @@ from parallel2d.base import files
 from parallel2d.base.config import Job
 from parallel2d.base.errors import did_you_mean
 from parallel2d.training.metrics import keys
-from parallel2d.training.metrics.row_file import parse_row
+from parallel2d.training.metrics.row_file import read_rows
 
 SUMMARY = "summary.json"
 _MEASURED = (int, float, type(None))
@@ -30,7 +30,7 @@ def _read_rows(run_dir: str) -> tuple[dict[str, Any], dict[str, tuple[float, int
     best: dict[str, tuple[float, int]] = {}
     path = os.path.join(run_dir, "metrics.jsonl")
     with contextlib.suppress(FileNotFoundError), files.open_regular(path) as file:
-        for row in filter(None, map(parse_row, file)):
+        for row in read_rows(file):
             last.update(row)
             for key in [key for key in row if key.split("/")[-1] == keys.LOSS]:
                 value = files.number(row[key])
