@@ -220,6 +220,8 @@ GOOD = json.dumps({"text": "good"}).encode() + b"\n"
     ("a.txt", b"fine\nthen \xe9 latin\n", "a.txt:2: not UTF-8: byte 0xe9"),
     ("a.bin", b"\x7fELF\n\0\n\0", "a.bin:2: binary: it has zero bytes"),
     ("a.jsonl.gz", gzip.compress(GOOD * 3000)[:-20], "a.jsonl.gz:"),
+    ("a\nparallel2d: \x1b[2J.jsonl", b"{", "a\\nparallel2d: \\x1b[2J.jsonl:1: not JSON"),
+    ("a.jsonl", b'{"\\n\\u001b[2J": 1}\n', "fields: \\n\\x1b[2J"),
     ("a.txt.gz", b"not gzip", "a.txt.gz:1: cannot be read from here on: Not a gzipped file"),
 ])  # fmt: skip
 def test_bad_input_is_reported_with_file_and_line(tmp_path, monkeypatch, name, content, message):

@@ -107,7 +107,8 @@ def find_units(config: DataConfig) -> tuple[list[Unit], str]:
             files = find_files(str(config.path))
         return plan_units(files), files_identity(files)
     except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
+        where = printable(error.filename or config.path, 300)
+        raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from None
 
 
 def find_files(path: str) -> list[SourceFile]:

@@ -88,10 +88,13 @@ def open_parquet(path: str, dictionaries: Iterable[str] = ()) -> Any:
     try:
         table = parquet.ParquetFile(path, memory_map=True, read_dictionary=list(dictionaries))
     except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{path} is not a readable Parquet file: {printable(error)}") from None
+        shown = printable(path, 300)
+        raise ConfigError(f"{shown} is not a readable Parquet file: {printable(error)}") from None
     stored = sum(map(stored_bytes, map(table.metadata.row_group, range(table.num_row_groups))))
     if stored > os.path.getsize(path):
-        raise ConfigError(f"{path} is damaged: its footer describes more bytes than it has")
+        raise ConfigError(
+            f"{printable(path, 300)} is damaged: its footer describes more bytes than it has"
+        )
     return table
 
 
@@ -113,7 +116,9 @@ def open_arrow(path: str) -> Any:
     try:
         return ipc.open_stream(pyarrow.memory_map(path))
     except pyarrow.ArrowException as error:
-        raise OSError(f"{path} is not a readable Arrow file: {error}") from None
+        raise OSError(
+            f"{printable(path, 300)} is not a readable Arrow file: {printable(error)}"
+        ) from None
 
 
 def check_arrow(paths: Sequence[str]) -> None:
