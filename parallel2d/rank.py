@@ -184,6 +184,7 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
     from parallel2d.base.runtime import limit_waiting
     from parallel2d.launching import signals
     from parallel2d.training.assemble import build_trainer
+    from parallel2d.training.loss.embedding_errors import embedding_errors_named
     from parallel2d.training.metrics.out_of_memory import out_of_memory_named
     from parallel2d.training.metrics.watch import Watch
     from parallel2d.training.trainer_parts import LoopCallbacks
@@ -212,8 +213,10 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
                 speak_for_all()
                 _keep_log(run_dir)
 
+            callbacks = LoopCallbacks(signals.preemption_requested, first_step_done, take_over)
             try:
-                trainer.run(LoopCallbacks(signals.preemption_requested, first_step_done, take_over))
+                with embedding_errors_named(trainer.model):
+                    trainer.run(callbacks)
             except RuntimeError as error:
                 if "imed out" in str(error) or "imeout" in str(error):
                     error.add_note(watch.explain())

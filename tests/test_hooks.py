@@ -217,6 +217,7 @@ def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
     (["test_hooks:Nothing"], "has no attribute 'Nothing'"),
     (["test_hooks:SAMPLE"], "is not callable"),
     (["test_hooks:call_once"], "is no class derived from parallel2d.hooks.Hook"),
+    (["test_hooks:Misspelt"], r"has a method on_step, which .* did you mean step\?"),
     ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),
     ([{"hook": "test_hooks:Noting", "x": 1}], "unexpected keyword argument 'x'|too many"),
     (
@@ -227,6 +228,14 @@ def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
 def test_a_hook_that_cannot_be_made_is_one_message(entries, message):
     with pytest.raises(ConfigError, match=message):
         build_hooks(entries)
+
+
+class Misspelt(Hook):
+    def send(self, text):
+        """A method of its own."""
+
+    def on_step(self, run, step, metrics):
+        pass
 
 
 class Keeping(SampleText):

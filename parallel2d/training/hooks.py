@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.config.options import load_reference
-from parallel2d.base.errors import ConfigError, HookError
+from parallel2d.base.errors import ConfigError, HookError, nearest_words
 from parallel2d.base.exchange import all_gather
 from parallel2d.base.replicas import first_rank
 from parallel2d.parallel.sync import outer_parameters
@@ -117,10 +117,27 @@ def check_hooks(entries: Sequence[Any]) -> None:
         kind = load_reference(_KEY, reference)
         if not isinstance(kind, type) or not issubclass(kind, Hook):
             raise ConfigError(f"{_KEY}: {reference} is no class derived from parallel2d.hooks.Hook")
+        _check_methods(reference, kind)
         try:
             inspect.signature(kind).bind(**arguments)
         except TypeError as error:
             raise ConfigError(f"{_KEY}: {reference}: {error}") from None
+
+
+def _check_methods(reference: str, kind: type[Hook]) -> None:
+    """Raises `ConfigError` for a method with almost the name of one that the trainer calls, and as
+    many parameters."""
+    called = {name: each for name, each in vars(Hook).items() if inspect.isfunction(each)}
+    for base in kind.__mro__[: kind.__mro__.index(Hook)]:
+        own = {name: each for name, each in vars(base).items() if inspect.isfunction(each)}
+        for name in own.keys() - called.keys():
+            near = nearest_words(name, called, count=1)
+            parameters = len(inspect.signature(own[name]).parameters)
+            if near and parameters == len(inspect.signature(called[near[0]]).parameters):
+                raise ConfigError(
+                    f"{_KEY}: {reference} has a method {name}, which the trainer does not call: "
+                    f"did you mean {near[0]}?"
+                )
 
 
 def build_hooks(entries: Sequence[Any]) -> list[Hook]:
@@ -285,7 +302,7 @@ class SampleText(Hook):
     Every rank runs the same forwards, on rows of ``train.seq_len`` tokens. ``temperature`` 0 takes
     the likeliest token; above, one is drawn with a generator of its own, from ``train.seed`` and
     the step. Random numbers, modes and parameters of the training stay as they were.
-    ``tokenizer``: as ``data.tokenizer``, for data=tokens, whose folder only names it.
+    ``tokenizer``: as ``data.tokenizer``, for data=tokens and data=bin, which do not hold it.
     """
 
     every: int = 100
@@ -308,13 +325,14 @@ class SampleText(Hook):
     def start(self, run: RunView, step: int) -> None:
         """Raises `ConfigError` for data without a tokenizer, or with another one."""
         name, fingerprint = run.tokenizer
-        if not fingerprint:
+        if not fingerprint and self.tokenizer is None:
             raise ConfigError(
-                f"SampleText needs a tokenizer, and data={run.config.data.name} has none"
+                f"SampleText needs a tokenizer, and data={run.config.data.name} names none: "
+                "train.hooks=[{hook: 'parallel2d.hooks:SampleText', tokenizer: FILE}]"
             )
         given = self.tokenizer or run.config.data.tokenizer
         self._loaded = load_tokenizer(given, self.end_token or run.config.data.end_token)
-        if self._loaded.fingerprint != fingerprint:
+        if fingerprint and self._loaded.fingerprint != fingerprint:
             raise ConfigError(
                 f"SampleText(tokenizer={given}) is not the tokenizer of the data, {name}; give the "
                 "path of that tokenizer.json, and its end_token"
@@ -347,7 +365,7 @@ class SampleText(Hook):
         length = run.config.train.seq_len
         read = ids[-length:]
         # Padding on the right does not change what comes before it.
-        row = read + [loaded.end_id] * (length - len(read))
+        row = read + read[-1:] * (length - len(read))
         inputs = torch.tensor([row], device=run.device)
         arguments = [inputs]
         if run.config.data.intra_document_masking:

@@ -90,9 +90,20 @@ class RunFacts:
             *lines,
             f"sync        {self.layout.method.description}",
             f"data        {files.printable(self.data.description, 500)}",
+            *self._validation_lines(),
             f"batch       {batch} = {shape.data_ranks} data ranks x {work.accumulation} "
             f"micro-batches x {work.micro_batch_size}",
             f"run dir     {files.printable(self.job.run_dir, 500)}",
+        ]
+
+    def _validation_lines(self) -> list[str]:
+        every = self.job.config.train.validate_every
+        if not every or self.data.validation or self.data.named_validation:
+            return []
+        name = self.job.config.data.name
+        return [
+            f"validation  none: data={name} holds nothing out, so train.validate_every={every} "
+            "measures nothing; data.validation names data"
         ]
 
     def hparams(self) -> dict[str, str | float | bool]:
