@@ -36,6 +36,7 @@ from parallel2d.parallel.parallelize.preconditions import check_parameters
 from parallel2d.parallel.sync.average import WeightAverage
 from parallel2d.parallel.weights.source import WeightSource
 from parallel2d.training.checkpoint import Checkpointer, memory_copies
+from parallel2d.training.checkpoint.resume import check_resume
 from parallel2d.training.data.batch import token_sequences
 from parallel2d.training.data.feed import BatchPlan
 from parallel2d.training.hooks import Hook, build_hooks, check_hooks
@@ -69,6 +70,7 @@ def check(config: TrainConfig, topology: Topology) -> None:
             f"launch.min_replicas={least}: the mesh has {counted(shape.replicate, 'replica')}"
         )
     batches = plan_batches(config, shape, data_rank=0, pad=False)
+    check_resume(config.checkpoint.resume)
     kept_operators(config.activation_checkpointing.keep)
     device_type = accelerator_type()
     check_float8(config.precision, device_type)

@@ -24,6 +24,7 @@ _OPEN = (
 )
 _BRACKET = re.compile(r"(?<!\\)([\[\]])")
 _LARGEST_YAML = 2**20
+_SCIENTIFIC = re.compile(r"[0-9.]+e\+?[0-9]{1,2}", re.IGNORECASE)
 _EXPERIMENT = re.compile(r"^\+{1,2}(?=experiment=)")
 
 
@@ -35,8 +36,8 @@ def read_words(arguments: Sequence[str]) -> argparse.Namespace:
     model's factory. In ``model.tensor_plan={layers.*.w[qkv]: colwise}`` brackets belong to the
     pattern, which Hydra takes only with backslashes. ``+experiment=big``, which is right where the
     defaults have no experiment, is ``experiment=big`` here: they have one. ``cluster=FILE.yaml``
-    becomes ``cluster=local`` and the keys of that file. Raises `ConfigError` for a file that cannot
-    be read or is no cluster file.
+    becomes ``cluster=local`` and the keys of that file. ``1e3`` becomes ``1000``. Raises
+    `ConfigError` for a file that cannot be read or is no cluster file.
     """
     parser = get_args_parser()
     parser.set_defaults(config_name="train")
@@ -62,6 +63,9 @@ def read_words(arguments: Sequence[str]) -> argparse.Namespace:
             word = "cluster=local"
         elif word.lstrip("+").startswith("model.tensor_plan={"):
             word = _BRACKET.sub(r"\\\1", word)
+        elif _SCIENTIFIC.fullmatch(path) and float(path).is_integer():
+            # Hydra reads 1e3 as a number with a fraction, which no whole number may be.
+            word = f"{key}={float(path):.0f}"
         words.append(f"++{word}" if word.startswith(_OPEN) else word)
     # Other words about the cluster stay, and win over what the file says.
     parsed.overrides = [*from_files, *words]
