@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+from types import SimpleNamespace
 
 import pytest
 from torch import nn
@@ -279,3 +280,20 @@ def test_only_the_rows_that_a_restart_undid_are_read_and_moved(tmp_path):
     last, standing = began(tmp_path, 0)
     assert (last["step"], standing, path.read_text()) == (7, None, "")
     assert (tmp_path / "metrics.before-restart-2.jsonl").read_text() == "".join(lines[:7])
+
+
+@pytest.mark.parametrize(("rows", "message"), [
+    ('{"step": 26}\n', "it begins at step 1 again, 26 steps are lost"),
+    ("", None),
+])  # fmt: skip
+def test_a_run_that_begins_again_says_how_many_steps_are_lost(tmp_path, rows, message):
+    (tmp_path / "metrics.jsonl").write_text(rows)
+    said = []
+    display = SimpleNamespace(begin=lambda step: None, say=said.append)
+    recorder = Recorder(
+        log_every=1, steps=40, ranks=1, tokens_per_step=8, flops_per_step=None, peak_flops=None,
+        writer=MetricsWriter(str(tmp_path), {}, tensorboard=False), display=display,
+    )  # fmt: skip
+    recorder.begin(0)
+    assert [line for line in said if message and message in line] == said
+    assert len(said) == (message is not None)

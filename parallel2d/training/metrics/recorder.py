@@ -94,6 +94,18 @@ class Recorder:
             self._goodput.resume(step, *found, restarted=restarted, not_before=not_before)
         if self.display:
             self.display.begin(step)
+        if step == 0 and self.writer:
+            self._warn_of_loss(found[0], restarted)
+
+    def _warn_of_loss(self, last: Mapping[str, Any] | None, restarted: bool) -> None:
+        """``last``: the last row of an earlier start in this run directory."""
+        if last is None and not restarted:
+            return
+        lost = f"{last[keys.STEP]} steps are lost" if last else "nothing is known of its steps"
+        self.say(
+            "warning: this run has begun before, and there is no checkpoint and no copy in memory "
+            f"to continue from: it begins at step 1 again, {lost}"
+        )
 
     def take_over(
         self, display: ConsoleDisplay, writer: MetricsWriter, step: int, segment: int

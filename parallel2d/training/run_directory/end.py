@@ -112,13 +112,15 @@ def _results(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _commands(job: Job, summary: Mapping[str, Any], launcher: str) -> list[str]:
-    run_dir = shlex.quote(_short(job.run_dir))
+    run_dir = shlex.quote(_short(job.run_dir, job))
     lines = []
     for label, key in (("checkpoint", "checkpoint"), ("best", "best_checkpoint")):
         if summary[key]:
-            lines.append(f"{label:<12}{_short(summary[key])}")
+            lines.append(f"{label:<12}{_short(summary[key], job)}")
     if summary["checkpoint"] and not summary["reason"]:
         start = _STARTERS.get(launcher, "python -m ")
+        if launcher == "srun" and os.environ.get("ENVIRONMENT") == "BATCH":  # as sbatch sets it
+            start = f"sbatch SCRIPT, with {start}"
         words = files.printable(shlex.join(_words_to_go_on(job, summary)), 4000)
         lines.append(f"go on       {start}parallel2d.train {words} hydra.run.dir={run_dir}")
     lines.append(f"look        {_COMMAND}report {run_dir}")
@@ -126,8 +128,8 @@ def _commands(job: Job, summary: Mapping[str, Any], launcher: str) -> list[str]:
         lines.append(f"            tensorboard --logdir {run_dir}")
         lines.append("            http://localhost:6006/#custom_scalars  (once it runs)")
     if summary["checkpoint"]:
-        source = shlex.quote(_short(summary["checkpoint"]))
-        target = shlex.quote(f"{_short(job.run_dir)}/export")
+        source = shlex.quote(_short(summary["checkpoint"], job))
+        target = shlex.quote(f"{_short(job.run_dir, job)}/export")
         model = job.config.model
         form = "peft" if getattr(model, "adapter", None) else "hf"
         if model.family == "custom":
@@ -155,8 +157,10 @@ def _words_to_go_on(job: Job, summary: Mapping[str, Any]) -> list[str]:
     return [*words, f"train.steps={steps}"]
 
 
-def _short(path: str) -> str:
-    if "://" in path:
+def _short(path: str, job: Job) -> str:
+    """``path`` as the user's shell takes it, relative to its folder if that is shorter."""
+    # With hydra.job.chdir=true this process is in the run directory, the shell elsewhere.
+    if "://" in path or os.path.realpath(job.run_dir) == os.getcwd():
         return path
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative
