@@ -31,6 +31,10 @@ _BROKEN_CONNECTION = re.compile(
 )
 
 
+_OTHERS = ("torchrun", "srun")  # launchers that are not ours
+_PEER_REPORTS_S = 1.5  # in which a rank that failed by itself has reported
+
+
 class WorkersFailed(Exception):  # noqa: N818 (named after what happened)
     """Workers ended with an error. As of all exceptions here, the message is for the user."""
 
@@ -71,6 +75,10 @@ class RankError:
         return cls(text, time.time(), is_config, complete, step)
 
 
+def _lost_a_peer(text: str) -> bool:
+    return bool(_BROKEN_CONNECTION.search(text))
+
+
 @dataclass(frozen=True)
 class RankFailure:
     """The end of a rank that failed."""
@@ -83,7 +91,7 @@ class RankFailure:
     @property
     def lost_a_peer(self) -> bool:
         """Whether it failed only because another rank had ended: its connection broke."""
-        return bool(self.error and _BROKEN_CONNECTION.search(self.error.text))
+        return bool(self.error and _lost_a_peer(self.error.text))
 
     @property
     def was_killed(self) -> bool:
@@ -163,6 +171,12 @@ def failures_reported_once(
         if not error.complete and others_go_on():  # so the job has not failed: the launcher judges
             write_error_file(error)
             os._exit(1)
+        if launcher in _OTHERS and not error.complete and _lost_a_peer(error.text):
+            # A rank that failed by itself reports first. Of one that was killed, only the launcher
+            # knows: it sees the exit codes.
+            time.sleep(_PEER_REPORTS_S)
+            text = f"rank {identity.rank} lost the connection to another rank, which has ended: "
+            error = replace(error, text=f"{text}{launcher} names it below", complete=True)
         is_first = launcher != "self" and _first_to_claim(store)
         if is_first and run_dir is not None:
             note_failure(run_dir, error.text)
