@@ -96,6 +96,10 @@ class Hook:
     def validation(self, run: RunView, step: int, metrics: Mapping[str, float]) -> Returned:
         """After a validation, before `step`. ``metrics``: losses by key, equal on every rank."""
 
+    def row(self, run: RunView, step: int, row: Mapping[str, Any]) -> None:
+        """After every row of ``metrics.jsonl``, with all of its values. Times, memory and goodput
+        may differ between ranks; rank 0 writes its own."""
+
     def save(self, run: RunView, step: int, path: str) -> None:
         """Once the checkpoint of ``step`` is published at ``path``."""
 
@@ -215,6 +219,10 @@ class HookCalls:
             saved=all(are_saved),
         )
 
+    def row(self, step: int, row: Mapping[str, Any]) -> None:
+        """After a row was recorded. The next exchange raises errors of hooks."""
+        self._call("row", step, step, row)
+
     def saved(self, step: int, path: str) -> None:
         """After the checkpoint of ``step`` was published. The next exchange raises its errors."""
         self._call("save", step, step, path)
@@ -263,7 +271,7 @@ class HookCalls:
         """Adds what a method returned. Raises TypeError or ValueError for what it may not."""
         if returned is None:
             return
-        if method in ("save", "end"):
+        if method in ("row", "save", "end"):
             raise TypeError(f"{method} returned {returned!r}; it may return nothing")
         result = HookResult(returned) if isinstance(returned, Mapping) else returned
         if not isinstance(result, HookResult):

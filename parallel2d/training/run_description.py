@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base import files
 from parallel2d.base.config import AXES, Job, TrainConfig
 from parallel2d.base.config.composition import to_yaml
-from parallel2d.base.device import name_of
+from parallel2d.base.device import free_and_total_bytes, name_of
+from parallel2d.base.replicas import current
 from parallel2d.base.runtime import Runtime
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.context_axis import context_axis_of
@@ -221,6 +222,9 @@ def outputs(facts: RunFacts) -> tuple[ConsoleDisplay, MetricsWriter]:
         "config": f"```yaml\n{to_yaml(dataclasses.replace(config, mesh=found))}\n```",
         "mesh": "```\n" + "\n".join(facts.lines()) + "\n```",
     }
+    device_gib = None
+    if facts.device.type != "cpu":
+        device_gib = free_and_total_bytes(facts.device)[1] / 2**30
     writer = MetricsWriter(
         facts.job.run_dir,
         texts,
@@ -228,8 +232,22 @@ def outputs(facts: RunFacts) -> tuple[ConsoleDisplay, MetricsWriter]:
         hparams=facts.hparams(),
         axes=[axis for axis, size in sizes.items() if size > 1],
         replicas_equal=facts.layout.method.replicas_equal,
+        charts=_charts(facts),
+        device_gib=device_gib,
     )
     return display, writer
+
+
+def _charts(facts: RunFacts) -> list[str]:
+    """The charts of `OPTIONAL` that the job has data for."""
+    has_peak = peak_flops(facts.device, facts.job.config.precision.param) is not None
+    has_data = {
+        "mfu": has_peak and facts.flops_per_sequence is not None,
+        "hosts": len(facts.topology.ranks_by_host) > 1 and facts.job.config.metrics.communication,
+        "device": facts.device.type != "cpu",
+        "replicas": current() is not None,
+    }
+    return [name for name, is_measured in has_data.items() if is_measured]
 
 
 def build_recorder(facts: RunFacts, mesh: DeviceMesh, model: nn.Module, *, first: bool) -> Recorder:

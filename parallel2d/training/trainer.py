@@ -201,7 +201,7 @@ class Trainer(TrainerParts):
             self.membership.take_roles()
         # Hooks and a save take their time, in which another start may have set rows aside.
         self.claim.check()
-        self.recorder.record(
+        row = self.recorder.record(
             self.progress,
             outcome,
             rate,
@@ -210,6 +210,8 @@ class Trainer(TrainerParts):
             last=last or self.preempted,
             given={**agreed.metrics, **(self.membership.row() if self.membership else {})},
         )
+        if row is not None:
+            self._calls.row(step, row)
         self._tell_saves()
 
     def state_dict(self) -> dict[str, Any]:

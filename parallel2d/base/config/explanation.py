@@ -77,8 +77,9 @@ def _wrong_in_file(
         return
     choices: list[str] = []
     for entry in content.pop("defaults", []):
-        for key, choice in entry.items() if isinstance(entry, DictConfig) else ():
-            group = str(key).split()[-1].lstrip("/")
+        for name, choice in entry.items() if isinstance(entry, DictConfig) else ():
+            key = str(name)
+            group = key.split()[-1].lstrip("/")
             if group not in groups:
                 yield f"{key}: there is no group {group}{did_you_mean(group, groups)}"
             elif str(choice) not in groups[group]:
@@ -104,7 +105,8 @@ def _settings(content: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]
         if isinstance(node, DictConfig) and len(node):
             yield from _settings(node, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", OmegaConf.to_container(content, resolve=False)[name]
+            value: Any = OmegaConf.to_container(content, resolve=False)
+            yield f"{prefix}{name}", value[name]
 
 
 def _read(

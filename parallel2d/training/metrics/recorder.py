@@ -172,9 +172,9 @@ class Recorder:
         *,
         last: bool,
         given: Mapping[str, float],
-    ) -> None:
+    ) -> dict[str, Any] | None:
         """Takes one step; writes a row every ``log_every`` steps, at the first and last one, and
-        with a validation.
+        with a validation. Returns the row, None where there is none.
 
         ``validation``: its losses by key; None: there was none. ``given``: metrics of hooks; the
         next row holds the newest value of each.
@@ -193,7 +193,7 @@ class Recorder:
             self._add(seconds, outcome.ranks)
         is_due = progress.step % self.log_every == 0
         if not any((first, last, is_due, validation is not None)):
-            return
+            return None
         row = {**self._totals(progress, outcome, learning_rate), **(validation or {})}
         if first:
             # Compilation and warm-up make the first step of a process long: its time is reported
@@ -207,6 +207,8 @@ class Recorder:
             if mean:  # otherwise no rank has measured a step yet
                 row |= {keys.SLOWEST_RANK: busy_s.index(longest), keys.SKEW: longest / mean}
             self._emit(row | self._averages(), busy_s)
+        assert self._emitted is not None
+        return self._emitted[0]
 
     def _totals(
         self, progress: Progress, outcome: StepOutcome, learning_rate: float
