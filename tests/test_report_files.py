@@ -16,7 +16,7 @@ from parallel2d.instruments.report.page import POLICY, markdown, page
 from parallel2d.instruments.report.runs import COLUMNS, NOT_FINITE, read_run
 from parallel2d.report import main as report
 from parallel2d.training.checkpoint.storage import LocalStore
-from parallel2d.training.metrics import row_file
+from parallel2d.training.metrics import metrics_row
 
 
 def make_run(folder):
@@ -227,9 +227,9 @@ def test_a_report_is_written_in_any_locale(tmp_path):
     (None, "more than 1 GiB"),
 ])  # fmt: skip
 def test_rows_that_no_run_writes_are_refused_soon(tmp_path, capsys, monkeypatch, content, message):
-    monkeypatch.setattr(row_file, "_MOST_BROKEN", 100)
-    monkeypatch.setattr(row_file, "_MOST_LINES", 500)
-    monkeypatch.setattr(row_file, "_LARGEST_FILE", 1 << 30)
+    monkeypatch.setattr(metrics_row, "_MOST_BROKEN", 100)
+    monkeypatch.setattr(metrics_row, "_MOST_LINES", 500)
+    monkeypatch.setattr(metrics_row, "_LARGEST_FILE", 1 << 30)
     run = make_run(tmp_path / "run")
     rows = run / "metrics.jsonl"
     if content is None:
@@ -239,10 +239,10 @@ def test_rows_that_no_run_writes_are_refused_soon(tmp_path, capsys, monkeypatch,
     assert report([str(run)]) == 2
     assert message in capsys.readouterr().err
     with pytest.raises(OSError, match=message), open(rows, "rb") as file:
-        list(row_file.read_rows(file))
+        list(metrics_row.read_rows(file))
     if message != "more than 500 lines":  # which are sound rows: a restart moves them
         with pytest.raises(OSError, match=message):
-            row_file.set_aside_after(str(rows), 0)
+            metrics_row.set_aside_after(str(rows), 0)
 
 
 def test_a_line_of_gigabytes_is_moved_aside_in_pieces(tmp_path):
@@ -251,7 +251,7 @@ def test_a_line_of_gigabytes_is_moved_aside_in_pieces(tmp_path):
     os.truncate(rows, 200 << 20)
     tracemalloc.start()
     try:
-        assert row_file.set_aside_after(str(rows), 1) == ({"step": 1}, {"step": 1})
+        assert metrics_row.set_aside_after(str(rows), 1) == ({"step": 1}, {"step": 1})
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()

@@ -69,6 +69,8 @@ def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
         )
     if config is not None and config.strategy.name == AUTOMATIC:
         raise ConfigError("strategy=auto is resolved by the train command: in code, name one")
+    if config is not None and config.precision.name == AUTOMATIC:
+        raise ConfigError("precision=auto is resolved by the train command: in code, name one")
     if config is not None:
         validated(config)
     if isinstance(model, nn.ModuleList | nn.ModuleDict) and not is_called(model):
@@ -194,6 +196,15 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
         begin = tensor.storage_offset() * tensor.itemsize
         ranges.append((begin, begin + length * tensor.itemsize))
     return bool(max(ranges)[0] < min(ranges)[1]) and 0 not in (one.numel(), other.numel())
+
+
+def check_symmetric_memory(symmetric_memory: bool, device_type: str) -> None:
+    """Raises `ConfigError` for ``symmetric_memory`` on a CPU, where NCCL does not run."""
+    if symmetric_memory and device_type == "cpu":
+        raise ConfigError(
+            "fsdp.symmetric_memory=true needs GPUs with NCCL, and this runs on CPU: use "
+            "fsdp.symmetric_memory=false"
+        )
 
 
 def check_offload(cpu_offload: bool, device_type: str, replicate: int = 1) -> None:

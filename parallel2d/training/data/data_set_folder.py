@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from parallel2d.base.config.words import parse_yaml
+from parallel2d.base.config.overrides import parse_yaml
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import inside, open_regular, printable, read_json
 

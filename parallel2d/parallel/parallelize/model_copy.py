@@ -1,0 +1,118 @@
+"""Copies of a parallelized model on its layout: `sharded_copy`, frozen, and ``copy.deepcopy``.
+Hooks and groups refer to the model that they were made for, so a copy is made of the structure
+before the transforms, which are applied again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel2d.base.errors import ConfigError, first_five
+from parallel2d.parallel.model_structure import fqn_of, without_storage
+from parallel2d.parallel.parallelize.running_statistics import take_over_statistics
+from parallel2d.parallel.sync.ema import trained_values, update_ema
+from parallel2d.parallel.sync.engine.replica_reducer import engine_of
+from parallel2d.parallel.weights.geometry import local_part
+from parallel2d.parallel.weights.named_tensors import all_tensors, parameters_by_name, reshard
+from parallel2d.parallel.weights.source import WeightSource
+
+DEEPCOPY = "__deepcopy__"  # the attribute of the model by which `copy.deepcopy` finds its `copier`
+Transforms = Callable[[nn.Module, WeightSource], nn.Module]
+
+
+def copier(model: nn.Module, transforms: Transforms) -> Callable[..., nn.Module]:
+    """What makes a copy, on request ``frozen``, of ``model``, which is plain and on which
+    ``transforms`` are about to work."""
+    blueprint: Any = None
+    reason = f"deepcopy: {type(model).__name__} cannot be copied: "
+    try:
+        blueprint = without_storage(model)
+    except Exception as error:  # a module may hold anything, such as a lock
+        reason += str(error)
+
+    @torch.no_grad()
+    def give(twin: nn.Module) -> Container[str]:
+        values, here = {**all_tensors(model), **trained_values(model)}, all_tensors(twin)
+        shapes = [{(name, each.shape) for name, each in one.items()} for one in (values, here)]
+        changed = sorted({name for name, _ in shapes[0] ^ shapes[1]})
+        if changed:
+            names = first_five(changed, ", ")
+            raise ConfigError(f"deepcopy: {names} changed after parallelize; change it before")
+        for name, tensor in here.items():
+            local_part(tensor).copy_(local_part(values[name]))
+        return here
+
+    def make(_memo: Any, *, frozen: bool = False) -> nn.Module:
+        if blueprint is None:
+            raise ConfigError(reason)
+        twin: nn.Module = copy.deepcopy(blueprint)
+        trained = {name for name, each in parameters_by_name(model).items() if each.requires_grad}
+        for name, parameter in parameters_by_name(twin).items():
+            # Before the transforms, which allocate for trained ones what training needs.
+            parameter.requires_grad_(name in trained and not frozen)
+        # All is given: no constructor is asked for values, which may be on some ranks alone.
+        source = WeightSource(twin, seed=0, init=lambda *_: None, broadcast_from=None, given=give)
+        transforms(twin, source)
+        take_over_statistics(twin, model)
+        modes = {fqn_of(name): module.training for name, module in model.named_modules()}
+        for name, module in twin.named_modules():
+            module.training = modes[fqn_of(name)] and not frozen
+        twin.register_forward_hook(_free_if_frozen)
+        return twin
+
+    return make
+
+
+def _free_if_frozen(module: nn.Module, *_: Any) -> None:
+    """Frees what a forward has gathered if no backward will: the next update needs the parts."""
+    is_trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+    if not is_trained:
+        reshard(module)
+
+
+class ShardedCopy:
+    """See `sharded_copy`. ``module``: the copy, in evaluation mode."""
+
+    def __init__(self, model: nn.Module) -> None:
+        engine_of(model)  # raises for another model
+        self._model = model
+        self.module: nn.Module = vars(model)[DEEPCOPY](None, frozen=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not found here is the module's: ``ema.eval()``, ``ema.state_dict()``."""
+        if name == "module":  # it is being built
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    @torch.no_grad()
+    def update(self, decay: float) -> None:
+        """Makes each trained parameter ``decay`` times itself plus ``1 - decay`` times the model's,
+        and copies buffers. No communication. Raises `ConfigError` for a ``decay`` outside of
+        [0, 1], and for parameters in 16 bits, whose averages would stand still."""
+        reshard(self.module)
+        here = parameters_by_name(self.module)
+        averages = {name: here[name].detach() for name in trained_values(self._model)}
+        is_narrow = any(each.dtype.itemsize < 4 for each in averages.values())
+        if not 0 <= decay <= 1 or (decay and is_narrow):
+            raise ConfigError(
+                f"sharded_copy: update({decay}) needs a decay in [0, 1] and precision.storage=fp32"
+            )
+        update_ema(averages, self._model, decay)
+        for own, buffer in zip(self.module.buffers(), self._model.buffers(), strict=True):
+            own.copy_(buffer)
+        take_over_statistics(self.module, self._model)
+
+
+def sharded_copy(model: nn.Module) -> ShardedCopy:
+    """A frozen copy of ``model``, from `parallel2d.parallelize`, with what all replicas have of it:
+    ``ema(x)`` evaluates it, ``ema.update(0.999)`` moves it, ``ema.module`` is saved like any model.
+    Collective. Hooks set after `parallelize` are not copied. Raises `ConfigError` for what cannot
+    be copied."""
+    return ShardedCopy(model)

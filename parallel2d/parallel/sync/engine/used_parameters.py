@@ -1,0 +1,214 @@
+"""The agreement of all ranks on which parameters any of them has used (`UsedParameters`).
+
+[Note: unused parameters] Zeros stand in for missing gradients, also inside the shard axis, so that
+all ranks reduce the same. An optimizer would take zeros for gradients, decay weights and move by
+its momentum. So ranks agree on which parameters any of them has used, and the others have no
+gradient afterwards, as in one process. In a custom training loop that is one small all-reduce at
+the end of the last backward pass; the trainer makes it part of its own agreement.
+
+The same sum shows whether a rank cannot continue, whether the ranks of a shard group have issued
+different collectives, and which buffers differ.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import chain, compress
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.base.errors import ConfigError, first_five
+from parallel2d.base.exchange import all_gather
+from parallel2d.base.replicas import is_joining
+from parallel2d.parallel.mesh import (
+    axis_names,
+    axis_positions,
+    has_cpu_backend,
+    live_data_ranks,
+    mesh_shape,
+    sum_over_data_ranks,
+)
+from parallel2d.parallel.sync.comparison import hashes_of
+
+log = logging.getLogger(__name__)
+
+
+class ScalarGradient(Protocol):
+    """The gradient of a parameter without dimensions: `parallelize.scalars.Scalar`, which says what
+    its methods do."""
+
+    @property
+    def gradient(self) -> Tensor | None: ...
+    def set_mean(self, mean: Tensor | None) -> None: ...
+    def discard(self) -> None: ...
+    def rest(self) -> None: ...
+
+
+class IssueOrder(Protocol):
+    """The order of the collectives of this rank's shard group:
+    `parallelize.collective_order.CollectiveOrder`, which says what its methods do."""
+
+    def end_backward(self) -> None: ...
+    def acknowledge(self) -> None: ...
+    def digest(self) -> int: ...
+    def differing_on_other_hosts(self) -> str: ...
+
+
+class UsedParameters:
+    """Makes the numbers of this rank that ranks add up, and reads their sum. It knows nothing of
+    the gradients.
+
+    Args:
+        mesh: the ranks that make the same updates.
+        parameters: number of parameters that can be used.
+        order: None where nothing is gathered or reduced over the shard axis.
+    """
+
+    def __init__(self, mesh: DeviceMesh, parameters: int, order: IssueOrder | None) -> None:
+        self._mesh = mesh
+        self._shape = mesh_shape(mesh)
+        self._order = order
+        self._replica = axis_positions(mesh).get("replicate", 0)
+        self._parameters = parameters
+        self.buffers: Mapping[str, tuple[nn.Module, str]] = {}  # by FQN, with the key there
+        self._were_named = False
+        self.reductions = 0
+        self.updates = 0  # since the last agreement
+        self._compared_updates = 0
+
+    def vector(self, used: Sequence[bool], fault: str) -> Tensor:
+        """fp64 [1 + parameters + 3 * (replicas + 1 + buffers)], on CPU: whether this rank
+        cannot continue, for each parameter whether it used it, then what `_digests` returns."""
+        own = torch.tensor([bool(fault), *used], dtype=torch.float64)
+        return torch.cat([own, self._digests()])
+
+    def used_in(self, summed: Tensor, fault: str) -> list[bool]:
+        """Return for each parameter whether any rank used it.
+
+        Args:
+            summed: the sum of `vector` over all ranks.
+            fault: of this rank.
+
+        Raises:
+            ConfigError: with the same message on all ranks, when one cannot continue, and when
+                ranks of a shard group differ. Collective over the data ranks then.
+        """
+        message = self._failure_in(summed, fault)
+        if message is not None:
+            # That of the first rank that has one
+            for axis in ("shard", "replicate"):
+                if axis in axis_names(self._mesh):
+                    messages = all_gather(message, self._mesh.get_group(axis))
+                    message = next(filter(None, messages), "")
+            if self._order is not None:
+                self._order.acknowledge()
+            raise ConfigError(message)
+        names = list(compress(self.buffers, self._differing(summed)[self._shape.replicate + 1 :]))
+        if names and not self._were_named:
+            self._were_named = True
+            if dist.get_rank() == 0:
+                log.warning(
+                    "%s: buffers that differ between ranks, as each writes what its own samples "
+                    "give; checkpoints hold one rank's. Write parallel2d.reduce(value), unless it "
+                    "is a cache",
+                    first_five(names, ", "),
+                )
+        used: list[bool] = (summed[1 : 1 + self._parameters] > 0).tolist()
+        return used
+
+    def sum_with(self, vector: Tensor, scalars: Sequence[ScalarGradient]) -> tuple[Tensor, Tensor]:
+        """Return the sums over the data ranks of ``vector``, and [scalars, 2] of the gradients of
+        ``scalars`` and of the number of ranks that have one. Collective over the data ranks."""
+        own = torch.zeros(len(scalars), 2, dtype=torch.float64)
+        for row, scalar in zip(own, scalars, strict=True):
+            gradient = scalar.gradient
+            if gradient is not None:
+                # One without elements adds nothing.
+                row[0] = gradient.double().sum().cpu()
+                row[1] = 1.0  # it was used
+        device = "cpu" if has_cpu_backend() else self._mesh.device_type
+        # One all-reduce for all: such small ones cost their latency.
+        parts = torch.cat([vector, own.flatten()]).to(device)
+        summed = sum_over_data_ranks(parts, self._mesh).cpu()
+        return summed[: len(vector)], summed[len(vector) :].view(-1, 2)
+
+    def set_means(self, totals: Tensor, scalars: Sequence[ScalarGradient]) -> None:
+        """Set the means of the gradients of ``scalars`` from their sums; see `sum_with`."""
+        for scalar, (total, users) in zip(scalars, totals, strict=True):
+            scalar.set_mean(total / live_data_ranks(self._mesh) if users > 0 else None)
+            scalar.rest()
+
+    def _digests(self) -> Tensor:
+        """fp64 [3 * (replicas + 1 + buffers)]: one, a hash and its square: of the collectives in
+        the row of this replica, then of the updates, then of each buffer that is compared in this
+        step.
+
+        Hashes are equal if the sum of their squares is that of equal numbers.
+        """
+        hashes = dict(enumerate(self._hashes_of_buffers(), self._shape.replicate + 1))
+        digests = torch.zeros(self._shape.replicate + 1 + len(hashes), 3, dtype=torch.float64)
+        if hashes and is_joining():
+            hashes = {}  # its buffers come with the state
+        self._compared_updates, self.updates = self.updates, 0
+        hashes[self._shape.replicate] = self._compared_updates
+        if self._order is not None:
+            hashes[self._replica] = self._order.digest()
+        for row, value in hashes.items():
+            value %= 2**20  # so that fp64 adds the squares of up to 8,192 ranks exactly
+            digests[row] = torch.tensor([1, value, value**2], dtype=torch.float64)
+        return digests.flatten()
+
+    def _hashes_of_buffers(self) -> list[int]:
+        """After the global batches 1, 2, 4, 8 and so on; none after others."""
+        self.reductions += 1
+        if self.reductions & (self.reductions - 1):
+            return []
+        hashes: list[int] = []
+        for module, key in self.buffers.values():
+            each = module._buffers.get(key)
+            if type(each) is Tensor and each.layout == torch.strided:
+                hashes += hashes_of([each])
+            else:
+                hashes.append(0)  # without bits of its own
+        return hashes
+
+    def _differing(self, summed: Tensor) -> Tensor:
+        """For each row of `_digests` whether ranks have different hashes."""
+        ranks, total, squares = summed[1 + self._parameters :].view(-1, 3).unbind(1)
+        return squares * ranks != total**2
+
+    def _failure_in(self, summed: Tensor, fault: str) -> str | None:
+        """What this rank knows of why ranks cannot continue, perhaps nothing; None: all can."""
+        if summed[0] > 0:
+            return fault
+        different = self._differing(summed)[: self._shape.replicate + 1]
+        if not different.any():
+            return None
+        if different[-1]:
+            return self._out_of_step()
+        # The ranks of a replica without differences have no message of their own.
+        if self._order is not None and different[self._replica]:
+            return self._order.differing_on_other_hosts()
+        return ""
+
+    def _out_of_step(self) -> str:
+        """The message, on all ranks alike, for ranks that have made different numbers of updates.
+        Collective over the data ranks."""
+        counts = [(dist.get_rank(), self._compared_updates)]
+        for axis in ("shard", "replicate"):
+            if axis in axis_names(self._mesh):
+                counts = list(chain.from_iterable(all_gather(counts, self._mesh.get_group(axis))))
+        rank, updates = counts[0]
+        other, different = next(each for each in counts if each[1] != updates)
+        return (
+            f"between the backward passes {self.reductions - 1} and {self.reductions} that ended a "
+            f"global batch, rank {rank} called optimizer.step() {updates} times and rank {other} "
+            f"{different} times: a rank has left out a backward pass or an update. All ranks must "
+            "run as many of both; parallel2d.accumulate(model, micro_batches) makes one global "
+            "batch of any number of micro-batches"
+        )
