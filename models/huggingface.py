@@ -106,8 +106,8 @@ def _config_of_folder(transformers: Any, path: str) -> Any:
             f"{path} holds no config.json; it must be the folder of a saved model, nothing is "
             "downloaded"
         )
-    # Checked before the library reads the file without limits of size, depth and number of layers. Files
-    # in the Hub's cache are links, and links are followed.
+    # Checked before the library reads the file without limits of size, depth and number of layers.
+    # Files in the Hub's cache are links, and links are followed.
     try:
         _check_settings(read_json(os.path.realpath(file)))
     except OSError as error:
