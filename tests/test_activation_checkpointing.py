@@ -93,7 +93,7 @@ def recomputed(config):
     return {name: count for name, count in more.items() if count}
 
 
-def test_full_recomputes_every_product_selective_none_and_keep_names_others():
+def test_full_recomputes_all_matmuls_and_selective_recomputes_none():
     full = recomputed(ActivationCheckpointingConfig("full"))
     assert full["aten::mm"] > 0
     selective = recomputed(ActivationCheckpointingConfig("selective"))
@@ -109,7 +109,7 @@ def test_full_recomputes_every_product_selective_none_and_keep_names_others():
     (["scaled_dot_produkt_*"], "no operator is called scaled_dot_produkt_"),
     (["matmul"], "matmul is decomposed into other operators.*mm, bmm and addmm"),
 ])  # fmt: skip
-def test_an_operator_that_cannot_be_kept_is_an_error(keep, message):
+def test_operator_that_cannot_be_saved_is_an_error(keep, message):
     with pytest.raises(ConfigError, match=f"activation_checkpointing.keep: .*{message}"):
         checkpointed(selecting(*keep))
 
@@ -128,7 +128,7 @@ def kept_by(name, **settings):
     return kept_bytes(checkpointed(ActivationCheckpointingConfig(name, **settings)))
 
 
-def test_modes_blocks_and_policies_choose_what_is_kept():
+def test_modes_blocks_and_policies_select_saved_activations():
     none, selective, full = (kept_by(name) for name in ("none", "selective", "full"))
     less = kept_by("selective", keep=["scaled_dot_product_*"])
     # what selective caches is held by its own storage, beside autograd's: only what autograd keeps is seen here
@@ -145,7 +145,7 @@ def test_modes_blocks_and_policies_choose_what_is_kept():
 
 
 @pytest.mark.slow
-def test_a_budget_keeps_less_the_smaller_it_is():
+def test_smaller_budget_saves_fewer_activations():
     sizes = [
         kept_bytes(checkpointed(ActivationCheckpointingConfig("budget", memory_budget=budget), AOT))
         for budget in (1.0, 0.4, 0.0)
@@ -209,5 +209,5 @@ def _low_precision(checkpointing):
     return training.train({}, config, steps=3)["losses"]
 
 
-def test_selection_works_with_modules_that_compute_in_fp32(ranks):
+def test_selective_checkpointing_works_with_fp32_modules(ranks):
     assert ranks.run(2, _low_precision, "selective")[0] == ranks.run(2, _low_precision, "none")[0]

@@ -61,7 +61,9 @@ OTHERS = ("activation_checkpointing=full", "bucketing=layer", "train.micro_batch
 
 
 @pytest.mark.parametrize(("strategy", "others"), [("hybrid", ()), ("hybrid_full", OTHERS)])
-def test_an_adapter_alone_is_trained_and_alike_on_every_layout(ranks, folder, strategy, others):
+def test_only_adapter_parameters_train_and_every_layout_gives_equal_losses(
+    ranks, folder, strategy, others
+):
     save_base(folder)
     check = only_adapters_are_trained
     alone = train(ranks, folder, "alone", 1, ["strategy=ddp"], after_step=check)
@@ -94,7 +96,7 @@ def initial(path, adapter, seed=0):
 
 
 @pytest.mark.parametrize("rule", [True, "gaussian"])
-def test_initial_values_are_those_of_the_library_and_of_the_folder(tmp_path, rule):
+def test_initial_adapter_values_equal_peft_and_the_saved_folder(tmp_path, rule):
     path, adapter = save_base(tmp_path), {**LORA, "init_lora_weights": rule}
     model, given = initial(path, adapter)
     base = loaded(path, "llama").state_dict()
@@ -151,7 +153,7 @@ def exported(folder, kind):
     ("llama", "{r: 2, target_modules: all-linear, modules_to_save: [lm_head]}"),
     ("llama", "{r: 2, target_modules: [embed_tokens, q_proj]}"),
 ])  # fmt: skip
-def test_an_adapter_is_loaded_by_the_library_with_equal_logits(ranks, folder, kind, adapter):
+def test_exported_adapter_loads_in_peft_with_equal_logits(ranks, folder, kind, adapter):
     from omegaconf import OmegaConf
     from safetensors.torch import load_file
 
@@ -182,7 +184,7 @@ def test_an_adapter_is_loaded_by_the_library_with_equal_logits(ranks, folder, ki
     assert config["base_model_name_or_path"] == str(folder / "base")
 
 
-def test_a_run_goes_on_on_another_layout(ranks, folder):
+def test_adapter_run_resumes_on_another_layout(ranks, folder):
     save_base(folder)
     whole = train(ranks, folder, "whole", 1, ["strategy=ddp"], steps=6)
     train(ranks, folder, "run", 4, ["strategy=hybrid"], steps=4)
@@ -199,7 +201,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_an_adapter_that_cannot_be_is_one_message(tmp_path, monkeypatch, changes, message):
+def test_invalid_adapter_settings_give_one_message(tmp_path, monkeypatch, changes, message):
     path = save_base(tmp_path)
     if not changes:
         monkeypatch.setitem(sys.modules, "peft", None)
@@ -208,7 +210,7 @@ def test_an_adapter_that_cannot_be_is_one_message(tmp_path, monkeypatch, changes
     assert message in str(error.value)
 
 
-def test_a_folder_without_weights_has_nothing_to_adapt(tmp_path):
+def test_adapter_without_pretrained_weights_is_refused(tmp_path):
     drawn(architecture="llama", arguments=MODELS["llama"]).config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="holds no weights to adapt"):
         build_model(HuggingFaceModel(path=str(tmp_path), adapter=LORA))
@@ -262,7 +264,7 @@ def own_adapted(**changes):
     return peft.get_peft_model(base, settings)
 
 
-def test_a_peft_model_of_ones_own_is_trained_and_saved(ranks, folder):
+def test_custom_peft_model_is_trained_and_saved(ranks, folder):
     from safetensors.torch import load_file
 
     words = ["model=custom", "model.target=test_adapters:own_adapted", "optimizer.lr=1e-2"]
@@ -277,7 +279,7 @@ def test_a_peft_model_of_ones_own_is_trained_and_saved(ranks, folder):
     assert (config["r"], config["task_type"]) == (4, "CAUSAL_LM")
 
 
-def test_initial_values_that_need_the_base_are_refused_on_meta():
+def test_adapter_initialization_from_base_weights_is_refused_on_meta():
     with build_on_meta():
         model = own_adapted(use_dora=True)
     plan = InitialWeights(model, find_blocks(model), None)
@@ -290,7 +292,7 @@ def _lines_of_the_guide(base):
     return {n: p.requires_grad for n, p in model.named_parameters()}
 
 
-def test_the_guides_lines_shard_an_adapted_model(ranks, tmp_path):
+def test_guide_snippet_shards_an_adapted_model(ranks, tmp_path):
     for found in ranks.run(4, _lines_of_the_guide, save_base(tmp_path)):
         assert sum(found.values()) == 8
         assert all(("lora_" in name) == trained for name, trained in found.items())

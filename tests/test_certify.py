@@ -67,7 +67,7 @@ def test_every_fault_is_found_and_located(ranks, fault):
     ), found["lines"][:20]
 
 
-def test_every_kind_of_fault_is_tried():
+def test_parity_check_covers_every_kind_of_fault():
     assert set(FOUND) == set(parity_runs.FAULTS)
 
 
@@ -93,13 +93,13 @@ LAYOUTS = [
 @pytest.mark.parametrize(("model", "sizes", "parallel", "optimizer"), [
     *(pytest.param(*each, marks=pytest.mark.slow) for each in LAYOUTS[::2]), *(pytest.param(*each, marks=pytest.mark.soak) for each in LAYOUTS[1::2]),
 ], ids=str)  # fmt: skip
-def test_sound_layouts_raise_no_alarm(ranks, model, sizes, parallel, optimizer):
+def test_correct_layouts_pass_the_parity_check(ranks, model, sizes, parallel, optimizer):
     found = ranks.run(4, parity_runs.run, model, sizes, parallel, "", optimizer)
     assert found[0]["passed"], found[0]["lines"][:20]
     assert found[0]["steps"] >= 5
 
 
-def test_a_sound_layout_and_what_can_be_said_of_its_parameters(ranks):
+def test_correct_layout_reports_its_parameter_differences(ranks):
     found = ranks.run(4, parity_runs.run, "experts", HYBRID, {"strategy": "hybrid"})
     assert found[0]["passed"], found[0]["lines"][:20]
     assert all(each["untouched"] for each in found)
@@ -114,7 +114,7 @@ def test_a_sound_layout_and_what_can_be_said_of_its_parameters(ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 4])
-def test_tensor_ranks_must_draw_the_same_numbers(ranks, seed):
+def test_tensor_ranks_must_draw_equal_random_numbers(ranks, seed):
     plan = {"head": "colwise_gather_output"}
     words = {"strategy": "zero3"}
     found = ranks.run(4, parity_runs.run, "untied", TENSOR, words, "", "adamw", seed, plan)[0]
@@ -215,7 +215,7 @@ def certificate_of_job(folder, other_samples):
 
 
 @pytest.mark.parametrize("other_samples", [False, True])
-def test_a_job_is_certified_unless_a_rank_reads_other_samples(ranks, folder, other_samples):
+def test_parity_check_passes_unless_a_rank_reads_other_samples(ranks, folder, other_samples):
     problems = ranks.run(2, certificate_of_job, str(folder), other_samples)[1]
     assert bool(problems) == other_samples
     assert ("loss" in problems and "on rank 1" in problems) == other_samples
@@ -223,7 +223,7 @@ def test_a_job_is_certified_unless_a_rank_reads_other_samples(ranks, folder, oth
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_certificate_and_trains_nothing(folder):
+def test_parity_command_writes_its_report_and_trains_no_step(folder):
     done = execute(folder, "parallel2d.certify")
     assert done.returncode == 0, done.stderr
     assert "certified" in done.stdout
@@ -235,7 +235,7 @@ def test_the_command_writes_a_certificate_and_trains_nothing(folder):
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (2, 1), (1, 1), (130, 130)])
-def test_the_exit_code_of_the_command(code, expected):
+def test_parity_command_exit_codes(code, expected):
     with mock.patch.object(train, "main", return_value=code) as trained:
         assert certify_command(["strategy=ddp"]) == expected
     assert trained.call_args.args[0] == ["strategy=ddp", "train.certify_only=true"]
@@ -248,7 +248,7 @@ def certify_command(words):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_not_certified_does_not_begin(folder):
+def test_run_does_not_start_after_a_failed_parity_check(folder):
     done = execute(folder, "parallel2d.train", "train.certify=true", "model.arguments.rank=1")
     assert done.returncode == 2
     assert done.stderr.count("not certified") == 1
@@ -259,7 +259,7 @@ def test_a_run_that_is_not_certified_does_not_begin(folder):
 
 
 @pytest.mark.slow
-def test_a_certified_run_trains_as_one_without_certificate(ranks, folder):
+def test_run_after_a_parity_check_trains_as_without_it(ranks, folder):
     done = execute(folder, "parallel2d.train", "train.certify=true")
     assert done.returncode == 0, done.stderr
     assert (folder / "run" / "certificate.json").exists()
@@ -277,13 +277,13 @@ def fewer_layers():
     return model.n_layers, notes
 
 
-def test_a_model_that_is_too_large_is_certified_with_fewer_layers(ranks):
+def test_large_model_is_checked_with_fewer_layers(ranks):
     layers, notes = ranks.run(2, fewer_layers)[0]
     assert layers in (1, 2, 4)
     assert f"n_layers={layers} instead of 8" in notes[0]
 
 
-def test_a_batch_must_have_two_samples_for_each_data_rank(ranks):
+def test_parity_check_needs_two_samples_per_data_rank(ranks):
     with pytest.raises(AssertionError, match="at least two for each of 2 data ranks"):
         ranks.run(2, certify_three_samples)
 

@@ -95,7 +95,7 @@ def same_tensors(a, b, kinds=("model", "optimizer")):
 
 
 @pytest.mark.parametrize("through", ["x.safetensors", "x.pt", "x"])
-def test_all_returns_bit_by_bit_and_training_goes_on(trained, tmp_path, through):
+def test_converted_checkpoint_returns_bitwise_and_training_continues(trained, tmp_path, through):
     folder, model, optimizer = trained
     to = ["--to", "parallel2d", "--shard-gib", "0.00001"] if through == "x" else []
     command("convert", folder, tmp_path / through, "--optimizer", *to)
@@ -132,7 +132,7 @@ def test_every_dtype_and_shape_returns_through_every_flat_format(tmp_path):
     assert load_file(tmp_path / "b.safetensors").keys() == values.keys()
 
 
-def test_a_torch_file_is_what_load_state_dict_takes(trained, tmp_path):
+def test_converted_torch_file_loads_with_load_state_dict(trained, tmp_path):
     folder, model, optimizer = trained
     command("convert", folder, tmp_path / "weights.pt")
     other = initialized()
@@ -166,7 +166,7 @@ def test_dtype_casts_parameters_and_keeps_buffers(tmp_path, ending):
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_views_are_read_as_what_they_show(tmp_path, capsys, zipped):
+def test_tensor_views_are_read_with_their_own_values(tmp_path, capsys, zipped):
     base, number = torch.arange(24.0).reshape(4, 6), torch.tensor([1 + 2j, 3 + 4j])
     views = {
         "rows": base[1:3], "turned": base.T, "every": base[:, ::2], "one": torch.arange(8.0)[::8], "imaginary": number.conj().imag,
@@ -185,7 +185,7 @@ def test_views_are_read_as_what_they_show(tmp_path, capsys, zipped):
 
 @TRANSFORMERS
 @pytest.mark.parametrize("tied", [False, True])
-def test_transformers_computes_the_same_logits_and_the_weights_return(tmp_path, tied):
+def test_transformers_computes_equal_logits_and_weights_convert_back(tmp_path, tied):
     import transformers
 
     model = initialized(tie_embeddings=tied)
@@ -199,7 +199,7 @@ def test_transformers_computes_the_same_logits_and_the_weights_return(tmp_path, 
 
 @TRANSFORMERS
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_llama_made_by_transformers_trains_on_from_its_weights(tmp_path, capsys, tied):
+def test_transformers_llama_continues_training_from_its_weights(tmp_path, capsys, tied):
     import transformers
 
     torch.manual_seed(1)
@@ -220,7 +220,7 @@ def test_a_llama_made_by_transformers_trains_on_from_its_weights(tmp_path, capsy
 
 
 @TRANSFORMERS
-def test_what_the_source_does_not_tell_is_asked_for(trained, tmp_path, capsys):
+def test_missing_source_settings_are_requested(trained, tmp_path, capsys):
     command("convert", trained[0], tmp_path / "x.safetensors")
     bare = tmp_path / "bare.safetensors"
     save_file(load_file(tmp_path / "x.safetensors"), bare)
@@ -248,7 +248,7 @@ REFUSED_CONFIGURATIONS = [
 
 
 @TRANSFORMERS
-def test_a_folder_of_hugging_face_that_cannot_be_is_refused(trained, tmp_path, capsys):
+def test_invalid_hugging_face_folder_is_refused(trained, tmp_path, capsys):
     command("convert", trained[0], tmp_path / "hf", "--to", "hf", "--shard-gib", "0.00002")
     out = (tmp_path / "out", "--to", "parallel2d")
     file = tmp_path / "hf" / "config.json"
@@ -266,7 +266,9 @@ def test_a_folder_of_hugging_face_that_cannot_be_is_refused(trained, tmp_path, c
         fails(capsys, "convert", tmp_path / "hf", *out)
 
 
-def test_nothing_is_written_over_and_nothing_left(trained, tmp_path, capsys, monkeypatch):
+def test_convert_overwrites_no_file_and_leaves_no_partial_output(
+    trained, tmp_path, capsys, monkeypatch
+):
     (tmp_path / "x.pt").write_text("mine")
     assert "exists already" in fails(capsys, "convert", trained[0], tmp_path / "x.pt")
     assert (tmp_path / "x.pt").read_text() == "mine"
@@ -319,7 +321,7 @@ class Calls:
     [Calls(bytearray, 3_000_000_000), b"bytes", torch.eye(3).to_sparse(), torch.empty(3, device="meta")],
     ids=["memory", "codec", "sparse", "meta"],
 )  # fmt: skip
-def test_what_weights_do_not_need_is_not_read(tmp_path, capsys, value, zipped):
+def test_convert_reads_only_the_entries_of_weights(tmp_path, capsys, value, zipped):
     torch.save({"a": value}, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
     text = fails(capsys, "convert", tmp_path / "w.pt", tmp_path / "w.safetensors")
     assert "does not contain only weights" in text
@@ -339,7 +341,9 @@ HARMFUL = {
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=pytest.mark.slow) if " million" in name else name for name in HARMFUL
 ])  # fmt: skip
-def test_a_torch_file_with_is_one_message_within_bounds(tmp_path, capsys, monkeypatch, name):
+def test_damaged_torch_file_gives_one_message_in_bounded_memory(
+    tmp_path, capsys, monkeypatch, name
+):
     monkeypatch.setattr(limited_child, "MOST_SECONDS", 1)
     monkeypatch.setattr(limited_child, "MOST_BYTES", 2**26)
     data, says = HARMFUL[name]
@@ -357,7 +361,7 @@ def test_a_compressed_archive_is_not_unpacked(tmp_path, capsys, record):
     assert "it is a compressed archive" in text
 
 
-def test_optimizer_facts_of_another_form_are_one_message(tmp_path, capsys):
+def test_malformed_optimizer_settings_give_one_message(tmp_path, capsys):
     facts = json.dumps({"optimizer": {"groups": [{"names": ["a"]}]}})
     tensors = {"a": torch.ones(2), "optimizer/exp_avg/a": torch.ones(2)}
     save_file(tensors, tmp_path / "a.safetensors", metadata={"parallel2d": facts})
@@ -366,7 +370,7 @@ def test_optimizer_facts_of_another_form_are_one_message(tmp_path, capsys):
     assert "groups do not list parameter names" in capsys.readouterr().err
 
 
-def test_a_file_of_holes_is_not_converted(tmp_path, capsys):
+def test_sparse_file_is_not_converted(tmp_path, capsys):
     size = 2**33
     header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     with open(tmp_path / "w.safetensors", "wb") as file:
@@ -376,7 +380,7 @@ def test_a_file_of_holes_is_not_converted(tmp_path, capsys):
     assert "of which 4096 are on the disk" in text
 
 
-def test_inspect_shows_what_there_is_and_verify_that_it_is_sound(trained, tmp_path, capsys):
+def test_inspect_lists_the_content_and_verify_confirms_it(trained, tmp_path, capsys):
     command("inspect", trained[0])
     text = capsys.readouterr().out
     assert "step 1, position 8" in text
@@ -413,7 +417,7 @@ def growth(folder, *commands):
 
 
 @pytest.mark.slow
-def test_peak_memory_is_a_few_tensors_not_the_model(tmp_path):
+def test_convert_peak_memory_is_a_few_tensors(tmp_path):
     tensors, mib = 24, 8
     values = [torch.nn.Parameter(torch.full((mib, 2**18), float(i))) for i in range(tensors)]
     source = save(tmp_path / "run", torch.nn.ParameterList(values))

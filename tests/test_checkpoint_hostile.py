@@ -112,7 +112,7 @@ def test_a_pickle_in_any_file_is_never_executed(victim, tmp_path, name, kind):
     assert not marker.exists()
 
 
-def test_only_a_pickled_dcp_folder_is_named_for_what_it_is(tmp_path):
+def test_only_pickled_dcp_folder_is_named_as_dcp(tmp_path):
     marker = tmp_path / "executed"
     os.makedirs(tmp_path / "dcp")
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Bomb(marker)))
@@ -139,7 +139,7 @@ def test_references_to_code_in_saved_settings_stay_text(victim, tmp_path):
     ({"lr": "\x1b[31m" + "9" * 10_000}, "its lr is"),
     ({"betas": 0.9}, "its betas is 0.9, not a list"),
 ])  # fmt: skip
-def test_settings_of_another_kind_are_refused(victim, tmp_path, settings, says):
+def test_saved_settings_of_another_type_are_refused(victim, tmp_path, settings, says):
     reseal(victim, lambda manifest: manifest["optimizer"]["groups"][0].update(settings=settings))
     refused(victim, tmp_path, says, settings=True)
 
@@ -161,7 +161,7 @@ def test_file_names_that_are_paths_are_refused(victim, tmp_path, name):
     refused(victim, tmp_path, "cannot be the name of a file")
 
 
-def test_a_linked_step_is_passed_over(original, tmp_path):
+def test_symlinked_step_is_skipped(original, tmp_path):
     Small(tmp_path).train(1).checkpointer.finish()
     os.symlink(original, tmp_path / "checkpoints" / "step-00000009")
     assert Small(tmp_path).restore()["step"] == 1
@@ -270,7 +270,7 @@ ALTERED = {
 
 
 @pytest.mark.parametrize("name", ALTERED)
-def test_a_folder_is_refused_that_has(victim, tmp_path, capsys, name):
+def test_hostile_checkpoint_folder_is_refused(victim, tmp_path, capsys, name):
     alter, says = ALTERED[name]
     alter(victim)
     refused(victim, tmp_path, says)
@@ -339,7 +339,7 @@ MANIFESTS = {
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_a_manifest_with(victim, tmp_path, name):
+def test_hostile_manifest_is_refused(victim, tmp_path, name):
     reseal(victim, MANIFESTS[name])
     refused(victim, tmp_path)
 
@@ -347,13 +347,13 @@ def test_a_manifest_with(victim, tmp_path, name):
 @pytest.mark.parametrize("text", [
     b"{", b"null", b"[" * 200_000, b'{"format":1,"format":1}', b"\xff", b'{"format":' + b"1" * 100_000 + b"}",
 ])  # fmt: skip
-def test_a_manifest_that_is_no_manifest(victim, tmp_path, text):
+def test_malformed_manifest_is_refused(victim, tmp_path, text):
     (victim / "manifest.json").write_bytes(text)
     refused(victim, tmp_path, "manifest.json")
 
 
 @pytest.mark.parametrize("name", ["torch", "python", "numpy"])
-def test_random_generators_are_not_given_impossible_states(victim, tmp_path, name):
+def test_invalid_random_generator_states_are_refused(victim, tmp_path, name):
     data = bytearray((victim / DATA).read_bytes())
     (length,) = struct.unpack("<Q", data[:8])
     begin, end = json.loads(data[8 : 8 + length])[f"rng/00000/{name}"]["data_offsets"]
@@ -364,7 +364,7 @@ def test_random_generators_are_not_given_impossible_states(victim, tmp_path, nam
         Small(tmp_path / "run", resume=str(victim)).restore()
 
 
-def test_state_beside_tensors_cannot_replace_them(victim, tmp_path):
+def test_non_tensor_state_cannot_replace_tensors(victim, tmp_path):
     scalars = {"0.weight": {"exp_avg": 7, "step": "x", "__class__": "os"}}
     reseal(victim, _set("optimizer", "scalars", scalars))
     small = Small(tmp_path / "run", resume=str(victim))
@@ -391,7 +391,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_run_does_not_go_on_from(victim, tmp_path, name):
+def test_run_does_not_resume_from_hostile_state(victim, tmp_path, name):
     reseal(victim, lambda manifest: manifest["layout"].update(global_batch_size=32))
     reseal(victim, _set("state", STATES[name]))
     refused(victim, tmp_path, "no run can continue from its state")
@@ -401,7 +401,7 @@ def test_a_run_does_not_go_on_from(victim, tmp_path, name):
     assert Small(tmp_path / "run", resume=str(victim)).restore()["tokens"] == 100
 
 
-def test_a_step_of_another_size_and_a_mesh_of_other_ranks(victim, tmp_path):
+def test_step_of_another_size_and_mesh_of_other_ranks_are_refused(victim, tmp_path):
     reseal(victim, lambda manifest: manifest.update(step=2**62))
     refused(victim, tmp_path, "too large")
     reseal(victim, lambda manifest: manifest.update(step=2**53))
@@ -431,7 +431,7 @@ def grid(shape, parts):
     ((6, 8, 10), grid((6, 8, 10), (2, 4, 5))),
     ((10, 100_000), grid((10, 100_000), (1, 100_000))),
 ], ids=["scalar", "empty", "line", "grid", "many"])  # fmt: skip
-def test_chunks_that_cover_a_tensor_once_are_taken_soon(shape, regions):
+def test_valid_chunks_are_accepted_in_bounded_time(shape, regions):
     random.Random(1).shuffle(regions)
     begin = time.process_time()
     check_tiling(shape, regions)
@@ -450,7 +450,7 @@ CORNERS = [Region((0, 0), (1, 1)), Region((1, 1), (1, 1))]
     ((10, 1000), [*grid((10, 1000), (1, 1000))[:-1], Region((0, 0), (10, 1))]),
     ((4,) * 24, [Region((0,) * d + (2,) + (0,) * (23 - d), (2,) * 24) for d in range(24)]),
 ])  # fmt: skip
-def test_chunks_that_do_not_are_refused_soon(shape, regions):
+def test_invalid_chunks_are_refused_in_bounded_time(shape, regions):
     begin = time.process_time()
     with pytest.raises(ValueError):
         check_tiling(shape, regions)

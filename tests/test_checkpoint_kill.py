@@ -136,7 +136,7 @@ def kill_while_saving(ranks, tmp_path, seed, rounds):
     return results
 
 
-def test_sigkill_of_all_ranks_at_random_moments_never_costs_a_published_checkpoint(ranks, tmp_path):
+def test_sigkill_of_all_ranks_keeps_every_published_checkpoint(ranks, tmp_path):
     results = kill_while_saving(ranks, tmp_path, seed=1, rounds=2)
     assert results[-1][0] > 0
 

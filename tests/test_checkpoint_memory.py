@@ -87,7 +87,7 @@ def continues(lives, whole, first: int, rel: float = 0, draws: bool = True) -> N
         assert now["losses"] == pytest.approx(expected, rel=rel, abs=0)
 
 
-def test_a_lost_node_comes_back_from_the_other_replica_bit_by_bit(cluster, undisturbed):
+def test_replaced_node_restores_bitwise_from_the_other_replica(cluster, undisturbed):
     cluster.run("AABB", until=5)
     assert cluster.copies("A") == ["2.place-0", "2.place-1", "4.place-0", "4.place-1"]
     assert cluster.copies("B") == ["2.place-2", "2.place-3", "4.place-2", "4.place-3"]
@@ -102,7 +102,7 @@ def test_a_lost_node_comes_back_from_the_other_replica_bit_by_bit(cluster, undis
 
 
 @pytest.mark.slow
-def test_what_replicas_split_comes_back_from_another_node(cluster, tmp_path, ranks):
+def test_state_split_across_replicas_is_restored_from_a_backup_node(cluster, tmp_path, ranks):
     """With split updates in bf16 a rank needs more of an average than of the weights that it keeps unrounded."""
     split = {"strategy": "hybrid_full", "precision": "fp64", "sync": SyncConfig(wire="bf16")}
     options = {"until": 5, "parallel": split, "decay": 0.9}
@@ -119,7 +119,7 @@ def test_what_replicas_split_comes_back_from_another_node(cluster, tmp_path, ran
 @pytest.mark.parametrize("sync", [
     SyncConfig("diloco", every=3), SyncConfig(wire="int4", warmup=0)
 ], ids=["diloco", "int4"])  # fmt: skip
-def test_what_one_replica_alone_has_comes_from_its_node_or_the_disk(cluster, tmp_path, ranks, sync):
+def test_state_of_one_replica_is_restored_from_its_node_or_disk(cluster, tmp_path, ranks, sync):
     parallel = {"strategy": "hybrid", "precision": "fp64", "sync": sync}
     whole = Cluster(tmp_path / "whole", ranks).run("AABB", until=6, every=0, parallel=parallel)
     cluster.run("AABB", until=5, parallel=parallel, disk_every=3)
@@ -135,7 +135,7 @@ def test_what_one_replica_alone_has_comes_from_its_node_or_the_disk(cluster, tmp
 
 
 @pytest.mark.slow
-def test_another_mesh_or_layout_goes_on_from_the_disk_and_says_so(cluster, undisturbed):
+def test_resume_on_another_mesh_or_layout_uses_disk_and_logs_it(cluster, undisturbed):
     cluster.run("AABB", until=5, disk_every=3)
     shutil.copytree(cluster.run_dir, cluster.folder / "copied")
     less = cluster.run("AA", SHARDED, until=3)
@@ -153,7 +153,7 @@ def test_another_mesh_or_layout_goes_on_from_the_disk_and_says_so(cluster, undis
         cluster.run("AABB", until=7)
 
 
-def test_a_kill_while_a_copy_is_made_leaves_the_one_before(cluster):
+def test_kill_during_a_memory_copy_keeps_the_previous_copy(cluster):
     with pytest.raises(WorkerError):
         cluster.run("AA", SHARDED, until=6, fault=memory_runs.die_before_the_third_name)
     assert "4.place-1" in cluster.copies("A")
@@ -162,7 +162,7 @@ def test_a_kill_while_a_copy_is_made_leaves_the_one_before(cluster):
 
 
 @pytest.mark.slow
-def test_damage_is_named_and_an_older_copy_or_the_disk_is_used(cluster):
+def test_damaged_copy_is_named_and_an_older_copy_or_disk_is_used(cluster):
     cluster.run("AABB", until=5, disk_every=1, keep_last=0)
     for step in (2, 3, 4, 5):
         shutil.rmtree(cluster.run_dir / "checkpoints" / f"step-{step:08d}")
@@ -177,7 +177,7 @@ def test_damage_is_named_and_an_older_copy_or_the_disk_is_used(cluster):
 
 
 @pytest.mark.slow
-def test_the_newer_of_memory_and_disk_is_loaded_and_memory_when_they_are_equal(cluster):
+def test_newer_of_memory_and_disk_is_loaded_and_memory_on_a_tie(cluster):
     cluster.run("AABB", until=5, every=2, disk_every=5)
     lives = cluster.run("AABB", until=8, every=2, disk_every=8)
     assert lives[0]["start"] == 5
@@ -199,7 +199,7 @@ def test_copies_of_another_run_are_not_used(cluster):
 
 
 @pytest.mark.slow
-def test_steps_that_the_run_has_left_for_an_older_checkpoint_are_not_used(cluster):
+def test_copies_of_abandoned_steps_are_not_used(cluster):
     cluster.run("AABB", until=6, disk_every=3)
     # a node that is cut off with copies of steps 4 and 6
     shutil.copytree(cluster.node("B"), cluster.node("Z"))
@@ -215,7 +215,7 @@ def test_steps_that_the_run_has_left_for_an_older_checkpoint_are_not_used(cluste
 
 
 @pytest.mark.slow
-def test_a_new_start_by_hand_takes_what_it_is_told_to(cluster):
+def test_manual_restart_follows_checkpoint_resume(cluster):
     cluster.run("AABB", until=5, disk_every=3)
     where = str(cluster.run_dir / "checkpoints" / "step-00000003")
     for resume, step in ((where, 3), ("never", 0)):
@@ -226,7 +226,7 @@ def test_a_new_start_by_hand_takes_what_it_is_told_to(cluster):
     assert start(cluster.run("AABB", until=1)) == 0, "a start without copies has left them"
 
 
-def test_full_memory_turns_the_net_off_on_all_ranks_and_training_goes_on(cluster, undisturbed):
+def test_full_memory_disables_copies_on_all_ranks_and_training_continues(cluster, undisturbed):
     lives = cluster.run("AABB", until=6, fault=memory_runs.full_on_the_second_copy)
     assert [life["on"] for life in lives] == [False] * 4
     assert lives[0]["losses"] == undisturbed[0]["losses"]
@@ -248,7 +248,7 @@ def small_tmpfs(cluster):
     subprocess.run(["umount", str(cluster.node("B"))], check=True)
 
 
-def test_one_node_without_room_for_two_copies_turns_the_net_off(cluster, small_tmpfs):
+def test_node_without_memory_for_two_copies_disables_copies(cluster, small_tmpfs):
     lives = cluster.run("AABB", until=4, llama={"dim": 128})
     assert [life["on"] for life in lives] == [False] * 4
     assert said(lives, "MiB of shared memory are free, and two copies need")
@@ -256,14 +256,14 @@ def test_one_node_without_room_for_two_copies_turns_the_net_off(cluster, small_t
     assert not list(small_tmpfs.iterdir())
 
 
-def test_a_run_that_ends_leaves_nothing(cluster):
+def test_completed_run_leaves_no_memory_copy(cluster):
     for end in ("finished", "preempted"):
         cluster.run("AABB", until=2, end=end, disk_every=100)
         assert [list(cluster.node(letter).iterdir()) for letter in "AB"] == [[], []]
         shutil.rmtree(cluster.run_dir)
 
 
-def test_a_folder_for_everybody_is_left_as_it_is(tmp_path, monkeypatch):
+def test_world_writable_folder_is_not_used(tmp_path, monkeypatch):
     tmp_path.chmod(0o1777)
     monkeypatch.setenv(MEMORY_DIR, str(tmp_path))
     with pytest.raises(PermissionError, match="other users may write to it"):
@@ -273,7 +273,7 @@ def test_a_folder_for_everybody_is_left_as_it_is(tmp_path, monkeypatch):
     assert in_memory.open_place() == str(tmp_path / "mine")
 
 
-def test_all_is_private_and_a_link_is_not_followed(cluster, tmp_path):
+def test_memory_copies_are_private_and_symlinks_are_not_followed(cluster, tmp_path):
     cluster.run("AA", SHARDED, until=2)
     root = cluster.node("A")
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
@@ -285,7 +285,7 @@ def test_all_is_private_and_a_link_is_not_followed(cluster, tmp_path):
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_manifest_that_was_made_up_is_passed_over(cluster):
+def test_forged_manifest_is_skipped(cluster):
     cluster.run("AA", SHARDED, until=4, disk_every=3)
     for path in cluster.node("A").rglob("step-00000004/manifest.json"):
         content = json.loads(path.read_text())
@@ -300,7 +300,7 @@ def test_a_manifest_that_was_made_up_is_passed_over(cluster):
     assert said(lives, "skipping step-00000004 in memory")
 
 
-def test_auto_is_on_where_workers_are_restarted(cluster):
+def test_auto_enables_copies_where_workers_are_restarted(cluster):
     assert not any(life["on"] for life in cluster.run("AABB", until=1, every="auto"))
     answers = cluster.ranks.run(4, _auto, str(cluster.run_dir), str(cluster.node("A")), HYBRID)
     assert [life["on"] for life in answers] == [True] * 4
@@ -314,7 +314,9 @@ def _auto(run_dir, node, mesh):
         return life(run_dir, [node] * 4, mesh, until=1, every="auto", restarted=False)
 
 
-def test_folders_of_gone_launchers_are_removed_and_none_says_what_to_set(tmp_path, monkeypatch):
+def test_folders_of_ended_launchers_are_removed_and_missing_space_names_the_key(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(in_memory, "SHARED_MEMORY", str(tmp_path))
     monkeypatch.delenv(MEMORY_DIR, raising=False)
     mine = in_memory.open_place()
@@ -333,7 +335,7 @@ def test_folders_of_gone_launchers_are_removed_and_none_says_what_to_set(tmp_pat
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_damaged_record_of_starts_is_an_error_that_says_so(tmp_path):
+def test_damaged_restart_record_is_named_in_the_error(tmp_path):
     assert in_memory._read_record(str(tmp_path)) == ("", ())
     for text in ('{"start": "a", "loaded": 1}', '{"starts": [["a", 1]]}'):
         (tmp_path / in_memory.RECORD).write_text(text)

@@ -92,13 +92,13 @@ def there_and_back(mesh_sizes, config, name, from_rank0, key_by, bare=False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "mesh", "config", "key_by"), LAYOUTS)
-def test_a_whole_state_from_rank_0_continues_bitwise(ranks, world, mesh, config, key_by):
+def test_full_state_from_rank_0_continues_bitwise(ranks, world, mesh, config, key_by):
     results = ranks.run(world, there_and_back, mesh, config, "adamw", True, key_by)
     # other ranks keep nothing
     assert results == [(True, 2)] + [(True, 0)] * (world - 1)
 
 
-def test_an_optimizer_continues_from_each_ranks_own_whole_state(ranks):
+def test_optimizer_continues_from_full_state_of_each_rank(ranks):
     assert ranks.run(4, there_and_back, *HYBRID, "sgd", False, "name") == [(True, 2)] * 4
 
 
@@ -120,12 +120,12 @@ def in_parts():
     return sum(local_part(value).numel() for value in values) / sum(v.numel() for v in values)
 
 
-def test_a_sharded_state_goes_back_and_to_another_layout(ranks):
+def test_sharded_state_loads_on_the_same_and_another_layout(ranks):
     assert ranks.run(4, in_parts) == [pytest.approx(0.5, abs=0.02)] * 4
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_whole_state_loads_into_an_unwrapped_model_and_comes_back(ranks, name):
+def test_full_state_round_trips_through_an_unwrapped_model(ranks, name):
     found = ranks.run(4, there_and_back, *HYBRID, name, True, "id", bare=True)
     assert found == [(True, 2)] + [(True, 0)] * 3
 
@@ -216,7 +216,7 @@ def several(folder, resumes):
     return listed(again)
 
 
-def test_files_of_whole_tensors_and_several_models_come_and_go(ranks, tmp_path):
+def test_full_tensor_files_of_several_models_are_saved_and_loaded(ranks, tmp_path):
     ranks.run(4, through_files, str(tmp_path), *HYBRID)
     trained_pair = ranks.run(4, several, str(tmp_path), False)
     resumed = ranks.run(2, several, str(tmp_path), True)
@@ -289,7 +289,7 @@ def peaks():
     return tuple(map(min, zip(*found, strict=True)))
 
 
-def test_a_rank_holds_one_whole_parameter_at_a_time(ranks):
+def test_rank_holds_one_unsharded_parameter_at_a_time(ranks):
     first, *others = ranks.run(2, peaks)
     assert 17 <= first[0] <= 21, "rank 0 keeps 6 parameters with 2 states each"
     for gathering, scattering in others:
@@ -303,7 +303,7 @@ def stepped(model, optimizer):
     return model, optimizer
 
 
-def test_what_is_wrong_with_a_state_is_said_before_anything_is_written():
+def test_invalid_state_is_refused_before_any_tensor_is_written():
     model = build_llama()
     model, optimizer = stepped(model, optimizer_of(model))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -348,7 +348,7 @@ def applied():
     return right, sorted(seen) == sorted(shapes), [name for name, _ in sharded_modules(model)]
 
 
-def test_a_function_is_applied_to_whole_parameters_and_sharded_modules_are_listed(ranks):
+def test_apply_gets_unsharded_parameters_and_sharded_modules_are_listed(ranks):
     assert ranks.run(4, applied) == [(True, True, ["", "layers.0"])] * 4
 
 
@@ -378,7 +378,7 @@ def scheduled():
     return [steps(*each, 4) for each in (first, whole_state, parts)]
 
 
-def test_a_scheduler_of_torch_goes_on_where_it_was(ranks):
+def test_torch_scheduler_resumes_from_its_state(ranks):
     undisturbed, whole_state, parts = ranks.run(2, scheduled)[0]
     assert undisturbed[1] == pytest.approx(0.1 * 0.5**6, rel=1e-6)
     assert undisturbed == whole_state == parts
@@ -388,7 +388,7 @@ def shown(optimizer, *keys):
     return [tuple(group[key] for key in keys) for group in optimizer.param_groups]
 
 
-def test_settings_of_groups_are_matched_by_their_parameters():
+def test_param_group_settings_are_matched_by_their_parameters():
     model = build_llama()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]

@@ -59,7 +59,7 @@ def same(ours, plain, inputs):
 @pytest.mark.parametrize(("chunk", "with_bias", "after", "z_loss"), [
     (1, True, None, 0.0), (5, True, capped, 0.3), (100, False, capped, 0.0), (5, False, None, 0.3),
 ])  # fmt: skip
-def test_equals_torchs_cross_entropy_of_whole_logits(chunk, with_bias, after, z_loss):
+def test_chunked_loss_equals_torch_cross_entropy(chunk, with_bias, after, z_loss):
     (hidden, weight, bias), targets = case()
     bias = bias if with_bias else None
     ours = cross_entropy_from_hidden(
@@ -72,7 +72,7 @@ def test_equals_torchs_cross_entropy_of_whole_logits(chunk, with_bias, after, z_
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
 )
-def test_narrow_logits_have_their_loss_in_fp32(dtype, bound):
+def test_low_precision_logits_give_a_loss_in_fp32(dtype, bound):
     inputs, targets = case(dtype)
     ours = cross_entropy_from_hidden(*inputs[:2], targets, 8, bias=inputs[2])
     assert ours.dtype == torch.float32
@@ -84,7 +84,7 @@ def test_narrow_logits_have_their_loss_in_fp32(dtype, bound):
         assert (tensor.grad.double() - exact.grad).norm() <= bound * exact.grad.norm()
 
 
-def test_autocast_casts_the_product_alone_and_leaves_fp64_as_it_is():
+def test_autocast_casts_only_the_matmul_and_keeps_fp64():
     inputs, targets = case(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         ours = cross_entropy_from_hidden(*inputs[:2], targets, 8, bias=inputs[2])
@@ -165,7 +165,7 @@ def _split_vocabulary(vocab):
 
 
 @pytest.mark.parametrize("vocab", [11, 1])
-def test_a_split_vocabulary_has_the_loss_of_a_whole_one(ranks, vocab):
+def test_vocabulary_parallel_loss_equals_unsharded_loss(ranks, vocab):
     for loss, gradient in ranks.run(2, _split_vocabulary, vocab):
         assert loss <= 1e-11
         assert gradient <= 1e-12
@@ -242,7 +242,7 @@ def test_training_equals_plain_pytorch_on_every_layout(ranks, case):
 
 
 @pytest.mark.parametrize("change", ["spectral norm", "scale"])
-def test_a_weight_may_be_parametrized_and_a_scale_have_as_many_dims_as_the_logits(change):
+def test_parametrized_head_and_logit_scale_equal_plain_loss(change):
     model = _initial(Capped)
     if change == "scale":
         model.scale = torch.full((1, 1, 1), 1.7, dtype=torch.float64)
@@ -268,7 +268,7 @@ class Conditioned(Capped):
         return self.head(x)
 
 
-def test_inputs_without_an_entry_for_each_target_are_compared_whole():
+def test_inputs_shorter_than_targets_use_unchunked_loss():
     model = _initial(Conditioned)
     tokens = torch.arange(1000).view(2, 500) % training.VOCAB
     inputs = (tokens, torch.arange(500)[None], torch.ones(2, 16, dtype=torch.float64))
@@ -325,7 +325,7 @@ def different(model, hidden):
     (lambda model, x: (model.head(x), model.head(x))[1], "2 calls"),
     (lambda model, x: model.head(x[:, 1:]), "each target needs one row"),
 ])  # fmt: skip
-def test_models_whose_loss_would_be_another_are_refused(logits, message):
+def test_models_with_a_different_chunked_loss_are_refused(logits, message):
     torch.manual_seed(0)
     model = (Elsewhere() if logits is None else Otherwise(logits)).double()
     head = ChunkedHead(model, 8)
@@ -347,7 +347,7 @@ def test_hooks_of_the_backward_of_logits_are_refused(name):
     head.loss(targets, tokens).backward()
 
 
-def test_a_model_that_changes_what_it_does_with_logits_is_an_error():
+def test_model_that_changes_its_use_of_logits_is_an_error():
     model = _initial(Capped)
     head = ChunkedHead(model, 8)
     tokens, targets = training.global_batch(0)
@@ -371,7 +371,7 @@ def test_a_model_without_a_plain_linear_as_head_is_refused():
 
 
 @pytest.mark.slow
-def test_a_model_that_is_compiled_as_a_whole_has_the_same_loss():
+def test_fully_compiled_model_has_an_equal_chunked_loss():
     model = _initial(Capped)
     tokens, targets = training.global_batch(0)
     plain = cross_entropy_sum(model(tokens), targets)
@@ -379,7 +379,7 @@ def test_a_model_that_is_compiled_as_a_whole_has_the_same_loss():
     same(head.loss(targets, tokens), plain, list(model.parameters()))
 
 
-def test_logits_are_what_they_were_and_a_copy_computes_with_its_own_head():
+def test_logits_are_unchanged_and_a_copy_uses_its_own_head():
     model = _initial(Capped)
     tokens, targets = training.global_batch(0)
     before = model(tokens)
@@ -407,7 +407,7 @@ def _peak(run):
     return peak
 
 
-def test_the_peak_falls_by_the_logits_and_their_gradient():
+def test_peak_memory_falls_by_logits_and_their_gradient():
     model = training.build_llama(vocab_size=8192)
     tokens = torch.arange(512).view(1, 512)
     head = ChunkedHead(model, 64)
@@ -445,7 +445,7 @@ def check_job(ranks, folder, words, bound):
 @pytest.mark.parametrize(("words", "bound"), [
     (SPLIT, 1e-12), (("strategy=hybrid", "precision=bf16"), 3e-3), (("strategy=hybrid", "precision=fp16"), 3e-3),
 ])  # fmt: skip
-def test_a_job_has_the_losses_and_the_traffic_of_one_with_whole_logits(ranks, folder, words, bound):
+def test_job_has_losses_and_traffic_of_a_run_with_full_logits(ranks, folder, words, bound):
     plain, chunked = check_job(ranks, folder, words, bound)
     assert plain[-1]["loss"] < plain[0]["loss"]
     for key in ("comm/shard/bytes", "comm/shard/calls", "comm/tensor/bytes"):
@@ -482,7 +482,7 @@ LIBRARY_MODELS = {
 
 @pytest.mark.extras("transformers")
 @pytest.mark.parametrize("kind", LIBRARY_MODELS)
-def test_a_model_of_transformers_has_the_loss_of_its_whole_logits(kind):
+def test_transformers_model_has_the_loss_of_its_full_logits(kind):
     from parallel2d.models import huggingface
 
     torch.manual_seed(0)
@@ -498,7 +498,7 @@ def test_a_model_of_transformers_has_the_loss_of_its_whole_logits(kind):
 
 
 @pytest.mark.extras("transformers")
-def test_a_job_whose_loss_reads_a_part_of_its_targets_is_refused(ranks, folder):
+def test_loss_over_a_part_of_its_targets_is_refused(ranks, folder):
     sizes = "{d_model: 16, d_kv: 4, d_ff: 24, num_layers: 2, num_heads: 4, vocab_size: 300}"
     words = ("model=hf", "model.architecture=t5", f"model.arguments={sizes}", "train.loss_chunk=9")
     with pytest.raises(AssertionError, match="reads a part of the targets"):

@@ -127,7 +127,7 @@ def left_of(tag: str) -> list[str]:
 
 
 @needs_nodes
-def test_nodes_have_names_and_memory_of_their_own_and_see_each_other():
+def test_simulated_nodes_have_separate_names_memory_and_a_network():
     before = root_links()
     with Cluster(3) as cluster:
         assert root_links() == before
@@ -148,7 +148,7 @@ def test_nodes_have_names_and_memory_of_their_own_and_see_each_other():
 
 
 @needs_nodes
-def test_counters_equal_what_was_sent(tmp_path):
+def test_traffic_counters_equal_sent_bytes(tmp_path):
     with Cluster(2, output=tmp_path) as cluster:
 
         def sent(receiver: int, size: int) -> list[dict]:
@@ -204,7 +204,7 @@ def test_workers_are_killed_stopped_and_continued():
 
 
 @needs_nodes
-def test_a_partition_heals_and_a_killed_node_loses_its_memory_and_its_peers_notice():
+def test_partition_heals_and_killed_node_loses_memory_and_connections():
     with Cluster(3) as cluster:
         conversation(cluster)
         cluster.partition(1)
@@ -246,7 +246,7 @@ def start_tool(tmp_path: Path, *options: str) -> tuple[subprocess.Popen, str]:
 
 @needs_nodes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_after_a_signal(tmp_path, number):
+def test_signal_removes_nodes_and_processes(tmp_path, number):
     tool, tag = start_tool(tmp_path)
     try:
         assert len(left_of(tag)) > 4
@@ -260,7 +260,7 @@ def test_nothing_is_left_after_a_signal(tmp_path, number):
 
 
 @needs_nodes
-def test_processes_of_a_killed_tool_end_by_themselves_and_clean_removes_the_rest(tmp_path):
+def test_processes_of_a_killed_tool_end_and_clean_removes_its_files(tmp_path):
     tool, tag = start_tool(tmp_path, "--nodes", "3")
     tool.kill()
     tool.wait()
@@ -308,7 +308,7 @@ def test_a_mistyped_fault_is_explained(text, message):
 
 
 @pytest.mark.parametrize("missing", ["root", "programs"])
-def test_without_root_or_programs_one_line_says_so(monkeypatch, capsys, tmp_path, missing):
+def test_missing_root_or_programs_give_one_line(monkeypatch, capsys, tmp_path, missing):
     if missing == "root":
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
         monkeypatch.setattr("shutil.which", lambda program: program)
@@ -327,7 +327,7 @@ SIZES = ("model.n_layers=4", "model.dim=256", "model.hidden_dim=704", "precision
 
 @pytest.mark.slow
 @needs_nodes
-def test_two_nodes_train_like_one_and_send_what_the_theory_says(ranks, folder):
+def test_two_nodes_train_like_one_and_send_the_predicted_bytes(ranks, folder):
     ranks.run(4, jobs.run, str(folder), str(folder / "one"), SIZES, 8)
     with Cluster(2, ranks=2) as cluster:
         words = ["strategy=hybrid", *jobs.SMALL, *SIZES, f"hydra.run.dir={folder / 'two'}"]
@@ -349,7 +349,7 @@ def test_two_nodes_train_like_one_and_send_what_the_theory_says(ranks, folder):
 @needs_nodes
 @pytest.mark.soak
 @pytest.mark.parametrize("nodes", [2, 4])
-def test_every_strategy_sends_what_the_theory_says(tmp_path, nodes):
+def test_every_strategy_sends_the_predicted_bytes(tmp_path, nodes):
     losses = traffic.reference_losses(traffic.FEW + 6, tmp_path)
     for strategy in traffic.STRATEGIES:
         found = traffic.measure(strategy, nodes, 2, "200mbit", 6, tmp_path)

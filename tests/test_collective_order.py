@@ -96,7 +96,9 @@ def _random_differences(seed, rounds):
 
 @pytest.mark.parametrize("rounds", [12, pytest.param(500, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("size", [2, 4])
-def test_differences_at_random_are_named_alike_and_the_group_remains_usable(ranks, size, rounds):
+def test_random_collective_mismatches_are_named_on_all_ranks_and_group_stays_usable(
+    ranks, size, rounds
+):
     ranks.run(size, _random_differences, size, rounds)
 
 
@@ -120,7 +122,7 @@ def _slow_between_its_entry_and_its_collective():
     return message or gathers.run([1])
 
 
-def test_a_rank_that_has_compared_its_entry_is_waited_for(ranks):
+def test_slow_rank_is_waited_for_after_its_entry_was_compared(ranks):
     for message in ranks.run(2, _slow_between_its_entry_and_its_collective):
         assert message.startswith("rank 1 gathers block2 while rank 0 of the same shard group")
 
@@ -151,7 +153,7 @@ def _calls_in_steps():
     return seen
 
 
-def test_steps_make_no_call_of_the_file_system(ranks):
+def test_steps_make_no_file_system_calls(ranks):
     assert ranks.run(2, _calls_in_steps) == [[], []]
 
 
@@ -178,7 +180,7 @@ def _without_proc():
     return refused, said, bytes(both), len(os.listdir("/proc/self/fd")) - descriptors
 
 
-def test_ranks_that_cannot_share_memory_say_so(ranks):
+def test_missing_shared_memory_is_reported(ranks):
     (refused, said, both, more), (refused_there, _, both_there, _) = ranks.run(2, _without_proc)
     assert refused is refused_there is None
     assert "cannot open each other's memory" in said[0]

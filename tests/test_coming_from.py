@@ -66,7 +66,7 @@ PYTHON = [row for row in ROWS if row.code and not row.is_words]
 COMMANDS = [row for row in ROWS if row.is_words]
 
 
-def test_the_document_was_read():
+def test_coming_from_page_has_all_sections():
     assert {row.origin for row in ROWS} == set(ORIGINS)
     assert len(PYTHON) > 35
     assert len(COMMANDS) > 60
@@ -74,7 +74,7 @@ def test_the_document_was_read():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", ORIGINS[:4])
-def test_python(ranks, origin):
+def test_coming_from_python_cells_run(ranks, origin):
     rows = [row for row in PYTHON if row.origin == origin and "setup(" not in row.code[0]]
     cells = [(row.left, "\n".join(row.code)) for row in rows]
     for checked in ranks.run(4, run_cells, origin, cells):
@@ -144,7 +144,7 @@ def check_value(config: TrainConfig, word: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_words(folder, monkeypatch, origin):
+def test_coming_from_overrides_compose(folder, monkeypatch, origin):
     """They compose, change what they say, and more than nothing unless they are the default."""
     monkeypatch.chdir(folder)
     default = jobs.config_of(BASE)
@@ -187,7 +187,7 @@ def train(folder: Path, name: str, *words: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_torchtitan_config_as_a_command(folder):
+def test_torchtitan_config_runs_as_a_command(folder):
     """Then its checkpoint as one file."""
     rows = train(folder, "torchtitan")
     assert [row["step"] for row in rows] == list(range(1, 11))
@@ -207,7 +207,7 @@ def test_the_torchtitan_config_as_a_command(folder):
 
 
 @pytest.mark.slow
-def test_the_lightning_script_as_a_module_and_words(folder):
+def test_lightning_script_runs_as_a_module_and_overrides(folder):
     (folder / "char_model.py").write_text(block("lightning module"))
     rows = train(folder, "lightning", "train.seq_len=16", "launch.nproc_per_node=4")
     assert rows[-1]["loss"] < rows[0]["loss"]
@@ -215,7 +215,7 @@ def test_the_lightning_script_as_a_module_and_words(folder):
 
 
 @pytest.mark.slow
-def test_the_ddp_script_moved_over(folder):
+def test_ddp_script_runs_after_the_move(folder):
     (folder / "moved.py").write_text(block("ddp"))
     ranks = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     said = execute(folder, *ranks, "moved.py")

@@ -186,7 +186,7 @@ def test_a_sweep_and_a_restarted_torchrun_give_complete_runs_with_equal_losses(f
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_in_any_way_continues_from_what_it_saved(folder):
+def test_stopped_run_continues_from_its_checkpoint(folder):
     """Asked to stop, interrupted, killed; in the end without standard streams."""
     words = [word for word in SMALL if "steps" not in word]
     run = [*words, "checkpoint.every=0", "launch.nproc_per_node=2", "hydra.run.dir=run"]
@@ -241,7 +241,7 @@ def test_a_run_that_is_stopped_in_any_way_continues_from_what_it_saved(folder):
     assert (folder / "run" / "summary.json").stat().st_mode & 0o002 == 0
 
 
-def test_what_a_rank_of_torchrun_cannot_do_is_one_clear_message(folder):
+def test_unsupported_settings_under_torchrun_give_one_clear_message(folder):
     """Reach a port that somebody else has; once it is free, run a sweep."""
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
 
@@ -260,7 +260,7 @@ def test_what_a_rank_of_torchrun_cannot_do_is_one_clear_message(folder):
     assert refused("-m", "strategy=ddp,zero3").count("-m is refused here") == 1
 
 
-def test_a_read_only_run_directory_is_one_clear_message(folder):
+def test_read_only_run_directory_gives_one_clear_message(folder):
     (folder / "run").write_text("")
     failed = execute(folder, *SMALL, "hydra.run.dir=run/inside")
     assert failed.returncode == 2
@@ -269,7 +269,7 @@ def test_a_read_only_run_directory_is_one_clear_message(folder):
 
 
 @pytest.mark.slow
-def test_own_loop_example_runs(tmp_path):
+def test_custom_loop_example_runs(tmp_path):
     example = Path(__file__).parent.parent / "examples" / "own_loop.py"
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = execute(tmp_path, str(example), launcher=launcher)

@@ -52,23 +52,23 @@ def test_sweep_jobs_that_share_a_run_directory_are_refused(own):
     assert [job.config.optimizer.lr for job in jobs] == [1.0]
 
 
-def test_a_model_of_ones_own_builds_on_one_of_ours(own):
+def test_custom_model_config_extends_a_shipped_model(own):
     assert compose([own, "model=narrow"]).config.model.dim == 64
 
 
 @pytest.mark.parametrize("name", ["llama_schema", "schema", "train_schema"])
-def test_a_schema_is_no_choice(name):
+def test_schema_is_not_a_choice(name):
     with pytest.raises(ConfigError, match=f"model={name} is not one of {MODELS}(;|$)"):
         compose([f"model={name}"])
 
 
 @pytest.mark.parametrize("word", ["schema=llama", "+schema=llama"])
-def test_the_group_of_schemas_is_no_group_to_choose_from(word):
+def test_schema_group_is_not_selectable(word):
     with pytest.raises(ConfigError, match="unknown key schema"):
         compose([word])
 
 
-def test_a_group_that_is_added_twice_is_one_message():
+def test_group_added_twice_gives_one_message():
     with pytest.raises(ConfigError, match="Multiple values for strategy"):
         compose(["+strategy=ddp"])
 
@@ -78,12 +78,12 @@ def test_a_group_that_is_added_twice_is_one_message():
     ("model=narow", "model=narow is not one of .*; did you mean narrow"),
     ("train.stepz=3", "unknown key train.stepz .*did you mean train.steps"),
 ])  # fmt: skip
-def test_a_wrong_word_is_explained_beside_files_of_ones_own(own, word, told):
+def test_wrong_override_is_explained_with_custom_config_files(own, word, told):
     with pytest.raises(ConfigError, match=told):
         compose([own, word])
 
 
-def test_a_file_of_ones_own_builds_on_ours(own, tmp_path):
+def test_custom_config_file_extends_the_shipped_config(own, tmp_path):
     text = "defaults: [train, _self_]\ntrain:\n  steps: 5\n"
     (tmp_path / "own" / "mine.yaml").write_text(text)
     config = compose([own, "--config-name=mine", "experiment=none", "model=narrow"]).config
@@ -94,7 +94,7 @@ def test_a_file_of_ones_own_builds_on_ours(own, tmp_path):
         compose([own, "--config-name=other"])
 
 
-def test_a_config_dir_that_is_none_is_refused(tmp_path):
+def test_missing_config_dir_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"--config-dir=.*/none is no folder"):
         compose([f"--config-dir={tmp_path}/none"])
 
@@ -109,7 +109,7 @@ def test_a_config_dir_that_is_none_is_refused(tmp_path):
     ("{G}optimizer:\n  lr: [1\n", "faulty.yaml:4:1: expected ',' or ']'"),
     ("{G}optimizer:\n lr: 1\n  clip_norm: 3\n", "faulty.yaml:4:12: mapping values are not allowed here"),
 ])  # fmt: skip
-def test_a_fault_in_an_experiment_is_told_with_its_file(own, text, message):
+def test_error_in_an_experiment_names_its_file(own, text, message):
     file = Path("own/experiment/faulty.yaml")
     file.write_text(text.replace("{G}", "# @package _global_\n"))
     with pytest.raises(ConfigError, match="faulty.yaml:") as caught:

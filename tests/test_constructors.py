@@ -145,7 +145,7 @@ def _on_every_layout():
     return found
 
 
-def test_a_constructors_values_are_those_of_one_process_on_every_layout(ranks):
+def test_constructor_values_equal_one_process_on_every_layout(ranks):
     assert ranks.run(4, _on_every_layout) == [[[]] * 14] * 4
 
 
@@ -165,7 +165,7 @@ def _through_the_train_command(folder):
 
 
 @pytest.mark.slow
-def test_a_job_starts_from_its_constructors_values_and_is_certified(ranks, folder):
+def test_job_starts_from_constructor_values_and_passes_parity_check(ranks, folder):
     assert ranks.run(4, _through_the_train_command, str(folder)) == [([[]] * 3, "")] * 4
 
 
@@ -241,7 +241,7 @@ def _refused():
     return told
 
 
-def test_what_cannot_be_built_again_is_refused_by_name_on_every_rank(ranks):
+def test_non_reproducible_constructor_is_refused_by_name_on_every_rank(ranks):
     first, second = ranks.run(2, _refused)
     assert first == second
     *told, memory = first

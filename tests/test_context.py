@@ -144,7 +144,7 @@ def attention_inside_blocks(sizes: dict[str, int]) -> set[int]:
     return found
 
 
-def test_blocks_run_with_attention_of_torch_in_its_place(ranks):
+def test_blocks_run_with_sdpa_replaced_by_context_attention(ranks):
     for found in ranks.run(2, attention_inside_blocks, {"context": 2}):
         assert len(found) == 1
 
@@ -158,7 +158,7 @@ def refusals(sizes: dict[str, int], hows: list[str]) -> list[str]:
     return found
 
 
-def test_two_ranks_compute_as_one_and_what_mixes_positions_is_refused_by_name(ranks):
+def test_two_context_ranks_compute_as_one_and_position_mixing_is_refused(ranks):
     for found in ranks.run(2, differences, {"context": 2}, "zero3", SOUND):
         assert max(found) < 1e-10, found
     words = {
@@ -190,7 +190,7 @@ def drawn(sizes: dict[str, int]) -> Any:
 
 
 @pytest.mark.slow
-def test_dropout_differs_between_slices_and_the_ranks_stay_together(ranks):
+def test_dropout_differs_between_sequence_slices_and_ranks_stay_in_step(ranks):
     (logits, number), other = ranks.run(2, drawn, {"context": 2})
     assert other == (logits, number)
     assert logits[: LENGTH // 2] != logits[LENGTH // 2 :]
@@ -212,7 +212,7 @@ def test_fp64_equals_plain_pytorch(ranks, world, mesh, strategy, options):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_context_axes(ranks, tmp_path):
+def test_run_resumes_with_other_context_sizes(ranks, tmp_path):
     layouts = [
         (4, {"context": 4}, "zero3"),
         (1, {}, "zero3"),

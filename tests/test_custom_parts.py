@@ -135,7 +135,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("job", [
     job if job == "nano" else pytest.param(job, marks=pytest.mark.slow) for job in JOBS
 ])  # fmt: skip
-def test_a_loss_of_ones_own_is_the_global_mean_on_any_layout(ranks, folder, job):
+def test_custom_loss_is_the_global_mean_on_any_layout(ranks, folder, job):
     rows = [json.dumps({"text": "x" * (3 + 5 * (i % 4))}) for i in range(400)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     words = (*JOBS[job], "optimizer=sgd", "optimizer.clip_norm=inf", "train.validate_every=3")
@@ -201,7 +201,7 @@ def tried(loss, **options):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_what_a_loss_is_divided_by_is_found(name):
+def test_loss_denominator_is_detected(name):
     loss, expected = RULES[name]
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
@@ -218,7 +218,7 @@ def loss_of(forward, *words):
     return ModelLoss(config, ModelParts(module, None, None, None))
 
 
-def test_a_batch_reaches_forward_by_the_names_of_its_parameters():
+def test_batch_fields_reach_forward_by_parameter_name():
     one, two, y = TensorShape((1,)), TensorShape((2,)), TensorShape((3,))
     for forward, inputs, expected in [
         (lambda self, idx, targets=None: 0, one, ((one,), {"targets": y})),
@@ -285,7 +285,7 @@ class Alone(NanoGPT):
         return self.loss(self.head(self.hidden(idx))[:, :-1].contiguous(), idx[:, 1:].contiguous())
 
 
-def test_a_file_of_token_ids_is_read_as_it_is(tmp_path):
+def test_token_id_file_is_read_unchanged(tmp_path):
     ids = np.random.default_rng(0).integers(0, 50257, 1000).astype("<u2")
     ids.tofile(tmp_path / "train.bin")
     sets = {"val": {"path": str(tmp_path / "train.bin")}}
@@ -314,7 +314,7 @@ def named(names):
     return [{name: torch.full((2,), number) for number, name in enumerate(names)}]
 
 
-def test_labels_beside_targets_are_inputs():
+def test_labels_next_to_targets_are_model_inputs():
     config = DataConfig(name="custom", target="test_custom_parts:named")
     config.arguments = {"names": ["y", "x", "target"]}
     batch = open_data(config, seed=0).train.read([0])
@@ -329,6 +329,6 @@ def test_labels_beside_targets_are_inputs():
     ("builtins:object", "TypeError: object of type 'object' has no len"),
     ("no.such:module", "cannot be imported"),
 ])  # fmt: skip
-def test_what_is_no_data_set_is_one_message(built, message):
+def test_invalid_data_set_gives_one_message(built, message):
     with pytest.raises(ConfigError, match=message):
         open_data(DataConfig(name="custom", target=built), seed=0)

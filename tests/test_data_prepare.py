@@ -80,7 +80,7 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def test_text_is_kept_to_the_last_character_and_sorted_by_name(corpus, tmp_path):
+def test_text_is_complete_and_sorted_by_name(corpus, tmp_path):
     found = documents(run(corpus, tmp_path / "out"))
     names = sorted(path.relative_to(corpus).as_posix() for path in corpus.rglob("*.txt"))
     assert "".join(found) == "".join((corpus / name).read_text() for name in names)
@@ -145,7 +145,7 @@ def test_every_format_gives_the_same_documents(tmp_path, monkeypatch):
     assert documents(TokenStore(tmp_path / "out")) == texts
 
 
-def test_prompts_and_unmarked_segments_are_no_targets(tmp_path):
+def test_prompts_and_unmarked_segments_are_not_targets(tmp_path):
     rows = [
         {"text": "plain"},
         {"prompt": "ask", "completion": "yes"},
@@ -267,7 +267,7 @@ def test_bad_tables_and_damaged_zstandard_files_are_reported(tmp_path, monkeypat
     ("a.txt.gz", b"a", "a.txt.gz:1: cannot be read from here on: it expands to more than 100"),
     ("a.jsonl.gz", b"{\n", "has 1001 bad rows, data.max_bad_rows=0 are allowed: a.jsonl.gz:1: not"),
 ])  # fmt: skip
-def test_a_text_without_end_is_one_message(tmp_path, monkeypatch, name, line, message):
+def test_unbounded_text_gives_one_message(tmp_path, monkeypatch, name, line, message):
     monkeypatch.setattr(reading, "_FREE_BYTES", 1 << 20)
     (tmp_path / name).write_bytes(gzip.compress(line * (8 << 20)))
     assert message in error(tmp_path / name, tmp_path / "out")
@@ -393,7 +393,7 @@ def test_a_finished_folder_is_kept_and_other_input_is_refused(tmp_path):
     assert documents(TokenStore(tmp_path / "out")) == ["text"]
 
 
-def test_damage_is_found(tmp_path):
+def test_verify_finds_damage(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     run(tmp_path / "a.txt", tmp_path / "out")
     tokens = tmp_path / "out" / "train-00000.tokens"
@@ -537,7 +537,7 @@ CHARSMAP = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + b"a" * 9000).
     ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated", "invert": False}}, "is not a"),
     ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["x", "y"]]}}, "is not a readable"),
 ])  # fmt: skip
-def test_a_hostile_tokenizer_is_one_message(tmp_path, capfd, change, message):
+def test_hostile_tokenizer_gives_one_message(tmp_path, capfd, change, message):
     make_tokenizer(tmp_path / "t.json", [])
     settings = json.loads((tmp_path / "t.json").read_text())
     (tmp_path / "t.json").write_text(json.dumps({**settings, **change}))

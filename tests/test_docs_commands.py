@@ -80,14 +80,14 @@ def ran(folder: Path, words: list[str]) -> str:
     return done.stdout + done.stderr
 
 
-def test_commands_were_found_and_every_reason_is_needed():
+def test_commands_were_found_and_every_skip_reason_is_needed():
     assert len(RUN_HERE) >= 12
     given = {word for words in commands().values() for word in words}
     assert set(ELSEWHERE) <= given
 
 
 @pytest.mark.extras
-def test_the_other_commands_run(workspace):
+def test_documented_commands_run(workspace):
     # In the order of the pages: some read what the one before has written.
     for number, words in enumerate(RUN_HERE.values()):
         words = [CHOSEN.get(word, word) for word in words[words.index("-m") + 1 :]]
@@ -118,6 +118,6 @@ def jobs_of_pages() -> dict[str, list[str]]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", jobs_of_pages())
-def test_a_job_trains(tmp_path, name):
+def test_documented_job_trains(tmp_path, name):
     said = ran(tmp_path, ["parallel2d.train", *jobs_of_pages()[name], *SHORT])
     assert "loss" in said

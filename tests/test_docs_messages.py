@@ -42,7 +42,7 @@ def is_in_source(message: str) -> bool:
     return any(pattern.search(template) for template in templates())
 
 
-def test_messages_were_found_and_can_be_told_apart():
+def test_documented_messages_are_unique():
     messages = quoted(PAGE)
     assert len(messages) >= 60
     assert len(set(messages)) == len(messages)
@@ -51,13 +51,13 @@ def test_messages_were_found_and_can_be_told_apart():
         assert len(message.replace("…", "").strip()) >= 10, message
 
 
-def test_every_message_of_the_page_stands_in_the_source():
+def test_documented_message_is_in_the_source():
     missing = [message for message in quoted(OWN) if not is_in_source(message)]
     assert not missing, "\n".join(missing)
 
 
 @pytest.mark.parametrize("message", quoted(OF_TORCH))
-def test_a_message_of_torch_stands_in_its_libraries(message):
+def test_documented_torch_message_is_in_torch_libraries(message):
     folder = Path(torch.__file__).parent / "lib"
     for name in ("libc10.so", "libtorch_cpu.so"):
         with (folder / name).open("rb") as file:

@@ -118,7 +118,7 @@ ALONE = [block for block in blocks() if block[0] in ("data.md", "hooks.md") or "
 ON_RANKS = [block for block in blocks() if block not in ALONE]
 
 
-def test_blocks_were_found_and_every_reason_is_needed():
+def test_snippets_were_found_and_every_skip_reason_is_needed():
     assert len(ALONE) + len(ON_RANKS) >= 10
     reasons = {
         _reason(page.name, code)
@@ -130,14 +130,14 @@ def test_blocks_were_found_and_every_reason_is_needed():
 
 
 @pytest.mark.parametrize("block", ON_RANKS, ids=first_line)
-def test_a_block_runs_on_ranks(ranks, folder, block):
+def test_snippet_runs_on_ranks(ranks, folder, block):
     # This one looks at the whole state, which other ranks do not have.
     is_of_rank0 = "full_state(model, optimizer)" in block[1]
     ranks.run(1 if is_of_rank0 else 2, run_block, str(folder), block[1])
 
 
 @pytest.mark.parametrize("block", ALONE, ids=first_line)
-def test_a_block_runs_in_one_process(folder, block):
+def test_snippet_runs_in_one_process(folder, block):
     run_block(str(folder), block[1].replace('device="cuda"', 'device="cpu"'))
     assert not dist.is_initialized()
 

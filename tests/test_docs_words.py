@@ -63,14 +63,14 @@ def is_elsewhere(words: list[str]) -> bool:
 COMPOSED = {name: words for name, words in commands().items() if not is_elsewhere(words)}
 
 
-def test_commands_were_found():
+def test_documentation_has_commands():
     assert len(COMPOSED) >= 30
     given = {word for words in commands().values() for word in words}
     assert set(ELSEWHERE) <= given, "a reason that no command needs"
 
 
 @pytest.mark.parametrize("name", COMPOSED)
-def test_a_command_composes(name):
+def test_documented_command_composes(name):
     words = COMPOSED[name]
     # The quick way knows no clusters.
     if any(word.startswith("cluster=") for word in words):

@@ -74,7 +74,7 @@ def test_a_saved_model_is_fine_tuned_as_in_one_process(ranks, small_llama, tmp_p
 
 
 @pytest.mark.extras("transformers")
-def test_adapters_are_trained_alone_and_merged(ranks, small_llama, tmp_path):
+def test_only_adapters_are_trained_and_merged(ranks, small_llama, tmp_path):
     rows = ranks.run(4, finetune, small_llama, None, strategy="hybrid", lora=4, steps=4)[0]
     ranks.run(4, finetune, small_llama, str(tmp_path / "new"), strategy="hybrid", lora=4, steps=3)
     before, after = load(small_llama), load(str(tmp_path / "new"))
@@ -217,7 +217,7 @@ def test_the_wandb_hook_logs_one_run_over_a_resume(logged_run):
 
 
 @pytest.mark.extras("lightning.fabric")
-def test_fabric_trains_alike_on_two_layouts(tmp_path):
+def test_fabric_example_has_equal_losses_on_two_layouts(tmp_path):
     flat, split = (
         fabric("--save", str(tmp_path / "saved")),
         fabric("--tensor", "2", "--strategy", "zero3"),
@@ -233,7 +233,7 @@ def test_fabric_trains_alike_on_two_layouts(tmp_path):
 
 @pytest.mark.extras("PIL", "transformers")
 @pytest.mark.parametrize("model", ["vit", "network"])
-def test_a_folder_of_images_trains_alike_on_two_layouts(ranks, tmp_path, model):
+def test_image_folder_example_has_equal_losses_on_two_layouts(ranks, tmp_path, model):
     import numpy as np
     from PIL import Image
 

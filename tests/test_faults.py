@@ -306,7 +306,7 @@ def run(
 
 
 @pytest.mark.slow
-def test_ranks_stores_and_launchers_that_end(tmp_path):
+def test_failed_ranks_stores_and_launchers_keep_the_losses(tmp_path):
     faults = ["kill_worker", "stop_rank_0", "short_partition", "store_dies", "kill_node"]
     # Node 1 comes late. Only a store that is lost ends all ranks; one node may find it again before the other.
     run(tmp_path, [*faults, "launcher_interrupted"], seed=2, starts=3, late=[1])
@@ -325,7 +325,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 
 @pytest.mark.slow
-def test_ranks_that_hear_no_signal_end_at_once_after_a_failure_on_another_node(tmp_path):
+def test_ranks_ignoring_signals_end_after_a_failure_on_another_node(tmp_path):
     """Such as ranks that wait for a lost one on an accelerator. The grace period is for planned ends."""
     (tmp_path / "deaf.py").write_text(DEAF)
     words = ["launch.nnodes=2", "launch.insecure=true", "launch.max_restarts=2"]
@@ -346,7 +346,7 @@ def test_ranks_that_hear_no_signal_end_at_once_after_a_failure_on_another_node(t
 
 
 @pytest.mark.soak
-def test_split_updates_go_on_without_a_node_and_with_it_again(tmp_path):
+def test_split_updates_continue_without_a_node_and_after_it_rejoins(tmp_path):
     """The other node has not the whole state: it goes on from the newest checkpoint."""
     faults = ["kill_node", "long_partition", "launcher_killed", "launcher_stopped"]
     times = replace(SHORT, between=(2, 6))

@@ -93,7 +93,7 @@ def weights_on(strategy, sizes, backward):
 
 @pytest.mark.parametrize("backward", [backward_at_once, backward_by_chunks])
 @pytest.mark.parametrize("strategy", LAYOUTS)
-def test_contrastive_loss_has_the_weights_of_one_process(ranks, strategy, backward):
+def test_contrastive_loss_gives_weights_of_one_process(ranks, strategy, backward):
     found = ranks.run(4, weights_on, strategy, LAYOUTS[strategy], backward)[0]
     expected = weights_of_one_process()
     assert found.keys() == expected.keys()

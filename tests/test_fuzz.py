@@ -312,12 +312,12 @@ def check(kind: str, original: Path, folder: Path, number: int) -> None:
 
 @pytest.mark.parametrize("number", [MUTATIONS, pytest.param(MANY, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_changed_at_random(original, tmp_path, kind, number):
+def test_mutated_files_are_refused_or_equal(original, tmp_path, kind, number):
     check(kind, original(kind), tmp_path / "run", number)
 
 
 @pytest.mark.parametrize("ends", [[0, 5], [9, 3], [4, 4]])
-def test_documents_that_do_not_end_one_after_the_other_are_refused(original, tmp_path, ends):
+def test_unsorted_document_ends_are_refused(original, tmp_path, ends):
     folder = shutil.copytree(original("tokens"), tmp_path / "run") / "tokens"
     path = next(folder.glob("train-*.ends"))
     data = bytearray(path.read_bytes())
@@ -330,6 +330,6 @@ def test_documents_that_do_not_end_one_after_the_other_are_refused(original, tmp
 
 @pytest.mark.extras("plotly")
 @pytest.mark.parametrize("kind", ["layout", "rows"])
-def test_pages_of_files_changed_at_random(original, tmp_path, kind, monkeypatch):
+def test_report_of_mutated_files_is_built_or_refused(original, tmp_path, kind, monkeypatch):
     monkeypatch.setitem(globals(), "REPORTS", (page,))
     fuzzed(kind, original(kind), tmp_path / "run", 1, 10)  # raises what page raises

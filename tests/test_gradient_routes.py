@@ -128,7 +128,7 @@ def runs(number, name):
     *(pytest.param(number, marks=pytest.mark.soak) for number in (2, 3, 7, 8)),
     *(pytest.param(number, marks=pytest.mark.soak) for number in (4, 5, 9, 11)),
 ])  # fmt: skip
-def test_gradients_are_those_of_one_process(ranks, number):
+def test_gradients_equal_one_process(ranks, number):
     names = [name for name in CASES if runs(number, name)]
     for found in ranks.run(4, differences, *LAYOUTS[number], names):
         assert {name: worst for name, worst in found.items() if not worst <= 1e-9} == {}

@@ -37,7 +37,7 @@ class Giving(Hook):
         return {"validation/worst": max(metrics.values())}
 
 
-def test_a_metric_is_the_mean_over_the_ranks_that_gave_it(ranks, folder):
+def test_hook_metric_is_the_mean_over_reporting_ranks(ranks, folder):
     words = ("train.hooks=[test_hooks:Giving]", "train.steps=4", "train.validate_every=2")  # fmt: skip
     ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
     rows = jobs.rows(folder / "run")
@@ -96,7 +96,7 @@ class Asking(Hook):
         return HookResult(save=step == 3, stop="enough" if step == 5 else None)
 
 
-def test_one_rank_may_ask_and_all_follow(ranks, folder):
+def test_request_of_one_rank_is_followed_by_all(ranks, folder):
     words = ("checkpoint.every=0", "train.validate_every=4", "metrics.log_every=2")
     words += ("train.hooks=[test_hooks:Asking, test_hooks:Giving, test_hooks:Noting]",)
     ends = ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
@@ -119,7 +119,7 @@ def run_until_asked_to_end(folder, run_dir, words, step):
     return trainer.preempted, trainer.progress.step
 
 
-def test_the_last_row_of_a_run_that_is_asked_to_end_is_its_last_step(ranks, folder):
+def test_stop_request_writes_a_row_for_the_last_step(ranks, folder):
     words = ("metrics.log_every=50", "train.steps=12")
     ends = ranks.run(2, run_until_asked_to_end, str(folder), str(folder / "run"), words, 3)
     was_asked, last = ends[0]
@@ -128,7 +128,7 @@ def test_the_last_row_of_a_run_that_is_asked_to_end_is_its_last_step(ranks, fold
     assert jobs.rows(folder / "run")[-1]["step"] == last
 
 
-def test_every_rank_is_called_in_the_same_order_also_when_resumed(ranks, folder):
+def test_hooks_run_in_one_order_on_every_rank_and_after_resume(ranks, folder):
     words = (
         "train.hooks=[test_hooks:Noting]", "train.validate_every=3", "checkpoint.asynchronous=false", "train.steps=6"
     )  # fmt: skip
@@ -176,7 +176,7 @@ class Failing(Hook):
     ("leave", "step failed on rank 1 at step 1: SystemExit: 7"),
     ("save", "save failed on rank 1 at step 2: ValueError: no luck ("),
 ])  # fmt: skip
-def test_an_exception_on_one_rank_is_the_same_message_on_all(ranks, folder, method, told):
+def test_hook_exception_on_one_rank_gives_one_message_on_all(ranks, folder, method, told):
     words = (
         f"train.hooks=[{{hook: 'test_hooks:Failing', method: {method}}}]", "train.steps=4", "train.validate_every=3",
         "checkpoint.asynchronous=false",
@@ -217,7 +217,7 @@ def call_once(hooks):
     ([Returning(7)], "it may return a dict of metrics, a HookResult or None"),
     ([Returning({}, "save")], "save returned {}; it may return nothing"),
 ])  # fmt: skip
-def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
+def test_invalid_hook_return_value_ends_the_run(ranks, hooks, message):
     with pytest.raises(WorkerError) as caught:
         ranks.run(2, call_once, hooks)
     assert caught.value.everywhere
@@ -237,7 +237,7 @@ def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
         r"SampleText: ConfigError: every=0 and tokens=64 must be at least 1",
     ),
 ])  # fmt: skip
-def test_a_hook_that_cannot_be_made_is_one_message(entries, message):
+def test_invalid_hook_gives_one_message(entries, message):
     with pytest.raises(ConfigError, match=message):
         build_hooks(entries)
 
@@ -293,7 +293,7 @@ def greedy(folder, run_dir, words):
 
 
 @pytest.mark.slow
-def test_a_sample_is_the_same_on_every_layout_and_rank(ranks, folder):
+def test_generated_sample_is_equal_on_every_layout_and_rank(ranks, folder):
     (expected,) = ranks.run(1, samples, str(folder), str(folder / "one"), ())
     assert list(expected) == [2, 4, 6]
     assert ranks.run(1, greedy, str(folder), str(folder / "plain"), ()) == [expected[6]]
@@ -303,7 +303,7 @@ def test_a_sample_is_the_same_on_every_layout_and_rank(ranks, folder):
 
 
 @pytest.mark.slow
-def test_drawn_tokens_depend_on_seed_and_step_alone(ranks, folder):
+def test_sampled_tokens_depend_only_on_seed_and_step(ranks, folder):
     def drawn(name, *words):
         arguments = (str(folder), str(folder / name), words)
         first, second = ranks.run(2, samples, *arguments, temperature=1.0)
@@ -338,7 +338,7 @@ def losses_and_weights(folder, run_dir, words, hooks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [("strategy=zero2",), ("sync=diloco", "sync.every=3", "strategy=ddp")])  # fmt: skip
-def test_hooks_and_samples_disturb_nothing(ranks, folder, layout):
+def test_hooks_and_samples_change_no_weights_or_losses(ranks, folder, layout):
     words = (
         "model=custom", "model.target=test_hooks:Dropping", "precision=fp32", "train.steps=7", "checkpoint.enabled=false", *layout
     )  # fmt: skip
@@ -393,7 +393,7 @@ class FailingInside(SampleText):
 
 
 @pytest.mark.slow
-def test_a_failure_of_one_rank_inside_a_collective_is_told_once(command):
+def test_failure_inside_a_collective_is_reported_once(command):
     done = command("train.hooks=[{hook: 'test_hooks:FailingInside', every: 1}]")
     assert done.returncode == 1
     assert done.stderr.count("OSError: the disk of rank 1") == 1

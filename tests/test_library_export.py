@@ -81,7 +81,7 @@ def configuration(folder):
     ("kind", "changes"),
     [*((kind, {}) for kind in MODELS), ("llama", {"tie_word_embeddings": True})],
 )
-def test_the_folder_holds_what_the_library_would_save(tmp_path, kind, changes):
+def test_export_has_the_files_of_save_pretrained(tmp_path, kind, changes):
     model, checkpoint = drawn_and_saved(tmp_path / "run", kind, {**MODELS[kind], **changes})
     assert convert(checkpoint, tmp_path / "out") == 0
     model.save_pretrained(tmp_path / "theirs")
@@ -116,7 +116,7 @@ CORPUS = [f"one plus {number} is more than {number}" for number in ("two", "thre
     ("llama", ["strategy=zero3", "mesh.tensor=2"]),
     ("mixtral", ["strategy=hybrid_full"]),
 ])  # fmt: skip
-def test_a_trained_run_of_any_layout_is_loaded_with_its_tokenizer(ranks, tmp_path, kind, layout):
+def test_export_of_any_layout_loads_with_its_tokenizer(ranks, tmp_path, kind, layout):
     from transformers import AutoTokenizer
 
     arguments = {**MODELS[kind], "tie_word_embeddings": kind == "llama"}
@@ -142,7 +142,7 @@ def test_a_trained_run_of_any_layout_is_loaded_with_its_tokenizer(ranks, tmp_pat
     assert tokenizer.eos_token == "EOS"
 
 
-def test_files_beside_the_weights_of_the_folder_come_along(tmp_path):
+def test_export_copies_other_files_of_the_model_folder(tmp_path):
     from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
     base = tmp_path / "base"
@@ -168,7 +168,7 @@ def test_files_beside_the_weights_of_the_folder_come_along(tmp_path):
     assert not list((tmp_path / "out").glob("*.py"))
 
 
-def test_the_tokenizer_that_the_run_read_goes_along(tmp_path):
+def test_export_copies_the_tokenizer_of_the_run(tmp_path):
     from transformers import AutoTokenizer
 
     base, own = tmp_path / "base", tmp_path / "own.json"
@@ -188,7 +188,7 @@ def test_the_tokenizer_that_the_run_read_goes_along(tmp_path):
     assert ids == words(CORPUS).encode(CORPUS[2]).ids
 
 
-def test_a_folder_that_was_moved_is_named(tmp_path, capsys):
+def test_missing_model_folder_is_named(tmp_path, capsys):
     model = drawn(architecture="gpt2", arguments=MODELS["gpt2"])
     model.save_pretrained(tmp_path / "base")
     checkpoint = save(tmp_path / "run", model, path=str(tmp_path / "base"))
@@ -219,7 +219,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def test_settings_that_describe_no_model_are_one_message(tmp_path, capsys):
+def test_invalid_model_settings_give_one_message(tmp_path, capsys):
     _, checkpoint = drawn_and_saved(tmp_path / "run", "llama")
     manifest = Path(checkpoint) / "manifest.json"
     original = manifest.read_bytes()
@@ -235,7 +235,7 @@ def test_settings_that_describe_no_model_are_one_message(tmp_path, capsys):
         assert not (tmp_path / "out").exists()
 
 
-def test_code_of_a_folder_is_not_run(tmp_path, capsys):
+def test_code_in_a_model_folder_is_not_run(tmp_path, capsys):
     model = drawn(architecture="llama", arguments=MODELS["llama"])
     base = tmp_path / "base"
     model.save_pretrained(base)
@@ -254,7 +254,7 @@ def test_code_of_a_folder_is_not_run(tmp_path, capsys):
     assert not marker.exists()
 
 
-def test_a_tokenizer_that_is_none_is_not_copied(tmp_path, capsys):
+def test_invalid_tokenizer_is_not_copied(tmp_path, capsys):
     secret = tmp_path / "secret.json"
     secret.write_text('{"password": "x"}')
     _, checkpoint = drawn_and_saved(tmp_path / "run", "gpt2")
@@ -263,7 +263,7 @@ def test_a_tokenizer_that_is_none_is_not_copied(tmp_path, capsys):
     assert "is no tokenizer.json" in capsys.readouterr().err
 
 
-def test_peak_memory_is_that_of_one_file(tmp_path):
+def test_export_peak_memory_is_one_file(tmp_path):
     small = {**MODELS["mixtral"], "num_hidden_layers": 2}
     large = {**small, "num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 1024}
     _, warm = drawn_and_saved(tmp_path / "small", "mixtral", small)

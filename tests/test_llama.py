@@ -18,7 +18,7 @@ def model():
     return training.build_llama(n_layers=2).double()
 
 
-def test_a_token_sees_only_what_came_before(model):
+def test_token_attends_only_to_earlier_tokens(model):
     tokens = torch.randint(0, training.VOCAB, (1, 12))
     changed = tokens.clone()
     changed[0, 7] = (changed[0, 7] + 1) % training.VOCAB
@@ -27,7 +27,7 @@ def test_a_token_sees_only_what_came_before(model):
     assert not torch.allclose(before[:, 7:], after[:, 7:])
 
 
-def test_with_document_ids_a_token_sees_only_its_own_document(model):
+def test_token_attends_only_to_its_document(model):
     first, second = torch.randint(0, training.VOCAB, (2, 6))
     packed = torch.cat([first, second])[None]
     ids = torch.tensor([[0] * 6 + [1] * 6])
@@ -85,7 +85,7 @@ def test_heads_that_do_not_divide_are_an_error(model):
 
 
 @pytest.mark.slow
-def test_masked_documents_train_alike_on_every_layout(ranks, tmp_path):
+def test_masked_documents_have_equal_losses_on_every_layout(ranks, tmp_path):
     (tmp_path / "corpus.jsonl").write_text(
         "".join(f'{{"text": "{i} squared is {i * i}"}}\n' for i in range(4000))
     )

@@ -96,7 +96,7 @@ def _split_vocabulary(vocab):
 
 
 @pytest.mark.parametrize("vocab", [10, 11])
-def test_a_split_vocabulary_gives_the_same(ranks, vocab):
+def test_vocabulary_parallel_loss_equals_cross_entropy(ranks, vocab):
     for value, gradient in ranks.run(2, _split_vocabulary, vocab):
         assert abs(value) < 1e-10
         assert gradient < 1e-12

@@ -119,7 +119,7 @@ def trained_matrices(layout: str = "") -> list[tuple]:
 @pytest.mark.parametrize("layout", [
     pytest.param(each, marks=pytest.mark.slow) if each in ("ddp", "zero3", "tensor") else each for each in LAYOUTS
 ])  # fmt: skip
-def test_each_replica_iterates_once_and_updates_are_those_of_one_process(ranks, layout):
+def test_each_matrix_is_updated_on_one_replica_with_updates_of_one_process(ranks, layout):
     count, sizes, strategy, _ = LAYOUTS[layout]
     found = ranks.run(count, train, layout)
     expected = expected_weights(layout)
@@ -135,7 +135,7 @@ def test_each_replica_iterates_once_and_updates_are_those_of_one_process(ranks, 
         assert sum(map(bool, of_replica)) == min(together, len(trained_matrices(layout)))
 
 
-def test_replicas_that_differ_own_their_matrices_alone(ranks):
+def test_unequal_replicas_update_all_their_matrices(ranks):
     found = ranks.run(4, train, "hybrid", SyncConfig("diloco", every=100))
     for replica, part in enumerate((slice(0, 6), slice(6, 12))):
         expected = expected_weights(part=part)

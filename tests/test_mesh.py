@@ -45,7 +45,7 @@ def test_auto_fills_every_world(strategy, world):
     assert sorted(shape.place(topology).flatten().tolist()) == list(range(world))
 
 
-def test_a_single_host_says_how_it_was_split():
+def test_single_host_split_is_logged():
     assert "2 replicas of 2" in resolve()[1].notes[0]
     assert "single replica" in resolve(hosts=(3,))[1].notes[0]
     assert resolve(hosts=(4, 4))[1].notes == ()
@@ -64,7 +64,7 @@ def test_a_single_host_says_how_it_was_split():
     ("ddp", (4,), {"replicate": 2}, ["must be 4"]),
     ("hybrid", (3, 3), {"tensor": 2}, ["mesh.tensor=2", "every host"]),
 ])  # fmt: skip
-def test_impossible_sizes_are_one_error_that_lists_what_is_possible(strategy, hosts, sizes, words):
+def test_impossible_mesh_sizes_give_one_error_with_possible_sizes(strategy, hosts, sizes, words):
     with pytest.raises(ConfigError) as error:
         resolve(strategy, hosts, **sizes)
     assert all(word in str(error.value) for word in words), error.value
@@ -90,7 +90,7 @@ def test_a_transposed_mesh_is_refused_with_the_numbers():
         check_placement(torch.tensor([[[[0, 2]]], [[[1, 3]]]]), topology, False)
 
 
-def test_a_shard_group_larger_than_a_host_is_said_and_one_that_straddles_is_refused():
+def test_shard_group_across_hosts_is_logged_and_straddling_is_refused():
     _, shape, topology = resolve("zero3", (2, 2))
     assert "uses the slow link" in check_placement(shape.place(topology), topology, False)[0]
 
@@ -99,7 +99,7 @@ def test_a_shard_group_larger_than_a_host_is_said_and_one_that_straddles_is_refu
         check_placement(shape.place(topology), topology, False)
 
 
-def test_picture_shows_which_rank_sits_where():
+def test_mesh_picture_shows_the_position_of_each_rank():
     _, shape, topology = resolve("hybrid", (4, 4), tensor=2)
     assert draw_mesh(shape.place(topology), topology).splitlines() == [
         "  replica 0  [(0 1) (2 3)]  on host0",

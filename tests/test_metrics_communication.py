@@ -151,7 +151,7 @@ SELDOM = {
 @pytest.mark.parametrize(
     "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)]
 )
-def test_measured_bytes_are_those_of_the_formula(ranks, layout):
+def test_measured_bytes_equal_the_formula(ranks, layout):
     result = ranks.run(4, measure, *{**LAYOUTS, **SELDOM}[layout])[0]
     measured = result["measured"]
     # Blocks are dealt out to four replicas: each form in a bucket has up to three empty ones.
@@ -274,14 +274,14 @@ def wait_for_a_late_rank(way: str) -> list[float]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_on_cpu_exposed_seconds_are_those_for_which_the_thread_was_blocked(ranks, way):
+def test_exposed_seconds_on_cpu_are_the_blocked_time_of_the_thread(ranks, way):
     (calls, seconds, exposed), (_, late, _) = ranks.run(2, wait_for_a_late_rank, way)
     assert calls == 1
     assert seconds == exposed > 0.25
     assert late < seconds
 
 
-def test_an_axis_that_deviates_is_named_once():
+def test_deviating_axis_is_logged_once():
     deviation = Deviation({f"comm/{axis}/bytes": 1e6 for axis in ("replicate", "shard")})
     assert deviation.check({"comm/replicate/bytes": 1.049e6, "comm/shard/bytes": 0.951e6}) == []
     (said,) = deviation.check({"comm/replicate/bytes": 1e6, "comm/shard/bytes": 2e6})
@@ -304,7 +304,7 @@ JOB = (
     ("words", "inside", "between"),
     [pytest.param(["strategy=hybrid"], "shard", "replicate", marks=pytest.mark.slow), pytest.param(["strategy=zero3", "mesh.tensor=2"], "tensor", "shard", marks=pytest.mark.soak)],
 )  # fmt: skip
-def test_bytes_per_axis_are_those_that_the_kernel_counts(folder, words, inside, between):
+def test_bytes_per_axis_equal_kernel_counters(folder, words, inside, between):
     with Cluster(2, ranks=2) as cluster:
         words = [*jobs.SMALL, *JOB, *words, f"hydra.run.dir={folder}/run"]
         cluster.run(["-m", "parallel2d.train", *words], cwd=folder).check(timeout=150)

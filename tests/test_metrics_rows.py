@@ -76,14 +76,14 @@ def test_steps_that_a_restart_repeats_are_lost_and_named(clock, step, kept, usef
     assert row["goodput/fraction"] == pytest.approx(useful / 16.0)
 
 
-def test_a_rank_is_compared_with_the_others_and_not_with_itself():
+def test_straggler_is_compared_with_the_other_ranks():
     watch = Stragglers(HOSTS[:2])
     # 1.4 times the mean of the two is not half speed.
     (line,) = [line for _ in range(WINDOW) for line in watch.check([1.0, 1.8])]
     assert line.startswith("rank 1 on node-a is slow: 1.8 times")
 
 
-def test_noise_and_single_pauses_are_no_straggler():
+def test_noise_and_single_pauses_are_not_stragglers():
     watch = Stragglers(HOSTS)
     for step in range(200):
         busy = [1.0 + 0.3 * ((7 * step + 3 * rank) % 5) / 4 for rank in range(4)]
@@ -92,7 +92,7 @@ def test_noise_and_single_pauses_are_no_straggler():
     assert WINDOW < 20
 
 
-def test_a_stopped_rank_and_a_rank_behind_are_told_apart():
+def test_stopped_rank_and_slow_rank_are_distinguished():
     where = "all_reduce over the replicate axis"
     before = [[10, 7, 5, where] for _ in HOSTS]
     after = [[12, 7, 5, where] for _ in HOSTS]
@@ -140,7 +140,7 @@ def on_a_terminal(mode, row):
 
 
 @pytest.mark.parametrize("mode", ["rich", "plain", "silent"])
-def test_a_terminal_of_80_columns_shows_all_that_is_wanted(mode):
+def test_terminal_of_80_columns_shows_all_metrics(mode):
     lines = on_a_terminal(mode, SHOWN)
     assert all(len(line) <= 80 for line in lines)
     text = "\n".join(lines)
@@ -287,7 +287,7 @@ def began(folder, from_step):
     return found
 
 
-def test_only_the_rows_that_a_restart_undid_are_read_and_moved(tmp_path):
+def test_restart_moves_only_the_rows_of_undone_steps(tmp_path):
     path, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics.before-restart-1.jsonl"
     assert began(tmp_path, 0) == (None, None)
     lines = [json.dumps({"step": step, "text": "x" * (step % 5)}) + "\n" for step in range(1, 11)]
@@ -309,7 +309,7 @@ def test_only_the_rows_that_a_restart_undid_are_read_and_moved(tmp_path):
     ('{"step": 26}\n', "it begins at step 1 again, 26 steps are lost"),
     ("", None),
 ])  # fmt: skip
-def test_a_run_that_begins_again_says_how_many_steps_are_lost(tmp_path, rows, message):
+def test_restart_logs_the_number_of_lost_steps(tmp_path, rows, message):
     (tmp_path / "metrics.jsonl").write_text(rows)
     said = []
     display = SimpleNamespace(begin=lambda step: None, log=said.append)

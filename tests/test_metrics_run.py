@@ -45,7 +45,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_rows_add_up(trained):
+def test_seconds_of_a_row_add_up(trained):
     place, said = trained
     found = rows(place / "run")
     rest = []
@@ -110,7 +110,7 @@ def test_a_refused_start_leaves_the_records_of_a_good_run(trained):
 
 
 @pytest.mark.slow
-def test_a_rank_without_memory_left_ends_the_run_with_one_message(folder):  # noqa: F811
+def test_out_of_memory_on_a_rank_gives_one_message(folder):  # noqa: F811
     words = [word for word in SMALL if not word.startswith("model.")]
     words += ["model=custom", "model.target=my_models:Bigram", "hydra.run.dir=run"]
     words += [f"model.arguments.{word}" for word in ("hungry=true", "fail_on=1", "fail_at=3")]
@@ -126,7 +126,7 @@ def test_a_rank_without_memory_left_ends_the_run_with_one_message(folder):  # no
 
 
 @pytest.mark.soak
-def test_a_stopped_rank_is_named_when_the_timeout_is_over(folder):  # noqa: F811
+def test_stopped_rank_is_named_after_the_timeout(folder):  # noqa: F811
     words = [word for word in SMALL if "steps" not in word]
     launcher = subprocess.Popen(
         command(*words, "train.steps=1000000", "launch.nproc_per_node=2", "launch.timeout=12", "hydra.run.dir=run"),
@@ -178,7 +178,7 @@ def test_ranks_agree_once_per_step(ranks, folder):  # noqa: F811
     assert found == [[2, 1, 1, 0]] * 2
 
 
-def test_unmeasured_communication_leaves_no_rows_of_it(ranks, folder):  # noqa: F811
+def test_unmeasured_communication_writes_no_rows(ranks, folder):  # noqa: F811
     words = ("metrics.communication=false", "checkpoint.enabled=false")
     ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 2)
     found = rows(folder / "run")
@@ -264,13 +264,13 @@ def train_paced(folder, slow, name="run"):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_rank_at_half_speed_is_named_with_its_host_and_none_at_even_speed(ranks, folder):  # noqa: F811
+def test_rank_at_half_speed_is_named_with_its_host(ranks, folder):  # noqa: F811
     (said,) = ranks.run(2, train_paced, folder, 1)[0]
     assert said.startswith(f"rank 1 on {socket.gethostname()} is slow: ")
     assert ranks.run(4, train_paced, folder, -1, "even")[0] == []
 
 
-def test_steps_that_a_resumed_run_does_again_are_lost_in_its_goodput(ranks, folder):  # noqa: F811
+def test_repeated_steps_after_resume_reduce_goodput(ranks, folder):  # noqa: F811
     words = ("checkpoint.every=3", "checkpoint.asynchronous=false", "strategy=zero3")
     run_dir = str(folder / "run")
     assert ranks.run(2, jobs.run, str(folder), run_dir, words, 5) == [0, 0]

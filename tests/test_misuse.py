@@ -191,12 +191,12 @@ def test_a_mistake_is_refused(ranks, mistake):
     assert error.value.kind == "ConfigError"
 
 
-def test_what_is_right_beside_them_works(ranks):
+def test_correct_counterparts_of_mistakes_work(ranks):
     assert ranks.run(2, _optimizer_first, False) == [1, 1]
     assert ranks.run(4, _feed, "data") == [1, 1, 1, 1]
 
 
-def test_statistics_that_differ_and_pickles_of_parts_are_warned_of(ranks):
+def test_unequal_statistics_and_pickled_shards_give_warnings(ranks):
     ranks.run(4, _statistics_and_pickles)
 
 
@@ -215,7 +215,7 @@ def _wrong_arguments():
     return told
 
 
-def test_arguments_of_another_kind_are_one_clear_message(ranks):
+def test_arguments_of_wrong_type_give_one_clear_message(ranks):
     no_mesh, no_config, sharded, classes, ddp, zero2 = ranks.run(2, _wrong_arguments)[0]
     assert no_mesh.startswith("the second argument of parallelize is the mesh")
     assert no_config.startswith("the third argument of parallelize is a ParallelConfig")
@@ -272,7 +272,7 @@ def _unsuited():
     return told
 
 
-def test_what_sharding_would_lose_is_refused_by_name(ranks):
+def test_state_lost_by_sharding_is_refused_by_name(ranks):
     for told in ranks.run(2, _unsuited):
         for name, (_, expected) in UNSUITED.items():
             assert told[name].startswith(expected)
@@ -340,7 +340,7 @@ def _explained():
     return told
 
 
-def test_calls_that_find_no_whole_parameters_say_what_to_do(ranks):
+def test_calls_on_local_shards_name_the_remedy(ranks):
     for told in ranks.run(2, _explained):
         before, inside, appending, twice, late = told
         assert before.startswith("blocks.0 was called before the model")
@@ -388,7 +388,7 @@ def _kinds_of_numbers():
     return told, of_precision("fp64")[0].weight.dtype
 
 
-def test_complex_and_integer_parameters_are_compared_and_set_as_a_whole(ranks):
+def test_complex_and_integer_parameters_are_compared_and_set_unsharded(ranks):
     for told, dtype in ranks.run(2, _kinds_of_numbers):
         assert told[0].startswith("no initializer sets 0.weight")
         assert told[1].startswith("precision.param=bf16: 0.weight is complex")
@@ -410,7 +410,7 @@ def _raw_errors():
     return told
 
 
-def test_raw_errors_are_messages(ranks):
+def test_torch_errors_are_explained(ranks):
     spec, tokens, whole = ranks.run(2, _raw_errors)[0]
     assert "MeshSpec(replicate=2, shard=4)" in spec
     assert tokens == "token_weight(-3): a number of tokens is at least 0"

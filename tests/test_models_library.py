@@ -169,14 +169,14 @@ def test_a_library_model_equals_its_single_process_run(ranks, kind, strategy):
 @pytest.mark.parametrize(("kind", "strategy", "tied"), [
     ("qwen3", "hybrid", None), ("mixtral", "hybrid", None), ("phi3", "hybrid", None), ("llama", "zero3", True),
 ])  # fmt: skip
-def test_the_plan_that_a_library_model_ships_changes_nothing(ranks, kind, strategy, tied):
+def test_tensor_parallel_plan_of_a_library_model_gives_equal_results(ranks, kind, strategy, tied):
     changes = None if tied is None else {"tie_word_embeddings": tied}
     found = ranks.run(4, run, kind, {"tensor": 2}, {"strategy": strategy}, changes)[0]
     compare(found, expected(ranks, kind, tied))
 
 
 @LIBRARY
-def test_a_word_that_is_not_translated_matters_with_a_tensor_axis_alone():
+def test_unknown_plan_entry_is_refused_only_with_a_tensor_axis():
     model = huggingface.build(architecture="llama", arguments=MODELS["llama"])
     model._tp_plan = {"model.layers.*.mlp.up_proj": "sideways"}
     parts = SimpleNamespace(module=model, tensor_plan=_library_plan)
@@ -212,7 +212,7 @@ def _from_folder(path: str, sizes: dict[str, int], kind: str) -> list[bool]:
     ("llama", {}, 4),
     ("mixtral", {"tensor": 2}, 8),  # stored expert by expert, computed as one tensor
 ])  # fmt: skip
-def test_pretrained_weights_are_read_by_every_rank_for_itself(ranks, tmp_path, kind, sizes, files):
+def test_every_rank_reads_its_pretrained_weights(ranks, tmp_path, kind, sizes, files):
     _saved(kind).save_pretrained(tmp_path, max_shard_size="5GB" if files == 1 else "6KB")
     assert len(list(tmp_path.glob("*.safetensors"))) == files
     assert (tmp_path / "model.safetensors.index.json").exists() == (files > 1)
@@ -228,7 +228,7 @@ def _empty(kind: str, **changes: Any) -> nn.Module:
 
 
 @LIBRARY
-def test_a_folder_of_links_is_read_and_a_path_in_its_index_is_not(tmp_path):
+def test_folder_of_symlinks_is_read_and_paths_in_its_index_are_refused(tmp_path):
     blobs, links = tmp_path / "blobs", tmp_path / "snapshot"
     saved = _saved("llama")
     saved.save_pretrained(blobs, max_shard_size="8KB")
@@ -247,7 +247,7 @@ def test_a_folder_of_links_is_read_and_a_path_in_its_index_is_not(tmp_path):
 
 
 @LIBRARY
-def test_a_stored_form_that_cannot_be_read_in_parts_is_refused(tmp_path, monkeypatch):
+def test_weight_format_without_partial_reads_is_refused(tmp_path, monkeypatch):
     from safetensors.torch import save_file
     from transformers import conversion_mapping
     from transformers.core_model_loading import Transpose, WeightConverter
@@ -287,7 +287,7 @@ def test_a_new_head_is_drawn_and_a_missing_layer_is_an_error(tmp_path):
     ({"architecture": "t5", "arguments": {"num_decoder_layers": 10**9}}, "num_decoder_layers=1000000000 is more than 10,000 layers"),
     ({"architecture": "t5", "head": "base"}, "T5Model is not a sequence-to-sequence language model; set model.head=seq2seq_lm"),
 ])  # fmt: skip
-def test_a_library_model_that_cannot_be_built_is_one_clear_error(given, message):
+def test_invalid_library_model_gives_one_clear_error(given, message):
     with pytest.raises(ConfigError) as error:
         build_model(HuggingFaceModel(**given))
     assert message in str(error.value)
@@ -303,7 +303,7 @@ def test_a_library_model_that_cannot_be_built_is_one_clear_error(given, message)
     ({"depths": [10**6] * 4}, "is more than 10,000 layers"),
     ({"num_local_experts": 10**7}, "is more than 65,536 modules"),
 ])  # fmt: skip
-def test_a_folder_of_anybody_builds_nothing_but_a_model(tmp_path, change, message):
+def test_untrusted_folder_builds_only_a_model(tmp_path, change, message):
     settings = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -342,7 +342,7 @@ def test_an_encoder_decoder_learns_to_continue_the_prefix():
 
 
 @LIBRARY
-def test_an_encoder_decoder_trains_alike_on_every_layout(ranks, folder):
+def test_encoder_decoder_has_equal_losses_on_every_layout(ranks, folder):
     sizes = {**MODELS["t5"], "vocab_size": 260}
     words = ["model=hf", "model.architecture=t5", "checkpoint.enabled=false", "train.seq_len=15"]
     words += [f"++model.arguments.{key}={value}" for key, value in sizes.items()]

@@ -70,7 +70,7 @@ GROUPS = 3  # two blocks and the root
 @pytest.mark.parametrize(("mode", "inside_shard", "inside_replicate"), [
     ("reduce_scatter_only", 2, 0), ("none", 0, 0), ("full", 2, 2),
 ])  # fmt: skip
-def test_each_axis_moves_what_the_mode_says_and_adds_up(
+def test_each_axis_sends_the_bytes_of_its_accumulation_mode(
     ranks, mode, inside_shard, inside_replicate
 ):
     """And `zero_grad` drops what is left of a micro-batch."""
@@ -117,7 +117,7 @@ def _after_an_exception(mode, during):
     ("reduce_scatter_only", "forward"), ("reduce_scatter_only", "accumulate"), ("none", "backward"), ("none", "accumulate"),
     ("full", "backward"),
 ])  # fmt: skip
-def test_an_exception_inside_leaves_nothing_of_the_lost_micro_batches(ranks, mode, during):
+def test_exception_in_no_sync_drops_its_micro_batches(ranks, mode, during):
     for left, equal, calls in ranks.run(4, _after_an_exception, mode, during):
         # there each micro-batch is reduced into .grad, which is the caller's to clear
         assert left == (mode == "full")

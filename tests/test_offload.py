@@ -36,7 +36,7 @@ from parallel2d.train import main
     ("precision.float8=rowwise", "precision.float8=rowwise needs an NVIDIA GPU of compute capability 8.9 or higher, and this runs on cpu"),
 ])  # fmt: skip
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_command_refuses_it_on_cpu(tmp_path, monkeypatch, capsys, word, reason):
+def test_command_refuses_offload_on_cpu(tmp_path, monkeypatch, capsys, word, reason):
     monkeypatch.setattr(
         "parallel2d.train.start_workers", lambda *_: pytest.fail("workers were started")
     )
@@ -57,7 +57,7 @@ def _refused(config):
 @pytest.mark.parametrize(
     "config", [{"cpu_offload": True}, {"precision": PrecisionConfig(float8="tensorwise")}]
 )
-def test_the_library_refuses_it_on_cpu(ranks, config):
+def test_library_refuses_offload_on_cpu(ranks, config):
     with pytest.raises(WorkerError, match="runs on (CPU|cpu)") as error:
         ranks.run(2, _refused, config)
     assert error.value.kind == "ConfigError"
@@ -98,7 +98,7 @@ def _offloaded():
     return all(offloaded) and bool(offloaded), norms[:3], norms[3:], difference
 
 
-def test_offloaded_parameters_train_as_others_do(ranks):
+def test_offloaded_parameters_train_as_on_the_device(ranks):
     for offloaded, norms, expected, difference in ranks.run(2, _offloaded):
         assert offloaded
         assert norms == pytest.approx(expected, rel=1e-5)
@@ -106,7 +106,7 @@ def test_offloaded_parameters_train_as_others_do(ranks):
 
 
 @pytest.mark.extras("torchao")
-def test_float8_replaces_the_layers_of_blocks_and_no_name():
+def test_float8_replaces_layers_of_blocks_and_keeps_names():
     with build_on_meta():
         # 40 is no multiple of 16: the feed-forward stays
         model = training.build_llama(n_layers=2, hidden_dim=40)
@@ -141,7 +141,7 @@ def test_float8_products_are_close_and_have_gradients(recipe):
 
 
 @pytest.mark.extras("torchao")
-def test_float8_that_would_change_nothing_is_an_error():
+def test_float8_without_matching_layers_is_an_error():
     for exclude, told in (
         ("*.wq.*", r"float8_exclude: \*.wq.\* matches no Linear layer inside a block; there are"),
         ("*", "no Linear layer inside the blocks can be converted; 7: excluded"),

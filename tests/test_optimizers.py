@@ -151,7 +151,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("variant", "layout"), CASES)
-def test_an_optimizer_does_on_any_layout_what_plain_torch_does(ranks, variant, layout):
+def test_optimizer_equals_plain_torch_on_every_layout(ranks, variant, layout):
     losses, weights = ranks.run(LAYOUTS[layout][0], train, layout, VARIANTS[variant])[0]
     expected_losses, expected = reference(variant)
     assert losses == pytest.approx(expected_losses, rel=1e-10, abs=0)
@@ -162,7 +162,7 @@ def test_an_optimizer_does_on_any_layout_what_plain_torch_does(ranks, variant, l
 @pytest.mark.parametrize(("variant", "layout"), [
     ("sgd", "hybrid"), ("adamw_amsgrad", "hybrid"), ("adafactor", "split"), ("muon", "hybrid"),
 ])  # fmt: skip
-def test_a_run_saved_on_two_ranks_goes_on_on_four(ranks, tmp_path, variant, layout):
+def test_run_saved_on_two_ranks_resumes_on_four(ranks, tmp_path, variant, layout):
     config = VARIANTS[variant]
     ranks.run(2, train, "zero3", config, 1, 2, str(tmp_path))
     losses, weights = ranks.run(4, train, layout, config, 3, STEPS, str(tmp_path))[0]
@@ -176,7 +176,7 @@ MUON_JOB = (
 )  # fmt: skip
 
 
-def test_a_run_predicts_what_its_optimizer_sends(ranks, folder):
+def test_predicted_optimizer_traffic_equals_the_measured(ranks, folder):
     ranks.run(4, jobs.run, str(folder), str(folder / "run"), MUON_JOB, 3)
     layout = json.loads((folder / "run" / "layout.json").read_text())
     rows = jobs.rows(folder / "run")
@@ -264,7 +264,7 @@ def test_muon_without_blocks_asks_which_matrices_are_hidden():
     ("layers.0.attention.wq.weight", "has no effect: an earlier one, layers.*, matches layers.0.attention.wq.weight first"),
     ("norm.weight", "matches frozen parameters only, such as norm.weight"),
 ])  # fmt: skip
-def test_a_pattern_that_changes_nothing_is_an_error(pattern, says):
+def test_pattern_without_match_is_an_error(pattern, says):
     model = build_llama()
     model.norm.weight.requires_grad_(False)
     groups = [{"pattern": "layers.*", "lr_scale": 1.0}, {"pattern": pattern, "lr_scale": 1.0}]

@@ -73,6 +73,6 @@ def _gradients(kind: type[nn.Linear], strategy: str) -> float:
 
 @pytest.mark.parametrize("kind", [Stale, Sliced, Several])
 @pytest.mark.parametrize("strategy", ["zero3", "hybrid", "ddp"])
-def test_views_are_handed_on_with_the_gradients_of_plain_pytorch(ranks, kind, strategy):
+def test_output_views_have_the_gradients_of_plain_pytorch(ranks, kind, strategy):
     world = 4 if strategy == "hybrid" else 2
     assert max(ranks.run(world, _gradients, kind, strategy)) < 1e-14

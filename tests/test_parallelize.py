@@ -112,7 +112,7 @@ def _train_strange(config, sizes, steps):
     ("ddp", "block"), ("zero2", "layer"), ("zero3", "size"), ("hybrid_zero2", "size"), ("hybrid", "layer"), ("hybrid_full", "block"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (("hybrid", "size"), ("hybrid_full", "layer"))),
 ])  # fmt: skip
-def test_a_module_nobody_here_wrote_equals_its_single_process_run(ranks, strategy, bucketing):
+def test_third_party_module_equals_its_single_process_run(ranks, strategy, bucketing):
     bucketing = BucketingConfig("size", 0.002) if bucketing == "size" else bucketing
     world = 4 if strategy.startswith("hybrid") else 2
     sharded, alone, weights = ranks.run(
@@ -235,7 +235,7 @@ class Nine(nn.Module):
     ("zero2", "block", {"allgather": 3, "reduce_scatter": 3}),
     ("ddp", "block", {"allreduce": 1}),
 ])  # fmt: skip
-def test_collectives_are_what_strategy_and_bucketing_say(ranks, strategy, bucketing, expected):
+def test_collectives_follow_strategy_and_bucketing(ranks, strategy, bucketing, expected):
     assert ranks.run(4, count, {"strategy": strategy, "bucketing": bucketing})[0] == expected
 
 
@@ -264,7 +264,7 @@ def _initial_strange():
     return model.window.sum().item(), training.whole(model.gates["a"].scale).mean().item()
 
 
-def test_meta_models_get_buffers_and_each_modules_own_initializer(ranks):
+def test_meta_models_are_materialized_with_buffers_and_reset_parameters(ranks):
     window, scale = ranks.run(4, _initial_strange)[0]
     assert window == pytest.approx(torch.hann_window(10).sum().item())
     assert 0.5 < scale < 1.5
@@ -283,7 +283,7 @@ def _without_values():
     return told
 
 
-def test_models_without_values_and_ranks_with_different_ones_are_refused(ranks):
+def test_meta_models_without_initializer_and_unequal_ranks_are_refused(ranks):
     for no_seed, no_initializer, different in ranks.run(2, _without_values):
         assert "give the seed" in no_seed
         assert no_initializer.startswith("position: set inside build_on_meta by none of")

@@ -388,7 +388,7 @@ def _results(strategy):
     "strategy",
     ["hybrid", *(pytest.param(each, marks=pytest.mark.soak) for each in ("zero3", "ddp"))],
 )
-def test_misuse_of_parameters_is_right_or_refused_by_name(ranks, strategy):
+def test_misuse_of_parameters_is_correct_or_refused_by_name(ranks, strategy):
     right = ("number", "row of data") if strategy == "ddp" else ()
     for told in ranks.run(4, _refusals, strategy):
         for name, (_, _, expected) in REFUSED.items():

@@ -132,7 +132,7 @@ def test_fp32_equals_plain_pytorch_on_every_layout(ranks, case):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", FULL, ids=named)
-def test_every_layout_of_the_full_product(ranks, record_property, case):
+def test_fp64_equals_plain_pytorch_on_the_full_product_of_layouts(ranks, record_property, case):
     for precision, steps in (("fp64", 50), ("fp32", 10)):
         for name, value in check_case(ranks, case, precision=precision, steps=steps).items():
             # kept by pytest -o junit_family=xunit1 --junitxml=FILE
@@ -162,7 +162,7 @@ def test_accumulation_modes_give_the_same_result(ranks, mode, strategy):
 
 
 @pytest.mark.parametrize(("strategy", "tensor"), [("ddp", 1), ("zero3", 2), ("hybrid_full", 1)])
-def test_averages_and_copies_equal_those_of_plain_pytorch(ranks, strategy, tensor):
+def test_ema_weights_and_copies_equal_plain_pytorch(ranks, strategy, tensor):
     config = {"strategy": strategy, "precision": "fp64"}
     world = world_of(strategy, tensor)
     run = ranks.run(world, training.train, {"tensor": tensor}, config, steps=3, decay=0.9)[0]

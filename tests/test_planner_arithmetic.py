@@ -103,7 +103,7 @@ CASES: dict[str, tuple[str, tuple[int, int, int], OptimizerConfig, dict[str, Any
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_memory_and_bytes_are_those_of_the_real_model(case):
+def test_planned_memory_and_bytes_equal_the_real_model(case):
     name, sizes, optimizer, settings = CASES[case]
     config = ParallelConfig(**settings)
     computed = compare(name, sizes, config, optimizer, accumulation=3)
@@ -118,7 +118,7 @@ def test_memory_and_bytes_are_those_of_the_real_model(case):
     ("strategy", "sizes", "name"),
     [("hybrid_full", (3, 2, 1), "odd"), ("hybrid", (1, 3, 4), "llama")],
 )
-def test_no_rank_has_more_than_the_fullest(strategy, sizes, name):
+def test_planned_peak_rank_has_the_most_memory(strategy, sizes, name):
     config = ParallelConfig(strategy)
     layout = layout_of(MODELS[name](), sizes, config)
     fullest = state_bytes(layout)
@@ -133,7 +133,7 @@ def test_no_rank_has_more_than_the_fullest(strategy, sizes, name):
     assert min(totals) < fullest.total
 
 
-def test_shapes_are_not_collected_beside_a_process_group():
+def test_planning_next_to_a_process_group_is_refused():
     with fake_process_group(2), pytest.raises(ConfigError) as caught, fake_process_group(2):
         pass
     assert "has a process group already" in str(caught.value)

@@ -33,7 +33,7 @@ def chosen(nodes, ranks, *words):
 
 
 @pytest.mark.slow
-def test_memory_and_links_decide():
+def test_automatic_layout_follows_memory_and_links():
     whole, lines = chosen(1, 2, PLENTY)
     assert (whole.strategy.name, whole.mesh.replicate, whole.mesh.shard) == ("ddp", 2, 1)
     assert lines[0].startswith("layout      strategy=ddp mesh.replicate=2 mesh.shard=1")
@@ -50,7 +50,7 @@ def test_memory_and_links_decide():
 
 
 @pytest.mark.slow
-def test_without_figures_of_the_machines_nothing_is_chosen():
+def test_automatic_layout_needs_cluster_figures():
     with pytest.raises(ConfigError) as caught:
         with_chosen_layout(compose(list(JOB)).config, list(JOB), 1, 2)
     assert str(caught.value).startswith("auto: layouts cannot be ranked: cluster.")
@@ -59,7 +59,7 @@ def test_without_figures_of_the_machines_nothing_is_chosen():
         chosen(2, 5)
 
 
-def test_a_loop_of_ones_own_names_its_strategy():
+def test_custom_loop_must_name_its_strategy():
     with pytest.raises(ConfigError, match="strategy=auto is not one of ddp"):
         ParallelConfig("auto")
     config = ParallelConfig(StrategyConfig("auto"))
@@ -75,7 +75,7 @@ def _mesh():
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_what_would_be_chosen(capsys):
+def test_dry_run_prints_the_automatic_layout(capsys):
     words = [*JOB, *SPEEDS, PLENTY, "launch.nproc_per_node=2"]
     assert train.main([*words, "plan.dry_run=true"]) == 0
     dry = capsys.readouterr().out

@@ -78,7 +78,7 @@ class Alternating(nn.Module):
 
 
 @pytest.mark.slow
-def test_flops_of_deep_models_are_those_of_all_their_blocks(monkeypatch):
+def test_flops_of_deep_models_count_all_their_blocks(monkeypatch):
     with torch.device("meta"):
         deep, encoder, alternating, odd = small_llama(n_layers=20), Encoder(), Alternating(), Odd()
     # Frozen blocks and tied weights count as they are.
@@ -98,7 +98,7 @@ def test_flops_of_deep_models_are_those_of_all_their_blocks(monkeypatch):
     assert runs[-1] == sum(parameter.numel() for parameter in alternating.parameters())
 
 
-def test_equal_blocks_stand_beside_each_other_and_what_cannot_be_measured_is_none():
+def test_adjacent_equal_blocks_are_grouped_and_unmeasurable_figures_are_none():
     blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(12))
     blocks[9].bias.requires_grad = False
     (stack,) = find_equal_blocks(nn.Sequential(blocks))

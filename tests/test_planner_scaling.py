@@ -52,7 +52,7 @@ def test_a_fixed_batch_leaves_layouts_out_that_it_does_not_divide():
 
 
 @pytest.mark.slow
-def test_what_leaves_hosts_is_what_waits():
+def test_exposed_time_of_scaling_is_inter_node_communication():
     inside, crossing = weak()[0].best, weak()[-1].best
     assert [wait_between_hosts(inside[name]) for name in COMPARED] == [0, 0, 0]
     assert wait_between_hosts(crossing["zero3"]) > wait_between_hosts(crossing["hybrid"]) > 0.1
@@ -73,7 +73,7 @@ def test_what_leaves_hosts_is_what_waits():
     ),
     ("precision.float8=tensorwise", "layouts cannot be ranked"),
 ])  # fmt: skip
-def test_what_cannot_be_scaled_is_one_sentence(word, message):
+def test_invalid_scaling_request_gives_one_sentence(word, message):
     with pytest.raises(ConfigError) as caught:
         scaled("plan.scaling=weak", word)
     assert message in str(caught.value)

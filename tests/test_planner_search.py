@@ -31,7 +31,7 @@ def found(*words: str) -> SearchResult:
 
 
 @pytest.mark.slow
-def test_the_fastest_is_chosen_where_all_fit():
+def test_search_chooses_the_fastest_layout_that_fits():
     result = found(UNTRACED)
     seconds = [layout.time.seconds.total for layout in result.ranked]
     assert seconds == pytest.approx(sorted(seconds), rel=1e-5)
@@ -64,7 +64,7 @@ def test_every_strategy_and_mesh_is_tried():
     }
 
 
-def test_what_is_given_stays():
+def test_search_keeps_given_keys():
     words = ["strategy=hybrid", "mesh.shard=2", "train.micro_batch_size=2", "activation_checkpointing=full"]  # fmt: skip
     result = found(UNTRACED, *words, "activation_checkpointing.every=2")
     (layout,) = result.ranked
@@ -75,7 +75,7 @@ def test_what_is_given_stays():
     assert {layout.words[0] for layout in named.ranked} == {"strategy=zero2"}
 
 
-def test_the_chosen_one_was_traced_and_fits_and_the_faster_ones_do_not():
+def test_chosen_layout_was_traced_and_faster_layouts_do_not_fit():
     fastest = search_traced(100)
     limit = fastest.chosen.cost.traced / 2**30 * 0.9
     result = search_traced(limit)
@@ -96,7 +96,7 @@ def search_traced(memory_gib: float) -> SearchResult:
     ("train.global_batch_size=7", "no layout can run; the first one: train.global_batch_size=7 is not divisible", ""),
     ("precision.float8=tensorwise", "layouts cannot be ranked: compute in 8-bit floats", "plans the one that is given"),
 ])  # fmt: skip
-def test_what_cannot_be_searched_is_one_sentence(word, begin, end):
+def test_invalid_search_gives_one_sentence(word, begin, end):
     with pytest.raises(ConfigError) as caught:
         found(UNTRACED, word)
     assert str(caught.value).startswith(begin)
@@ -104,7 +104,7 @@ def test_what_cannot_be_searched_is_one_sentence(word, begin, end):
 
 
 @pytest.mark.slow
-def test_the_printed_command_runs_and_says_the_same(capsys, tmp_path, monkeypatch):
+def test_printed_command_reproduces_the_plan(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert plan.main([*JOB, UNTRACED, "plan.json=plan.json"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -122,7 +122,7 @@ def test_the_printed_command_runs_and_says_the_same(capsys, tmp_path, monkeypatc
     assert "plan.json=plan.json cannot be written: File exists" in capsys.readouterr().err
 
 
-def test_a_command_line_keeps_what_is_given_and_quotes_it():
+def test_printed_command_keeps_and_quotes_given_overrides():
     chosen = found(UNTRACED).chosen
     given = ["model=custom", "data.path=two words", "strategy=ddp", "mesh.tensor=1", "plan.verify=false"]  # fmt: skip
     line = command_line(given, chosen)

@@ -46,7 +46,7 @@ def leaving(shape: MeshShape, hosts: int, parameters: float = 1.0) -> float:
     (4, MeshShape(1, 8), 3.510),
     (4, MeshShape(8, 1), 1.754),
 ])  # fmt: skip
-def test_a_host_sends_what_kernel_counters_have_measured(hosts, shape, measured):
+def test_predicted_bytes_of_a_host_equal_kernel_counters(hosts, shape, measured):
     # Counters of the uplinks of hosts with two ranks each, in units of the parameters, headers of packets included.
     assert leaving(shape, hosts) == pytest.approx(measured, rel=0.006)
     assert leaving(shape, hosts) < measured
@@ -58,7 +58,7 @@ CLUSTER = ClusterConfig(
 )
 
 
-def test_a_collective_takes_its_bytes_and_its_steps():
+def test_collective_time_has_bandwidth_and_latency_terms():
     inside = placed(MeshShape(4, 8), SHARD, 4)
     assert collective_seconds("all_gather", 1e9, inside, CLUSTER) == pytest.approx(0.1 + 7 * 2e-6)
     assert collective_seconds("all_reduce", 1e9, inside, CLUSTER) == pytest.approx(0.1 + 14 * 2e-6)
@@ -77,7 +77,7 @@ def test_a_collective_takes_its_bytes_and_its_steps():
     assert collective_seconds("all_gather", 0, many, CLUSTER) == pytest.approx(1023 * 10e-6)
 
 
-def test_the_slower_direction_and_the_slower_link_decide():
+def test_slower_direction_and_slower_link_bound_the_time():
     slow_up = ClusterConfig(
         "test", inside_node=LinkConfig(80, 80, 0), between_nodes=LinkConfig(4, 8, 0)
     )
@@ -90,7 +90,7 @@ def test_the_slower_direction_and_the_slower_link_decide():
     assert collective_seconds("all_gather", 1e9, flat, slow_inside) == pytest.approx(8)
 
 
-def test_what_is_not_known_has_no_time():
+def test_unknown_figures_give_no_time():
     unknown = ClusterConfig()
     assert collective_seconds("all_gather", 1, placed(MeshShape(4, 8), SHARD, 4), unknown) is None
     assert collective_seconds("all_gather", 1, placed(MeshShape(4, 1), SHARD, 4), unknown) == 0
@@ -111,7 +111,7 @@ def schedule(
     return StepSchedule(accumulation, mode, shares, overlaps, tensor)
 
 
-def test_what_fits_behind_compute_takes_no_time():
+def test_overlapped_communication_takes_no_time():
     groups = [group(gather=0.5, scatter=0.5, reduce=0.5)] * 10
     found = step_seconds(groups, schedule(), update=0.25)
     assert found.compute == 30
@@ -122,7 +122,7 @@ def test_what_fits_behind_compute_takes_no_time():
     assert found.exposed_share == pytest.approx(2 / found.total)
 
 
-def test_a_link_that_is_slower_than_compute_decides():
+def test_slow_link_bounds_the_step_time():
     # Each group takes 3 s on the link in forward and 6 s in backward.
     found = step_seconds([group(gather=3, scatter=3)] * 10, schedule(), update=0)
     assert found.total == pytest.approx(30 + 1 + 60, rel=0.05)
@@ -132,13 +132,13 @@ def test_a_link_that_is_slower_than_compute_decides():
     assert found.replicate == pytest.approx(62 - 30)
 
 
-def test_two_axes_on_one_link_wait_for_each_other():
+def test_two_axes_share_the_bandwidth_of_a_link():
     groups = [group(gather=1, scatter=1, reduce=2)] * 8
     apart = step_seconds(groups, schedule(), update=0).total
     assert step_seconds(groups, schedule(shares=True), update=0).total > apart + 8
 
 
-def test_gathers_are_waited_for_once_where_parameters_stay_and_each_without_overlap():
+def test_all_gathers_are_exposed_once_without_resharding_and_each_without_overlap():
     freed = step_seconds([group(gather=4)] * 6, schedule(), update=0).shard
     kept = step_seconds([group(gather=4, frees=False)] * 6, schedule(), update=0).shard
     assert kept < freed
@@ -147,7 +147,7 @@ def test_gathers_are_waited_for_once_where_parameters_stay_and_each_without_over
     assert found.total == 3 * (1 + 2 + 3 + 3 + 4)
 
 
-def test_accumulation_decides_how_often_gradients_move():
+def test_accumulation_mode_sets_the_number_of_reductions():
     groups = [group(scatter=4, reduce=4)] * 5
     totals = {}
     for mode in ("full", "reduce_scatter_only", "none"):
@@ -164,7 +164,7 @@ def test_the_tensor_axis_is_never_hidden():
     assert found.total == pytest.approx(plain.total + 2)
 
 
-def test_diloco_sends_once_in_a_while_and_hides_behind_its_delay():
+def test_diloco_sends_once_per_interval_and_overlaps_with_its_delay():
     assert exchange_seconds(60, step=1, every=30, fragments=1, delay=0) == 2
     # Three of them in 30 steps, each 20 s, of which 5 are hidden.
     assert exchange_seconds(60, step=1, every=30, fragments=3, delay=5) == pytest.approx(1.5)
@@ -185,7 +185,7 @@ def test_a_bucket_starts_when_its_last_group_is_reduced():
     ([3, 1, 9, 1], "aaaa", [[0, 1], [2], [3]]),
     ([], "", []),
 ])  # fmt: skip
-def test_neighbours_of_one_kind_share_a_bucket(sizes, kinds, expected):
+def test_adjacent_groups_of_one_dtype_share_a_bucket(sizes, kinds, expected):
     assert fill_buckets(sizes, list(kinds), 4) == expected
 
 
@@ -216,7 +216,7 @@ def estimate(*words: str) -> StepEstimate:
     return found
 
 
-def test_throughput_mfu_and_step_time_are_one_figure():
+def test_throughput_and_mfu_follow_from_step_time():
     found = estimate(*HYBRID)
     seconds = found.seconds
     parts = seconds.compute + seconds.tensor + seconds.shard + seconds.replicate + seconds.update
@@ -230,7 +230,7 @@ def test_throughput_mfu_and_step_time_are_one_figure():
 
 
 @pytest.mark.slow
-def test_the_network_and_what_is_sent_decide_what_waits():
+def test_network_and_sent_bytes_set_the_exposed_time():
     hybrid = estimate(*HYBRID).seconds
     flat = estimate(*FOUR_NODES, "strategy=zero3").seconds
     assert flat.total > 1.5 * hybrid.total
@@ -256,7 +256,7 @@ def test_recomputation_costs_a_third_of_compute():
     assert every_second == pytest.approx(plain * 7 / 6)
 
 
-def test_a_share_that_nobody_measured_is_said():
+def test_assumed_efficiency_is_reported():
     words = ("cluster=h100", "precision=fp32")
     lines = summary(compose([*SMALL, *words]).config, cost(*words))
     assert "50% of the fp32 peak of 67 TFLOP/s is assumed" in "\n".join(lines)
@@ -273,7 +273,7 @@ def test_a_share_that_nobody_measured_is_said():
         "cluster.inside_node is not known",
     ),
 ])  # fmt: skip
-def test_what_is_not_known_is_named_instead_of_guessed(words, lacking):
+def test_unknown_figures_are_named(words, lacking):
     found = cost(*words)
     assert found.time == lacking
     assert f"time        not known: {lacking}" in summary(compose([*SMALL, *words]).config, found)

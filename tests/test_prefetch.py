@@ -83,7 +83,7 @@ def _issued(prefetch):
 
 
 @pytest.mark.parametrize(("ahead", "ahead_back"), [(0, 1), (0, 0), (1, 1), (2, 2), (99, 99)])
-def test_gathers_are_issued_as_many_groups_ahead_as_asked_for(ranks, ahead, ahead_back):
+def test_all_gathers_are_issued_the_configured_number_of_groups_ahead(ranks, ahead, ahead_back):
     """When a layer's compute ends, gathers were issued of itself, of all before it, and of as many more as asked for, in the order
     in which layers run; only so many are whole at once. (0, 1), the default, is the engine's own."""
     order = Reordered.ORDER
@@ -123,7 +123,7 @@ def _skipping(prefetch, grad_in_skipping):
 
 
 @pytest.mark.parametrize("grad_in_skipping", [True, False])
-def test_a_layer_that_is_left_out_once_is_current_afterwards(ranks, grad_in_skipping):
+def test_skipped_layer_has_current_weights_in_the_next_step(ranks, grad_in_skipping):
     """What was gathered for it in vain must not be used once weights have changed."""
     expected = ranks.run(2, _skipping, (0, 0), grad_in_skipping)[0]
     for prefetch in ((1, 1), (2, 2), (9, 9)):
@@ -156,7 +156,7 @@ def _twice(prefetch):
     return gradients, counter.counts
 
 
-def test_a_layer_that_runs_twice_is_gathered_no_more_often(ranks):
+def test_layer_that_runs_twice_has_no_extra_all_gather(ranks):
     expected, counts = ranks.run(2, _twice, (0, 1))[0]
     found, again = ranks.run(2, _twice, (2, 2))[0]
     assert again == counts
@@ -171,11 +171,11 @@ def _said():
     return lines, stored == [each.data_ptr() for each in model.parameters()]
 
 
-def test_without_a_shard_axis_nothing_is_gathered_and_prefetch_is_said_to_have_no_effect(ranks):
+def test_prefetch_without_a_shard_axis_is_reported_as_without_effect(ranks):
     said = "prefetch has no effect with mesh.shard=1: no parameters are gathered"
     assert ranks.run(2, _said)[0] == ([said], True)
 
 
-def test_a_word_for_prefetch_is_refused():
+def test_prefetch_that_is_not_a_number_is_refused():
     with pytest.raises(ConfigError, match="prefetch must be PrefetchConfig, got str"):
         ParallelConfig(prefetch="auto")

@@ -44,7 +44,7 @@ def test_the_interface_is_the_one_that_leads_to_the_endpoint():
         assert choose_interface(interface.address, {}) == interface
 
 
-def test_what_the_user_set_wins():
+def test_environment_of_the_user_takes_precedence():
     assert choose_interface("192.0.2.1", {"GLOO_SOCKET_IFNAME": "lo"}) == ("lo", "127.0.0.1")
     assert choose_interface("192.0.2.1", {"NCCL_SOCKET_IFNAME": "=lo"}).name == "lo"
     both = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "^lo"}
@@ -78,7 +78,7 @@ def test_a_version_or_device_that_differs_names_the_nodes():
     assert told([facts("node0"), facts("node1")]) == []
 
 
-def test_a_wrong_clock_accuses_its_node_also_where_it_is_the_first():
+def test_node_with_a_wrong_clock_is_named_also_if_it_is_the_first():
     nodes = [facts(f"node{k}") for k in range(4)]
     assert told(nodes, [0.0, 0.01, 3.0, 0.0]) == [
         ("yellow", "node2: +3 s from the others: run NTP or chrony")
@@ -107,7 +107,7 @@ def test_the_links_of_a_slow_node_are_named(nodes):
     assert slow(ring(nodes, {}), hosts) == []
 
 
-def test_ranks_of_a_node_share_its_way_to_others_and_compare_with_each_other_inside():
+def test_ranks_of_a_node_share_its_network_link():
     hosts = ["node0", "node0", "node1", "node1"]
     between = {(0, 2): 4e8, (1, 3): 4e8, (2, 0): 1e8, (3, 1): 1e8}
     assert slow(between, hosts) == ["node1 -> node0: 200 MB/s on replicate, 800 is usual"]
@@ -195,7 +195,7 @@ def test_each_axis_is_measured_and_the_planner_reads_the_file(ranks, tmp_path):
     assert compose(["--config-dir", str(tmp_path), "cluster=mine"]).config.cluster == cluster
 
 
-def test_a_run_dir_that_is_not_shared_is_not_fit(ranks, tmp_path):
+def test_unshared_run_dir_fails_preflight(ranks, tmp_path):
     results = ranks.run(4, checked, str(tmp_path), own_run_dir=True)
     assert [code for code, _ in results] == [1] * 4
     assert "FAIL run dir: on " in results[0][1]
@@ -203,7 +203,7 @@ def test_a_run_dir_that_is_not_shared_is_not_fit(ranks, tmp_path):
     assert sorted(os.listdir(tmp_path / "runs")) == []
 
 
-def test_links_that_no_axis_shows_alone_give_no_file(ranks, tmp_path):
+def test_unmeasurable_links_write_no_cluster_file(ranks, tmp_path):
     words = ("strategy=zero3", "--write=mine.yaml")
     with pytest.raises(WorkerError, match="omit strategy and mesh"):
         ranks.run(4, checked, str(tmp_path), *words)
@@ -221,7 +221,7 @@ def test_links_that_no_axis_shows_alone_give_no_file(ranks, tmp_path):
     (["--only=fp32"], "--only needs --self-check"),
     (["--self-check", "--json"], "--self-check has no --write, no --json"),
 ])  # fmt: skip
-def test_wrong_arguments_end_with_2(words, message, capsys, tmp_path, monkeypatch):
+def test_wrong_arguments_exit_with_2(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     assert message in capsys.readouterr().err
@@ -229,7 +229,7 @@ def test_wrong_arguments_end_with_2(words, message, capsys, tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_what_cannot_meet_is_one_message(capsys, monkeypatch):
+def test_failed_rendezvous_gives_one_message(capsys, monkeypatch):
     monkeypatch.setattr("parallel2d.preflight.start_server", lambda: None)
     assert main(["--nnodes=2", "--endpoint=nowhere.invalid:1", "--timeout=1"]) == 1
     assert "host name nowhere.invalid does not resolve on" in capsys.readouterr().err
@@ -244,7 +244,7 @@ def test_what_cannot_meet_is_one_message(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_starts_ranks_and_ends_with_their_verdict(tmp_path):
+def test_preflight_command_exits_with_the_verdict_of_its_ranks(tmp_path):
     words = ["--nproc=2", "--seconds=0.01", "--largest-mib=0.5", "--run-dir=runs"]
     command = [sys.executable, "-m", "parallel2d.preflight", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -89,7 +89,7 @@ def wait_for_end(pid: int) -> None:
     wait_for(has_ended)
 
 
-def test_a_rank_has_what_a_new_process_would_have(tmp_path, monkeypatch):
+def test_forked_rank_has_the_state_of_a_new_process(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_processes, "PRELOADED", ("torch",))
     rank_processes._end_server()
     assert start("").wait(60) == 0, "the server was there before"
@@ -114,7 +114,7 @@ def test_a_rank_has_what_a_new_process_would_have(tmp_path, monkeypatch):
         assert each.wait(60) == -signal.SIGKILL
 
 
-def test_every_way_to_end_is_reported(tmp_path):
+def test_every_exit_of_a_rank_is_reported(tmp_path):
     launchers = tmp_path / "done by the launcher"
     atexit.register(launchers.write_text, "x")
     try:
@@ -136,7 +136,7 @@ def test_every_way_to_end_is_reported(tmp_path):
     sleeper.close()  # of one that has ended: nothing
 
 
-def test_signals_to_every_process_of_a_job_do_not_end_the_server_and_its_end_is_that_of_its_ranks():
+def test_server_survives_signals_to_the_job_and_its_end_ends_its_ranks():
     rank = start("sleep")
     first = server()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -179,7 +179,7 @@ else:
 
 
 @pytest.mark.parametrize("way", ["return", "kill", "terminate", "kill while the server imports"])
-def test_nothing_is_left_of_a_launcher_that_ended(tmp_path, way):
+def test_ended_launcher_leaves_no_processes(tmp_path, way):
     """Neither a process nor a file. Its script is not guarded against being run again in a rank."""
     script = tmp_path / "launcher.py"
     script.write_text(LAUNCHER)
@@ -211,7 +211,7 @@ def test_nothing_is_left_of_a_launcher_that_ended(tmp_path, way):
     assert list(temporary.iterdir()) == []
 
 
-def test_a_server_whose_launcher_has_ended_before_ends_before_it_imports_anything():
+def test_server_of_an_ended_launcher_exits_before_imports():
     ended = subprocess.Popen(["true"])
     ended.wait()
     program = (
@@ -222,7 +222,7 @@ def test_a_server_whose_launcher_has_ended_before_ends_before_it_imports_anythin
 
 
 @pytest.mark.slow
-def test_nothing_that_the_server_imports_asks_for_an_accelerator():
+def test_server_imports_initialize_no_accelerator():
     """What it asks may start the driver, which does not survive a fork. In a process of its own,
     since here everything is imported."""
     script = (
@@ -237,7 +237,7 @@ def test_nothing_that_the_server_imports_asks_for_an_accelerator():
     subprocess.run([sys.executable, "-c", script, *PRELOADED], check=True, timeout=120)
 
 
-def test_an_opened_driver_is_found_before_ranks_are_forked(tmp_path):
+def test_open_device_driver_is_detected_before_fork(tmp_path):
     driver = tmp_path / "nvidia0"
     driver.touch()
     assert rank_processes.opened_files((str(tmp_path),)) == []
@@ -250,7 +250,7 @@ def _start_with_children(told) -> None:
     told.send((start("children").wait(60), server().pid))
 
 
-def test_a_daemonic_fork_of_a_launcher_has_a_server_of_its_own_and_ranks_may_have_children():
+def test_daemonic_launcher_has_its_own_server_and_ranks_may_fork():
     assert start("").wait(60) == 0
     first = server()
     ours, theirs = multiprocessing.Pipe()
@@ -267,7 +267,7 @@ def test_a_daemonic_fork_of_a_launcher_has_a_server_of_its_own_and_ranks_may_hav
     assert server() == first
 
 
-def test_a_rank_whose_server_ends_before_it_is_asked_is_lost():
+def test_rank_of_an_ended_server_is_reported_as_failed():
     start("").wait(60)
     running = rank_processes._servers[0]
     running.process.send_signal(signal.SIGSTOP)  # it does not end before it is asked

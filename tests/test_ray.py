@@ -32,7 +32,7 @@ def equal(some: list[dict], others: list[dict]) -> None:
 
 
 @pytest.mark.slow
-def test_the_loop_of_the_example_gives_the_same_losses_on_two_ranks_as_alone(tmp_path):
+def test_ray_example_has_equal_losses_on_one_and_two_ranks(tmp_path):
     """Without Ray, so that it runs everywhere."""
     alone = rows_of([str(EXAMPLE), "--no-ray", *WORDS], tmp_path)
     launch = [
@@ -42,7 +42,7 @@ def test_the_loop_of_the_example_gives_the_same_losses_on_two_ranks_as_alone(tmp
     equal(rows_of(launch, tmp_path), alone)
 
 
-def test_the_name_in_the_package_can_be_sent_to_a_worker():
+def test_package_function_can_be_pickled_for_a_ray_worker():
     """Ray sends a training function along with the globals it names."""
     from parallel2d import parallelize
 
@@ -55,7 +55,7 @@ def test_the_name_in_the_package_can_be_sent_to_a_worker():
     pytest.param(2, "2", marks=pytest.mark.soak),
     pytest.param(4, "2", marks=pytest.mark.extras("ray")),  # two replicas, on however few cores
 ])  # fmt: skip
-def test_ray_workers_see_the_losses_of_one_process(tmp_path, workers, shard):
+def test_ray_workers_have_the_losses_of_one_process(tmp_path, workers, shard):
     alone = rows_of([str(EXAMPLE), "--no-ray", *WORDS], tmp_path)
     words = [
         str(EXAMPLE), f"--workers={workers}", f"--shard={shard}", f"--storage={tmp_path / 'ray'}", *WORDS,

@@ -111,7 +111,7 @@ def build(groups):
 @pytest.mark.parametrize(("sent", "alone"), [
     (COPIED, ()), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((MUON, MUON), (OWN, OWN), (INT4, ())))
 ], ids=["gradients", "muon", "own", "int4"])  # fmt: skip
-def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path, sent, alone):
+def test_survivors_continue_after_a_replica_fails_and_it_rejoins(tmp_path, sent, alone):
     """Rank 0 is killed, which writes and speaks: rank 1 goes on in the same process, and takes that over."""
     (tmp_path / "owned.py").write_text(OWNED)
     more = ("launch.max_restarts=3", "sync.compare_every=1", "launch.nproc_per_node=2")
@@ -153,7 +153,7 @@ OwnedParameters.after_update = dying
     [("optimizer=sgd",), ("sync.wire=int4", "sync.warmup=2")],
     ids=["sgd", "adamw, int4"],
 )
-def test_all_go_back_for_what_a_lost_replica_alone_had(tmp_path, sent):
+def test_all_replicas_roll_back_for_state_of_a_failed_replica(tmp_path, sent):
     """To copies in memory, in the same processes: the history is that of a job without kills."""
     words = ["strategy=hybrid_full", "launch.nproc_per_node=4", "mesh.replicate=2", "mesh.shard=2"]
     words += ["sync.compare_every=1", *sent]
@@ -180,7 +180,7 @@ def test_all_go_back_for_what_a_lost_replica_alone_had(tmp_path, sent):
 
 
 @pytest.mark.slow
-def test_a_replica_that_is_lost_while_another_gets_the_state(tmp_path):
+def test_replica_fails_while_a_joining_replica_receives_the_state(tmp_path):
     """The donor, the one that joins, or both; then the history is that of one process."""
     words = ["strategy=ddp", "train.global_batch_size=12", "sync.compare_every=1"]
 
@@ -205,7 +205,7 @@ def test_a_replica_that_is_lost_while_another_gets_the_state(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy", ["ddp", "hybrid"])
-def test_ranks_that_are_killed_at_random_moments_change_nothing(tmp_path, strategy):
+def test_ranks_killed_at_random_keep_the_losses(tmp_path, strategy):
     """PARALLEL2D_KILLS (100) of them; with ddp also while another comes back."""
     shards = {"ddp": 1, "hybrid": 2}[strategy]
     words = ["launch.nproc_per_node=4", "optimizer=sgd"]
@@ -239,13 +239,13 @@ def test_ranks_that_are_killed_at_random_moments_change_nothing(tmp_path, strate
     assert statistics.median(seconds) < 1.0
 
 
-def test_what_replicas_that_come_and_go_cannot_do_is_said():
+def test_unsupported_settings_of_elastic_replicas_are_refused():
     for group in (World(None, "world", 0, 2), Across(None, "axis", 0, 2)):
         with pytest.raises(RuntimeError, match="scatter is not for groups across replicas"):
             group.scatter([], [])
 
 
-def test_events_have_one_order_for_all():
+def test_replica_events_have_one_order_on_all_ranks():
     """Four write at once; nobody's event is lost, and all read the same."""
     server = StoreServer.at("127.0.0.1", 0, secret := new_secret())
     store = StoreClient(server.address, secret)
@@ -268,7 +268,7 @@ def test_events_have_one_order_for_all():
 
 
 @pytest.mark.slow
-def test_a_loop_of_ones_own_goes_on(tmp_path):
+def test_custom_loop_continues_after_a_replica_fails(tmp_path):
     """Both replicas are lost once, the first of them with the rank that prints. Steps and losses are those of one start."""
     script = (Path(__file__).parent.parent / "examples/own_loop.py").read_text()
     script = script.replace("STEPS, GLOBAL", "_, GLOBAL")
@@ -323,9 +323,7 @@ def test_a_loop_of_ones_own_goes_on(tmp_path):
 @pytest.mark.parametrize(("more", "victim", "step", "moment"), [
     ({}, 0, 8, "send"), ({"fragments": 2, "delay": 2}, 1, 11, "forward"), ({"fragments": 2, "delay": 2}, 0, 10, "send"),
 ])  # fmt: skip
-def test_outer_steps_leave_out_what_a_lost_replica_had_not_sent(
-    tmp_path, more, victim, step, moment
-):
+def test_outer_steps_omit_unsent_updates_of_a_failed_replica(tmp_path, more, victim, step, moment):
     """The others compute its samples, and it comes back with what they share."""
     sync = {"name": "diloco", "every": 4, **more}
     words = ["launch.nproc_per_node=3", "launch.max_restarts=5", losing_outer_steps.__file__]

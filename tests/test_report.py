@@ -85,7 +85,7 @@ def bars(figure):
     return {bar.name: list(bar.x) for bar in figure.data}
 
 
-def test_a_folder_stands_for_the_runs_below_it(folder, capsys):
+def test_report_of_a_folder_covers_its_runs(folder, capsys):
     assert [run.name for run in read(folder)] == [LONG, "hybrid", "zero3"]
     (folder / "sweep" / "0").mkdir(parents=True)
     (folder / "sweep" / "0" / "metrics.jsonl").write_text("")
@@ -99,7 +99,7 @@ def test_a_folder_stands_for_the_runs_below_it(folder, capsys):
     assert command.main([str(folder / "sweep"), "--markdown"]) == 2
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+def test_runs_of_one_name_are_distinguished_by_folder(tmp_path):
     for name in ("a/0", "b/0"):
         write_run(tmp_path / name, [segment(1, 1, FOUR)], [row(1, 1, 1.0)])
     assert command.main([str(tmp_path), "--markdown"]) == 0
@@ -114,7 +114,7 @@ def test_more_runs_than_a_page_can_show_are_refused(folder, capsys):
     assert "27 runs are too many for one page" in capsys.readouterr().err
 
 
-def test_events_of_a_run(folder):
+def test_report_lists_events_of_a_run(folder):
     _, hybrid, zero3 = read(folder)
     events = events_of(hybrid)
     assert [(kind, step) for kind, step, _ in events] == [
@@ -130,7 +130,7 @@ def test_events_of_a_run(folder):
     assert shown == [("start", "1"), ("restart", "11"), ("start", "21"), ("changed settings", "21"), ("stop", "30")]  # fmt: skip
 
 
-def test_replicas_that_come_and_go_are_events(tmp_path):
+def test_failed_and_joining_replicas_are_events(tmp_path):
     names = (
         "step",
         "replicas/present",
@@ -148,7 +148,7 @@ def test_replicas_that_come_and_go_are_events(tmp_path):
     ]  # fmt: skip
 
 
-def test_one_mean_is_in_all_places(tmp_path):
+def test_report_shows_one_mean_everywhere(tmp_path):
     seconds = [0.1] * 9 + [1.1]
     rows = [{"step": n, "loss": 1.0, "time/step_s": s, "throughput/tokens_per_s": 100 / s} for n, s in enumerate(seconds, 1)]  # fmt: skip
     run = read_run(str(write_run(tmp_path / "run", [segment(1, 1, TWO)], rows)))
@@ -160,7 +160,7 @@ def test_one_mean_is_in_all_places(tmp_path):
     assert (beside["measured"], beside["predicted"], beside["difference"]) == ("200 ms", "80 ms", "+150.00%")  # fmt: skip
 
 
-def test_each_layout_of_a_run_has_rows_of_its_own(folder):
+def test_each_layout_of_a_run_has_separate_rows(folder):
     found = tables(read(folder))
     hybrid = [each for each in found["Runs"] if each["run"].startswith("hybrid")]
     assert [each["mesh"] for each in hybrid] == ["2 x 2 x 1", "1 x 2 x 1"]
@@ -175,7 +175,7 @@ def test_each_layout_of_a_run_has_rows_of_its_own(folder):
     assert shares["waits for shard (of a step)"] == "40.0%"
 
 
-def test_settings_that_differ_are_shown(folder):
+def test_differing_settings_are_shown(folder):
     settings = {each[""]: each for each in tables(read(folder))["Settings that differ"]}
     assert set(settings) == {"mesh.replicate", "mesh.shard", "strategy.name"}
     assert settings["strategy.name"]["zero3"] == "zero3"
@@ -215,7 +215,7 @@ def test_curves_have_a_line_for_each_run_and_marks_for_its_events(folder):
 
 
 @pytest.mark.extras("plotly")
-def test_bars_add_up_to_the_whole(folder):
+def test_bars_add_up_to_the_wall_time(folder):
     drawn = figures(folder)
     step = bars(drawn["Where a step's time goes (means)"])
     # Each of the four layouts, in milliseconds
@@ -230,7 +230,7 @@ def test_bars_add_up_to_the_whole(folder):
 
 
 @pytest.mark.extras("plotly")
-def test_bytes_are_measured_beside_predicted(folder):
+def test_measured_and_predicted_bytes_are_shown(folder):
     moved = bars(figures(folder)["Bytes that a rank sends per step (means)"])
     assert list(moved) == ["replicate", "replicate, predicted", "shard", "shard, predicted"]
     assert moved["shard"] == [2.0] * 4  # MB

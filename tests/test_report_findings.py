@@ -47,7 +47,7 @@ def assert_said(sentences, words):
     ([thinned(ONE, slice(0, 9)), thinned(OTHER, slice(9, 24))], ""),
     ([ONE], ""),
 ])  # fmt: skip
-def test_equal_losses(runs, words):
+def test_equal_losses_are_a_finding(runs, words):
     assert_said(findings.equal_losses(runs), words)
 
 
@@ -57,7 +57,7 @@ def test_equal_losses(runs, words):
     ({"skipped_steps": 0.0}, ""),
     ({}, ""),
 ])  # fmt: skip
-def test_broken_steps(columns, words):
+def test_skipped_steps_are_a_finding(columns, words):
     assert_said(findings.broken_steps(run(**columns)), words)
 
 
@@ -68,7 +68,7 @@ def test_broken_steps(columns, words):
     (0.5, {}, ""),
     (math.nan, {"data": 5.0}, ""),
 ])  # fmt: skip
-def test_low_goodput(fraction, lost, words):
+def test_low_goodput_is_a_finding(fraction, lost, words):
     columns = {f"goodput/lost_{cause}_s": seconds for cause, seconds in lost.items()}
     given = run(**columns, goodput__fraction=fraction, goodput__wall_s=7200.0)
     assert_said(findings.low_goodput(given), words)
@@ -93,7 +93,7 @@ WAIT = {"comm__shard__exposed_seconds": 0.4}
     (WAIT, ""),
     ({}, ""),
 ])  # fmt: skip
-def test_waits(columns, words):
+def test_exposed_communication_is_a_finding(columns, words):
     given = run(time__step_s=1.0, **columns)
     assert_said(findings.waits(given), words)
     assert findings.waits(thinned(given, slice(0, 12))) == []
@@ -108,13 +108,13 @@ def test_waits(columns, words):
     # Slow for a while
     (1.0, [1.5] * 18 + [1.0] * 6, ""),
 ])  # fmt: skip
-def test_slow_rank(ranks, skew, words):
+def test_slow_rank_is_a_finding(ranks, skew, words):
     given = run(hosts=["a/1", "b/1"], rank__slowest=ranks, rank__skew=skew)
     assert_said(findings.slow_rank(given), words)
     assert findings.slow_rank(thinned(given, slice(0, 12))) == []
 
 
-def test_a_report_says_them_in_one_list():
+def test_report_lists_all_findings():
     both = [run(name, loss=FALLING, skipped_steps=2.0, time__step_s=1.0, time__data_s=0.5) for name in "ab"]  # fmt: skip
     assert [sentence.split()[0] for sentence in findings.describe_runs(both)] == ["Losses", "a", "b", "a", "b"]  # fmt: skip
     assert findings.describe_runs([run()]) == ["Nothing that somebody should act on."]

@@ -13,7 +13,7 @@ from parallel2d.training.checkpoint import Checkpoint
 
 
 @pytest.mark.slow
-def test_stops_and_other_layouts_change_neither_batches_nor_losses(ranks, folder):
+def test_resume_on_other_layouts_keeps_batches_and_losses(ranks, folder):
     assert ranks.run(4, jobs.run, str(folder), str(folder / "whole"), (), 8)[0] == 0
     moved = str(folder / "moved")
     # saved 2; step 3 is lost
@@ -54,7 +54,7 @@ def validation(run_dir: Path):
 
 
 @pytest.mark.slow
-def test_averages_of_weights_go_on_on_another_layout_and_are_exported(ranks, folder):
+def test_ema_weights_resume_on_another_layout_and_are_exported(ranks, folder):
     alone, moved = folder / "alone", folder / "moved"
     ranks.run(1, jobs.run, str(folder), str(alone), (*AVERAGED, "strategy=ddp"), 2)
     for world, word in ((4, "strategy=hybrid_full"), (2, "strategy=zero3")):
@@ -71,7 +71,7 @@ def test_averages_of_weights_go_on_on_another_layout_and_are_exported(ranks, fol
 
 
 @pytest.mark.slow
-def test_averages_are_what_is_validated_and_of_what_replicas_of_diloco_share(ranks, folder):
+def test_ema_weights_are_validated_and_follow_shared_parameters_of_diloco(ranks, folder):
     run_dir, words = folder / "run", (*AVERAGED, "sync=diloco", "sync.every=2")
     for steps in (2, 1):
         ranks.run(4, jobs.run, str(folder), str(run_dir), words, steps)
@@ -87,7 +87,7 @@ def test_averages_are_what_is_validated_and_of_what_replicas_of_diloco_share(ran
     assert validation(folder / "again") == pytest.approx(validation(run_dir)[-1:], rel=1e-10)
 
 
-def test_fp16_scale_and_skipped_steps_survive_a_stop_and_all_is_bitwise_the_same(ranks, folder):
+def test_fp16_loss_scale_and_skipped_steps_resume_bitwise(ranks, folder):
     words = ("precision=fp16", "optimizer.lr=1e-3", "train.micro_batch_size=2")
     ranks.run(2, jobs.run, str(folder), str(folder / "whole"), words, 8)
     for steps in (4, 4):

@@ -62,7 +62,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs a second user")
 
 @pytest.mark.slow
 @needs_root
-def test_a_folder_that_somebody_else_holds_is_not_used(tmp_path):
+def test_shared_folder_of_another_user_is_not_used(tmp_path):
     """Where the launcher would keep its records, another user has put one that names a command."""
     shared, marker = tmp_path / "tmp", tmp_path / "ran"
     shared.mkdir()
@@ -84,7 +84,7 @@ def test_a_folder_that_somebody_else_holds_is_not_used(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_two_nodes_need_a_secret_and_somebody_on_the_network_changes_nothing(tmp_path):
+def test_two_nodes_need_a_secret_and_strangers_change_no_loss(tmp_path):
     """While two nodes meet, train and end, a third host throws pickles and noise at their store."""
     words = [*TRAIN, "train.steps=12", "mesh.replicate=2", "strategy=hybrid"]
     secret, marker, over = tmp_path / "secret", tmp_path / "ran", tmp_path / "over"

@@ -32,7 +32,7 @@ def package_with(folder: Path, file: str, right: str, wrong: str) -> Path:
     return folder
 
 
-def test_late_gradients_pass_on_the_cpu_path_and_the_report_says_that_no_gpu_was_checked():
+def test_late_gradients_pass_on_cpu_and_report_names_missing_gpu():
     code, first, table, last = self_check("--only=streams", "--nproc=4")
     assert first.startswith("4 x CPU, torch ")
     assert first.endswith(": this checks the CPU path only, with gloo")
@@ -86,7 +86,7 @@ def test_gradient_that_is_read_before_it_is_written_fails(tmp_path, file, right,
 
 
 @pytest.mark.soak
-def test_run_that_begins_again_fails(tmp_path):
+def test_restarted_run_fails_the_self_check(tmp_path):
     forgets = package_with(
         tmp_path,
         "training/checkpoint/checkpointer.py",

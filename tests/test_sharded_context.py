@@ -51,7 +51,7 @@ def built():
     return sharded, same and first.keys() == second.keys()
 
 
-def test_a_model_built_in_the_context_is_the_one_that_parallelize_makes(ranks):
+def test_model_built_in_context_equals_parallelize(ranks):
     assert ranks.run(4, built) == [(True, True)] * 4
 
 
@@ -91,7 +91,7 @@ def several(mesh):
     return both, type(inner).__name__, tuple(out.shape)
 
 
-def test_each_outermost_module_is_parallelized_and_after_an_exception_none(ranks):
+def test_each_outermost_module_is_parallelized_unless_an_exception_is_raised(ranks):
     nothing = "model_sharded_context: no module with parameters was built insi"
     for said, half_done, still_on_meta, outermost in ranks.run(2, misused):
         assert said == [nothing] * 3
@@ -120,9 +120,7 @@ def weights_of_critics(draws):
 
 
 @pytest.mark.parametrize("draws", [False, True])
-def test_modules_of_one_context_have_different_weights_and_a_copy_those_of_its_original(
-    ranks, draws
-):
+def test_modules_of_one_context_have_different_weights_and_copies_equal_weights(ranks, draws):
     for first, second, *copied in ranks.run(2, weights_of_critics, draws):
         assert first != second
         assert copied == ([] if draws else [second])
@@ -204,7 +202,7 @@ def left_out(how, config, meta):
 
 
 @pytest.mark.parametrize("how", ["module", "base.*"])
-def test_frozen_parameters_can_be_left_out_of_sharding(ranks, how):
+def test_frozen_parameters_can_be_ignored_by_sharding(ranks, how):
     torch.manual_seed(0)
     model = Adapted()
     losses = trained(model, model.adapter.parameters())
@@ -248,7 +246,7 @@ def refused():
     return said, refusal(parallelize, llama, split, **options)
 
 
-def test_what_cannot_be_left_out_is_refused(ranks):
+def test_invalid_ignored_parameters_are_refused(ranks):
     for said, planned in ranks.run(2, refused):
         for text, expected in zip(said, REFUSED.values(), strict=True):
             assert expected in text

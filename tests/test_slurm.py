@@ -120,13 +120,13 @@ def live_twice(folder: Path, *words: str, **variables: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_signal_saves_requeues_and_the_next_life_goes_on(folder):
+def test_signal_saves_and_requeues_and_the_next_start_resumes(folder):
     """Ranks by srun: one node, two tasks."""
     live_twice(folder, START="ranks", TASKS_PER_NODE="2")
 
 
 @pytest.mark.soak
-def test_a_launcher_on_each_of_two_nodes_does_the_same(folder):
+def test_launchers_on_two_nodes_save_requeue_and_resume(folder):
     """Both nodes are this machine: two launchers with a rank each, which meet where others could, as launchers refuse loopback."""
     addresses = [each.address for each in list_interfaces() if not is_loopback(each.address)]
     address = next((each for each in addresses if ":" not in each), None)
@@ -161,7 +161,7 @@ SAVES = 'trap "sleep 0.2; exit 75" USR1; echo up; while :; do sleep 0.02; done'
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_tasks_hear_of_the_end_by_sigusr1_and_have_the_time_to_save(folder, number):
+def test_tasks_receive_sigusr1_with_time_to_save(folder, number):
     # the second comes while they save
     code, log, notes = run_stand_in(folder, SAVES, (number, number))
     assert code == 75
@@ -171,14 +171,14 @@ def test_tasks_hear_of_the_end_by_sigusr1_and_have_the_time_to_save(folder, numb
 
 
 @pytest.mark.parametrize(("code", "life", "again"), [(0, 0, False), (1, 0, False), (75, 0, True), (75, 200, False)])  # fmt: skip
-def test_only_a_run_that_saved_is_requeued_and_not_for_ever(folder, code, life, again):
+def test_only_saved_run_is_requeued_a_bounded_number_of_times(folder, code, life, again):
     ended, _, notes = run_stand_in(folder, f"exit {code}", INCARNATION=str(life))
     assert ended == code
     assert bool(notes) is again
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_launchers_of_several_nodes_meet_on_the_first_and_are_no_ranks(folder, nodes):
+def test_launchers_of_several_nodes_use_the_first_node_and_are_not_ranks(folder, nodes):
     program = 'echo "words $*, rank ${SLURM_PROCID:-none}"'
     _, log, _ = run_stand_in(
         folder, program, SLURM_JOB_NUM_NODES=str(nodes), SLURM_JOB_NODELIST="gpu7", SLURM_JOB_ID="17"
@@ -193,7 +193,7 @@ def test_launchers_of_several_nodes_meet_on_the_first_and_are_no_ranks(folder, n
         assert line.endswith("rank none")
 
 
-def test_nodes_that_are_not_fit_are_not_trained_on(folder):
+def test_nodes_that_fail_preflight_do_not_train(folder):
     program = '[[ $2 == parallel2d.preflight ]] && exit 1; echo "trained"'
     code, log, notes = run_stand_in(folder, program, PREFLIGHT="1")
     assert (code, notes) == (1, "")

@@ -179,7 +179,7 @@ def _additions(precision, spec, strategy, mode):
 @pytest.mark.parametrize(("spec", "strategy", "mode"), [
     (HYBRID, "hybrid", "full"), (HYBRID, "hybrid_zero2", "none"), (MeshSpec(), "ddp", "reduce_scatter_only"),
 ])  # fmt: skip
-def test_every_addition_is_in_fp32_whatever_travels(ranks, spec, strategy, mode):
+def test_additions_are_in_fp32_for_every_communication_dtype(ranks, spec, strategy, mode):
     found = ranks.run(4, _additions, "bf16_reduce_bf16", spec, strategy, mode)
     for dtypes, sent, summed, kept in found:
         assert torch.bfloat16 not in dtypes
@@ -223,7 +223,7 @@ class Routed(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_tensor_axis_rounds_the_gradients_of_whole_weights_no_more_than_one_rank(ranks):
+def test_tensor_axis_rounds_replicated_gradients_like_one_rank(ranks):
     alone = ranks.run(1, _tensor_errors, 1)[0]
     split = ranks.run(4, _tensor_errors, 4)[0]
     assert all(split[kind] <= 1.05 * alone[kind] for kind in alone), (alone, split)
@@ -272,7 +272,7 @@ def _different_routes(one_host, strategy, mode, case):
     (True, "hybrid", "reduce_scatter_only", WholeBlocks), (True, "zero3", "none", WholeBlocks),
     (True, "hybrid", "reduce_scatter_only", Swapped), (False, "zero3", "full", Swapped),
 ])  # fmt: skip
-def test_other_blocks_on_a_rank_of_a_shard_group_are_refused(ranks, one_host, strategy, mode, case):
+def test_different_blocks_within_a_shard_group_are_refused(ranks, one_host, strategy, mode, case):
     """Left out or in another order; on several hosts ranks compare hashes."""
     answers = ranks.run(4, _different_routes, one_host, strategy, mode, case)
     for told, worst in answers:
@@ -458,7 +458,7 @@ def _odd_loops():
     return found
 
 
-def test_loops_that_people_write_give_the_gradients_of_one_process(ranks):
+def test_custom_loops_give_the_gradients_of_one_process(ranks):
     for found in ranks.run(4, _odd_loops):
         assert {name: worst for name, worst in found.items() if not worst <= 1e-9} == {}
 
@@ -478,7 +478,7 @@ def _lacking():
     }
 
 
-def test_private_names_of_torch_are_there(ranks):
+def test_private_names_of_torch_exist(ranks):
     missing = {
         f"{getattr(owner, '__name__', owner)}.{name}"
         for owner, names in fsdp_internals.REACHED

@@ -88,7 +88,7 @@ def test_four_replicas_equal_their_reference(ranks, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), [("int8", "reduce_scatter_only"), ("diloco", "none")])
-def test_accumulation_changes_nothing(ranks, name, mode):
+def test_accumulation_keeps_losses_and_weights(ranks, name, mode):
     run = functools.partial(ranks.run, 4, sync_runs.run, TWO_BY_TWO, *METHODS[name], steps=6)
     once, twice = run()[0], run(accumulation=2, mode=mode)[0]
     # A sum that is rounded differently by 1e-16 may fall to another code, one in some thousand.
@@ -98,7 +98,7 @@ def test_accumulation_changes_nothing(ranks, name, mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int4", "split_int4", "in_flight"])
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(ranks, tmp_path, name):
+def test_resumed_run_equals_the_uninterrupted_run_bitwise(ranks, tmp_path, name):
     case, folder = (TWO_BY_TWO, *METHODS[name]), str(tmp_path)
     whole = ranks.run(4, sync_runs.run, *case, steps=11)
     # In the middle of a period of five, and with fragments on their way.
@@ -118,7 +118,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("number", [
     *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2)), *(pytest.param(each, marks=pytest.mark.soak) for each in (0, 3)),
 ])  # fmt: skip
-def test_every_layout_goes_on_from_another(ranks, tmp_path, number):
+def test_every_layout_resumes_from_another(ranks, tmp_path, number):
     """Each once as source and once as target."""
     source, target = LAYOUTS[number - 1], LAYOUTS[number]
     folder = str(tmp_path)
@@ -134,7 +134,7 @@ def test_every_layout_goes_on_from_another(ranks, tmp_path, number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int4", "split_int4", "diloco_int4"])
-def test_replicas_come_and_go_between_outer_steps(ranks, tmp_path, name):
+def test_replicas_fail_and_rejoin_between_outer_steps(ranks, tmp_path, name):
     """Two replicas after four, and four after two: the shared parameters stay, what was not sent yet keeps its mean over the
     replicas, and training goes on."""
     strategy, sync = METHODS[name]
@@ -179,7 +179,7 @@ def _flip_one_bit(cases, rank):
     return said
 
 
-def test_one_bit_of_one_replica_is_found_and_named(ranks):
+def test_one_flipped_bit_of_a_replica_is_named(ranks):
     cases = [("hybrid", {}), ("hybrid_full", {}), ("hybrid", DILOCO)]
     for said in ranks.run(4, _flip_one_bit, cases, 3):
         assert len(said) == 3
@@ -187,7 +187,7 @@ def test_one_bit_of_one_replica_is_found_and_named(ranks):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_comes_through_every_code_in_its_place(value):
+def test_quantizers_keep_non_finite_values_in_place(value):
     values = torch.randn(700, generator=torch.Generator().manual_seed(1))
     values[300] = value
     for bits in (8, 4):
@@ -236,7 +236,7 @@ def _compare_kernels(bits):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_kernels_for_gpus_compute_the_bits_of_the_operators(bits, monkeypatch):
+def test_gpu_kernels_equal_the_operators_bitwise(bits, monkeypatch):
     pytest.importorskip("triton")
     # Triton's interpreter runs them on the CPU in a process that begins with this variable.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -332,7 +332,7 @@ def _residuals_after(*events):
     return found, weights_of(model)
 
 
-def test_residuals_change_with_an_update_alone(ranks):
+def test_error_feedback_changes_only_with_an_update(ranks):
     stepped, updated = ranks.run(2, _residuals_after, "step")[0]
     assert largest_difference(*stepped) > 0.0
     for refusal in ("refused", "zeroed refused"):
@@ -404,7 +404,7 @@ def _written(strategy, sync, how):
     ("hybrid_full", {"wire": "bf16"}, "loaded"), ("hybrid_full", {"wire": "bf16"}, "in place"),
     ("ddp", {"name": "diloco", "every": 2}, "loaded"),
 ], ids=str)  # fmt: skip
-def test_what_is_written_to_parameters_stays(ranks, strategy, sync, how):
+def test_values_written_to_parameters_are_kept(ranks, strategy, sync, how):
     for value in ranks.run(2, _written, strategy, sync, how):
         assert value == pytest.approx(2.0, abs=0.2)
 
@@ -426,7 +426,7 @@ def _states_around_averages(strategy, sync):
 
 
 @pytest.mark.parametrize(("strategy", "sync"), [("hybrid_full", {"wire": "bf16"}), ("ddp", {"name": "diloco", "every": 2})])  # fmt: skip
-def test_averages_are_saved_where_they_are_shown_and_change_nothing(ranks, strategy, sync):
+def test_ema_weights_are_saved_inside_their_context_and_change_no_state(ranks, strategy, sync):
     (before, inside, after), average = ranks.run(2, _states_around_averages, strategy, sync)[0]
     assert torch.equal(before, after)
     assert torch.equal(inside, average)
@@ -453,7 +453,7 @@ def _scaled_by_hand(how):
 
 
 @pytest.mark.parametrize("how", ["rows", "parameters", "parameters, saved"])
-def test_rows_that_are_scaled_by_hand_keep_what_rounding_takes(ranks, how):
+def test_rows_scaled_by_the_user_keep_their_rounding_error(ranks, how):
     assert max(ranks.run(2, _scaled_by_hand, how)) < 1e-12
 
 
@@ -467,7 +467,7 @@ def _dropped(strategy):
     return parallel2d.clip_gradient_norm(model.parameters(), 1.0).item()
 
 
-def test_zero_grad_drops_what_is_not_reduced_yet_with_split_updates_too(ranks):
+def test_zero_grad_drops_unreduced_gradients_also_with_split_updates(ranks):
     whole, split = ranks.run(2, _dropped, "ddp"), ranks.run(2, _dropped, "hybrid_full")
     assert split == pytest.approx(whole, rel=1e-12)
 
@@ -541,7 +541,7 @@ def test_a_mistake_in_a_loop_is_an_error(ranks, mistake, strategy, sync, message
         ranks.run(2, mistake, strategy, sync)
 
 
-def test_what_rounding_takes_of_a_narrow_parameter_is_no_change():
+def test_rounding_of_low_precision_parameters_is_not_a_change():
     parameter = OuterParameter("narrow", torch.nn.Parameter(torch.ones(3).bfloat16()), False)
     with torch.no_grad():
         parameter.outer += torch.tensor([1e-4, 0.3, -1e-3])

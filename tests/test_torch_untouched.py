@@ -129,13 +129,13 @@ def _run(folder, job, ranks):
     return [text[-3000:] for text, code in zip(told, codes, strict=True) if code]
 
 
-def test_torch_is_as_it_was_in_training_and_after_it(tmp_path):
+def test_torch_is_unchanged_during_and_after_training(tmp_path):
     assert not _run(tmp_path, "short", 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["strategies", "context"])
-def test_torch_is_as_it_was_with_each_strategy_and_a_context_axis(tmp_path, job):
+def test_torch_is_unchanged_with_each_strategy_and_a_context_axis(tmp_path, job):
     assert not _run(tmp_path, job, 4)
 
 

@@ -49,7 +49,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_all_ranks_skip_a_step_that_one_rank_broke(ranks, folder, method):
+def test_all_ranks_skip_a_step_with_non_finite_gradients_on_one_rank(ranks, folder, method):
     words = (*breaking([3]), *METHODS[method])
     ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 6)
     found = jobs.rows(folder / "run")
@@ -58,7 +58,7 @@ def test_all_ranks_skip_a_step_that_one_rank_broke(ranks, folder, method):
     assert found[5]["loss"] < found[0]["loss"]
 
 
-def test_too_many_broken_steps_in_a_row_end_the_run(ranks, folder):
+def test_too_many_consecutive_skipped_steps_end_the_run(ranks, folder):
     words = (*breaking([2, 3, 4]), "train.max_skipped_steps=3")
     with pytest.raises(WorkerError, match="not finite in 3 steps in a row .*the last one step 4"):
         ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 6)
@@ -71,7 +71,7 @@ def flip_a_bit(trainer):
         local.view(-1).view(torch.int32)[5] ^= 1 << 9
 
 
-def test_a_replica_with_another_bit_ends_the_run_with_the_name_of_the_parameter(ranks, folder):
+def test_unequal_replica_ends_the_run_with_the_parameter_name(ranks, folder):
     words = ("strategy=ddp", "sync.compare_every=6", "checkpoint.enabled=false")
     says = r"embedding\.weight differs between ranks \[0\] and \[1\]"
     with pytest.raises(WorkerError, match=says):

@@ -75,7 +75,7 @@ def _odd(strategy, bucketing):
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", "zero3", "ddp"])
-def test_odd_models_train_as_in_one_process(ranks, strategy):
+def test_unusual_models_train_as_in_one_process(ranks, strategy):
     for bucketing in ("block", "layer"):
         for worst, dtypes in ranks.run(4, _odd, strategy, bucketing):
             assert worst < 1e-12
@@ -146,7 +146,7 @@ TOLD = (
 )
 
 
-def test_what_is_refused_says_the_way_out(ranks):
+def test_refused_scripts_name_the_remedy(ranks):
     for told in ranks.run(2, _refused):
         for sentence, pattern in zip(told, TOLD, strict=True):
             assert re.search(pattern, sentence), sentence

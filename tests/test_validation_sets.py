@@ -40,7 +40,7 @@ def losses(folder, name):
 
 
 @pytest.mark.slow
-def test_each_set_has_a_loss_of_its_own_in_any_order_and_on_any_layout(ranks, folder):
+def test_each_validation_set_has_its_own_loss_on_every_layout(ranks, folder):
     runs = {
         "one": (1, f"{{{SUMS}, {SHORT}, {SAME}}}", ()),
         "hybrid": (4, f"{{{SAME}, {SHORT}, {SUMS}}}", ("mesh.replicate=2",)),
@@ -60,7 +60,7 @@ def test_each_set_has_a_loss_of_its_own_in_any_order_and_on_any_layout(ranks, fo
     assert len({row["validation/sums/loss"] for row in first}) == 2
 
 
-def test_a_run_with_named_sets_trains_as_one_without(ranks, folder):
+def test_named_validation_sets_do_not_change_training(ranks, folder):
     named = (*VALIDATED, f"data.validation={{{SUMS}}}")
     runs = {"plain": VALIDATED, "named": named, "alone": (*named, "data.validation_fraction=0")}
     for name, words in runs.items():
@@ -72,7 +72,7 @@ def test_a_run_with_named_sets_trains_as_one_without(ranks, folder):
     assert [list(row) for row in losses(folder, "alone")] == [["validation/sums/loss"]] * 2
 
 
-def test_a_set_is_read_as_a_whole_unless_a_fraction_is_given(folder):
+def test_validation_set_is_fully_read_without_a_fraction(folder):
     path = str(folder / "sums.txt")
     data = data_of(folder, validation={"whole": {"path": path}})
     assert data.named_validation["whole"].end.policy == "pad"
@@ -83,7 +83,7 @@ def test_a_set_is_read_as_a_whole_unless_a_fraction_is_given(folder):
     assert len(part.named_validation["part"]) == len(half.validation)
 
 
-def test_of_a_prepared_folder_the_held_out_part_is_read(folder):
+def test_held_out_part_of_a_prepared_folder_is_read(folder):
     for name, fraction in (("parts", "0.5"), ("whole", "0")):
         words = ["prepare", str(folder / "corpus.txt"), "--output", str(folder / name)]
         assert prepare([*words, "--validation-fraction", fraction]) == 0
@@ -97,7 +97,7 @@ def test_of_a_prepared_folder_the_held_out_part_is_read(folder):
     assert len(data.named_validation["whole"]) == len(whole.train)
 
 
-def test_a_set_is_no_part_of_what_a_checkpoint_belongs_to(folder):
+def test_validation_sets_are_not_in_the_data_fingerprint(folder):
     plain, named = data_of(folder), data_of(folder, validation={"a": {"path": str(folder / "sums.txt")}})  # fmt: skip
     assert plain.fingerprint == named.fingerprint
     assert plain.validation_fingerprint != named.validation_fingerprint
@@ -113,13 +113,13 @@ def test_a_set_is_no_part_of_what_a_checkpoint_belongs_to(folder):
     ({"split": "test"}, r"data\.validation\.it\.split=test has no effect with .*only with hf"),
     ({"name": "custom", "target": "a:b"}, "all sets are custom, or none"),
 ])  # fmt: skip
-def test_a_wrong_entry_is_one_message(folder, entry, problem):
+def test_wrong_validation_set_gives_one_message(folder, entry, problem):
     with pytest.raises(ConfigError, match=problem) as caught:
         data_of(folder, validation={"it": entry})
     assert "Traceback" not in str(caught.value)
 
 
-def test_a_wrong_name_is_one_message(folder):
+def test_wrong_name_of_a_validation_set_gives_one_message(folder):
     with pytest.raises(ConfigError, match="a set's name has letters, digits"):
         data_of(folder, validation={"a/b": {}})
 
@@ -171,7 +171,7 @@ def test_a_resumed_run_ends_at_the_same_step(ranks, folder):
     assert jobs.rows(folder / "run")[-1]["samples"] == 2 * samples_of(folder) // 64 * 64
 
 
-def test_what_does_not_fit_the_epochs_is_refused_once_the_data_are_known(ranks, folder):
+def test_settings_that_conflict_with_epochs_are_refused_with_known_data(ranks, folder):
     from workers import WorkerError
 
     steps = samples_of(folder) // 16

@@ -76,7 +76,7 @@ def _broadcast(how, source):
 
 
 @pytest.mark.parametrize(("how", "source", "saved"), [("real", 3, 3.0), ("meta", 0, 1.0)])
-def test_all_ranks_start_from_one_ranks_weights_and_buffers(ranks, how, source, saved):
+def test_broadcast_gives_all_ranks_weights_and_buffers_of_one_rank(ranks, how, source, saved):
     found = ranks.run(4, _broadcast, how, source)
     assert found == [(True, [saved] * 3, [0.0, 1.0, 2.0, 3.0, 4.0])] * 4
 
@@ -93,7 +93,7 @@ def _broadcast_tied():
     return equals(model, expected)
 
 
-def test_weights_tied_on_the_rank_they_come_from_are_tied_on_all(ranks):
+def test_tied_weights_of_the_source_rank_are_tied_on_all_ranks(ranks):
     assert ranks.run(2, _broadcast_tied) == [True, True]
 
 
@@ -139,7 +139,7 @@ def _models_that_differ():
     return told
 
 
-def test_ranks_with_different_models_are_told_what_differs(ranks):
+def test_different_models_on_ranks_are_refused_with_the_difference(ranks):
     start = "ranks [1] have a different model than rank 0. Rank 1 has "
     for told in ranks.run(2, _models_that_differ):
         for text, (how, _, expected) in zip(told, OTHER_MODELS, strict=True):
@@ -193,7 +193,7 @@ def _load_large(how, rows, folder):
 
 
 @pytest.mark.parametrize("how", ["broadcast_from", "load_state", "load_pretrained"])
-def test_a_rank_that_receives_weights_holds_its_part_and_a_piece(ranks, tmp_path, how):
+def test_receiving_rank_holds_its_shard_and_one_chunk(ranks, tmp_path, how):
     for rank, (right, beside) in enumerate(ranks.run(4, _load_large, how, 10_000, str(tmp_path))):
         assert right == [True, True]
         if rank or how == "load_pretrained":
@@ -319,7 +319,7 @@ def _summon(sizes):
 
 
 @pytest.mark.parametrize("sizes", [{}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)])
-def test_whole_parameters_for_a_moment(ranks, sizes):
+def test_summoned_parameters_are_unsharded_inside_the_context(ranks, sizes):
     for found, dropped in ranks.run(4, _summon, sizes):
         assert found == [({changed}, {doubled}) for _, (changed, doubled) in SUMMONED]
         assert dropped == [["output.weight"]] * 2
@@ -359,7 +359,7 @@ def _clip():
     return same, clip_gradient_norm(model.parameters(), math.inf).item() > 3
 
 
-def test_clipping_by_value_is_that_of_a_single_process(ranks):
+def test_clipping_by_value_equals_a_single_process(ranks):
     assert ranks.run(4, _clip) == [(True, True)] * 4
 
 
@@ -372,7 +372,7 @@ def test_clipping_by_value_is_that_of_a_single_process(ranks):
     ([["a"], ["b"]], False, 0, {"a": (), "b": ()}, None),
     ([["a", "b"]], False, None, dict.fromkeys("ab", (4, 2)), None),
 ])  # fmt: skip
-def test_tensors_that_leave_a_hole_are_refused(names, stacked, dim, shapes, whole):
+def test_tensors_with_gaps_are_refused(names, stacked, dim, shapes, whole):
     headers = {name: (None, Entry("F32", shape, 0, 0)) for name, shape in shapes.items()}
     form = StoredForm(names, stacked, dim)
     if whole is None:

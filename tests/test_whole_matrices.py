@@ -191,7 +191,7 @@ def train(kind: str, layout: str, folder: str, resumes: bool) -> tuple[Any, Any,
     pytest.param("stacked", "tensor", "tensor", marks=pytest.mark.slow),
     pytest.param("lists", "hybrid", "zero3", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_updates_are_those_of_one_process_when_resumed(ranks, tmp_path, kind, first, then):
+def test_updates_equal_one_process_when_resumed(ranks, tmp_path, kind, first, then):
     model = plain(first)
     optimizer = built(kind, model, wrap=False)
     steps(model, optimizer, None, 1, 2)
@@ -288,7 +288,7 @@ def without_the_wrapper(saved: dict[str, Any]) -> dict[str, Any]:
     return weights_of(model)
 
 
-def test_what_sharded_parameters_do_not_take_is_explained_and_whole_state_is_cut(ranks):
+def test_unsupported_calls_on_sharded_parameters_are_explained_and_full_state_is_sharded(ranks):
     model = plain("hybrid")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     start = {name: each.clone() for name, each in model.state_dict().items()}
