@@ -24,7 +24,6 @@ from test_faults import compare
 from test_launch import SLOWLY, command
 
 from parallel2d.base.replicas.events import Events, post
-from parallel2d.base.replicas.lasting_groups import Across, World
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import new_secret
 from parallel2d.base.store.server import StoreServer
@@ -32,8 +31,8 @@ from parallel2d.base.store.server import StoreServer
 # While a replica that joins gets the state: until the test has killed somebody
 HELD = """
 import os
-from parallel2d.base.replicas import Presence
-plain = Presence.link
+from parallel2d.base.replicas import Quorum
+plain = Quorum.link
 def held(self, joiner):
     send, end = plain(self, joiner), time.monotonic() + 60
     def slowly(tensor):
@@ -42,7 +41,7 @@ def held(self, joiner):
             time.sleep(0.02)
         return send(tensor)
     return send and slowly
-Presence.link = held
+Quorum.link = held
 """
 
 
@@ -237,12 +236,6 @@ def test_ranks_that_are_killed_at_random_moments_change_nothing(tmp_path, strate
     print(f"\n{row['step']} steps, lost in {len(seconds)} of them (s, median and 95 %):")
     print(statistics.median(seconds), seconds[int(len(seconds) * 0.95)])
     assert statistics.median(seconds) < 1.0
-
-
-def test_what_replicas_that_come_and_go_cannot_do_is_said():
-    for group in (World(None, "world", 0, 2), Across(None, "axis", 0, 2)):
-        with pytest.raises(RuntimeError, match="scatter is not for groups across replicas"):
-            group.scatter([], [])
 
 
 def test_events_have_one_order_for_all():

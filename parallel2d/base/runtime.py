@@ -229,7 +229,7 @@ def _join(
     device = _choose_device(identity)
     if device.type != "cpu":
         together = None  # all ranks restart after a loss
-    prepare_rank(identity.world_size, may_lose_replicas=together is not None)
+    prepare_rank(identity.world_size)
     # Gloo then connects a pair of ranks at their first message. Otherwise each group connects every
     # rank with all others, and reads their addresses from the store: N descriptors per rank and
     # group, and 8 N^3 bytes for N ranks.
@@ -332,7 +332,9 @@ def release_groups() -> None:
 def patient_group(timeout: timedelta) -> dist.ProcessGroup:
     """Make a gloo group of all ranks for work that waits for disks: `limit_waiting` does not change
     its ``timeout``. Collective."""
-    group = dist.new_group(backend="gloo", timeout=timeout)
+    # Where replicas may be lost, only the default backend makes a group that outlives them.
+    backend = None if current() is not None else "gloo"
+    group = dist.new_group(backend=backend, timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)  # every rank is a member
     _patient.add(group)
     return group
@@ -344,10 +346,8 @@ def limit_waiting(seconds: float) -> None:
     torch's own default again, those of a mesh from `parallel2d.build_mesh` the one of the world;
     groups in which checkpoints are saved keep theirs."""
     limit = timedelta(seconds=seconds)
-    if (replicas := current()) is not None:
-        replicas.timeout = limit
     for group in list(dist.distributed_c10d._world.pg_map):
-        if getattr(group, "inner", group) is not None and group not in _patient:
+        if group not in _patient:
             dist.set_timeout(limit, group)
 
 

@@ -12,15 +12,17 @@ import contextlib
 import functools
 import logging
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config.parallel import AXES, MeshConfig, StrategyConfig, named_strategy
-from parallel2d.base.device import accelerator_type
+from parallel2d.base.device import accelerator_type, backend_for
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.metering import control_traffic
+from parallel2d.base.open_files import prepare_rank
 from parallel2d.base.replicas import absent_ranks, current, init_plain_world
 from parallel2d.base.runtime import release_groups
 from parallel2d.base.topology import Topology
@@ -72,6 +74,7 @@ def place_mesh(
     replicas = current()
     # From now on these replicas may be lost one by one.
     if replicas is not None and shape.replicate > 1:
+        prepare_rank(shape.world_size, replicas=shape.replicate)
         replicas.divide(ranks.reshape(shape.replicate, -1).tolist(), topology.hosts)
     elif replicas is not None:
         init_plain_world(replicas)  # torch takes the world for groups of all ranks
@@ -85,10 +88,28 @@ def place_mesh(
 
 def _mesh_of(device_type: str, ranks: torch.Tensor, shape: MeshShape) -> DeviceMesh:
     sizes = {axis: size for axis, size in shape.sizes.items() if size > 1 or axis in AXES[:2]}
-    mesh = DeviceMesh(device_type, ranks.reshape(*sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = DeviceMesh(
+        device_type,
+        ranks.reshape(*sizes.values()),
+        mesh_dim_names=tuple(sizes),
+        backend_override=_backends_of(device_type, tuple(sizes)),
+    )
     for axis in range(mesh.ndim):
         inherit_timeout(mesh.get_group(axis), mesh.device_type)
     return mesh
+
+
+def _backends_of(
+    device_type: str, axes: Sequence[str]
+) -> tuple[tuple[str | None, None], ...] | None:
+    """By axis the backend and its options, for `DeviceMesh`. If replicas may be lost, the axes
+    inside a replica get torch's own backends; those of the replicate axis are made by the default
+    group."""
+    replicas = current()
+    if replicas is None or not replicas.is_divided:
+        return None
+    inside = backend_for(device_type)
+    return tuple((None if axis == "replicate" else inside, None) for axis in axes)
 
 
 # An attribute of a mesh with a context axis
@@ -156,8 +177,6 @@ def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
     """Give ``group``, of a mesh axis, the timeout of the world's group; torch gives new groups its
     own default."""
     _axis_groups.append(weakref.ref(group, _axis_groups.remove))
-    if current() is not None:
-        return  # all groups of that world have one
     default = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
     # torch's fake backend has no options: it never waits.
     options = getattr(default, "options", None)

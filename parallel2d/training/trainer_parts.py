@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import TrainConfig
-from parallel2d.base.replicas import Presence
+from parallel2d.base.replicas import Quorum
 from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.data.feed import BatchPlan
 from parallel2d.training.data.opening import OpenData
@@ -39,7 +39,7 @@ class TrainerParts:
     checkpointer: Checkpointer
     claim: RunClaim  # checked before rows and checkpoints are written
     hooks: Sequence[Hook]  # called after every step
-    replicas: Presence | None = None  # where they may come and go
+    replicas: Quorum | None = None  # where they may come and go
     # Called on the rank that writes from now on, where the one that did is lost
     take_roles: Callable[[Any], None] = lambda trainer: None
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from parallel2d.base import metering
 from parallel2d.base.device import sent_to
+from parallel2d.base.replicas import position_over_replicas
 from parallel2d.parallel.sync.wires import Coder, Wire, put_back
 from parallel2d.parallel.sync.wires.blocks import (
     BLOCK,
@@ -117,8 +118,7 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup, parts: Sequence[Coded]) -> None:
         self._group = group
         self._parts = parts
-        self._replicas = group.size()
-        self._replica = group.rank()
+        self._replica, self._replicas = position_over_replicas(group)
         # Whether the means are on their way to all replicas; two replicas send none.
         self._means_sent = self._replicas == 2
         owners = 1 if self._means_sent else self._replicas
