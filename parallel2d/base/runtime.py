@@ -162,7 +162,9 @@ def setup(
             _stores[key] = connect(identity)
         store = dist.PrefixStore(f"parallel2d/setup/{_setups}", _stores[key])
     together = None
-    if replicas and AGENT in os.environ and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
+    starts_again = AGENT in os.environ and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
+    # On a device all ranks restart after a loss.
+    if replicas and starts_again and devices.accelerator_type() == "cpu":
         if _setups:
             raise ConfigError("setup(replicas=True): once in a process")
         # Launchers read there who is lost.
@@ -203,10 +205,12 @@ def process_group(
     host_id: str | None,
     first_timeout_s: float | None,
     together: int | None = None,
+    replica_backend: str = "gloo",
 ) -> Iterator[Runtime]:
     """As `setup`, on a store; at the end, but not after an exception, ranks wait for each other.
-    ``together``: replicas may come and go, see `replicas`, and so many ranks start together."""
-    runtime = _join(identity, store, timeout_s, first_timeout_s, host_id, together)
+    ``together``: replicas may be lost, see `replicas`, and so many ranks start together.
+    ``replica_backend``: of collectives across them on a device."""
+    runtime = _join(identity, store, timeout_s, first_timeout_s, host_id, together, replica_backend)
     # After an exception the other ranks may never get to the end.
     wait_s = 0.0
     try:
@@ -223,12 +227,11 @@ def _join(
     first_timeout_s: float | None,
     host_id: str | None,
     together: int | None = None,
+    replica_backend: str = "gloo",
 ) -> Runtime:
     """Makes the default process group and gathers the hosts of its ranks. Collective."""
     global _hosts
     device = _choose_device(identity)
-    if device.type != "cpu":
-        together = None  # all ranks restart after a loss
     prepare_rank(identity.world_size)
     # Gloo then connects a pair of ranks at their first message. Otherwise each group connects every
     # rank with all others, and reads their addresses from the store: N descriptors per rank and
@@ -239,7 +242,7 @@ def _join(
     timeout = timedelta(seconds=waits.longest_wait)
     if together is not None:
         life = int(os.environ.get(LIFE, "0"))
-        init_world(store, rank, size, together, life, timeout)
+        init_world(store, rank, size, together, life, timeout, device, replica_backend)
     else:
         backend = devices.backend_for(device.type)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

@@ -77,7 +77,7 @@ def place_mesh(
         prepare_rank(shape.world_size, replicas=shape.replicate)
         replicas.divide(ranks.reshape(shape.replicate, -1).tolist(), topology.hosts)
     elif replicas is not None:
-        init_plain_world(replicas)  # torch takes the world for groups of all ranks
+        init_plain_world(replicas, backend_for(device_type))
     mesh = _mesh_of(device_type, ranks, shape)
     if shape.context > 1:
         sharding_mesh(mesh)

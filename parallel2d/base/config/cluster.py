@@ -64,6 +64,10 @@ class ClusterConfig:
     name: str = option("local", "What reports call these machines")
     nodes: int | str = option("auto", "Number of nodes; auto = the largest of launch.nnodes", min=1)
     ranks_per_node: int | str = option("auto", "Ranks of each; auto = launch.nproc_per_node", min=1)
+    # Found by python -m parallel2d.preflight --self-check
+    replica_backends: list[str] = option(
+        [], "Backends with which training continues after the loss of a replica: gloo, nccl2"
+    )
     device: DeviceConfig = field(default_factory=DeviceConfig)
     inside_node: LinkConfig = field(default_factory=LinkConfig)  # of one rank
     between_nodes: LinkConfig = field(default_factory=LinkConfig)  # of a node: its ranks share it

@@ -126,17 +126,25 @@ def axis_options() -> AxisOptions | None:
 
 
 def init_world(
-    store: Any, rank: int, size: int, together: int, life: int, timeout: timedelta
+    store: Any,
+    rank: int,
+    size: int,
+    together: int,
+    life: int,
+    timeout: timedelta,
+    device: torch.device,
+    backend: str,
 ) -> Quorum:
     """Make `World`, of ``size`` ranks, the default process group. Collective over the ranks that
-    start together: in the first life of all replicas the first ``together``."""
-    quorum = Quorum(store, rank, together, life, timeout)
+    start together: in the first life of all replicas the first ``together``. ``backend``: of
+    tensors on ``device`` across replicas, gloo or nccl2."""
+    quorum = Quorum(store, rank, together, life, timeout, device, backend)
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             NAME,
             lambda given, options: create(_current[0], given, options),
             extended_api=True,
-            devices=["cpu"],
+            devices=sorted({"cpu", device.type}),
         )
     _current[:] = [quorum]
     dist.init_process_group(
@@ -145,14 +153,15 @@ def init_world(
     return quorum
 
 
-def init_plain_world(replicas: Quorum) -> None:
-    """Makes gloo's own the default process group in the place of `World`. Collective."""
+def init_plain_world(replicas: Quorum, backend: str) -> None:
+    """Make a group of torch's own ``backend`` the default process group in the place of `World`.
+    Collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     forget()
     store = PrefixStore("plain", replicas.own_store)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=replicas.timeout
+        backend, store=store, rank=rank, world_size=size, timeout=replicas.timeout
     )
 
 

@@ -19,6 +19,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas.communicators import (
+    BACKENDS,
     Collective,
     Communicator,
     Gloo,
@@ -86,8 +87,18 @@ class Quorum:
         exit_code: of this rank if the others continue without its replica.
     """
 
-    def __init__(self, store: Any, rank: int, together: int, life: int, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        together: int,
+        life: int,
+        timeout: timedelta,
+        device: torch.device,
+        backend: str,
+    ) -> None:
         self.store, self.rank, self.life, self.timeout = store, rank, life, timeout
+        self._device, self._backend = device, backend
         self.on = self.needs_all = self.is_divided = self._ends = False
         self.in_step = self.committed = False
         self.has_state = not life
@@ -191,10 +202,13 @@ class Quorum:
         store = PrefixStore(f"{key}/inside/{self.replica}", self.own_store)
         return lazy_gloo(store, self.place, len(self.ranks[self.replica]), timeout)
 
-    def new_link(self, key: str, timeout: timedelta) -> Link:
-        """A communicator of the ranks in this position of each live replica. Collective over
-        them."""
-        link = Link(key, Gloo(), timeout)
+    def new_link(self, key: str, timeout: timedelta, *, on_device: bool = False) -> Link:
+        """A communicator of the ranks in this position of each live replica, for tensors on CPU or
+        on the device. Collective over them."""
+        make = BACKENDS[self._backend if on_device else "gloo"]
+        identity = self.life * len(self.ranks) + self.replica
+        store = PrefixStore(f"replicas/communicator/{key}", self.store)
+        link = Link(key, make(self._device, store, identity), timeout)
         link.communicator.use(self._connected(link, PrefixStore(key, self.own_store)))
         self._links.append(link)
         return link
@@ -202,7 +216,12 @@ class Quorum:
     def _connected(self, link: Link, store: Any) -> Any:
         live = self.live_replicas
         number = live.index(self.replica)
-        return link.communicator.connect(store, number, len(live), link.timeout)
+        epoch = self.epoch
+
+        def stop() -> bool:
+            return self.on and self._is_over(epoch)
+
+        return link.communicator.connect(store, number, len(live), link.timeout, stop)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long the ranks of this replica wait for each other in collectives of the
@@ -266,16 +285,13 @@ class Quorum:
 
     # Collectives that may be abandoned
 
-    def begin(
-        self, link: Link, call: Callable[[Any], dist.Work], tensors: tuple[object, ...], epoch: int
-    ) -> Collective | None:
-        """Start the collective ``call(group)`` of quorum ``epoch``; None if that has lost a
-        replica."""
+    def begin(self, link: Link, epoch: int, name: str, *arguments: Any) -> Collective | None:
+        """Start the collective ``name`` of quorum ``epoch``; None if that has lost a replica."""
         if not self.on:
-            return link.communicator.start(call, *tensors)
+            return link.communicator.start(name, *arguments)
         if not self._is_over(epoch):
             try:
-                return link.communicator.start(call, *tensors)
+                return link.communicator.start(name, *arguments)
             except RuntimeError:
                 self._fail(epoch)
         return None
@@ -388,6 +404,12 @@ class Quorum:
         """Wait for the record of the next quorum with this replica."""
         for link in self._links:
             link.communicator.abort()
+        for link in self._links:
+            link.communicator.drain()
+        # Nobody hears that this replica is ready for the next quorum before all of its ranks are:
+        # others may still read memory of a peer that a reconfiguration frees.
+        if self.epoch >= 0:
+            self.vote(True)
         self._abandoned = [each for each in self._abandoned if not each.is_done()]
         number = old + 1
         self._tell(old, admit)
@@ -508,9 +530,7 @@ class Quorum:
 
         def send(tensor: Tensor) -> bool:
             options = dist.BroadcastOptions()
-            collective = self.begin(
-                link, lambda group: group.broadcast([tensor], options), (tensor,), epoch
-            )
+            collective = self.begin(link, epoch, "broadcast", [tensor], options)
             return self.finish(collective, epoch)
 
         return send
@@ -554,9 +574,7 @@ class Hierarchy:
         self._inside.allreduce([tensor], options).wait()
         has_arrived = torch.ones(1)
         if self._link is not None:
-            collective = self._quorum.begin(
-                self._link, lambda group: group.allreduce([tensor], options), (tensor,), epoch
-            )
+            collective = self._quorum.begin(self._link, epoch, "allreduce", [tensor], options)
             has_arrived.fill_(float(self._quorum.finish(collective, epoch)))
         back = dist.BroadcastOptions()
         for each in (has_arrived, tensor):

@@ -99,38 +99,32 @@ class Across(_LastingBackend):
         self.link.set_timeout(timeout)
 
     def allreduce(self, tensors: Any, opts: Any) -> Any:
-        return self._start("allreduce", lambda group: group.allreduce(tensors, opts), tensors)
+        return self._start("allreduce", tensors, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """The rows of lost replicas keep their values."""
         live = [outputs[0][number] for number in self.quorum.live_replicas]
-        return self._start(
-            "allgather", lambda group: group.allgather([live], inputs, opts), outputs, inputs
-        )
+        return self._start("allgather", [live], inputs, opts)
 
     def all_gather_single(self, output: Any, own: Any, opts: Any) -> Any:
         """``output`` has the size of the live replicas."""
-        return self._start(
-            "allgather", lambda group: group.all_gather_single(output, own, opts), output, own
-        )
+        return self._start("all_gather_single", output, own, opts)
 
     def all_to_all_single(self, output: Any, own: Any, *more: Any) -> Any:
         """``output`` and ``own`` have the size of the live replicas."""
-        return self._start(
-            "alltoall", lambda group: group.all_to_all_single(output, own, *more), output, own
-        )
+        return self._start("all_to_all_single", output, own, *more)
 
     def barrier(self, opts: Any) -> Any:
-        return self._start("barrier", lambda group: group.barrier())
+        return self._start("barrier", opts)
 
-    def _start(self, name: str, call: Callable[[Any], dist.Work], *tensors: object) -> Any:
+    def _start(self, name: str, *arguments: Any) -> Any:
         """Start a collective. In a step its failure fails the step. Elsewhere nothing would show
         that it has no result, unless each replica needs all others."""
         quorum = self.quorum
         if quorum.on:
             quorum.begun += 1
         required = "" if quorum.in_step or quorum.needs_all else name
-        collective = quorum.begin(self.link, call, tensors, quorum.epoch)
+        collective = quorum.begin(self.link, quorum.epoch, name, *arguments)
         return _PolledWork(quorum, collective, quorum.epoch, required)
 
 
@@ -286,7 +280,8 @@ def create(quorum: Quorum, given: Any, options: Any) -> Any:
     in_position = sorted(each[quorum.place] for each in quorum.ranks)
     is_of_all = len(ranks) == sum(map(len, quorum.ranks))
     if sorted(ranks) == in_position and (isinstance(options, AxisOptions) or not is_of_all):
-        link = quorum.new_link(f"{quorum.new_key()}/{quorum.place}", quorum.timeout)
+        key = f"{quorum.new_key()}/{quorum.place}"
+        link = quorum.new_link(key, quorum.timeout, on_device=True)
         return Across(quorum, link, rank, len(ranks), quorum.timeout)
     if is_of_all:
         return Everyone(quorum, rank, len(ranks), given.timeout)
