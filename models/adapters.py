@@ -201,7 +201,7 @@ def reset_adapter(layer: Any, model: nn.Module) -> None:
         layer.reset_lora_parameters(adapter, initial)
 
 
-def given_modules(model: nn.Module, given: set[str]) -> Iterator[nn.Module]:
+def initialized_modules(model: nn.Module, given: set[str]) -> Iterator[nn.Module]:
     """The modules in ``model`` of which all parameters are ``given``, by name, and no buffer is on
     meta."""
     for name, module in model.named_modules():

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from parallel2d.base.exchange import reduce
     from parallel2d.base.runtime import Runtime, barrier, limit_waiting, setup, teardown
     from parallel2d.base.topology import Topology
-    from parallel2d.instruments.certification.in_code import certify
+    from parallel2d.instruments.parity_check.custom_loop import certify
     from parallel2d.parallel.chunked_head import ChunkedHead
     from parallel2d.parallel.chunked_loss import cross_entropy_from_hidden
     from parallel2d.parallel.gradients import clip_gradient_norm, clip_gradient_value
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
         rekey_optimizer_state,
         sharded_state,
     )
-    from parallel2d.parallel.weights.whole_tensors import (
+    from parallel2d.parallel.weights.unsharded_tensors import (
         apply_full,
         sharded_modules,
         summon_full_params,
@@ -88,7 +88,7 @@ _NAMES = {
     "base.exchange": ("reduce",),
     "base.runtime": ("Runtime", "barrier", "limit_waiting", "setup", "teardown"),
     "base.topology": ("Topology",),
-    "instruments.certification.in_code": ("certify",),
+    "instruments.parity_check.custom_loop": ("certify",),
     "parallel.chunked_head": ("ChunkedHead",),
     "parallel.chunked_loss": ("cross_entropy_from_hidden",),
     "parallel.gradients": ("clip_gradient_norm", "clip_gradient_value"),
@@ -108,7 +108,7 @@ _NAMES = {
         "full_state", "load_full_state", "load_sharded_state", "load_state",
         "rekey_optimizer_state", "sharded_state",
     ),
-    "parallel.weights.whole_tensors": ("apply_full", "sharded_modules", "summon_full_params"),
+    "parallel.weights.unsharded_tensors": ("apply_full", "sharded_modules", "summon_full_params"),
     "training.checkpoint": ("Checkpointer",),
     "training.checkpoint.full_file": ("load_full", "save_full"),
     "training.hooks": ("Hook", "HookResult", "RunView"),

@@ -65,14 +65,14 @@ def _do(options: argparse.Namespace) -> int:
 def _serve(options: argparse.Namespace) -> None:
     from parallel2d.base.store.address import join_endpoint
     from parallel2d.base.store.client import StoreClient
-    from parallel2d.base.store.server import StoreServer, say_who_came
+    from parallel2d.base.store.server import StoreServer, log_dropped_connection
     from parallel2d.launching.rendezvous import OUTSIDE
 
     secret = find_secret(options.secret_file, options.insecure)
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    server = StoreServer.at(options.host, options.port, secret, say_who_came)
+    server = StoreServer.at(options.host, options.port, secret, log_dropped_connection)
     StoreClient(server.address, secret).set(OUTSIDE, "1")
     endpoint = join_endpoint(options.host, server.port)
     print(f"store listens on {endpoint}: launch.rdzv_endpoint={endpoint}", flush=True)

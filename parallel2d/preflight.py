@@ -14,7 +14,7 @@ from pathlib import Path
 
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.config.composition import compose
-from parallel2d.base.config.words import quoted
+from parallel2d.base.config.overrides import quoted
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
 from parallel2d.base.topology import RankIdentity, find_rank

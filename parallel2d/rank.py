@@ -18,11 +18,11 @@ from parallel2d.base import files
 from parallel2d.base.config.composition import compose, from_yaml
 from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.topology import LIFE, RankIdentity, Topology, find_rank
-from parallel2d.launching.agreement import agree_on_job, forget_run, recording_steps
+from parallel2d.base.topology import INCARNATION, RankIdentity, Topology, find_rank
 from parallel2d.launching.failures import failures_reported_once, note_waiting
 from parallel2d.launching.processes import end_with_parent
-from parallel2d.launching.rank_processes import speak_for_all
+from parallel2d.launching.rank_processes import log_for_all_ranks
+from parallel2d.launching.shared_job import forget_run, recording_steps, share_job
 from parallel2d.training.run_directory.end import summarize
 from parallel2d.training.run_directory.start import discard_pending, read_segments
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from parallel2d.base.runtime import Runtime
-    from parallel2d.instruments.certification.certificate import Certificate
+    from parallel2d.instruments.parity_check.parity_report import ParityReport
 
 
 def rank_main(words: Sequence[str]) -> int:
@@ -49,7 +49,7 @@ def rank_main(words: Sequence[str]) -> int:
             composition = compose(words)
         store = connect(identity, composition.config.launch if composition else None)
     with failures_reported_once(identity, store):
-        job = agree_on_job(identity, store, words, composition, _choose_size)
+        job = share_job(identity, store, words, composition, _choose_size)
         if job is None:
             return 0
         if job.config.plan.dry_run:
@@ -65,8 +65,10 @@ def check_main(words: Sequence[str]) -> int:
     text, nodes, workers = words
     with failures_reported_once(RankIdentity(0, 1, 0, 0, 1, "self"), None):
         from parallel2d.training.assemble import check
+        from parallel2d.training.device_defaults import DeviceAbilities, resolved
 
-        check(from_yaml(text), Topology.equal_hosts(int(nodes), int(workers)))
+        config = resolved(from_yaml(text), DeviceAbilities.of_this_rank())
+        check(config, Topology.equal_hosts(int(nodes), int(workers)))
     return 0
 
 
@@ -121,9 +123,10 @@ def _sizes_with_missing_nodes(
 def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
     from parallel2d.base.exchange import check_shared
     from parallel2d.base.runtime import process_group
-    from parallel2d.launching import replica_loss, signals
+    from parallel2d.launching import rank_signals, replica_loss
+    from parallel2d.training.device_defaults import DeviceAbilities, resolved
 
-    signals.listen()
+    rank_signals.listen()
     _log_to(job.run_dir, identity)
     settings = job.config.launch
     policy = replica_loss.choose(job.config, identity)
@@ -146,10 +149,12 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
         with failures_reported_once(identity, store, job.run_dir):
             try:
                 check_shared(job.run_dir)
-                certificate = _certify(job, runtime)
+                config = resolved(job.config, DeviceAbilities.of_all_ranks())
+                job = dataclasses.replace(job, config=config)
+                report = _certify(job, runtime)
                 stopped = False
                 if not job.config.train.certify_only:
-                    stopped = _train(job, runtime, store, certificate)
+                    stopped = _train(job, runtime, store, report)
             except ConfigError:
                 if runtime.is_first:
                     discard_pending(job)
@@ -158,70 +163,79 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
     return settings.requeue_exit_code if stopped else 0
 
 
-def _certify(job: Job, runtime: Runtime) -> Certificate | None:
+def _certify(job: Job, runtime: Runtime) -> ParityReport | None:
     """The certificate of the job's layout, written where no training follows; None where none is
     asked for. Raises `ConfigError` for a layout that computes something else. Collective."""
     loop = job.config.train
     if not loop.certify_only and (not loop.certify or job.restarted):
         return None
-    from parallel2d.instruments.certification.training_job import certify_job
+    from parallel2d.instruments.parity_check.training_job import certify_job
 
-    certificate = certify_job(job, runtime)
-    passed = certificate.passed
+    report = certify_job(job, runtime)
+    passed = report.passed
     if runtime.is_first:
-        print(certificate.table(), flush=True)
+        print(report.table(), flush=True)
         # Not in the place of the certificate of a start that has trained.
         is_kept = not passed and read_segments(job.run_dir)
         if loop.certify_only or not passed:
-            certificate.write(os.path.join(job.run_dir, "refused" if is_kept else ""))
+            report.write(os.path.join(job.run_dir, "refused" if is_kept else ""))
     if not passed:
-        raise ConfigError(certificate.problems())
-    return certificate
+        raise ConfigError(report.problems())
+    return report
 
 
-def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | None) -> bool:
+def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) -> bool:
     """Trains to the end; returns whether the run was asked to stop before."""
+    from parallel2d.base.device import attention_kernels, use_tf32
     from parallel2d.base.runtime import limit_waiting
-    from parallel2d.launching import signals
+    from parallel2d.launching import rank_signals
     from parallel2d.training.assemble import build_trainer
+    from parallel2d.training.metrics.heartbeat import HeartbeatMonitor
     from parallel2d.training.metrics.out_of_memory import out_of_memory_named
-    from parallel2d.training.metrics.watch import Watch
     from parallel2d.training.trainer_parts import LoopCallbacks
 
     identity, settings, run_dir = runtime.identity, job.config.launch, job.run_dir
     hosts, history = runtime.topology.hosts, job.config.metrics.memory_history
     host = hosts[identity.rank]
-    if certificate is not None:
+    if report is not None:
         job = dataclasses.replace(job, certified=True)
-    with out_of_memory_named(identity.rank, host, run_dir, runtime.device, history=history):
+    kind = runtime.device.type
+    if job.config.precision.tf32:
+        use_tf32(kind)
+    named = out_of_memory_named(identity.rank, host, run_dir, runtime.device, history=history)
+    with named, attention_kernels(kind):
         trainer = build_trainer(job, runtime)
-        if certificate is not None and runtime.is_first:
-            certificate.write(run_dir)
+        if report is not None and runtime.is_first:
+            report.write(run_dir)
         trains = trainer.has_steps()
         position = recording_steps(identity, trainer.recorder.position)
         first = settings.longest_wait
-        with Watch(store, identity.rank, hosts, run_dir, first, position, note_waiting) as watch:
+        with HeartbeatMonitor(
+            store, identity.rank, hosts, run_dir, first, position, note_waiting
+        ) as monitor:
 
             def first_step_done() -> None:
                 limit_waiting(settings.timeout)
-                watch.limit(settings.timeout)
+                monitor.limit(settings.timeout)
                 if job.config.checkpoint.enabled:  # there is something to save
-                    signals.listen_to_interrupts()
+                    rank_signals.listen_to_interrupts()
 
             def take_over() -> None:
-                speak_for_all()
+                log_for_all_ranks()
                 _keep_log(run_dir)
 
             try:
-                trainer.run(LoopCallbacks(signals.preemption_requested, first_step_done, take_over))
+                trainer.run(
+                    LoopCallbacks(rank_signals.preemption_requested, first_step_done, take_over)
+                )
             except RuntimeError as error:
                 if "imed out" in str(error) or "imeout" in str(error):
-                    error.add_note(watch.explain())
+                    error.add_note(monitor.explain())
                 raise
         trainer.recorder.close()
         if not trains:
             step, steps = trainer.progress.step, trainer.config.train.steps
-            trainer.recorder.say(
+            trainer.recorder.log(
                 f"nothing to train: the run is at step {step}, train.steps={steps}"
             )
         elif runtime.is_first:
@@ -235,7 +249,7 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
                 launcher=identity.launcher,
             )
             for line in lines:
-                trainer.recorder.say(line)
+                trainer.recorder.log(line)
     return trainer.preempted
 
 
@@ -253,7 +267,7 @@ def _log_to(run_dir: str, identity: RankIdentity) -> None:
     errors = logging.StreamHandler(sys.stderr)
     errors.setLevel(logging.ERROR)
     logging.getLogger().addHandler(errors)
-    if identity.rank == 0 and os.environ.get(LIFE, "0") == "0":
+    if identity.rank == 0 and os.environ.get(INCARNATION, "0") == "0":
         _keep_log(run_dir)
 
 

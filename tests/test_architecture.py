@@ -117,7 +117,7 @@ def _visit(module, graph, path, done):
         "hydra",
         {
             f"parallel2d.base.config.{name}"
-            for name in ("composition", "explanation", "schema", "sweep", "words")
+            for name in ("composition", "error_messages", "overrides", "schema", "sweep")
         },
     ),
     ("transformers", {"parallel2d.models.huggingface"}),

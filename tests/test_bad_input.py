@@ -100,7 +100,7 @@ CASES = [
     ((*TEXT, "train.global_batch_size=30"), ["train.global_batch_size=30", "4 data ranks"]),
     ((*TEXT, "train.micro_batch_size=3"), ["train.global_batch_size=32", "micro_batch_size 3"]),
     ((*TEXT, "compile=block", "compile.backend=nonesuch"), ["compile.backend=nonesuch", "inductor"]),
-    ((*TEXT, "compile=block", "mesh.tensor=2"), ["compile=block", "mesh.tensor=2"]),
+    ((*TEXT, "compile=block", "mesh.context=2"), ["compile=block", "mesh.context=2"]),
     (("hydra.run.dir=taken",), ["run directory", "taken"]),
     (("cluster=h1000",), ["did you mean h100?"]),
     (("cluster=h100", "cluster.inside_node.latency_us=-2"), ["latency_us=-2.0 must be a number or null, at least 0"]),

@@ -15,7 +15,7 @@ from torch import nn
 
 from parallel2d import MeshSpec, ParallelConfig, build_mesh, build_on_meta, parallelize
 from parallel2d.base.errors import ConfigError
-from parallel2d.instruments.certification import training_job
+from parallel2d.instruments.parity_check import training_job
 from parallel2d.parallel.weights import source
 
 

@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 from listening import free_port
+from torch import nn
 
 import parallel2d
+from parallel2d import ParallelConfig
 from parallel2d.base import device
+from parallel2d.base.config.composition import compose
 from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.mesh_sizes import MeshShape
+from parallel2d.parallel.parallelize.layout import resolve
+from parallel2d.training.device_defaults import DeviceAbilities, resolved
 
 PACKAGE = Path(parallel2d.__file__).parent
 # A feature that only CUDA has, by file
@@ -32,6 +38,42 @@ def test_kinds_of_accelerators_are_named_in_the_device_module_only():
         if name != "base/device.py" and (places := KINDS.findall(code)):
             found[name] = places
     assert set(found) == set(CUDA_ONLY)
+
+
+CPU, GPU = DeviceAbilities(False, False), DeviceAbilities(True, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "abilities", "precision", "compilation"),
+    [
+        ((), CPU, ("fp32", "fp32", "fp32"), "none"),
+        ((), GPU, ("bf16", "bf16", "fp32"), "auto"),
+        ((), DeviceAbilities(True, False), ("bf16", "bf16", "fp32"), "none"),
+        (("precision=fp32", "compile=none"), GPU, ("fp32", "fp32", "fp32"), "none"),
+        (("precision.storage=bf16",), GPU, ("fp32", "fp32", "fp32"), "auto"),
+        (("precision=fp16",), GPU, ("fp16", "fp16", "fp32"), "auto"),
+        (("precision.reduce=bf16",), GPU, ("bf16", "bf16", "bf16"), "auto"),
+    ],
+)
+def test_auto_is_resolved_by_the_abilities_of_the_device(words, abilities, precision, compilation):
+    config = resolved(compose(list(words)).config, abilities)
+    found = config.precision
+    assert (found.name, found.param, found.reduce) == precision
+    assert config.compile.name == compilation
+
+
+@pytest.mark.parametrize(
+    ("cluster", "abilities"), [("h100", GPU), ("commodity", GPU), ("local", CPU)]
+)
+def test_plan_takes_the_abilities_of_the_cluster(cluster, abilities):
+    assert DeviceAbilities.planned(compose([f"cluster={cluster}"]).config) == abilities
+
+
+def test_compile_auto_compiles_repeated_blocks_and_nothing_else():
+    config, shape = ParallelConfig(compile="auto"), MeshShape(1, 1)
+    blocks = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    assert resolve(config, shape, blocks).config.compile.name == "block"
+    assert resolve(config, shape, nn.Linear(2, 2)).config.compile.name == "none"
 
 
 def join(*ranks: tuple[int, str]) -> list[subprocess.CompletedProcess[str]]:

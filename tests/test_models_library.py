@@ -23,7 +23,12 @@ from parallel2d.parallel.model_structure import find_blocks
 from parallel2d.parallel.weights.initial_values import InitialWeights
 from parallel2d.parallel.weights.pretrained import load_pretrained
 from parallel2d.training.loss.model_loss import ModelLoss
-from parallel2d.training.model_families import _given_plan, _own_plan, build_model, plan_tensor_axis
+from parallel2d.training.model_families import (
+    _configured_plan,
+    _library_plan,
+    build_model,
+    plan_tensor_axis,
+)
 
 LIBRARY = pytest.mark.extras("transformers")
 HEADS = {
@@ -174,13 +179,13 @@ def test_the_plan_that_a_library_model_ships_changes_nothing(ranks, kind, strate
 def test_a_word_that_is_not_translated_matters_with_a_tensor_axis_alone():
     model = huggingface.build(architecture="llama", arguments=MODELS["llama"])
     model._tp_plan = {"model.layers.*.mlp.up_proj": "sideways"}
-    parts = SimpleNamespace(module=model, tensor_plan=_own_plan)
+    parts = SimpleNamespace(module=model, tensor_plan=_library_plan)
     config = TrainConfig(model=HuggingFaceModel())
     assert plan_tensor_axis(TrainConfig(), parts, 1) is None
     says = "up_proj: sideways, which is not translated; give one with model.tensor_plan="
     with pytest.raises(ConfigError, match=says):
         plan_tensor_axis(config, parts, 2)
-    parts.tensor_plan = _given_plan({"model.layers.*.mlp.up_proj": "replicate"})
+    parts.tensor_plan = _configured_plan({"model.layers.*.mlp.up_proj": "replicate"})
     assert plan_tensor_axis(config, parts, 2)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
-from test_checkpoint_whole import Held
+from test_checkpoint_unsharded import Held
 from test_parallelize import CollectiveCounter
 from test_sharded_context import Adapted
 from torch import nn
@@ -35,7 +35,7 @@ from parallel2d.base.files.tensor_file import Entry
 from parallel2d.models.huggingface import StoredForm
 from parallel2d.parallel.weights.geometry import Region, local_region
 from parallel2d.parallel.weights.pretrained import _put_together
-from parallel2d.parallel.weights.whole_tensors import PIECE_BYTES
+from parallel2d.parallel.weights.unsharded_tensors import PIECE_BYTES
 
 
 class Tabled(nn.Module):

@@ -35,14 +35,21 @@ from parallel2d.base import files
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.files import private_folders as folders
-from parallel2d.base.topology import AGENT, HAS_STORE, LIFE, MEMORY_DIR, PREFIX, SHARED_MEMORY
-from parallel2d.launching.agreement import folder_errors_explained
+from parallel2d.base.topology import (
+    AGENT,
+    HAS_STORE,
+    INCARNATION,
+    MEMORY_DIR,
+    PREFIX,
+    SHARED_MEMORY,
+)
 from parallel2d.launching.failures import RankFailure, StoreLost, WorkersFailed, first_failure
 from parallel2d.launching.lost_replicas import Latecomer, LostReplicas
 from parallel2d.launching.node_ranks import GRACE_AFTER_FAILURE_S, NodeRanks
 from parallel2d.launching.processes import Signalled
 from parallel2d.launching.rendezvous import Rendezvous
 from parallel2d.launching.round import FIRST_CALL_S, LAST_CALL_S, JobDone, Round
+from parallel2d.launching.shared_job import folder_errors_explained
 
 LONGEST_PAUSE_S = 60.0
 _LOOK_S = 0.1  # between two looks at the ranks
@@ -81,7 +88,7 @@ class NodeWorkers:
     main: str = "parallel2d.rank:rank_main"  # what each calls with ``words``
     save: bool = False  # whether they can
     have_saved: bool = False  # they did, or left, at their last end
-    have_left: bool = False  # after a signal, and the other replicas go on
+    has_left: bool = False  # after a signal, and the other replicas go on
     starts: int = 0  # how often all have started
 
     def __post_init__(self) -> None:
@@ -96,7 +103,7 @@ class NodeWorkers:
             return int(Path(self.folder, "step").read_text())
         return -1
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(f"parallel2d: {files.for_terminal(text)}", file=sys.stderr, flush=True)
 
 
@@ -131,9 +138,9 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
             try:
                 node.run()
             except JobDone:
-                workers.say("the job has ended, and had no place for this node")
+                workers.log("the job has ended, and had no place for this node")
             except Signalled:
-                workers.have_left = node.has_left()
+                workers.has_left = node.has_left()
                 raise
             except (DistNetworkError, DistStoreError):
                 # The store may end with another node once the job has ended well.
@@ -167,7 +174,7 @@ class _Node:
     def run(self) -> None:
         """Starts the ranks, again and again, until the job ends or is to end."""
         grace_s = self.workers.settings.grace_s
-        late = Latecomer(self._round, self._rendezvous.store, self.workers.say)
+        late = Latecomer(self._round, self._rendezvous.store, self.workers.log)
         has_failed = False
         try:
             while True:
@@ -200,11 +207,11 @@ class _Node:
         state, ranks = self._round.state, self._round.ranks_of(self._round.own)
         store = PrefixStore(state.prefix, self._rendezvous.store)
         told = self.workers.settings.requeue_exit_code
-        self.lost = lost = LostReplicas(self._round, store, self.ranks, self._may_go_on, told)
+        self.lost = lost = LostReplicas(self._round, store, self.ranks, self._may_continue, told)
         lives: dict[int, int] = {}
         if lost.is_late:
             lives = lost.enter()
-            self.workers.say(f"taking a place that is free, with ranks {ranks}: the others go on")
+            self.workers.log(f"taking a place that is free, with ranks {ranks}: the others go on")
         of_all = {
             **self._rendezvous.environment,
             PREFIX: state.prefix,
@@ -223,7 +230,7 @@ class _Node:
         }
         environments = []
         for local, rank in enumerate(ranks):
-            of_one = {"RANK": rank, "LOCAL_RANK": local, LIFE: lives.get(rank, 0)}
+            of_one = {"RANK": rank, "LOCAL_RANK": local, INCARNATION: lives.get(rank, 0)}
             given = {name: str(value) for name, value in {**of_all, **of_one}.items()}
             environments.append({**os.environ, **given})
         self.ranks.start(self.workers.starts, environments)
@@ -267,17 +274,17 @@ class _Node:
         if end is _End.NODES_CHANGED and self._round.state.after_failure:
             # They cannot save without the ranks that are gone, and where they wait for those on an
             # accelerator they do not hear a SIGTERM.
-            workers.say("ranks of another node have failed; starting again with all that are there")
+            workers.log("ranks of another node have failed; starting again with all that are there")
             self.ranks.end(signal.SIGKILL, GRACE_AFTER_FAILURE_S)
         elif end is _End.NODES_CHANGED:
-            workers.say(
+            workers.log(
                 "the nodes of this job have changed; saving, and starting again with all that are "
                 "there"
             )
             self.ranks.end(signal.SIGTERM, grace_s)
         else:
             # What its ranks have done since is done again elsewhere: they must not save it.
-            workers.say(
+            workers.log(
                 "the other nodes considered this one lost and went on; ending its ranks and "
                 "rejoining"
             )
@@ -293,7 +300,7 @@ class _Node:
         last signal that came meanwhile: another Ctrl-C ends them at once."""
         number, grace_s = stopped.number, float(self.workers.settings.grace_s)
         if number == signal.SIGINT and self.workers.save and self.workers.last_step() > 0:
-            self.workers.say("saving after the running step; Ctrl-C again ends at once")
+            self.workers.log("saving after the running step; Ctrl-C again ends at once")
         while True:
             try:
                 self.ranks.end(number, grace_s)
@@ -303,7 +310,7 @@ class _Node:
                 if number == signal.SIGINT:
                     number, grace_s = signal.SIGKILL, GRACE_AFTER_FAILURE_S
 
-    def _may_go_on(self, failure: RankFailure) -> bool:
+    def _may_continue(self, failure: RankFailure) -> bool:
         """Whether all but its replica go on after this failure of a rank."""
         workers, restarts = self.workers, self.workers.restarts
         if failure.error and failure.error.complete:
@@ -311,7 +318,7 @@ class _Node:
         if restarts.after_failure() is None:
             return False
         others = "wait" if self.lost is not None and self.lost.needs_all else "go on"
-        workers.say(
+        workers.log(
             f"rank {failure.rank}: {failure}. Its replica starts again, the others {others}"
         )
         return True
@@ -322,7 +329,7 @@ class _Node:
         if any(each.exit_code == workers.settings.requeue_exit_code for each in failures):
             if not restarts.limit:
                 raise Signalled(signal.SIGTERM)  # that a rank got is as one to the launcher
-            workers.say(
+            workers.log(
                 "a rank was asked to stop, and all have saved; continuing with the nodes that are "
                 "left"
             )
@@ -334,7 +341,7 @@ class _Node:
         if pause is not None:
             wait = f" in {pause:.0f} s" if pause else ""
             left = counted(restarts.limit - restarts.in_a_row, "attempt")
-            workers.say(f"rank {failure.rank}: {failure}. Restarting{wait}; {left} left")
+            workers.log(f"rank {failure.rank}: {failure}. Restarting{wait}; {left} left")
         return pause
 
     def _explain(self, failure: RankFailure) -> Exception:
@@ -342,7 +349,7 @@ class _Node:
         it."""
         workers, error = self.workers, failure.error
         is_alone = workers.settings.node_range == (1, 1)
-        if not (is_alone or self._claims_the_report(failure.lost_a_peer)):
+        if not (is_alone or self._reports_failure(failure.lost_a_peer)):
             return WorkersFailed(
                 f"the ranks of {socket.gethostname()} ended because a rank on another node failed; "
                 "see the error there"
@@ -359,7 +366,7 @@ class _Node:
             text += f"\nlogs of the other ranks: {workers.logs}"
         return WorkersFailed(text)
 
-    def _claims_the_report(self, lost_a_peer: bool) -> bool:
+    def _reports_failure(self, lost_a_peer: bool) -> bool:
         """Whether this node is the one to report the error."""
         if lost_a_peer:  # another node may have more to report, and comes first then
             time.sleep(1.5)

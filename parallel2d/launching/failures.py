@@ -160,10 +160,11 @@ def failures_reported_once(
         yield
     except (Exception, KeyboardInterrupt) as exception:
         error, launcher = RankError.of(exception), identity.launcher
-        if not error.complete and others_go_on():  # so the job has not failed: the launcher judges
+        # If the peers continue, the job has not failed: the launcher judges.
+        if not error.complete and peers_continue():
             write_error_file(error)
             os._exit(1)
-        is_first = launcher != "self" and _first_to_claim(store)
+        is_first = launcher != "self" and _is_first_to_report(store)
         if is_first and run_dir is not None:
             note_failure(run_dir, error.text)
         # The standard error of ranks beside the first is a log, where one launcher runs all.
@@ -179,7 +180,7 @@ def failures_reported_once(
         os._exit(1)  # peers may be inside a collective: no destructor may wait for them
 
 
-def others_go_on() -> bool:
+def peers_continue() -> bool:
     """Whether replicas may be lost while others train."""
     # Imported here because torch comes with it, which a launcher does not need.
     from parallel2d.base.replicas import current
@@ -188,7 +189,7 @@ def others_go_on() -> bool:
     return replicas is not None and replicas.on
 
 
-def _first_to_claim(store: Any) -> bool:
+def _is_first_to_report(store: Any) -> bool:
     if store is None:
         return True
     claim = functools.partial(store.add, "parallel2d/failure", 1)

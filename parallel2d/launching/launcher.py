@@ -22,7 +22,6 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
 from parallel2d.base.store.secret import NOBODYS, write_secret
 from parallel2d.base.topology import JOB
-from parallel2d.launching.agreement import folder_errors_explained, recorded_run_dir, write_job
 from parallel2d.launching.failures import (
     Preempted,
     RankFailure,
@@ -34,6 +33,7 @@ from parallel2d.launching.failures import (
 from parallel2d.launching.network_interface import GLOO, NCCL
 from parallel2d.launching.processes import Signalled, signals_raised
 from parallel2d.launching.rank_processes import start_rank
+from parallel2d.launching.shared_job import folder_errors_explained, recorded_run_dir, write_job
 
 if TYPE_CHECKING:
     from parallel2d.launching.agent import NodeWorkers
@@ -130,12 +130,12 @@ def start_node(
         workers = NodeWorkers(words, nproc, settings, folder, main=main, save=save)
         where = "opened here" if rendezvous.server else "found"
         if settings.node_range != (1, 1):
-            workers.say(
+            workers.log(
                 f"waiting for launch.nnodes={settings.nnodes} nodes at {endpoint} ({where}), over "
                 f"{interface}"
             )
             if rendezvous.secret == NOBODYS:
-                workers.say(
+                workers.log(
                     "warning: launch.insecure=true: whoever reaches this store decides what the "
                     "ranks run"
                 )
@@ -150,9 +150,9 @@ def start_node(
                 if rendezvous.server or pause is None:
                     if not workers.have_saved:
                         raise WorkersFailed(gone) from None
-                    workers.say(gone)
+                    workers.log(gone)
                     raise Signalled(signal.SIGTERM) from None
-                workers.say(f"{gone}; the ranks have ended, waiting for it")
+                workers.log(f"{gone}; the ranks have ended, waiting for it")
                 rendezvous.close()
                 time.sleep(pause + 1.0)
                 rendezvous = find_rendezvous(settings)
@@ -170,18 +170,18 @@ def _stop_explained(
     except Signalled as error:
         is_interrupt = error.number == signal.SIGINT
         newest = _newest_checkpoint(folder, run_dir())
-        if workers.have_left or (workers.have_saved and newest):
+        if workers.has_left or (workers.have_saved and newest):
             what = "interrupted" if is_interrupt else "asked to stop"
             code = 130 if is_interrupt else workers.settings.requeue_exit_code
-            kept = "the other replicas go on" if workers.have_left else f"saved {newest}"
+            kept = "the other replicas go on" if workers.has_left else f"saved {newest}"
             raise Preempted(f"{what}; {kept}", code) from None
-        lost = _what_is_lost(workers, newest)
+        lost = _lost_steps(workers, newest)
         if is_interrupt:
             raise KeyboardInterrupt(f"interrupted {lost}; all workers have ended") from None
         raise StoppedBySignal(f"stopped by {error.number.name} {lost}") from None
 
 
-def _what_is_lost(workers: NodeWorkers, newest: str | None) -> str:
+def _lost_steps(workers: NodeWorkers, newest: str | None) -> str:
     step = workers.last_step()
     if step < 1:
         return "before the first step"

@@ -235,7 +235,7 @@ def has_own_log() -> bool:
     return bool(_console)
 
 
-def speak_for_all() -> None:
+def log_for_all_ranks() -> None:
     """Lets this rank print where the launcher does, and no more into a log of its own."""
     while _console:
         number, kept = _console.popitem()

@@ -20,7 +20,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.store.address import PortTaken, owns_address, resolve, split_endpoint
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import VARIABLE, find_secret, new_secret
-from parallel2d.base.store.server import StoreServer, say_who_came
+from parallel2d.base.store.server import StoreServer, log_dropped_connection
 from parallel2d.base.topology import STORE
 from parallel2d.launching.network_interface import Interface, choose_interface, is_loopback
 
@@ -96,7 +96,7 @@ def find_rendezvous(config: LaunchConfig) -> Rendezvous:
                 )
             # The port is taken by the store of somebody else, or of an earlier launcher here.
             with contextlib.suppress(PortTaken):
-                server = StoreServer.at(host, port, secret, say_who_came)
+                server = StoreServer.at(host, port, secret, log_dropped_connection)
         store = StoreClient(
             server.address if server else endpoint,
             secret,

@@ -345,7 +345,7 @@ class ChunkedHead:
                     "train.loss_chunk with a context axis: targets must be [batch, positions, ...]"
                     f", got {tuple(targets.shape)}; set train.loss_chunk=null"
                 )
-            targets, apart = self._axis.cut(targets, 1), self._axis.kept_apart()
+            targets, apart = self._axis.cut(targets, 1), self._axis.without_join()
         self._targets, self._rows, self._calls = targets, rows, 0
         try:
             with apart:

@@ -131,7 +131,7 @@ class ContextAxis:
         return own
 
     @contextmanager
-    def kept_apart(self) -> Iterator[None]:
+    def without_join(self) -> Iterator[None]:
         """Inside, what the blocks return stays a slice."""
         self.joins = False
         try:

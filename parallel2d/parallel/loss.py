@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.mesh import present_data_ranks, sum_over_data_ranks
+from parallel2d.parallel.mesh import live_data_ranks, sum_over_data_ranks
 
 IGNORED = -100  # a target that is not a valid token, as in torch's cross_entropy
-_CHUNK_ELEMENTS = 2**22  # of logits turned to fp32 at once
-_FIRST_ALONE = False  # see `loss_chunks`
+# See `loss_chunks`; None: `chunk_elements`.
+_elements: int | None = None
+_first_alone = False
 
 
 def loss_bound(dtype: torch.dtype) -> float:
@@ -46,7 +47,7 @@ def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
         raise ConfigError(f"token_weight({valid_tokens}): a number of tokens is at least 0")
     total = torch.zeros((), dtype=torch.float64, device=mesh.device_type).add_(valid_tokens)
     sum_over_data_ranks(total, mesh)
-    return torch.where(total > 0, present_data_ranks(mesh) / total.clamp(min=1), 0.0)
+    return torch.where(total > 0, live_data_ranks(mesh) / total.clamp(min=1), 0.0)
 
 
 def cross_entropy_sum(logits: Any, targets: Tensor, z_loss: float = 0.0) -> Tensor:
@@ -221,21 +222,28 @@ def sum_of_valid(log_sum: Tensor, picked: Tensor, places: Places, z_loss: float)
 
 
 @contextmanager
-def loss_chunks(elements: int = _CHUNK_ELEMENTS, *, first_alone: bool = False) -> Iterator[None]:
+def loss_chunks(elements: int, *, first_alone: bool = False) -> Iterator[None]:
     """For steps on tensors without storage, which fewer operators make faster: inside,
     `cross_entropy_sum` turns ``elements`` logits to fp32 at once, and with ``first_alone`` no
     others after the first of them, since all chunks take the same memory."""
-    global _CHUNK_ELEMENTS, _FIRST_ALONE
-    before = _CHUNK_ELEMENTS, _FIRST_ALONE
-    _CHUNK_ELEMENTS, _FIRST_ALONE = elements, first_alone
+    global _elements, _first_alone
+    before = _elements, _first_alone
+    _elements, _first_alone = elements, first_alone
     try:
         yield
     finally:
-        _CHUNK_ELEMENTS, _FIRST_ALONE = before
+        _elements, _first_alone = before
+
+
+def chunk_elements(device_type: str) -> int:
+    """The logits that are turned to fp32 at once: 16 MiB of them on a CPU, where a chunk should
+    stay in the cache, and 512 MiB on a GPU, where each chunk costs about 16 kernel launches."""
+    return 2**22 if device_type == "cpu" else 2**27
 
 
 def row_pieces(values: Tensor) -> list[slice]:
-    """The rows of a matrix, in parts of about `_CHUNK_ELEMENTS` elements; at least one part."""
-    step = max(1, _CHUNK_ELEMENTS // max(values.shape[1], 1))
+    """The rows of a matrix, in parts of about `chunk_elements` elements; at least one part."""
+    elements = _elements or chunk_elements(values.device.type)
+    step = max(1, elements // max(values.shape[1], 1))
     starts = range(0, max(len(values), 1), step)
-    return [slice(start, start + step) for start in (starts[:1] if _FIRST_ALONE else starts)]
+    return [slice(start, start + step) for start in (starts[:1] if _first_alone else starts)]

@@ -230,7 +230,7 @@ def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return value
 
 
-def present_data_ranks(mesh: DeviceMesh) -> int:
+def live_data_ranks(mesh: DeviceMesh) -> int:
     """The data ranks that are there: all, less those of lost replicas."""
     shape = mesh_shape(mesh)
     return shape.data_ranks - absent_ranks() * shape.data_ranks // shape.world_size

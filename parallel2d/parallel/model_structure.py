@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from parallel2d.base.config.options import load_reference
-from parallel2d.base.errors import ConfigError, nearest_words
+from parallel2d.base.errors import ConfigError, nearest_matches
 
 Policy = Callable[[nn.Module, str], bool]
 
@@ -102,7 +102,7 @@ def join_names(parent: str, name: str) -> str:
 def near_names(pattern: str, names: Sequence[str]) -> str:
     """The end of a message: names that are spelled like ``pattern``, otherwise the first ones."""
     # Up to three, because layers of one kind have names that differ in a number alone.
-    near = nearest_words(pattern.replace("*", "").strip("."), names, alike=0.4)
+    near = nearest_matches(pattern.replace("*", "").strip("."), names, alike=0.4)
     if not near:
         return f"; the names begin with {', '.join(names[:3])}"
     return f"; near: {', '.join(near)}"
@@ -116,7 +116,7 @@ def is_called(module: nn.Module) -> bool:
     return forward is not nn.Module.forward
 
 
-def held_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def direct_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(attribute, parameter) for each parameter that ``module`` holds itself."""
     # An attribute that was registered as None, such as a bias that is switched off, holds nothing.
     for name, parameter in module._parameters.items():
@@ -126,17 +126,17 @@ def held_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def owns_itself(module: nn.Module) -> bool:
     """Whether ``module`` holds parameters itself, not only below it."""
-    return next(held_parameters(module), None) is not None
+    return next(direct_parameters(module), None) is not None
 
 
-def stays_whole(parameter: Tensor) -> bool:
+def stays_replicated(parameter: Tensor) -> bool:
     """Whether nothing can be split: it has no dimensions, or no elements."""
     return parameter.ndim == 0 or parameter.numel() == 0
 
 
 def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """Parameters of ``module`` itself and of containers in it."""
-    for _, parameter in held_parameters(module):
+    for _, parameter in direct_parameters(module):
         yield parameter
     # A container has no forward of its own: its parameters are used by ``module``.
     for child in module.children():
@@ -175,7 +175,7 @@ def places_in(modules: Iterable[nn.Module]) -> Places:
     """Where the parameters are that ``modules`` hold themselves."""
     places: Places = defaultdict(list)
     for module in modules:
-        for name, parameter in held_parameters(module):
+        for name, parameter in direct_parameters(module):
             places[parameter].append((module, name))
     return places
 
@@ -292,10 +292,10 @@ def _blocks_of_classes(
     if classes:
         raise ConfigError(f"{section}.blocks are names of classes, in quotes, got {classes}")
 
-    def is_given(_parent: nn.Module, child: nn.Module) -> bool:
+    def is_block(_parent: nn.Module, child: nn.Module) -> bool:
         return type(child).__name__ in class_names
 
-    found = _outermost(model, is_given)
+    found = _outermost(model, is_block)
     found_classes = {type(module).__name__ for _, module in found}
     all_classes = {type(module).__name__ for module in model.modules()}
     # A class that occurs only inside blocks of another given class is no mistake.

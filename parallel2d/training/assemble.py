@@ -27,15 +27,15 @@ from parallel2d.parallel.chunked_head import ChunkedHead
 from parallel2d.parallel.mesh import data_coordinate, place_mesh
 from parallel2d.parallel.mesh_sizes import MeshShape, resolve_mesh
 from parallel2d.parallel.parallelize import apply_layout
-from parallel2d.parallel.parallelize.activation_checkpointing import kept_operators
+from parallel2d.parallel.parallelize.activation_checkpointing import saved_operators
 from parallel2d.parallel.parallelize.float8 import check_float8
 from parallel2d.parallel.parallelize.layout import Layout, SampleShape, Workload, resolve
 from parallel2d.parallel.parallelize.precision import input_dtype
 from parallel2d.parallel.parallelize.preconditions import check as check_model
 from parallel2d.parallel.parallelize.preconditions import check_parameters
-from parallel2d.parallel.sync.average import WeightAverage
+from parallel2d.parallel.sync.ema import EMAWeights
 from parallel2d.parallel.weights.source import WeightSource
-from parallel2d.training.checkpoint import Checkpointer, memory_copies
+from parallel2d.training.checkpoint import Checkpointer, in_memory_checkpoints
 from parallel2d.training.data.batch import token_sequences
 from parallel2d.training.data.feed import BatchPlan
 from parallel2d.training.hooks import Hook, build_hooks, check_hooks
@@ -49,7 +49,7 @@ from parallel2d.training.model_families import (
 )
 from parallel2d.training.optimizer import build_optimizer, learning_rate, muon_names, plan_groups
 from parallel2d.training.run_description import RunFacts, build_recorder, describe_run, outputs
-from parallel2d.training.run_directory.start import RunClaim, accept_start, read_segments
+from parallel2d.training.run_directory.start import OwnershipLock, accept_start, read_segments
 from parallel2d.training.trainer import Trainer
 from parallel2d.training.training_data import (
     check_position,
@@ -69,7 +69,7 @@ def check(config: TrainConfig, topology: Topology) -> None:
             f"launch.min_replicas={least}: the mesh has {counted(shape.replicate, 'replica')}"
         )
     batches = plan_batches(config, shape, data_rank=0, pad=False)
-    kept_operators(config.activation_checkpointing.keep)
+    saved_operators(config.activation_checkpointing.keep)
     device_type = accelerator_type()
     check_float8(config.precision, device_type)
     parts = build_model(config.model)
@@ -154,7 +154,7 @@ def build_trainer(
         model,
         optimizer,
         layout=_facts_of_checkpoint(config, facts, model),
-        copies=memory_copies(config.checkpoint, job.run_dir, mesh),
+        copies=in_memory_checkpoints(config.checkpoint, job.run_dir, mesh),
     )
     trainer = Trainer(
         config=config,
@@ -168,7 +168,7 @@ def build_trainer(
         plan=plan,
         recorder=build_recorder(facts, mesh, model, first=writes),
         checkpointer=checkpointer,
-        claim=RunClaim(job.run_dir),
+        ownership=OwnershipLock(job.run_dir),
         hooks=[*build_hooks(config.train.hooks), *hooks],
         replicas=replicas,
         take_roles=functools.partial(_take_roles, job, facts),
@@ -204,7 +204,7 @@ def _shard(
     model = apply_layout(layout, parts.module, mesh, source, topology, config.train.seed)
     optimizer = build_optimizer(model, config.optimizer)
     if (decay := config.train.ema) is not None:
-        average = WeightAverage(model)
+        average = EMAWeights(model)
         # After the exchange between replicas, which `build_optimizer` has registered.
         optimizer.register_step_post_hook(lambda *_: average.update(decay))
     return model, optimizer
@@ -223,7 +223,7 @@ def _take_roles(job: Job, facts: RunFacts, trainer: Trainer) -> None:
     """This rank goes on with the records of the run, in the place of one that is lost."""
     step, recorder = trainer.progress.step, trainer.recorder
     trainer.callbacks.speaks()
-    trainer.claim.take()
+    trainer.ownership.take()
     segments = read_segments(job.run_dir)
     number = segments[-1].number if segments else 1
     recorder.take_over(*outputs(facts), step, number)
@@ -235,19 +235,19 @@ def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) 
     finished, recorder = trainer.progress.step, trainer.recorder
     number, not_before = 1, 0.0
     if first:
-        start = accept_start(job, facts.record(), finished, trainer.claim)
+        start = accept_start(job, facts.record(), finished, trainer.ownership)
         number, not_before = start.segment.number, start.begun_before_s
         for change in start.changes:
-            recorder.say(f"changed     {change}")
+            recorder.log(f"changed     {change}")
         if start.before is not None:
-            _say_new_rate(job.config, start.before.config, finished + 1, recorder)
+            _log_new_rate(job.config, start.before.config, finished + 1, recorder)
     # Only once this start owns the directory.
     barrier("start")
     trainer.checkpointer.begin()
     recorder.begin(finished, number, restarted=job.restarted, not_before=not_before)
 
 
-def _say_new_rate(
+def _log_new_rate(
     config: TrainConfig, before: dict[str, Any], step: int, recorder: Recorder
 ) -> None:
     """Says that another schedule continues at another height. ``before``: of the start before."""
@@ -259,7 +259,7 @@ def _say_new_rate(
     except (KeyError, TypeError, ValueError):  # recorded by another version
         return
     if not is_same:
-        recorder.say(
+        recorder.log(
             f"warning: the learning rate of step {step} is {now:.3g}; with the schedule of the "
             f"start before it was {old:.3g}. scheduler={config.scheduler.name} ends at "
             f"train.steps={config.train.steps} now; scheduler=constant optimizer.lr={old:.3g} "

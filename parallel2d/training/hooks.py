@@ -105,7 +105,7 @@ class Hook:
 
 
 @dataclass(frozen=True)
-class Agreed(HookResult):
+class AgreedResult(HookResult):
     """What the hooks of all ranks ask for in a step, the same on every rank."""
 
     saved: bool = False  # whether every rank passed true
@@ -173,9 +173,9 @@ class HookCalls:
         metrics: Mapping[str, float],
         validation: Mapping[str, float] | None,
         saved: bool,
-    ) -> Agreed:
+    ) -> AgreedResult:
         """After a step, and a validation where one was done. ``saved``: a value of each rank, of
-        which `Agreed` tells whether it is true on all. Collective. Raises as `start`."""
+        which `AgreedResult` tells whether it is true on all. Collective. Raises as `start`."""
         if validation is not None:
             self._call("validation", step, step, validation)
         self._call("step", step, step, metrics)
@@ -190,7 +190,7 @@ class HookCalls:
         values: dict[str, list[float]] = {}
         for name, value in itertools.chain.from_iterable(given):
             values.setdefault(name, []).append(value)
-        return Agreed(
+        return AgreedResult(
             # Added in the order of the ranks, so the mean is the same on all of them.
             metrics={name: sum(each) / len(each) for name, each in values.items()},
             save=any(saves),

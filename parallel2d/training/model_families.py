@@ -78,7 +78,7 @@ def _build_custom(config: CustomModel) -> ModelParts:
     return ModelParts(
         built,
         init,
-        _given_plan(config.tensor_plan),
+        _configured_plan(config.tensor_plan),
         vocab_size=None,
         construct=construct if init is None else None,
     )
@@ -114,9 +114,9 @@ def _build_hugging_face(config: HuggingFaceModel) -> ModelParts:
     # The library's name for what a model takes first: input_ids, pixel_values, input_features, ...
     reads = getattr(module, "main_input_name", "input_ids")
     is_pair = getattr(module.config, "is_encoder_decoder", False)
-    plan = _given_plan(config.tensor_plan)
+    plan = _configured_plan(config.tensor_plan)
     if plan is None and huggingface.has_tensor_plan(module):
-        plan = _own_plan
+        plan = _library_plan
     weights = None
     if config.load_weights and config.path is not None and has_weights(config.path):
         weights = functools.partial(load_pretrained, path=config.path)
@@ -155,13 +155,13 @@ def _reading_prefix_and_suffix(parts: ModelParts, what: str) -> ModelParts:
     return dataclasses.replace(parts, context=huggingface.context_of)
 
 
-def _own_plan(model: Any, _tensor: int) -> Mapping[str, object]:
+def _library_plan(model: Any, _tensor: int) -> Mapping[str, object]:
     """The plan that the library ships with the model. Raises ValueError for words in it that are
     not translated."""
     return huggingface.tensor_words(model)
 
 
-def _given_plan(plan: Any) -> TensorPlan | None:
+def _configured_plan(plan: Any) -> TensorPlan | None:
     """The plan of the configuration: words as they stand, or what the named function makes of the
     model."""
     if not plan:

@@ -40,7 +40,7 @@ class Progress:
 @dataclass(slots=True)
 class RankReport:
     """Holds what one rank measured in a step. All ranks get it in the agreement of the next step,
-    as a list of floats; see [Note: one agreement per step] in `step_agreement.py`."""
+    as a list of floats; see [Note: one status all-reduce per step] in `step_agreement.py`."""
 
     busy_s: float  # in which the rank worked, waits for other ranks not counted
     # By the keys of `metrics.keys`, which are the same on every rank
@@ -73,7 +73,7 @@ class StepOutcome:
     preempted: bool  # some rank was told to save and stop
     save_is_due: bool  # by some rank's clock, beside the interval in steps
     joins: bool  # a replica waits to become a member
-    told_to_stop: list[int]  # ranks that were told to save and stop
+    preempted_ranks: list[int]  # ranks that were told to save and stop
     store_ends: bool  # one of them is on the node that has the store which other nodes use
     ranks: list[RankReport]  # by rank: what was measured in the step before
 

@@ -18,16 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base import files
 from parallel2d.base.config import AXES, Job, TrainConfig
 from parallel2d.base.config.composition import to_yaml
-from parallel2d.base.device import name_of
+from parallel2d.base.device import ATTENTION_KERNELS, name_of
 from parallel2d.base.runtime import Runtime
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.context_axis import context_axis_of
 from parallel2d.parallel.cost.flops import count_flops, peak_flops
-from parallel2d.parallel.cost.tensor_twin import (
+from parallel2d.parallel.cost.meta_copy import (
     LossOfBatch,
     TensorTraffic,
     count_tensor_axis,
-    tensor_twin,
+    meta_copy,
 )
 from parallel2d.parallel.cost.traffic import exact_bytes, predicted_bytes
 from parallel2d.parallel.fsdp_internals.sharded_model import streams_of_collectives
@@ -82,6 +82,7 @@ class RunFacts:
             )
         precision, bucketing = config.precision.name, config.bucketing.name
         lines.append(f"            precision {precision}, bucketing {bucketing}")
+        lines.append(f"            {self._speed()}")
         if self.head is not None:
             chunk = f"{config.train.loss_chunk:,} tokens, with the layer {self.head}"
             lines.append(f"loss        in chunks of {chunk}")
@@ -94,6 +95,18 @@ class RunFacts:
             f"micro-batches x {work.micro_batch_size}",
             f"run dir     {files.printable(self.job.run_dir, 500)}",
         ]
+
+    def _speed(self) -> str:
+        """The settings that decide about the speed of kernels."""
+        precision, compilation = self.job.config.precision, self.layout.config.compile
+        text = f"matrix products {precision.param}"
+        if self.device.type != "cpu" and precision.param == "fp32":
+            text += " rounded to TF32" if precision.tf32 else " without TF32"
+        backend = f" with {compilation.backend}" if compilation.name != "none" else ""
+        text += f", compile {compilation.name}{backend}"
+        if self.device.type == "cpu":
+            return text
+        return f"{text}, attention {', '.join(ATTENTION_KERNELS)}"
 
     def hparams(self) -> dict[str, str | float | bool]:
         """Settings by which runs are compared."""
@@ -186,7 +199,7 @@ def count_activations(
     loss = ModelLoss(config, parts).value
     if name_of_head(config, parts) is not None:
         loss = functools.partial(_of_slices, loss)
-    return count_tensor_axis(tensor_twin(parts.module, mesh, layout), mesh, layout, loss)
+    return count_tensor_axis(meta_copy(parts.module, mesh, layout), mesh, layout, loss)
 
 
 def _of_slices(loss: LossOfBatch, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
@@ -194,7 +207,7 @@ def _of_slices(loss: LossOfBatch, model: nn.Module, inputs: Any, targets: Any) -
     axis = context_axis_of(model)
     if axis is None or axis.is_learning:
         return loss(model, inputs, targets)
-    with axis.kept_apart():
+    with axis.without_join():
         return loss(model, inputs, axis.cut(targets, 1))
 
 
@@ -229,7 +242,7 @@ def build_recorder(facts: RunFacts, mesh: DeviceMesh, model: nn.Module, *, first
     if first:
         display, writer = outputs(facts)
         for line in facts.lines():
-            display.say(line)
+            display.log(line)
     predicted = dict(facts.predicted)
     # Replicas that differ send each other nothing in most steps.
     if not facts.layout.method.replicas_equal:

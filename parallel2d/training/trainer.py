@@ -31,13 +31,13 @@ from parallel2d.parallel.sync.updates import outer_sync, set_step
 from parallel2d.parallel.weights.named_tensors import undisturbed
 from parallel2d.training.data.feed import BatchFeed, EndOfData, StepBatch
 from parallel2d.training.data.stream import SampleStream
-from parallel2d.training.hooks import Agreed, HookCalls, RunView
+from parallel2d.training.hooks import AgreedResult, HookCalls, RunView
 from parallel2d.training.membership import Membership
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.phases import PhaseClock
 from parallel2d.training.optimizer import LossScaler, learning_rate, set_learning_rate
 from parallel2d.training.progress import Progress, StepOutcome, WatchedMetrics, problems_of_state
-from parallel2d.training.step_agreement import OwnPart, StepAgreement
+from parallel2d.training.step_status import RankStatus, StepStatus
 from parallel2d.training.trainer_parts import LoopCallbacks, TrainerParts
 
 
@@ -60,7 +60,7 @@ class Trainer(TrainerParts):
         self.progress = Progress()
         self.preempted = False
         self.parameters = [p for p in updated_parameters(self.model) if p.requires_grad]
-        self._agreement = StepAgreement(
+        self._status = StepStatus(
             self.model, self.mesh, self.parameters, self.device, config.sync.compare_every
         )
         self.data_ranks = mesh_shape(self.mesh).data_ranks
@@ -69,7 +69,7 @@ class Trainer(TrainerParts):
         self._measured = recorder.measure({}, 0.0)
         self._watched = WatchedMetrics(config)
         self.stopped: str | None = None  # why the run ends before its last step
-        self._told_saves = 0  # checkpoints of this process that hooks know of
+        self._reported_saves = 0  # checkpoints of this process that hooks know of
         self.callbacks = LoopCallbacks()
         # Whether one that joins must compute: forward passes cross replicas, or each trains alone
         self.forward_crosses = outer_sync(self.model) is not None
@@ -85,7 +85,7 @@ class Trainer(TrainerParts):
             rank=dist.get_rank(),
             run_dir=self.run_dir,
             tokenizer=data.tokenizer,
-            say=recorder.say,
+            say=recorder.log,
             show_text=recorder.show_text,
         )
         self._calls = HookCalls(self.hooks, view)
@@ -146,7 +146,7 @@ class Trainer(TrainerParts):
         in the agreement of the step before. Starts the hooks. Collective."""
         self.stopped = self._watched.reason_to_stop(self.progress.step)
         if self.stopped is not None:
-            self.recorder.say(f"not trained on: {self.stopped}; other settings would go on")
+            self.recorder.log(f"not trained on: {self.stopped}; other settings would go on")
         self.upcoming = self.take(feed) if self.has_steps() else None
         if self.upcoming is not None:
             self.loss.compare_head(self.model, self.upcoming.micro_batches[0])
@@ -181,7 +181,7 @@ class Trainer(TrainerParts):
 
         self._count(step, batch, outcome)
         validation = self._validate_if_due(step, seconds)
-        self.claim.check()
+        self.ownership.check()
         agreed = self._call_hooks(outcome, rate, validation, seconds)
         is_best = self._judge(outcome, validation, agreed)
         if self.stopped is not None and validation is None:
@@ -200,7 +200,7 @@ class Trainer(TrainerParts):
         if self.membership is not None:
             self.membership.take_roles()
         # Hooks and a save take their time, in which another start may have set rows aside.
-        self.claim.check()
+        self.ownership.check()
         self.recorder.record(
             self.progress,
             outcome,
@@ -256,7 +256,7 @@ class Trainer(TrainerParts):
                     sums[1] += batch.valid_tokens
         finally:
             feed.close()
-        sums *= self._agreement.counts
+        sums *= self._status.counts
         return sums
 
     def _validate_if_due(self, step: int, seconds: dict[str, float]) -> dict[str, float] | None:
@@ -278,11 +278,11 @@ class Trainer(TrainerParts):
         rate: float,
         validation: Mapping[str, float] | None,
         seconds: dict[str, float],
-    ) -> Agreed:
+    ) -> AgreedResult:
         """Returns what the hooks of all ranks came to after this step. Adds what it takes to
         ``seconds``."""
         if not self.hooks:
-            return Agreed()
+            return AgreedResult()
         begin = time.perf_counter()
         metrics = {
             keys.LOSS: outcome.loss,
@@ -302,7 +302,7 @@ class Trainer(TrainerParts):
         return agreed
 
     def _judge(
-        self, outcome: StepOutcome, validation: Mapping[str, float] | None, agreed: Agreed
+        self, outcome: StepOutcome, validation: Mapping[str, float] | None, agreed: AgreedResult
     ) -> bool:
         """Compares what was measured in this step with the best so far. Returns whether this state
         is the best one; ends the run if it should stop."""
@@ -318,16 +318,16 @@ class Trainer(TrainerParts):
         if self.stopped is None and agreed.stop is not None:
             self.stopped = f"stopped after step {step} by a hook: {agreed.stop}"
         if self.stopped is not None and self.upcoming is not None:
-            self.recorder.say(self.stopped)
+            self.recorder.log(self.stopped)
             self.upcoming = None
             finish_updates(self.model)
         return is_best
 
     def _tell_saves(self) -> None:
         published = self.checkpointer.published
-        for step in published[self._told_saves :]:
+        for step in published[self._reported_saves :]:
             self._calls.saved(step, self.checkpointer.store.path_of(step))
-        self._told_saves = len(published)
+        self._reported_saves = len(published)
 
     def _end(self) -> None:
         self._tell_saves()
@@ -335,7 +335,7 @@ class Trainer(TrainerParts):
         self._calls.end(self.progress.step, reason)
         if reason == "finished":
             for warning in self._watched.never_measured():
-                self.recorder.say(f"warning: {warning}")
+                self.recorder.log(f"warning: {warning}")
 
     def take(self, feed: BatchFeed) -> StepBatch | None:
         try:
@@ -390,15 +390,17 @@ class Trainer(TrainerParts):
         is_last = step >= self.config.train.steps
         self.upcoming = None if is_last else self.take(feed)
         self.clock.mark("data_s")
-        outcome = self._agree(summed, batch, feed)
+        outcome = self._reduce_status(summed, batch, feed)
         if outcome is not None and self.membership is not None:
             outcome = outcome if self.membership.finish_joining() else None
         self.clock.mark("sync_s")
         return outcome
 
-    def _agree(self, summed: Tensor, batch: StepBatch, feed: BatchFeed) -> StepOutcome | None:
+    def _reduce_status(
+        self, summed: Tensor, batch: StepBatch, feed: BatchFeed
+    ) -> StepOutcome | None:
         """Returns None where replicas were lost, and all who are left do the step again."""
-        own = OwnPart(
+        own = RankStatus(
             loss=summed,
             tokens=batch.valid_tokens,
             sample_hash=batch.sample_hash,
@@ -408,14 +410,14 @@ class Trainer(TrainerParts):
             report=self._measured,
         )
         step, scale = self.progress.step + 1, self.scaler.scale
-        found = self._agreement.reach(step, own, scale)
+        found = self._status.all_reduce(step, own, scale)
         if found is None:
             assert self.membership is not None
             sums = self.membership.repeat(feed)
             if sums is None:
                 return None
             told = torch.tensor(sums, dtype=torch.float64)
-            found = self._agreement.conclude(step, told, own, scale)
+            found = self._status.conclude(step, told, own, scale)
         outcome, self.upcoming_tokens = found
         return outcome
 

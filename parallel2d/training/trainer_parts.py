@@ -19,7 +19,7 @@ from parallel2d.training.data.opening import OpenData
 from parallel2d.training.hooks import Hook
 from parallel2d.training.loss.model_loss import ModelLoss
 from parallel2d.training.metrics.recorder import Recorder
-from parallel2d.training.run_directory.start import RunClaim
+from parallel2d.training.run_directory.start import OwnershipLock
 
 
 @dataclass(kw_only=True, eq=False)
@@ -37,7 +37,7 @@ class TrainerParts:
     plan: BatchPlan
     recorder: Recorder
     checkpointer: Checkpointer
-    claim: RunClaim  # checked before rows and checkpoints are written
+    ownership: OwnershipLock  # checked before rows and checkpoints are written
     hooks: Sequence[Hook]  # called after every step
     replicas: Quorum | None = None  # where they may come and go
     # Called on the rank that writes from now on, where the one that did is lost

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from parallel2d import MeshSpec, build_mesh
 from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.topology import MEMORY_DIR
-from parallel2d.training.checkpoint import Checkpointer, memory_copies
+from parallel2d.training.checkpoint import Checkpointer, in_memory_checkpoints
 from parallel2d.training.checkpoint.in_memory import used
 
 
@@ -68,7 +68,7 @@ def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -
             CheckpointConfig(every=0, memory_every=1),
             os.path.join(folder, "memory"),
         )
-        copies = memory_copies(settings, run_dir, mesh)
+        copies = in_memory_checkpoints(settings, run_dir, mesh)
         return Checkpointer(settings, run_dir, mesh, model, optimizer, copies=copies)
 
     savers["memory"] = in_memory_only()

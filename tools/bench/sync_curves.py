@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel2d.hooks import Hook, RunView
-from parallel2d.parallel.sync.methods import residuals
+from parallel2d.parallel.sync.methods import error_feedback
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = [
@@ -70,7 +70,7 @@ class WithoutFeedback(Hook):
     """Lets replicas forget what they did not send."""
 
     def start(self, run: RunView, step: int) -> None:
-        residuals.RESIDUAL_DECAY = 0.0
+        error_feedback.ERROR_FEEDBACK_DECAY = 0.0
 
 
 def words_of(method: str) -> list[str]:

@@ -118,7 +118,7 @@ class Cluster:
         hosts = [*self._names, *([STORE] if self.store_outside else [])]
         atexit.register(self.close)
         try:
-            self.tag, self._folder, subnet = leftovers.claim(hosts)
+            self.tag, self._folder, subnet = leftovers.reserve(hosts)
             self.output = self._output or self._folder / "output"
             self.output.mkdir(parents=True, exist_ok=True)
             self.network = Network(self.tag, hosts, subnet)

@@ -48,7 +48,7 @@ def _started(pid: int) -> str | None:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def _locked() -> Iterator[None]:
     """One tool at a time chooses a subnet or cleans."""
     handle = os.open(ROOT, os.O_RDONLY)
     try:
@@ -71,9 +71,9 @@ def states() -> dict[str, dict[str, Any]]:
     return found
 
 
-def claim(hosts: list[str]) -> tuple[str, Path, Any]:
+def reserve(hosts: list[str]) -> tuple[str, Path, Any]:
     """A new tag, its folder with the state written, and a subnet that no other cluster uses."""
-    with _alone():
+    with _locked():
         tag = f"{os.getpid()}x{random.SystemRandom().randrange(16**4):04x}"
         taken = [state["subnet"] for state in states().values() if state["subnet"]]
         subnet = free_subnet(random.SystemRandom().sample(range(1, 65535), 64), taken)
@@ -101,7 +101,7 @@ def remove(tag: str) -> list[str]:
 
 def clean() -> list[str]:
     """Removes what clusters whose owner is dead left behind. Returns the names of what was removed."""
-    with _alone():
+    with _locked():
         known = states()
         tags = {tag for tag, state in known.items() if not state["alive"]}
         for name in namespaces():

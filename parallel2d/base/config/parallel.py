@@ -56,7 +56,9 @@ PLACEMENTS = {
     "hybrid_full": Placement(True, True, True, True),
 }
 STRATEGY_NAMES = tuple(PLACEMENTS)
-AUTOMATIC = "auto"  # strategy=auto: chosen by the planner before ranks build anything
+# strategy=auto: chosen by the planner before ranks build anything. precision=auto and compile=auto:
+# chosen by the train command for the device.
+AUTOMATIC = "auto"
 
 
 @dataclass
@@ -126,10 +128,16 @@ _dtype = partial(option, choices=("fp64", "fp32", "bf16", "fp16"))
 class PrecisionConfig:
     """The dtype of every tensor that mixed precision decides about."""
 
-    name: str = option("fp32", "Set by the group: precision=bf16")
+    name: str = option(
+        "fp32",
+        "Set by the group: precision=bf16. auto: bf16 on GPUs with fast bf16 products, else fp32",
+    )
     storage: str = _dtype("fp32", "Dtype of sharded parameters, gradients, optimizer state")
     param: str = _dtype("fp32", "Dtype of gathered parameters and activations")
     reduce: str = _dtype("fp32", "Dtype of gradients between ranks; rounds the sums")
+    tf32: bool = option(
+        True, "GPU only: fp32 matrix products round their inputs to TF32, 8 times as fast"
+    )
     loss_scaling: bool = option(False, "Dynamic loss scaling", read_by=("fp16",), of="param")
     output: str | None = _dtype(None, "Dtype of the root's outputs; null: as computed")
     buffers: str | None = _dtype(None, "Dtype of buffers; null: as built, fp64 with storage=fp64")
@@ -203,10 +211,13 @@ class ActivationCheckpointingConfig:
 @dataclass
 class CompileConfig:
     """Which parts of the model torch.compile compiles. ``block``: each repeated block on its own
-    (one compilation serves all equal blocks)."""
+    (one compilation serves all equal blocks). ``auto``: ``block`` on GPUs for a model with repeated
+    blocks, else ``none``."""
 
-    name: str = option("none", choices=("none", "block"))
-    backend: str = option("inductor", "Backend; inductor needs a C++ compiler", read_by=("block",))
+    name: str = option("none", choices=("none", "block", AUTOMATIC))
+    backend: str = option(
+        "inductor", "Backend; inductor needs a C++ compiler", read_by=("block", AUTOMATIC)
+    )
 
 
 _diloco = partial(option, read_by=("diloco",))

@@ -61,7 +61,7 @@ class FSDPGroup:
         self.modules = tuple(modules)
         self.called = called
         # The dtype in which its gradients are sent over the shard axis
-        self.wire = torch.float32
+        self.communication_dtype = torch.float32
         # The dtypes in which torch adds gradients and sends them; None: those of its own choice
         self._reduces_in: tuple[torch.dtype, torch.dtype] | None = None
         # With one rank on the shard axis unsharded gradients are the sharded ones.
@@ -102,9 +102,9 @@ class FSDPGroup:
         return self._group.reduce_grads and self._group.all_reduce_grads
 
     @property
-    def has_whole_gradients(self) -> bool:
+    def has_unsharded_gradients(self) -> bool:
         """True if this rank has a gradient that is not reduced over the shard axis."""
-        return any(parameter.has_whole_gradient for parameter in self.trained)
+        return any(parameter.has_unsharded_gradient for parameter in self.trained)
 
     def on_forward(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` at each forward of the group that autograd records, whatever method of
@@ -184,7 +184,7 @@ class FSDPGroup:
                 if not group.reduce_grads:
                     self._keep_sums(original)
                 elif self.is_alone:
-                    self._take_whole_gradients()
+                    self._take_unsharded_gradients()
                 else:
                     self._choose_dtypes()
                     original()
@@ -205,16 +205,16 @@ class FSDPGroup:
         """Leave the gradients of this pass where autograd adds those of the next one to them, in
         the wide dtype. ``end`` frees the parameters; torch would cast sums to the dtype in which
         they are sent (pytorch issue 194628)."""
-        taken = [(each, each.take_whole()) for each in self.trained]
+        taken = [(each, each.take_unsharded_gradient()) for each in self.trained]
         end()
         for parameter, gradient in taken:
-            parameter.set_whole(gradient)
+            parameter.set_unsharded_gradient(gradient)
 
-    def _take_whole_gradients(self) -> None:
+    def _take_unsharded_gradients(self) -> None:
         """Make the whole gradients the sharded ones, instead of torch, which would copy them
         twice."""
         self._group._training_state = TrainingState.POST_BACKWARD
-        taken = [(each, each.take_whole()) for each in self.trained]
+        taken = [(each, each.take_unsharded_gradient()) for each in self.trained]
         self.module.reshard()
         for parameter, gradient in taken:
             if gradient is not None:
@@ -228,32 +228,37 @@ class FSDPGroup:
         trained = self.trained
         for parameter in trained:
             parameter.make_dense()
-        dtypes = {each.whole_gradient_dtype for each in trained}
+        dtypes = {each.unsharded_gradient_dtype for each in trained}
         # None: there is no gradient before the first forward.
         dtypes.discard(None)
         # Sums over micro-batches hold the parts of the tensor axis too, in fp32 at least.
         if len(dtypes) > 1 or _sum_parts(trained):
             for parameter in trained:
-                gradient = parameter.take_whole()
-                parameter.set_whole(parameter.zeros() if gradient is None else gradient)
+                gradient = parameter.take_unsharded_gradient()
+                parameter.set_unsharded_gradient(
+                    parameter.zeros() if gradient is None else gradient
+                )
 
-    def set_dtypes(self, wide: torch.dtype, wire: torch.dtype, shard_ranks: int) -> None:
+    def set_dtypes(
+        self, wide: torch.dtype, communication_dtype: torch.dtype, shard_ranks: int
+    ) -> None:
         """Add gradients in ``wide``, or the dtype in which parameters are stored if that is wider,
-        and send them in ``wire`` over the shard axis.
+        and send them in ``communication_dtype`` over the shard axis.
 
-        torch adds partial sums in the dtype in which parameters are stored, or that of the wire
-        (pytorch issue 194628), and has no setting for either. Raises `ConfigError` for trained
-        parameters of several dtypes.
+        torch adds partial sums in the dtype in which parameters are stored, or in the communication
+        dtype (pytorch issue 194628), and has no setting for either. Raises `ConfigError` for
+        trained parameters of several dtypes.
         """
-        self.wire = wire
+        self.communication_dtype = communication_dtype
         stored = self._stored_dtype()
         if stored is None:
             return
         wide = torch.promote_types(wide, stored)
-        if stored == wide and wire.itemsize >= 4:
+        if stored == wide and communication_dtype.itemsize >= 4:
             return  # torch adds in that dtype anyway
         # A shard axis of one rank sends nothing, so nothing need be rounded.
-        self._reduces_in = wide, wide if wire.itemsize >= 4 or shard_ranks == 1 else wire
+        sends_wide = communication_dtype.itemsize >= 4 or shard_ranks == 1
+        self._reduces_in = wide, wide if sends_wide else communication_dtype
         for parameter in self.parameters:
             parameter.wide = wide
 
@@ -296,7 +301,7 @@ class FSDPGroup:
     def discard(self) -> None:
         """Drop sums that are not reduced over the shard axis."""
         for parameter in self.parameters:
-            parameter.take_whole()
+            parameter.take_unsharded_gradient()
 
 
 def _keep_missing_gradients(inputs: Any) -> None:
@@ -378,12 +383,12 @@ class FSDPParameter:
         return self.gathered is not None
 
     @property
-    def has_whole_gradient(self) -> bool:
+    def has_unsharded_gradient(self) -> bool:
         """True if this rank has a gradient of it that is not reduced over the shard axis."""
         whole = self.gathered
         return whole is not None and whole.grad is not None
 
-    def take_whole(self) -> Tensor | None:
+    def take_unsharded_gradient(self) -> Tensor | None:
         """Take out the gradient that is not reduced over the shard axis."""
         whole = self.gathered
         if whole is None:
@@ -392,7 +397,7 @@ class FSDPParameter:
         whole.grad = None
         return gradient
 
-    def set_whole(self, gradient: Tensor | None) -> None:
+    def set_unsharded_gradient(self, gradient: Tensor | None) -> None:
         """Set the gradient that is not reduced over the shard axis, in the wide dtype."""
         whole = self.gathered
         if whole is None or gradient is None:
@@ -416,7 +421,7 @@ class FSDPParameter:
             whole.grad = whole.grad.to_dense()
 
     @property
-    def whole_gradient_dtype(self) -> torch.dtype | None:
+    def unsharded_gradient_dtype(self) -> torch.dtype | None:
         """The dtype of the gradient that is not reduced over the shard axis, or of zeros in its
         place; None before the first forward."""
         whole = self.gathered
@@ -452,7 +457,7 @@ class FSDPParameter:
         assert isinstance(whole, DTensor)
         whole.grad = None
         mesh, placements = whole.device_mesh, whole.placements
-        self.set_whole(DTensor.from_local(total, mesh, placements, run_check=False))
+        self.set_unsharded_gradient(DTensor.from_local(total, mesh, placements, run_check=False))
 
     @property
     def local_gradient(self) -> Tensor | None:

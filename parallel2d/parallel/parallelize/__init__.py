@@ -36,21 +36,21 @@ from parallel2d.parallel.parallelize.context_parallel import (
     learn_at_first,
     slice_blocks,
 )
-from parallel2d.parallel.parallelize.copies import DEEPCOPY, copier, sharded_copy
 from parallel2d.parallel.parallelize.float8 import convert_to_float8
-from parallel2d.parallel.parallelize.gathered import follow_updates
 from parallel2d.parallel.parallelize.ignored import ignored_parameters
 from parallel2d.parallel.parallelize.layout import Layout, resolve
 from parallel2d.parallel.parallelize.model_calls import explain_model_calls
+from parallel2d.parallel.parallelize.model_copy import DEEPCOPY, copier, sharded_copy
 from parallel2d.parallel.parallelize.optimizer_hooks import follow_steps
 from parallel2d.parallel.parallelize.precision import Precision, cast_storage
 from parallel2d.parallel.parallelize.preconditions import check, check_arguments, mark_sharded
 from parallel2d.parallel.parallelize.prefetch import prefetch_parameters
 from parallel2d.parallel.parallelize.running_statistics import average_buffers, watch_statistics
-from parallel2d.parallel.parallelize.scalars import keep_whole, scalar_places
+from parallel2d.parallel.parallelize.scalars import replicate_scalars, scalar_places
 from parallel2d.parallel.parallelize.script_checks import check_script
 from parallel2d.parallel.parallelize.sharding import shard, synchronize
 from parallel2d.parallel.parallelize.tensor_parallel import apply_tensor_parallel
+from parallel2d.parallel.parallelize.unsharded_parameters import follow_updates
 from parallel2d.parallel.sync import clear_with_gradients
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of, note_update_mesh
 from parallel2d.parallel.weights.construction import build_on_meta, seeds_of
@@ -261,7 +261,7 @@ def _transform(
     plain = ignored_parameters(model, layout.ignored, mesh.device_type)
     without_dims = scalar_places(model, plain)
     shard(model, parameters, layout, plain | set(without_dims))
-    scalars = keep_whole(model, parameters, without_dims.values(), precision.param)
+    scalars = replicate_scalars(model, parameters, without_dims.values(), precision.param)
     synchronize(model, parameters, layout, precision, topology, scalars, seed)
     select_without_hooks(model, config.activation_checkpointing)
     prefetch_parameters(model, parameters, config.prefetch)

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 from parallel2d.base.config import ActivationCheckpointingConfig
-from parallel2d.base.errors import ConfigError, nearest_words
+from parallel2d.base.errors import ConfigError, nearest_matches
 from parallel2d.parallel.model_structure import find_blocks
 
 # Operators of these namespaces are named without it.
@@ -38,7 +38,7 @@ def checkpoint_activations(
 ) -> nn.Module:
     """Checkpoints every ``config.every``-th of ``blocks``, or of what ``config.blocks`` or
     ``config.policy`` names instead. ``budget`` is left to compilation. Raises `ConfigError` when
-    there are no blocks, and for what `kept_operators` refuses."""
+    there are no blocks, and for what `saved_operators` refuses."""
     if config.name in ("none", "budget"):
         return model
     if config.blocks or config.policy is not None:
@@ -53,7 +53,7 @@ def checkpoint_activations(
     # Reentrant checkpointing has no context_fn, which chooses operators.
     options: dict[str, Any] = {"use_reentrant": False}
     if config.name == "selective":
-        policy = functools.partial(_keep, kept_operators(config.keep))
+        policy = functools.partial(_keep, saved_operators(config.keep))
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     for _, block in blocks[:: config.every]:
         block.forward = functools.partial(checkpoint, block.forward, **options)
@@ -96,7 +96,7 @@ def _call_hidden(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return hook(*args, **kwargs)
 
 
-def kept_operators(patterns: Sequence[str]) -> frozenset[str]:
+def saved_operators(patterns: Sequence[str]) -> frozenset[str]:
     """Full names (``aten::mm``) of the operators that ``patterns`` name.
 
     A pattern such as ``mm`` or ``scaled_dot_product_*`` means torch's own operators and its
@@ -110,7 +110,7 @@ def kept_operators(patterns: Sequence[str]) -> frozenset[str]:
         names = fnmatch.filter(operators, pattern)
         if not names:
             # Up to three, because several may differ from what was meant in a letter or two.
-            near = nearest_words(pattern.replace("*", ""), operators)
+            near = nearest_matches(pattern.replace("*", ""), operators)
             advice = "names are those of torch.ops.aten, such as mm"
             if near:
                 advice = f"did you mean {' or '.join(near)}?"

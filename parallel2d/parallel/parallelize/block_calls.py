@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from parallel2d.parallel.fsdp_internals.sharded_model import RunningForward, has_begun
 from parallel2d.parallel.model_structure import class_name
-from parallel2d.parallel.weights.whole_tensors import sharded_modules
+from parallel2d.parallel.weights.unsharded_tensors import sharded_modules
 
 MIXED = "mixed torch.Tensor and DTensor"  # of torch's error
 

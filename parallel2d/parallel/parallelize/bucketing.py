@@ -13,7 +13,7 @@ from torch import nn
 
 from parallel2d.base.config import BucketingConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.model_structure import held_parameters, own_parameters, owning_modules
+from parallel2d.parallel.model_structure import direct_parameters, own_parameters, owning_modules
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn
     for name, module in model.named_modules(remove_duplicate=False):
         outer = around.get(name.rpartition(".")[0], _ROOT)
         around[name] = group_of.get(id(module), outer)
-        for _, parameter in held_parameters(module):
+        for _, parameter in direct_parameters(module):
             holders[parameter].add(around[name])
     for sharing in holders.values():
         # Groups that were joined before stay together: all with the same target move at once.

@@ -7,13 +7,17 @@ import functools
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._pytree import tree_map_only
 
 from parallel2d.base.config import CompileConfig
+from parallel2d.base.config.parallel import AUTOMATIC
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.private_folders import make_private
 from parallel2d.parallel.mesh_sizes import MeshShape
@@ -32,7 +36,31 @@ def compile_blocks(
         backend = _within_budget(config.backend, memory_budget)
     for _, block in blocks:
         # On the instance: hooks run in the module's call, around what is compiled.
-        block.forward = torch.compile(block.forward, backend=backend)
+        compiled = torch.compile(block.forward, backend=backend)
+        block.forward = functools.partial(_call_on_waited, compiled)
+
+
+def _call_on_waited(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``compiled`` with the results of collectives that have ended.
+
+    The output of a tensor-parallel layer wraps the tensor that its collective fills. torch.compile
+    replaces this wrapper by the tensor inside, which has an autograd history of its own: gradients
+    would leave out the layer's conversion from DTensor.
+    """
+    args, kwargs = tree_map_only(AsyncCollectiveTensor, _Waited.apply, (args, kwargs))
+    return compiled(*args, **kwargs)
+
+
+class _Waited(torch.autograd.Function):
+    """The plain tensor of an `AsyncCollectiveTensor`, with the autograd history of the wrapper."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:
+        return tensor.trigger_wait().detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -75,10 +103,18 @@ def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
     return compile_within_budget
 
 
+def choose_compilation(
+    config: CompileConfig, shape: MeshShape, *, has_blocks: bool
+) -> CompileConfig:
+    """Return ``config`` with ``block`` or ``none`` in the place of ``auto``."""
+    if config.name != AUTOMATIC:
+        return config
+    return replace(config, name="block" if has_blocks and shape.context == 1 else "none")
+
+
 def check_compilation(config: CompileConfig, shape: MeshShape) -> None:
     """Raises `ConfigError` for a backend that torch.compile does not have, and for compilation
-    together with context or tensor parallelism: with torch 2.13 a compiled tensor-parallel block
-    returned a zero gradient for its input."""
+    together with context parallelism."""
     if config.name == "none":
         return
     if config.backend not in torch.compiler.list_backends(exclude_tags=()):
@@ -88,10 +124,5 @@ def check_compilation(config: CompileConfig, shape: MeshShape) -> None:
     if shape.context > 1:
         raise ConfigError(
             f"compile={config.name} with mesh.context={shape.context}: a compiled block cannot "
-            "exchange what its attention needs; choose compile=none or mesh.context=1"
-        )
-    if shape.tensor > 1 and config.backend != "eager":
-        raise ConfigError(
-            f"compile={config.name} with mesh.tensor={shape.tensor}: compiled tensor-parallel "
-            "blocks return wrong gradients in this torch; choose compile=none or mesh.tensor=1"
+            "exchange the keys and values of its attention; choose compile=none or mesh.context=1"
         )

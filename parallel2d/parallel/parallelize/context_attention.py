@@ -41,7 +41,7 @@ def attend_to_slices(
     ranks, heads = axis.size, (query.shape[1], key.shape[1])
     gathers = bool(heads[0] % ranks or heads[1] % ranks)
     if mask is not None:
-        mask = _whole_columns(axis, name, mask, query.shape[2], key.shape[2])
+        mask = _all_columns(axis, name, mask, query.shape[2], key.shape[2])
     elif options["is_causal"]:
         # Of causal attention to all keys the last rank would compute most, and some devices make a
         # mask for it: each rank gets the one head of keys that its heads of queries need.
@@ -116,7 +116,7 @@ def _gather_is_cheaper(heads: tuple[int, int], ranks: int) -> bool:
     return 6 / served < 4 / ranks * (1 + 1 / served)
 
 
-def _whole_columns(axis: ContextAxis, name: str, mask: Tensor, own: int, keys: int) -> Tensor:
+def _all_columns(axis: ContextAxis, name: str, mask: Tensor, own: int, keys: int) -> Tensor:
     """``mask`` with a column for each position of the whole sequence."""
     if mask.shape[-1] in (1, keys * axis.size):
         return mask

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from parallel2d.base.device import random_states_kept
+from parallel2d.base.device import preserve_rng_states
 from parallel2d.base.errors import ConfigError
 from parallel2d.models.attention import grouped_attention
 from parallel2d.parallel.context_axis import ContextAxis
@@ -161,7 +161,7 @@ class SplitBlock:
         what is around the blocks goes on drawing the same, and recomputation draws again what was
         drawn."""
         seed = int(torch.randint(2**62, ()))
-        with random_states_kept():
+        with preserve_rng_states():
             torch.manual_seed((seed + self.stack.axis.rank * 0x9E3779B97F4A7C15) % 2**63)
             yield
 

@@ -1,9 +1,9 @@
 """How a model is laid over the ranks, decided before anything changes: `resolve` makes a `Layout`.
 `parallelize` applies it, `cost` computes from it, and a run describes itself by it.
 
-[Note: the fullest rank] Every axis splits a dim into parts of ceil(size / ranks) rows, of which the
-last ones are smaller or empty. So the rank that is first on every axis holds at least as much of
-each parameter as any other one, and what it holds is what the fullest rank holds.
+[Note: the peak-memory rank] Every axis splits a dim into parts of ceil(size / ranks) rows, of which
+the last ones are smaller or empty. So the rank that is first on every axis holds at least as much
+of each parameter as any other one, and what it holds is what the fullest rank holds.
 """
 
 from __future__ import annotations
@@ -25,9 +25,14 @@ from parallel2d.base.config.job import OptimizerConfig
 from parallel2d.base.config.parallel import ParallelConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh_sizes import MeshShape, MeshSpec
-from parallel2d.parallel.model_structure import find_blocks, fqn_of, hidden_matrices, stays_whole
+from parallel2d.parallel.model_structure import (
+    find_blocks,
+    fqn_of,
+    hidden_matrices,
+    stays_replicated,
+)
 from parallel2d.parallel.parallelize.bucketing import bucket_modules
-from parallel2d.parallel.parallelize.compilation import check_compilation
+from parallel2d.parallel.parallelize.compilation import check_compilation, choose_compilation
 from parallel2d.parallel.parallelize.ignored import ignored_names
 from parallel2d.parallel.parallelize.precision import Precision, buffer_dtype, storage_dtypes
 from parallel2d.parallel.parallelize.preconditions import check_offload
@@ -125,7 +130,7 @@ class ParameterShape(NamedTuple):
 
 
 def first_part(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """The shape of the first of ``ranks`` parts by rows; see [Note: the fullest rank]."""
+    """The shape of the first of ``ranks`` parts by rows; see [Note: the peak-memory rank]."""
     return (-(-shape[0] // ranks), *shape[1:])
 
 
@@ -232,6 +237,8 @@ def resolve(
         tensor_dims=dict(split_dims(model, mesh, tensor_plan or {}, shape.tensor)),
     )
     blocks = find_blocks(model, config.bucketing.blocks, config.bucketing.policy)
+    compilation = choose_compilation(config.compile, shape, has_blocks=bool(blocks))
+    config = replace(config, compile=compilation)
     if config.compile.name != "none" and not blocks:
         raise ConfigError(
             f"compile={config.compile.name}: {type(model).__name__} has no repeated blocks; name "
@@ -303,7 +310,7 @@ class _Collector:
                     continue
                 self.taken.add(parameter)
                 shape = self._shape_of(parameter, policy)
-                if stays_whole(parameter) or self.names[parameter] in self.ignored:
+                if stays_replicated(parameter) or self.names[parameter] in self.ignored:
                     self.whole.append(shape)
                 else:
                     found.append(shape)
@@ -335,7 +342,7 @@ class _Collector:
     def _gradient_dtype(self, parameter: nn.Parameter, stored: torch.dtype) -> torch.dtype:
         """The dtype of the gradient that the optimizer gets; see `ReplicaReducer`."""
         # `Scalar` casts gradients to the dtype of the parameter.
-        if stays_whole(parameter):
+        if stays_replicated(parameter):
             return stored
         precision = self.precision
         kept = precision.reduce if precision.keep_reduced else precision.storage

@@ -26,14 +26,14 @@ from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.sync import no_sync
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of
 from parallel2d.parallel.sync.methods.method import UpdateFollower
-from parallel2d.parallel.weights.whole_tensors import sharded_modules
+from parallel2d.parallel.weights.unsharded_tensors import sharded_modules
 
 log = logging.getLogger(__name__)
 
 
 def explain_model_calls(model: nn.Module, mesh: DeviceMesh) -> None:
     """Prepares ``model``, after `fully_shard`, for the calls above."""
-    model.register_load_state_dict_pre_hook(_refuse_whole_tensors)
+    model.register_load_state_dict_pre_hook(_refuse_plain_tensors)
     model.register_state_dict_post_hook(_mark_state)
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
@@ -50,7 +50,7 @@ def explain_model_calls(model: nn.Module, mesh: DeviceMesh) -> None:
     for module in model.modules():
         save = getattr(module, "save_pretrained", None)
         if callable(save):
-            vars(module)["save_pretrained"] = functools.partial(_save_whole, save)
+            vars(module)["save_pretrained"] = functools.partial(_save_unsharded, save)
 
 
 class _PickleWarning:
@@ -109,7 +109,7 @@ def _make_plain_tensors(parameter: DTensor) -> None:
         vars(parameter)[name] = _PlainTensors(name, parameter)
 
 
-def _refuse_whole_tensors(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _refuse_plain_tensors(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before ``load_state_dict``: raises `ConfigError` for plain tensors in the place of sharded
     ones, which torch would refuse one by one."""
     if prefix:  # a part of another model, whose state this is
@@ -170,7 +170,7 @@ def _apply(
     is_used = has_begun(model) or type(engine.updates) is not UpdateFollower
     for dtype in {parameter.dtype for parameter in model.parameters()}:
         wanted = function(torch.empty(0, dtype=dtype)).dtype
-        # The wire to other replicas is no wider than what the configuration says.
+        # The format sent to other replicas is no wider than what the configuration says.
         is_wider = engine.buckets is not None and wanted.itemsize > dtype.itemsize
         if wanted != dtype and (is_used or is_wider):
             raise ConfigError(
@@ -187,7 +187,7 @@ def _apply(
     return result
 
 
-def _save_whole(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _save_unsharded(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("state_dict") is None:
         raise ConfigError(
             "save_pretrained(...) would write this rank's parts of the parameters: gather them on "

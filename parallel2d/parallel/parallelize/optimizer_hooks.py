@@ -25,11 +25,14 @@ from torch.utils.hooks import RemovableHandle
 
 from parallel2d.parallel.fsdp_internals.tensors import part_of, quick_reads
 from parallel2d.parallel.parallelize import script_checks
-from parallel2d.parallel.parallelize.gathered import GatheredParameters, refuse_gathered
+from parallel2d.parallel.parallelize.unsharded_parameters import (
+    UnshardedParameters,
+    refuse_stale_unsharded,
+)
 from parallel2d.parallel.sync.engine.replica_reducer import is_ours
 from parallel2d.parallel.weights.geometry import as_part
 from parallel2d.parallel.weights.named_tensors import stepped_by
-from parallel2d.parallel.weights.whole_tensors import copy_part
+from parallel2d.parallel.weights.unsharded_tensors import copy_part
 
 # An attribute of an optimizer: the state in which nothing is left to cut. Loading makes another.
 _CUT = "_parallel2d_cut"
@@ -40,11 +43,11 @@ _ELEMENTWISE = (
     torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 )  # fmt: skip
 # Of the models that are alive, in the order in which they were parallelized
-_followed: list[weakref.ref[GatheredParameters]] = []
+_followed: list[weakref.ref[UnshardedParameters]] = []
 _handles: list[RemovableHandle] = []
 
 
-def follow_steps(gathered: GatheredParameters) -> None:
+def follow_steps(gathered: UnshardedParameters) -> None:
     """Registers the hooks, until the last parallelized model is gone."""
     _followed.append(weakref.ref(gathered, _leave))
     if not _handles:
@@ -52,7 +55,7 @@ def follow_steps(gathered: GatheredParameters) -> None:
         _handles.append(register_optimizer_step_post_hook(_after_step))
 
 
-def _leave(reference: weakref.ref[GatheredParameters]) -> None:
+def _leave(reference: weakref.ref[UnshardedParameters]) -> None:
     _followed.remove(reference)
     if not _followed:
         for handle in _handles:
@@ -60,7 +63,7 @@ def _leave(reference: weakref.ref[GatheredParameters]) -> None:
         _handles.clear()
 
 
-def _alive() -> list[GatheredParameters]:
+def _alive() -> list[UnshardedParameters]:
     return [gathered for reference in _followed if (gathered := reference()) is not None]
 
 
@@ -70,7 +73,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return None
     is_first = vars(optimizer).get(_CUT) is not optimizer.state
     if is_first:
-        refuse_gathered(optimizer, parameters)
+        refuse_stale_unsharded(optimizer, parameters)
     script_checks.before_step(optimizer, parameters)
     stepped = set(map(id, parameters))
     for gathered in _alive():
@@ -79,7 +82,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         # The iterations of torch's Muon are in bf16.
         if isinstance(optimizer, torch.optim.Muon) and any(map(_is_sharded, parameters)):
             raise script_checks.refusal(optimizer, "would round differently on sharded parameters")
-        _cut_whole_state(optimizer)
+        _shard_loaded_state(optimizer)
         vars(optimizer)[_CUT] = optimizer.state
     # A closure computes gradients of the sharded parameters.
     if len(args) > 1 or kwargs:
@@ -110,7 +113,7 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _cut_whole_state(optimizer: Optimizer) -> None:
+def _shard_loaded_state(optimizer: Optimizer) -> None:
     for parameter, entries in optimizer.state.items():
         for key, value in entries.items() if isinstance(parameter, DTensor) else ():
             is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)

@@ -13,8 +13,8 @@ from parallel2d.base.config import PrecisionConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.model_structure import (
     candidate_classes,
+    direct_parameters,
     fqn_of,
-    held_parameters,
     own_parameters,
     owning_modules,
 )
@@ -117,7 +117,7 @@ def cast_storage(model: nn.Module, precision: Precision, ignored: Container[str]
         if stored is not value:
             cast[parameter] = nn.Parameter(stored, parameter.requires_grad)
     for module in model.modules():
-        for name, held in list(held_parameters(module)):
+        for name, held in list(direct_parameters(module)):
             # A tied parameter is replaced by the same new one in each of its modules.
             if held in cast:
                 setattr(module, name, cast[held])

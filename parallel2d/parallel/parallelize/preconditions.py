@@ -69,6 +69,8 @@ def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
         )
     if config is not None and config.strategy.name == AUTOMATIC:
         raise ConfigError("strategy=auto is resolved by the train command: in code, name one")
+    if config is not None and config.precision.name == AUTOMATIC:
+        raise ConfigError("precision=auto is resolved by the train command: in code, name one")
     if config is not None:
         validated(config)
     if isinstance(model, nn.ModuleList | nn.ModuleDict) and not is_called(model):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import first_five
-from parallel2d.parallel.mesh import mesh_shape, present_data_ranks, sum_over_data_ranks
+from parallel2d.parallel.mesh import live_data_ranks, mesh_shape, sum_over_data_ranks
 from parallel2d.parallel.model_structure import fqn_of, join_names
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 
@@ -48,7 +48,7 @@ class RunningStatistics:
         """Makes them equal on all data ranks. Collective."""
         for norm in self._norms.values():
             both = torch.stack([getattr(norm, name).double() for name in _BUFFERS])
-            means = sum_over_data_ranks(both, self._mesh) / present_data_ranks(self._mesh)
+            means = sum_over_data_ranks(both, self._mesh) / live_data_ranks(self._mesh)
             for name, mean in zip(_BUFFERS, means, strict=True):
                 getattr(norm, name).copy_(mean)
         self.differ = False
@@ -69,7 +69,7 @@ def watch_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
         statistics = vars(model)[_STATISTICS] = RunningStatistics(mesh, norms)
         model.register_forward_pre_hook(statistics.before_forward)
     for engine in engines_in(model):
-        engine.agreement.buffers = others
+        engine.used_parameters.buffers = others
 
 
 def take_over_statistics(twin: nn.Module, model: nn.Module) -> None:

@@ -1,9 +1,9 @@
 """Parameters without dimensions, such as the temperature of a contrastive loss, and without
-elements, such as adapters of rank 0. `fully_shard` takes neither. `keep_whole` keeps them whole on
-every rank, as `DTensor`s that are replicated over all axes, so that optimizers, norms, states and
-checkpoints find parameters of one kind. While the model computes, plain tensors on the same memory
-take their places in the modules, and their gradients are averaged over the data ranks with the
-others'.
+elements, such as adapters of rank 0. `fully_shard` takes neither. `replicate_scalars` keeps them
+whole on every rank, as `DTensor`s that are replicated over all axes, so that optimizers, norms,
+states and checkpoints find parameters of one kind. While the model computes, plain tensors on the
+same memory take their places in the modules, and their gradients are averaged over the data ranks
+with the others'.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from parallel2d.base.device import current_device
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals.tensors import part_of
 from parallel2d.parallel.mesh import mesh_shape
-from parallel2d.parallel.model_structure import Places, places_in, stays_whole
+from parallel2d.parallel.model_structure import Places, places_in, stays_replicated
 
 
 class Scalar:
@@ -127,7 +127,7 @@ def scalar_places(model: nn.Module, left_out: Container[nn.Parameter]) -> Places
     that is not in ``left_out``. Raises `ConfigError` for complex ones without dimensions, and where
     the model has no others."""
     to_split = [parameter for parameter in model.parameters() if parameter not in left_out]
-    scalars = {parameter for parameter in to_split if stays_whole(parameter)}
+    scalars = {parameter for parameter in to_split if stays_replicated(parameter)}
     found = places_in(model.modules())
     places = {parameter: each for parameter, each in found.items() if parameter in scalars}
     for parameter, ((_, name), *_) in places.items():
@@ -141,7 +141,7 @@ def scalar_places(model: nn.Module, left_out: Container[nn.Parameter]) -> Places
     return places
 
 
-def keep_whole(
+def replicate_scalars(
     model: nn.Module,
     mesh: DeviceMesh,
     places: Iterable[list[tuple[nn.Module, str]]],

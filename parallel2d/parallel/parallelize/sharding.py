@@ -90,7 +90,7 @@ def _place_on_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     """Place the sharded parameters on the ``replicate`` axis too; see [Note: one engine for every
     strategy]."""
     for parameter, places in places_in(model.modules()).items():
-        # Those that `keep_whole` has placed are on all axes.
+        # Those that `replicate_scalars` has placed are on all axes.
         if not isinstance(parameter, DTensor) or "replicate" in axis_names(parameter.device_mesh):
             continue
         placed = DTensor.from_local(
@@ -125,8 +125,8 @@ def synchronize(
     shard_ranks = mesh_shape(mesh).shard
     for group in groups:
         in_fp32 = id(group.modules[0]) in precision.fp32_modules
-        wire = torch.float32 if in_fp32 else precision.reduce
-        group.set_dtypes(precision.sums, wire, shard_ranks)
+        communication_dtype = torch.float32 if in_fp32 else precision.reduce
+        group.set_dtypes(precision.sums, communication_dtype, shard_ranks)
         if shard_ranks == 1 and not layout.config.cpu_offload:
             group.share_memory(torch.float32 if in_fp32 else precision.param)
     # With one rank nothing is gathered or reduced over the shard axis.

@@ -1,6 +1,7 @@
 """Reduces gradients over the replicate axis: in which micro-batch, in which order, in which form.
 
-`methods/` says what crosses the axis and when, `wires/` in which form, `engine/` does it by both.
+`methods/` says what crosses the axis and when, `formats/` in which format, `engine/` does it by
+both.
 """
 
 from parallel2d.parallel.sync.engine.accumulation import (

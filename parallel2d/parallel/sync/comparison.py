@@ -19,7 +19,7 @@ from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.base.exchange import all_gather
 from parallel2d.base.replicas import is_joining
 from parallel2d.parallel.mesh import axis_positions, mesh_shape
-from parallel2d.parallel.sync.wires.blocks import key_of
+from parallel2d.parallel.sync.formats.quantize import key_of
 from parallel2d.parallel.weights.geometry import local_part
 
 _HASH_BITS = 20  # so that fp64 adds the squares of up to 8,192 ranks exactly

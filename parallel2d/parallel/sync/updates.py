@@ -18,9 +18,9 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import present_ranks
 from parallel2d.parallel.mesh import has_cpu_backend, sharding_mesh
-from parallel2d.parallel.model_structure import stays_whole, updated_as
-from parallel2d.parallel.sync.average import average_of
+from parallel2d.parallel.model_structure import stays_replicated, updated_as
 from parallel2d.parallel.sync.comparison import ReplicaComparison
+from parallel2d.parallel.sync.ema import ema_of
 from parallel2d.parallel.sync.engine.buckets import Bucket, BucketQueue, Wait
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of, engines_in
 from parallel2d.parallel.sync.methods.diloco import OuterSync
@@ -54,7 +54,7 @@ def outer_sync(model: nn.Module) -> OuterSync | None:
     return None
 
 
-def residuals_of(model: nn.Module) -> UpdateFollower:
+def error_feedback_of(model: nn.Module) -> UpdateFollower:
     """What has the residuals of ``model``; without any, where nothing is kept."""
     for engine in engines_in(model):
         if engine.updates.residual_name:
@@ -68,7 +68,7 @@ def set_step(model: nn.Module, step: int, loss_scale: float = 1.0) -> None:
     of this process are counted."""
     for engine in engines_in(model):
         engine.keys.step = step
-        engine.agreement.agreements = step - 1
+        engine.used_parameters.reductions = step - 1
         engine.updates.loss_scale = loss_scale
 
 
@@ -76,7 +76,7 @@ def set_step(model: nn.Module, step: int, loss_scale: float = 1.0) -> None:
 def outer_parameters(model: nn.Module) -> Iterator[None]:
     """Inside, ``model`` has the parameters that all replicas share, for validation and export.
     They are its own but with ``sync=diloco``; and with ``train.ema`` their averages."""
-    outer, average = outer_sync(model), average_of(model)
+    outer, average = outer_sync(model), ema_of(model)
     if outer is None and average is None:
         yield
         return
@@ -104,7 +104,7 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     # Parameters without dimensions are in no group.
     alone: dict[str, Tensor] = {}
     for name, parameter in parameters_by_name(model).items():
-        if stays_whole(parameter):
+        if stays_replicated(parameter):
             alone[name] = shared.get(name, parameter)
     if alone and found:
         found["parameters without dimensions"] = alone

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.models import adapters
-from parallel2d.parallel.model_structure import fqn_of, held_parameters, join_names
+from parallel2d.parallel.model_structure import direct_parameters, fqn_of, join_names
 from parallel2d.parallel.weights.initial_values import initializer_of, is_unset, no_initializer
 from parallel2d.parallel.weights.named_tensors import all_tensors, ties_of
 
@@ -187,7 +187,7 @@ class _Recorder(TorchFunctionMode):
         alive = filter(None, [reference() for reference in self.built])
         begun = [module for module in alive if "_modules" in vars(module)]
         for module in set(chain.from_iterable(each.modules() for each in begun)):
-            for name, parameter in held_parameters(module):
+            for name, parameter in direct_parameters(module):
                 writer = self._writers.get(parameter.untyped_storage())
                 if writer is not None:
                     vars(module).setdefault(_WRITTEN_BY, {})[name] = writer

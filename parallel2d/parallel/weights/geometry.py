@@ -29,7 +29,7 @@ class Region:
     lengths: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Region:
+    def of_shape(cls, shape: Sequence[int]) -> Region:
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -103,7 +103,7 @@ def local_region(tensor: Tensor) -> Region:
     Raises ValueError for placements that are no split of the tensor (partial sums).
     """
     if not isinstance(tensor, DTensor):
-        return Region.whole(tensor.shape)
+        return Region.of_shape(tensor.shape)
     if any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(
             f"a tensor placed as {tensor.placements} cannot be saved: a partial sum is no split"

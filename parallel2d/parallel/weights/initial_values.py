@@ -26,15 +26,15 @@ from parallel2d.base.device import current_device
 from parallel2d.base.errors import ConfigError
 from parallel2d.models import adapters
 from parallel2d.parallel.model_structure import (
+    direct_parameters,
     fqn_of,
-    held_parameters,
     join_names,
     owns_itself,
     tie_again,
     tied_parameters,
 )
 from parallel2d.parallel.weights.named_tensors import all_tensors, parameters_by_name
-from parallel2d.parallel.weights.whole_tensors import copy_part
+from parallel2d.parallel.weights.unsharded_tensors import copy_part
 
 Initializer = Callable[[nn.Module, str], None]
 
@@ -97,7 +97,7 @@ class InitialWeights:
         # The base of a model with adapters is large and loaded, and its adapters are in every
         # block. In other models the initializer of a module may set what is inside a loaded one.
         if given and adapters.settings_of(self.blueprint):
-            for module in adapters.given_modules(self.blueprint, given):
+            for module in adapters.initialized_modules(self.blueprint, given):
                 loaded.update(map(id, module.modules()))
         blocks = {name: self.blueprint.get_submodule(name) for name in self.blocks}
         in_blocks = chain.from_iterable(block.modules() for block in blocks.values())
@@ -159,7 +159,7 @@ class InitialWeights:
             # meta, where setting it does nothing.
             run(library, module)
             # Classes that the library has no rule for still get their own initializer.
-            has_values = all(_has_values(value) for _, value in held_parameters(module))
+            has_values = all(_has_values(value) for _, value in direct_parameters(module))
         # The initializer of a module would reach into parts of it that are of another unit. If it
         # has parameters of its own it must run nevertheless: nothing else sets them.
         is_complete = not any(parameter.is_meta for parameter in module.parameters())

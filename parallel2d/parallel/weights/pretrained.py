@@ -36,7 +36,7 @@ from parallel2d.parallel.weights.named_tensors import (
     reshard,
     tied_names,
 )
-from parallel2d.parallel.weights.whole_tensors import PIECE_BYTES
+from parallel2d.parallel.weights.unsharded_tensors import PIECE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -291,7 +291,7 @@ def _fill(tensor: Tensor, stored: _Stored, headers: _Headers) -> None:
     local = local_part(tensor)
     for name, (entry, begin) in stored.parts.items():
         kept = local_region(tensor).seen_from(begin)
-        common = kept.intersect(Region.whole(entry.shape))
+        common = kept.intersect(Region.of_shape(entry.shape))
         if common is None:
             continue
         size = DTYPES[entry.dtype].itemsize

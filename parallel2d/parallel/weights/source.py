@@ -26,7 +26,7 @@ from parallel2d.parallel.weights.initial_values import (
     has_meta_parameters,
 )
 from parallel2d.parallel.weights.named_tensors import all_tensors, ties_of
-from parallel2d.parallel.weights.whole_tensors import Route, fill
+from parallel2d.parallel.weights.unsharded_tensors import Route, fill
 
 
 class WeightSource:

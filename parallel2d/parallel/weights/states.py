@@ -42,7 +42,7 @@ from parallel2d.parallel.weights.optimizer_settings import (
     plain_settings,
     put_settings,
 )
-from parallel2d.parallel.weights.whole_tensors import fill, gather_tensor
+from parallel2d.parallel.weights.unsharded_tensors import fill, gather_tensor
 
 Key = Literal["name", "id"]
 Models = nn.Module | Mapping[str, nn.Module]

@@ -36,7 +36,10 @@ from parallel2d.parallel.weights.named_tensors import (
     tied_names,
 )
 from parallel2d.parallel.weights.states import Models, Optimizers
-from parallel2d.training.checkpoint.in_memory import MemoryCopies, forget_copies
+from parallel2d.training.checkpoint.in_memory import (
+    InMemoryCheckpoints,
+    forget_in_memory_checkpoints,
+)
 from parallel2d.training.checkpoint.local_state import Staging
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest, to_json
 from parallel2d.training.checkpoint.resume import Resume
@@ -86,7 +89,7 @@ class Checkpointer:
         model, optimizer: sharded or plain, or several, ``{"generator": ..., "critic": ...}``.
             ``optimizer=None`` saves models alone.
         layout: facts for the manifest: numbers, strings, lists and dicts.
-        copies: what `memory_copies` makes of the same ``config``; None: the store alone.
+        copies: what `in_memory_checkpoints` makes of the same ``config``; None: the store alone.
 
     Attributes:
         blocked_s: seconds the last `save_if_due` kept the loop waiting.
@@ -107,15 +110,15 @@ class Checkpointer:
         optimizer: Optimizers | None,
         *,
         layout: dict[str, Any] | None = None,
-        copies: MemoryCopies | None = None,
+        copies: InMemoryCheckpoints | None = None,
     ) -> None:
         self.config, self.mesh, self._optimizer, self._run_dir = config, mesh, optimizer, run_dir
         self.model = model if isinstance(model, nn.Module) else _joined(model)
-        self.layout, self.copies = layout or {}, copies
+        self.layout, self.in_memory = layout or {}, copies
         if copies is None and config.enabled and config.memory_every not in ("auto", 0):
             raise ConfigError(
                 f"checkpoint.memory_every={config.memory_every}: give the copies to Checkpointer, "
-                "copies=parallel2d.training.checkpoint.memory_copies(config, run_dir, mesh)"
+                "copies=parallel2d.training.checkpoint.in_memory_checkpoints(config, run_dir, mesh)"
             )
         self.group = Group.new()
         # The agreement of a step must not mix with the messages of a save that runs beside it.
@@ -151,8 +154,8 @@ class Checkpointer:
     def follow(self, step: int) -> None:
         """The run goes on from ``step``, whose state came from elsewhere."""
         self._last_step = self._base = step
-        if self.copies is not None:
-            self.copies.follow()
+        if self.in_memory is not None:
+            self.in_memory.follow()
 
     @property
     def age_steps(self) -> int:
@@ -187,7 +190,13 @@ class Checkpointer:
         self.group.stay()
         restarted = any(self.group.all_gather(restarted))
         self._resume = Resume(
-            self.config, self.store, self.group, self.model, self.optimizer, self.copies, settings
+            self.config,
+            self.store,
+            self.group,
+            self.model,
+            self.optimizer,
+            self.in_memory,
+            settings,
         )
         state = self._resume.run(restarted)
         if state is not None:
@@ -208,10 +217,10 @@ class Checkpointer:
             return
         self._resume.set_aside()
         self._resume = None
-        if self.copies is not None:
-            self.copies.begin(self._last_step)
+        if self.in_memory is not None:
+            self.in_memory.begin(self._last_step)
         elif self.group.is_first:
-            forget_copies(self._run_dir)
+            forget_in_memory_checkpoints(self._run_dir)
         if self.config.enabled and self.group.is_first:
             self._name_best()
 
@@ -241,7 +250,7 @@ class Checkpointer:
         if best.get("step") not in own:
             state["best"] = None
             what = "there is no checkpoint of the best step so far; it is forgotten"
-            self.group.say(what, logging.WARNING)
+            self.group.log(what, logging.WARNING)
         elif self.group.is_first:
             self._best = best
 
@@ -274,8 +283,8 @@ class Checkpointer:
         self._last_step = step
         self.blocked_s = 0.0
         # The last state and that of a pre-emption are needed on disk, whatever copies there are.
-        if self.copies is not None and self.copies.is_due(step) and not (last or preempted):
-            self.copies.save(self._state(step, state))
+        if self.in_memory is not None and self.in_memory.is_due(step) and not (last or preempted):
+            self.in_memory.save(self._state(step, state))
             self.blocked_s = time.perf_counter() - begin
         if due is None and self._votes is not None:
             due = bool(self._votes.broadcast(self.time_is_up()))
@@ -315,7 +324,7 @@ class Checkpointer:
         if saving is None:
             return
         if not saving.done():
-            self.group.say("waiting for the checkpoint that is still being written")
+            self.group.log("waiting for the checkpoint that is still being written")
         outcome = saving.result()
         if outcome is None:
             return
@@ -341,8 +350,8 @@ class Checkpointer:
         if self.failures:
             failed = f"({self.failures} failed in a row); see the log"
             raise CheckpointError(f"the last checkpoint could not be written {failed}")
-        if self.copies is not None:
-            self.copies.finish()
+        if self.in_memory is not None:
+            self.in_memory.finish()
 
     def _complete(self) -> None:
         """Waits for the save in progress; all who are left save again where a replica was lost."""

@@ -1,11 +1,11 @@
 """Copies of a run's state in the nodes' shared memory, so that ranks that lost it need not go back
-to a checkpoint on disk: `memory_copies`.
+to a checkpoint on disk: `in_memory_checkpoints`.
 
-[Note: memory copies] The shared memory of a node outlives its workers. Every few steps each rank
-stages what it has of the state, and a thread writes that there as a checkpoint of this rank alone,
-see [Note: atomic publication]; the one before stays. For a node that is lost, the ranks in the same
-place of the other replicas have the same state; of what replicas split (``strategy=hybrid_full``)
-the one of another replica keeps a second copy.
+[Note: in-memory checkpoints] The shared memory of a node outlives its workers. Every few steps each
+rank stages what it has of the state, and a thread writes that there as a checkpoint of this rank
+alone, see [Note: atomic publication]; the one before stays. For a node that is lost, the ranks in
+the same place of the other replicas have the same state; of what replicas split
+(``strategy=hybrid_full``) the one of another replica keeps a second copy.
 
 All ranks load the newest step of which a copy is left for every rank, on the same mesh, and nodes
 are sent what they lack. Otherwise the checkpoints on disk remain.
@@ -80,9 +80,9 @@ _COPY = re.compile(
 )
 
 
-def memory_copies(
+def in_memory_checkpoints(
     config: CheckpointConfig, run_dir: str | os.PathLike[str], mesh: DeviceMesh | None
-) -> MemoryCopies | None:
+) -> InMemoryCheckpoints | None:
     """The copies that ``config.memory_every`` asks for, for a `Checkpointer` of the same arguments;
     None for none. Rank 0 decides, since environments may differ. Collective."""
     group = Group.new()
@@ -93,16 +93,16 @@ def memory_copies(
         is_needed = (replicas := current()) is None or replicas.needs_all
         every = AUTO_EVERY if starts_again and is_needed else 0
     every = int(group.broadcast(every))
-    return MemoryCopies(every, os.fspath(run_dir), mesh, group) if every else None
+    return InMemoryCheckpoints(every, os.fspath(run_dir), mesh, group) if every else None
 
 
-def forget_copies(run_dir: str | os.PathLike[str]) -> None:
+def forget_in_memory_checkpoints(run_dir: str | os.PathLike[str]) -> None:
     """The run goes on without copies, and leaves the steps of those that there may be."""
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(run_dir, RECORD))
 
 
-class MemoryCopies:
+class InMemoryCheckpoints:
     """Copies of one run's state in shared memory. Every rank makes one and calls its methods at the
     same points, and gives a ``group`` of its own: the thread that finishes a copy communicates
     while the loop does. A fault that all ranks hear of turns the copies off (``on``), with one
@@ -197,7 +197,7 @@ class MemoryCopies:
         _, own = sources[rank]
         manifest, data = held[own]
         opened: LocalState = group.agree(lambda: LocalState.from_bytes(manifest, data, self._shape))
-        group.say(f"{step_name(step)} is in memory; {len(moved)} ranks were sent their parts")
+        group.log(f"{step_name(step)} is in memory; {len(moved)} ranks were sent their parts")
         self._opened = own.split("/")[0], step
         return opened
 
@@ -243,7 +243,7 @@ class MemoryCopies:
         # Nobody writes before every node has been cleared.
         if self._try(clear):
             self._due_now = bool(loaded)  # nodes that are new hold nothing yet
-            self._group.say(f"memory copies on: one every {self.every} steps in {self._root}")
+            self._group.log(f"memory copies on: one every {self.every} steps in {self._root}")
 
     def follow(self) -> None:
         """This replica has got the state from another one, and makes copies as that does."""
@@ -347,7 +347,7 @@ class MemoryCopies:
                 f"{free:.1f} MiB of shared memory to give, and two copies need {mib:.1f} MiB; "
                 "make it larger (in a container: --shm-size), or set checkpoint.memory_every=0"
             )
-        self._group.say(f"memory copies: {mib:.1f} MiB of memory on this node")
+        self._group.log(f"memory copies: {mib:.1f} MiB of memory on this node")
 
     def wait(self) -> None:
         """Returns when the last copy is complete on all nodes, or has failed."""
@@ -368,7 +368,7 @@ class MemoryCopies:
             self._group.agree(work)
         except ConfigError as fault:
             self.on = False
-            self._group.say(
+            self._group.log(
                 f"memory copies off: {fault}. Training goes on; a lost worker costs the steps "
                 "since the last checkpoint",
                 logging.WARNING,
@@ -380,7 +380,7 @@ class MemoryCopies:
         self._staging, self._staged = Staging(), _NOTHING
         self._group.all_gather(None)  # nobody is still writing
         if self._group.is_first:
-            forget_copies(self.run_dir)
+            forget_in_memory_checkpoints(self.run_dir)
         shutil.rmtree(self._folder, ignore_errors=True)
         if MEMORY_DIR not in os.environ:
             private_folders.remove(self._root)

@@ -217,7 +217,7 @@ class Checkpoint:
         """A tensor on CPU in its stored dtype."""
         tensor = self.tensors[name]
         result = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
-        self.copy_into(name, Region.whole(tensor.shape), result)
+        self.copy_into(name, Region.of_shape(tensor.shape), result)
         return result
 
 

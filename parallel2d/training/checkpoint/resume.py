@@ -20,10 +20,10 @@ from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.folder import is_remote, open_folder
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
-from parallel2d.parallel.sync.average import average_of
+from parallel2d.parallel.sync.ema import ema_of
 from parallel2d.parallel.weights.named_tensors import masters_were_loaded
 from parallel2d.parallel.weights.optimizer_settings import Settings, put_settings
-from parallel2d.training.checkpoint.in_memory import MemoryCopies
+from parallel2d.training.checkpoint.in_memory import InMemoryCheckpoints
 from parallel2d.training.checkpoint.manifest import (
     MANIFEST,
     MAX_BYTES,
@@ -36,7 +36,7 @@ from parallel2d.training.checkpoint.state import (
     check_model,
     check_optimizer,
     list_differences,
-    load_averages,
+    load_ema,
     load_model,
     load_optimizer,
     load_replica_state,
@@ -60,7 +60,7 @@ class Resume:
     group: Group
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
-    copies: MemoryCopies | None
+    in_memory: InMemoryCheckpoints | None
     settings: bool
     own_step: int | None = None  # of this run's own checkpoint that was loaded, not of a copy
     stored: int = 0  # the newest step that is on disk; 0: none
@@ -73,8 +73,8 @@ class Resume:
         own = self.seen = self._own_steps()
         copies: list[int] = []
         # Started anew by hand, copies count only where the newest state of this run is asked for.
-        if self.copies is not None and (restarted or resume == "auto"):
-            copies = self.copies.steps()
+        if self.in_memory is not None and (restarted or resume == "auto"):
+            copies = self.in_memory.steps()
         if restarted:
             state = self._newest(own, copies, "all")
             if state is not None:
@@ -95,7 +95,7 @@ class Resume:
         if not own:
             found = self.group.on_first(lambda: _find(resume), f"checkpoint.resume={resume}")
             return self._load_path(found, None)
-        self.group.say(
+        self.group.log(
             "this run has checkpoints of its own and goes on there, not at "
             f"checkpoint.resume={resume}"
         )
@@ -143,7 +143,7 @@ class Resume:
                     what = f"the copy of {what} in memory"
                 else:
                     damaged[step] = f"{what}: {fault}"
-                self.group.say(f"passing over {what}: {fault}", logging.WARNING)
+                self.group.log(f"passing over {what}: {fault}", logging.WARNING)
                 continue
             self._aside = dict.fromkeys(damaged, _DAMAGED)
             self.own_step = None if is_copy else step
@@ -164,8 +164,8 @@ class Resume:
         return self._load(checkpoint, load)
 
     def _load_copy(self, step: int, load: str) -> dict[str, Any]:
-        assert self.copies is not None
-        checkpoint = self.copies.open(step)
+        assert self.in_memory is not None
+        checkpoint = self.in_memory.open(step)
         try:
             return self._load(checkpoint, load)
         except DamagedCheckpointError as fault:
@@ -224,23 +224,23 @@ class Resume:
         passed_over = self.group.agree(fill)
         masters_were_loaded(self.model)
         restarts = load != "all" or not names_under(["ema"], checkpoint.tensors)
-        self.group.agree(lambda: load_averages(self.model, checkpoint, restart=restarts))
-        if restarts and average_of(self.model) is not None:
-            self.group.say(f"the averages of train.ema begin with the weights of {label}")
+        self.group.agree(lambda: load_ema(self.model, checkpoint, restart=restarts))
+        if restarts and ema_of(self.model) is not None:
+            self.group.log(f"the averages of train.ema begin with the weights of {label}")
         if load == "all":
             self.group.agree(lambda: load_replica_state(self.model, checkpoint))
             if names_under(["rng"], checkpoint.tensors) and not same_ranks:
-                self.group.say(
+                self.group.log(
                     f"{label} was written by {manifest.world_size} ranks, here are "
                     f"{self.group.size}: the ranks' random generators start afresh"
                 )
         if passed_over:
-            self.group.say(
+            self.group.log(
                 f"checkpoint.strict=false passed over:\n{list_differences(passed_over)}",
                 logging.WARNING,
             )
         what = "all" if load == "all" else "weights only"
-        self.group.say(f"loaded {label} ({what})")
+        self.group.log(f"loaded {label} ({what})")
         return from_json(manifest.state) | {"step": manifest.step}
 
 

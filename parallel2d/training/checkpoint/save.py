@@ -69,7 +69,7 @@ class Group:
         """From now on all calls raise `ReplicaLost` once a replica is lost that is there now."""
         stay_in_quorum(self.group)
 
-    def say(self, text: str, level: int = logging.INFO) -> None:
+    def log(self, text: str, level: int = logging.INFO) -> None:
         """Logs ``text`` once for all ranks."""
         if self.is_first:
             log.log(level, "%s", text)

@@ -28,10 +28,10 @@ from parallel2d.base.device import accelerator_type, random_state, set_random_st
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import printable
 from parallel2d.base.files.tensor_file import DTYPES, DamagedCheckpointError
-from parallel2d.parallel.sync.average import average_of
+from parallel2d.parallel.sync.ema import ema_of
 from parallel2d.parallel.sync.methods.diloco import OuterSync
 from parallel2d.parallel.sync.methods.method import UpdateFollower
-from parallel2d.parallel.sync.updates import outer_sync, residuals_of
+from parallel2d.parallel.sync.updates import error_feedback_of, outer_sync
 from parallel2d.parallel.weights.named_tensors import (
     SCALARS,
     describe_optimizer,
@@ -58,7 +58,7 @@ def saved_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     """Everything that all replicas share, by its name in the checkpoint, in the same order on every
     rank. Collective over the replicas with ``sync=diloco``."""
     found = _under("model", model_tensors(model)) | shared_tensors(model)
-    if (average := average_of(model)) is not None:
+    if (average := ema_of(model)) is not None:
         found |= _under("ema", average.values)
     # Replicas that train on their own have optimizers of their own: `replica_tensors`.
     if optimizer is not None and STEPS not in found:
@@ -66,15 +66,15 @@ def saved_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     return found
 
 
-def load_averages(model: nn.Module, checkpoint: Checkpoint, *, restart: bool) -> None:
+def load_ema(model: nn.Module, checkpoint: Checkpoint, *, restart: bool) -> None:
     """Fills the averages; with ``restart`` they begin with the weights, which have been loaded, as
     do those that ``checkpoint`` does not have. No communication."""
-    average = average_of(model)
+    average = ema_of(model)
     if average is None:
         return
     average.update(0.0)
     for name in () if restart else average.values:
-        _fill_if_there(average.values[name], f"ema/{name}", checkpoint)
+        _fill_if_saved(average.values[name], f"ema/{name}", checkpoint)
 
 
 def buffer_names(model: nn.Module) -> list[str]:
@@ -264,7 +264,7 @@ def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def replica_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """Lists what this replica alone has; empty where all replicas have the same."""
-    kept, outer = residuals_of(model), outer_sync(model)
+    kept, outer = error_feedback_of(model), outer_sync(model)
     prefix = _prefix(kept.replica)
     found = _under(f"{prefix}/{kept.residual_name}", kept.residuals())
     if outer is None:
@@ -295,25 +295,25 @@ def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
     model and its optimizer have been loaded. No communication."""
     # A single process needs no process group.
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    _load_residuals(residuals_of(model), checkpoint, is_first)
+    _load_error_feedback(error_feedback_of(model), checkpoint, is_first)
     outer = outer_sync(model)
     if outer is None or STEPS not in checkpoint.tensors:
         return
     for name, momentum in outer.momenta.items():
-        _fill_if_there(momentum, f"sync/momentum/{name}", checkpoint)
+        _fill_if_saved(momentum, f"sync/momentum/{name}", checkpoint)
     steps, finished_after = checkpoint.read(STEPS).tolist()
     arrived = {name for name in outer.parameters if f"sync/mean/{name}" in checkpoint.tensors}
     for name in outer.resume(steps, finished_after, arrived):
         parameter = outer.parameters[name]
         parameter.mean = torch.zeros_like(parameter.outer, requires_grad=False)
-        _fill_if_there(parameter.mean, f"sync/mean/{name}", checkpoint)
+        _fill_if_saved(parameter.mean, f"sync/mean/{name}", checkpoint)
     for name, parameter in outer.parameters.items():
-        _fill_if_there(parameter.own, f"{_prefix(outer.replica)}/model/{name}", checkpoint)
+        _fill_if_saved(parameter.own, f"{_prefix(outer.replica)}/model/{name}", checkpoint)
     if is_first:
         _report_lost(outer, checkpoint)
 
 
-def _load_residuals(kept: UpdateFollower, checkpoint: Checkpoint, is_first: bool) -> None:
+def _load_error_feedback(kept: UpdateFollower, checkpoint: Checkpoint, is_first: bool) -> None:
     """What replicas did not send counts as much for the next mean as before: a replica goes on from
     its own, or where the number of replicas has changed from a share of all that there are."""
     saved = checkpoint.manifest.mesh.get("replicate", 1)
@@ -324,7 +324,7 @@ def _load_residuals(kept: UpdateFollower, checkpoint: Checkpoint, is_first: bool
         total = torch.zeros_like(value)
         for replica in taken:
             part = torch.zeros_like(value)
-            _fill_if_there(part, f"{_prefix(replica)}/{kept.residual_name}/{name}", checkpoint)
+            _fill_if_saved(part, f"{_prefix(replica)}/{kept.residual_name}/{name}", checkpoint)
             total += part
         kept.set_residual(name, total / (1 if is_same else saved))
     lost = sorted(set(range(saved)) - set(available))
@@ -359,7 +359,7 @@ def _replicas_in(names: Iterable[str], kind: str) -> list[int]:
     return sorted(map(int, found))
 
 
-def _fill_if_there(tensor: Tensor, name: str, checkpoint: Checkpoint) -> None:
+def _fill_if_saved(tensor: Tensor, name: str, checkpoint: Checkpoint) -> None:
     stored = checkpoint.tensors.get(name)
     if stored is not None and stored.shape == tuple(tensor.shape):
         checkpoint.fill(tensor, name)

@@ -19,8 +19,8 @@ from parallel2d.base.config import DataConfig
 from parallel2d.base.config.checks import check_data
 from parallel2d.base.config.model_and_data import validation_set
 from parallel2d.base.errors import ConfigError
+from parallel2d.training.data.custom_data import BinTokens, CustomSamples, CustomStream
 from parallel2d.training.data.order import Schedule
-from parallel2d.training.data.own_data import BinTokens, OwnSamples, OwnStream
 from parallel2d.training.data.prepare import content_key, folder_lock, prepare
 from parallel2d.training.data.reading import find_units
 from parallel2d.training.data.stream import PackedSamples, PaddedSamples, Samples, SampleStream
@@ -70,7 +70,7 @@ def open_data(
 
     def open_source(config: DataConfig) -> _Source:
         if config.name == "custom":
-            return _OwnData(config)
+            return _CustomData(config)
         if seq_len is None:
             problem = f"the tokens of a sequence, with data={config.name}"
             raise ConfigError(f"open_data needs seq_len, {problem}")
@@ -253,17 +253,17 @@ class _BinFile(_Unprepared):
         return f"bin {self._path} {size}, {samples:,} samples of {self._seq_len} tokens"
 
 
-class _OwnData(_Unprepared):
+class _CustomData(_Unprepared):
     """A data set of somebody's own."""
 
     def __init__(self, config: DataConfig) -> None:
-        self._config, self._samples = config, OwnSamples(config)
+        self._config, self._samples = config, CustomSamples(config)
 
     def check_like(self, training: _Source) -> None:
         """Any two go together, as far as can be told."""
 
     def stream(self, _split: str, **how: Any) -> SampleStream:
-        return OwnStream(self._samples, self._config.workers, **how)
+        return CustomStream(self._samples, self._config.workers, **how)
 
     def fingerprint(self, seed: int) -> str:
         config = self._config
@@ -273,7 +273,7 @@ class _OwnData(_Unprepared):
         return f"custom {self._config.target}, {samples:,} samples"
 
 
-_Source = _Tokens | _BinFile | _OwnData
+_Source = _Tokens | _BinFile | _CustomData
 
 
 def _open_store(config: DataConfig) -> TokenStore:

@@ -110,7 +110,7 @@ class Schedule:
     """
 
     def __init__(self, weights: list[float]) -> None:
-        self.weights = _whole_numbers(weights)
+        self.weights = _integer_weights(weights)
         self.period = sum(self.weights)
         self._table = np.zeros(self.period, dtype=np.int64)
         # How often the component occurred before, in this period
@@ -142,7 +142,7 @@ class Schedule:
         return min(ends)
 
 
-def _whole_numbers(weights: list[float]) -> list[int]:
+def _integer_weights(weights: list[float]) -> list[int]:
     try:
         fractions = [Fraction(str(weight)) for weight in weights]
     except ValueError:

@@ -24,7 +24,7 @@ from parallel2d.parallel.parallelize.layout import SampleShape
 from parallel2d.parallel.parallelize.precision import DTYPES, input_dtype
 from parallel2d.parallel.weights.named_tensors import undisturbed
 from parallel2d.training.data.batch import IGNORED, Batch
-from parallel2d.training.data.own_data import TARGET_NAMES
+from parallel2d.training.data.custom_data import TARGET_NAMES
 from parallel2d.training.data.stream import SampleStream
 from parallel2d.training.loss.rule import SAMPLES, LossRule, find_rule
 from parallel2d.training.model_families import ModelParts

@@ -88,7 +88,7 @@ class StreamWaits:
                 stream.record_event = functools.partial(self._record, stream)
 
     def remove(self) -> None:
-        """Watch no stream any more."""
+        """HeartbeatMonitor no stream any more."""
         while self._watched:
             _, stream = self._watched.popitem()
             del stream.record_event

@@ -39,7 +39,7 @@ class ConsoleDisplay:
     def begin(self, step: int) -> None:
         """Starts the live display, after ``step`` finished steps."""
         if step:
-            self.say(f"resumed after step {step}")
+            self.log(f"resumed after step {step}")
         if self._is_live:
             # No refresh by itself: that would be a thread, which takes time from the loop.
             self._live = Live(console=Console(stderr=True), auto_refresh=False)
@@ -68,7 +68,7 @@ class ConsoleDisplay:
             return
         shown = [f"step {step}/{self._steps}", *parts, eta]
         for line in wrap(list(filter(None, shown))):
-            self.say(line)
+            self.log(line)
 
     def _view(self, step: int, parts: list[str], eta: str) -> Group:
         left, right = Column(no_wrap=True), Column(no_wrap=True)
@@ -77,7 +77,7 @@ class ConsoleDisplay:
         bar.add_row(f"step {step}/{self._steps}", progress, eta)
         return Group(bar, *(Text(line, no_wrap=True) for line in wrap(parts)))
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A line that stays."""
         if self._is_silent:
             return

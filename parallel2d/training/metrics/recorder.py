@@ -23,9 +23,9 @@ from parallel2d.base.replicas import absent_ranks
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.communication import CommunicationMeter
 from parallel2d.training.metrics.console import ConsoleDisplay
+from parallel2d.training.metrics.heartbeat import Position
+from parallel2d.training.metrics.metrics_row import seconds_in
 from parallel2d.training.metrics.phases import StepProfiler
-from parallel2d.training.metrics.row_file import seconds_in
-from parallel2d.training.metrics.watch import Position
 from parallel2d.training.metrics.writer import MetricsWriter
 from parallel2d.training.progress import Progress, RankReport, StepOutcome
 
@@ -189,7 +189,7 @@ class Recorder:
             step_s = seconds["step_s"]
             self._emit(row | {keys.FIRST_STEP_S: step_s})
             if self.display:
-                self.display.say(f"first step {step_s:.2f} s (not counted in the averages)")
+                self.display.log(f"first step {step_s:.2f} s (not counted in the averages)")
         else:
             longest, mean = max(busy_s), sum(busy_s) / len(busy_s)
             if mean:  # otherwise no rank has measured a step yet
@@ -280,17 +280,17 @@ class Recorder:
             # Every rank comes to the same sentences, and one shows them.
             if self.display is not None:
                 log.warning("%s", sentence)
-                self.display.say(f"warning: {sentence}")
+                self.display.log(f"warning: {sentence}")
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A line for people, in ``train.log`` and on the console; rank 0 alone says it."""
         if self.display is not None:
             log.info("%s", text)
-            self.display.say(text)
+            self.display.log(text)
 
     def show_text(self, tag: str, text: str, step: int) -> None:
         """As `say`, with the step and below it ``text``, which TensorBoard shows under ``tag``."""
-        self.say(f"{tag} at step {step}:\n{for_terminal(text)}")
+        self.log(f"{tag} at step {step}:\n{for_terminal(text)}")
         if self.writer:
             self.writer.text(tag, text, step)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from parallel2d.base.files import regular
 from parallel2d.training.metrics import keys
-from parallel2d.training.metrics.row_file import Row, set_aside_after
+from parallel2d.training.metrics.metrics_row import Row, set_aside_after
 
 log = logging.getLogger(__name__)
 

@@ -78,7 +78,7 @@ def _new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
             f"weight decay {group['weight_decay']:g}, learning rate x {group['lr_scale']:g}"
         )
     if config.name == "custom":
-        return _own_optimizer(groups, config)
+        return _custom_optimizer(groups, config)
     beta1, beta2 = config.betas
     common: dict[str, Any] = {"lr": config.lr, **_IMPLEMENTATIONS[config.implementation]}
     if config.name in ("adamw", "adam"):
@@ -98,7 +98,9 @@ def _new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
     )
 
 
-def _own_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _custom_optimizer(
+    groups: list[dict[str, Any]], config: OptimizerConfig
+) -> torch.optim.Optimizer:
     """What ``config.target`` builds. Raises `ConfigError` for what cannot be trained with."""
     assert config.target is not None
     what = f"optimizer.target={config.target}"

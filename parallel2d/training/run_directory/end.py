@@ -15,7 +15,7 @@ from parallel2d.base import files
 from parallel2d.base.config import Job
 from parallel2d.base.errors import did_you_mean
 from parallel2d.training.metrics import keys
-from parallel2d.training.metrics.row_file import parse_row
+from parallel2d.training.metrics.metrics_row import parse_row
 
 SUMMARY = "summary.json"
 _MEASURED = (int, float, type(None))
@@ -119,7 +119,7 @@ def _commands(job: Job, summary: Mapping[str, Any], launcher: str) -> list[str]:
             lines.append(f"{label:<12}{_short(summary[key])}")
     if summary["checkpoint"] and not summary["reason"]:
         start = _STARTERS.get(launcher, "python -m ")
-        words = files.printable(shlex.join(_words_to_go_on(job, summary)), 4000)
+        words = files.printable(shlex.join(_resume_overrides(job, summary)), 4000)
         lines.append(f"go on       {start}parallel2d.train {words} hydra.run.dir={run_dir}")
     lines.append(f"look        {_COMMAND}report {run_dir}")
     if job.config.metrics.tensorboard:
@@ -144,7 +144,7 @@ _NOT_AGAIN = (
 )
 
 
-def _words_to_go_on(job: Job, summary: Mapping[str, Any]) -> list[str]:
+def _resume_overrides(job: Job, summary: Mapping[str, Any]) -> list[str]:
     """Goes as far as was planned where the run was stopped, otherwise twice as far."""
     words = [word for word in job.overrides if not word.lstrip("+").startswith(_NOT_AGAIN)]
     epochs = job.config.train.epochs

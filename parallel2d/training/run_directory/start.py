@@ -164,7 +164,7 @@ class RunTakenOver(PlainError):  # noqa: N818  (named after what happened; it ne
     """Another start of this run has taken its directory over."""
 
 
-class RunClaim:
+class OwnershipLock:
     """Rank 0's mark in the run directory during a run; nothing before `take`, nor elsewhere."""
 
     def __init__(self, run_dir: str) -> None:
@@ -221,11 +221,11 @@ class AcceptedStart:
 
 
 def accept_start(
-    job: Job, layout: dict[str, Any], finished_steps: int, claim: RunClaim
+    job: Job, layout: dict[str, Any], finished_steps: int, ownership: OwnershipLock
 ) -> AcceptedStart:
-    """Makes the records of ``job``'s directory those of this start, which takes ``claim``. On rank
-    0 alone, before it writes anything else there. Raises OSError, and `ConfigError` for records of
-    another origin.
+    """Makes the records of ``job``'s directory those of this start, which takes ``ownership``. On
+    rank 0 alone, before it writes anything else there. Raises OSError, and `ConfigError` for
+    records of another origin.
 
     ``layout``: the facts that programs read; ``finished_steps``: 0, or those of what is resumed.
     """
@@ -257,7 +257,7 @@ def accept_start(
         },
     )
     # What may fail is done: from here on this start owns the directory.
-    claim.take()
+    ownership.take()
     _append(run_dir, segment)
     files.replace(os.path.join(run_dir, "layout.json"), json.dumps(layout, indent=1))
     with contextlib.suppress(FileNotFoundError):

@@ -70,7 +70,7 @@ def parallelized(
         config.compile = CompileConfig("block", backend_for(device))
     model = parallelize(model, mesh, config, seed=0, init=model.init_weights)
     for engine in engines_in(model):
-        engine.defer_agreement()
+        engine.defer_status()
     return model
 
 

@@ -21,17 +21,17 @@ from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
 from parallel2d.parallel.fsdp_internals.tensors import SHARDED_AS
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.model_structure import updated_as
-from parallel2d.parallel.parallelize.gathered import GatheredParameters
 from parallel2d.parallel.parallelize.script_checks import function_mode
 from parallel2d.parallel.parallelize.script_checks.forward_audit import audit_forwards
 from parallel2d.parallel.parallelize.script_checks.function_mode import refusal as refusal
+from parallel2d.parallel.parallelize.unsharded_parameters import UnshardedParameters
 
 # Those that are active
 _checks: list[weakref.ref[_ScriptChecks]] = []
 
 
 def check_script(
-    model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, gathered: GatheredParameters
+    model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, gathered: UnshardedParameters
 ) -> None:
     """Installs the checks on ``model``, which has its weights."""
     steps = config.checks.steps
@@ -57,7 +57,7 @@ class _ScriptChecks:
 
     def __init__(
         self,
-        gathered: GatheredParameters,
+        gathered: UnshardedParameters,
         averages: bool,
         remaining: int | None,
         handles: list[Any],

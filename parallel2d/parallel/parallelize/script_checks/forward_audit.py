@@ -34,15 +34,15 @@ from parallel2d.parallel.fsdp_internals.tensors import (
 from parallel2d.parallel.model_structure import (
     Places,
     class_name,
+    direct_parameters,
     fqn_of,
-    held_parameters,
     join_names,
     places_in,
     plain_attributes,
     tensors_in,
 )
-from parallel2d.parallel.parallelize.gathered import INSTEAD, GatheredParameters
-from parallel2d.parallel.weights.whole_tensors import sharded_modules
+from parallel2d.parallel.parallelize.unsharded_parameters import INSTEAD, UnshardedParameters
+from parallel2d.parallel.weights.unsharded_tensors import sharded_modules
 
 _MISPLACED = (
     "is not the parameter that parallelize has sharded: torch.func.functional_call(model, values), "
@@ -52,7 +52,7 @@ _MISPLACED = (
 
 
 def audit_forwards(
-    model: nn.Module, gathered: GatheredParameters, averages: bool
+    model: nn.Module, gathered: UnshardedParameters, averages: bool
 ) -> list[RemovableHandle]:
     """Installs the checks, and returns the handles of their hooks. ``averages``: whether there are
     several data ranks."""
@@ -77,7 +77,7 @@ def audit_forwards(
 class _Audit:
     """The checks of one model."""
 
-    def __init__(self, model: nn.Module, gathered: GatheredParameters, averages: bool) -> None:
+    def __init__(self, model: nn.Module, gathered: UnshardedParameters, averages: bool) -> None:
         self._model = model
         self._averages = averages
         self._storages = gathered.storages
@@ -88,7 +88,7 @@ class _Audit:
         # The attributes that are managed parameters; those of `ignored` are no `DTensor`s.
         self._managed: dict[nn.Module, list[str]] = {}
         for module in model.modules():
-            held = held_parameters(module)
+            held = direct_parameters(module)
             self._managed[module] = [key for key, each in held if isinstance(each, DTensor)]
 
     def begin(self, *_: Any) -> None:
@@ -114,10 +114,10 @@ class _Audit:
         trains = torch.is_grad_enabled() and self._averages
         for module in self._model.modules():
             managed = self._managed.get(module, ())
-            for attribute, each in held_parameters(module):
+            for attribute, each in direct_parameters(module):
                 if attribute in managed:
                     continue
-                self._refuse_kept(module, attribute, each)
+                self._refuse_stale_reference(module, attribute, each)
                 if trains and each.requires_grad:
                     raise RuntimeError(
                         f"{self._fqn(module, attribute)} was added or unfrozen after parallelize, "
@@ -126,10 +126,10 @@ class _Audit:
                     )
             for attribute, value in plain_attributes(module) if self.compares_values else ():
                 for held in tensors_in(value):
-                    self._refuse_kept(module, attribute, held)
+                    self._refuse_stale_reference(module, attribute, held)
         self.compares_values = False
 
-    def _refuse_kept(self, module: nn.Module, attribute: str, held: Tensor) -> None:
+    def _refuse_stale_reference(self, module: nn.Module, attribute: str, held: Tensor) -> None:
         name = self._storages.get(storage_of(held) or 0)
         if name is not None:
             raise RuntimeError(

@@ -25,7 +25,7 @@ from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
 from parallel2d.parallel.fsdp_internals.tensors import GATHERED_AS, SHARDED_AS, is_copied_view
 from parallel2d.parallel.model_structure import updated_as
 from parallel2d.parallel.parallelize.block_calls import MIXED, MixedTensorsError
-from parallel2d.parallel.parallelize.gathered import data_was_set
+from parallel2d.parallel.parallelize.unsharded_parameters import data_was_set
 
 _WHOLE = (
     "change whole values with parallel2d.apply_full(model, function), or inside "

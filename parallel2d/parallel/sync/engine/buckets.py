@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from parallel2d.base.device import current_stream, keep_until_done, new_stream, on_stream
 from parallel2d.base.memory import keep_freed_memory
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, FSDPParameter
-from parallel2d.parallel.sync.wires import Wire
+from parallel2d.parallel.sync.formats import CommunicationFormat
 
 Wait = Callable[[], None]
 # Buckets that start between the first message of one and its second, which needs the answers
@@ -39,12 +39,12 @@ class GroupGradients:
 
     Args:
         group: the parameters.
-        wire: the format in which gradients are sent to other replicas.
+        comm_format: the format in which gradients are sent to other replicas.
     """
 
-    def __init__(self, group: FSDPGroup, wire: Wire) -> None:
+    def __init__(self, group: FSDPGroup, comm_format: CommunicationFormat) -> None:
         self.group = group
-        self.wire = wire
+        self.comm_format = comm_format
         self.state = ReduceState.WAITING
         # By parameter, frozen ones included: whether this rank has a gradient; once agreed, any.
         self.used = [False] * len(group.parameters)
@@ -84,7 +84,7 @@ class GroupGradients:
                 "difference of two forward passes, (model(x + e) - model(x)) / |e|, gives such "
                 "penalties"
             )
-        has_gradient = self.group.has_whole_gradients
+        has_gradient = self.group.has_unsharded_gradients
         if has_gradient and self.state is ReduceState.FINAL:
             raise RuntimeError(
                 f"{self.group.called} got gradients twice in one backward pass, and the first were "
@@ -129,7 +129,7 @@ class GroupGradients:
     def reduce_rest(self) -> None:
         """Reduces over the shard axis what backward passes of the global batch have left."""
         # Nothing is left after a backward pass that was set up as the last one.
-        if self.group.has_whole_gradients:
+        if self.group.has_unsharded_gradients:
             # This calls `begin_reduction` and `end_reduction`, as a backward pass does.
             self.group.reduce_late()
             self._has_ended = False
@@ -153,7 +153,7 @@ class GroupGradients:
     def note_used(self) -> None:
         """Brings `used` up to date with this pass."""
         for number, parameter in enumerate(self.group.parameters):
-            if parameter.has_whole_gradient:
+            if parameter.has_unsharded_gradient:
                 self.used[number] = True
             # One of an earlier pass is in the part that this replica updates once it is reduced.
             elif parameter.sharded.grad is None and parameter.updated.grad is None:
@@ -175,7 +175,7 @@ class GroupGradients:
             return
         self.state = ReduceState.WAITING
         # In 32 bits or more they stay: averaging equal gradients again rounds once, in fp32.
-        if not self.wire.rounds:
+        if not self.comm_format.rounds:
             return
         for parameter in self.group.trained:
             local = parameter.local_gradient
@@ -208,13 +208,13 @@ class Bucket:
 
     Args:
         index: its number in the order of reduction.
-        groups: neighbours with one wire.
+        groups: neighbours with one communication format.
         last: no bucket comes after it.
     """
 
     def __init__(self, index: int, groups: Sequence[GroupGradients], last: bool) -> None:
         self.groups = groups
-        self.wire = groups[0].wire
+        self.comm_format = groups[0].comm_format
         # Its parameters that require gradients
         self.trained: list[FSDPParameter] = []
         for each in groups:
@@ -367,7 +367,7 @@ class BucketQueue:
     # A bucket of several groups is at most this large.
     bucket_bytes: int
     # What reduces a bucket, from what is sent
-    reduction_for: Callable[[Wire], Reduction]
+    reduction_for: Callable[[CommunicationFormat], Reduction]
 
     def __post_init__(self) -> None:
         self.stream = new_stream(self.device_type)
@@ -423,7 +423,7 @@ class BucketQueue:
         if not self._buckets:
             groups = [each for each in self.groups if each.group.trained]
             sizes = [each.gradient_bytes for each in groups]
-            kinds = [(each.wire, each.gradient_dtype) for each in groups]
+            kinds = [(each.comm_format, each.gradient_dtype) for each in groups]
             filled = fill_buckets(sizes, kinds, self.bucket_bytes)
             for index, members in enumerate(filled):
                 inside = [groups[each] for each in members]
@@ -431,7 +431,7 @@ class BucketQueue:
         return self._buckets[self._next :]
 
     def _start(self, bucket: Bucket, fill: Callable[[], None]) -> None:
-        reduction = self.reduction_for(bucket.wire)
+        reduction = self.reduction_for(bucket.comm_format)
         # Some reductions hold memory, and hooks must not overlap.
         if reduction.most_in_flight is not None:
             self._await_all_but(reduction.most_in_flight - 1)

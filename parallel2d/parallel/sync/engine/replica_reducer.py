@@ -42,14 +42,14 @@ from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
 from parallel2d.parallel.fsdp_internals.tensors import GATHERED_AS
 from parallel2d.parallel.mesh import axis_names, inherit_timeout, mesh_shape, without_replicas
 from parallel2d.parallel.model_structure import updated_as
-from parallel2d.parallel.sync.engine.agreement import (
+from parallel2d.parallel.sync.engine.buckets import BucketQueue, GroupGradients
+from parallel2d.parallel.sync.engine.used_parameters import (
     IssueOrder,
     ScalarGradient,
-    UsedParameterAgreement,
+    UsedParameters,
 )
-from parallel2d.parallel.sync.engine.buckets import BucketQueue, GroupGradients
+from parallel2d.parallel.sync.formats.quantize import RoundingKeys
 from parallel2d.parallel.sync.methods.method import ReplicatedModel, SyncMethod, UpdateFollower
-from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 
 
 class BatchState(enum.Enum):
@@ -68,7 +68,7 @@ class ReplicaReducer:
 
     It is called by the groups of parameters (`FSDPGroup`), in the order of a backward pass, and by
     nothing that it calls: it owns a `GroupGradients` for each group, the `BucketQueue` that reduces
-    them, and the `UsedParameterAgreement`, none of which knows it.
+    them, and the `UsedParameters`, none of which knows it.
 
     Args:
         groups: in the order in which backward ends them.
@@ -103,7 +103,9 @@ class ReplicaReducer:
         self.keys = RoundingKeys(seed)
         # What follows the optimizer's updates of the parameters
         self.updates = UpdateFollower()
-        self.gradients = [GroupGradients(group, method.wire(group.wire)) for group in groups]
+        self.gradients = [
+            GroupGradients(group, method.format_for(group.communication_dtype)) for group in groups
+        ]
         # See [Note: order of streams].
         self._accumulating = new_stream(mesh.device_type)
         # None where no gradients cross the replicate axis.
@@ -126,12 +128,12 @@ class ReplicaReducer:
         self.update_mesh = mesh if method.splits_updates else without_replicas(mesh)
         averaged = mesh if method.replicas_equal else without_replicas(mesh)
         parameters = sum(len(group.parameters) for group in groups)
-        self.agreement = UsedParameterAgreement(averaged, parameters, order)
-        self._agrees_itself = True
+        self.used_parameters = UsedParameters(averaged, parameters, order)
+        self._reduces_status = True
         # Why this rank cannot continue after this global batch; empty when it can.
         self.fault = ""
         # The same of the global batch that ends, which the agreement tells the other ranks
-        self._told_fault = ""
+        self._sent_fault = ""
         for each in self.gradients:
             each.group.accumulate_on(self._accumulating)
             each.group.around_backward(
@@ -154,7 +156,7 @@ class ReplicaReducer:
         is_ours = any(id(updated_as(each.sharded)) in first for each in parameters)
         # Replicas of a job that tolerates their loss may join late or repeat a step.
         if is_ours and current() is None:
-            self.agreement.updates += 1
+            self.used_parameters.updates += 1
 
     @property
     def has_run(self) -> bool:
@@ -200,7 +202,7 @@ class ReplicaReducer:
         group did not run the same groups, and when a gradient hook could not be called.
         """
         self.updates.check_attached()
-        self._told_fault = self.fault or self._hook_never_called()
+        self._sent_fault = self.fault or self._hook_never_called()
         self.fault = ""
         # Ranks that differ must stop here: the collectives below would never be answered.
         if self._order is not None:
@@ -219,8 +221,8 @@ class ReplicaReducer:
             self.buckets.forget_buckets()
         self._state = BatchState.REDUCED
         self.keys.step += 1
-        if self._agrees_itself:
-            self._agree()
+        if self._reduces_status:
+            self._reduce_status()
 
     def finish_without_backward(self) -> None:
         """As `finish`, of a global batch of which this replica has computed nothing: it gets the
@@ -258,24 +260,24 @@ class ReplicaReducer:
     # The agreement on used parameters
 
     @property
-    def may_defer_agreement(self) -> bool:
+    def may_defer_status(self) -> bool:
         """True if the agreement can wait: no scalars are summed before, and all replicas agree."""
         return not self._scalars and self.method.replicas_equal
 
-    def defer_agreement(self) -> None:
-        """Leaves the agreement to the caller, who adds up `agreement_vector` over all ranks after
-        each backward pass that ends a global batch, and passes the sum to `agree_on`. A caller
+    def defer_status(self) -> None:
+        """Leaves the agreement to the caller, who adds up `status_vector` over all ranks after
+        each backward pass that ends a global batch, and passes the sum to `apply_status`. A caller
         whose tensors have no storage, and so no values to agree on, may omit it."""
-        self._agrees_itself = False
+        self._reduces_status = False
 
-    def agreement_vector(self) -> Tensor:
-        """What this rank adds to the sum; see `UsedParameterAgreement.vector`."""
+    def status_vector(self) -> Tensor:
+        """What this rank adds to the sum; see `UsedParameters.vector`."""
         used: list[bool] = []
         for each in self.gradients:
             used += each.used
-        return self.agreement.vector(used, self._told_fault)
+        return self.used_parameters.vector(used, self._sent_fault)
 
-    def agree_on(self, summed: Tensor) -> None:
+    def apply_status(self, summed: Tensor) -> None:
         """Removes the gradients of parameters that no rank used, and calls the hooks of the others.
 
         Hooks of `register_post_accumulate_grad_hook` may clip a gradient or make an update of its
@@ -285,10 +287,10 @@ class ReplicaReducer:
         all reductions and the agreement, they are called once for each parameter with a gradient,
         in the order of the groups on every rank.
 
-        Raises `ConfigError` as `UsedParameterAgreement.used_in` does.
+        Raises `ConfigError` as `UsedParameters.used_in` does.
         """
         try:
-            found = iter(self.agreement.used_in(summed, self._told_fault))
+            found = iter(self.used_parameters.used_in(summed, self._sent_fault))
         except ConfigError:
             self.reset()
             raise
@@ -296,24 +298,24 @@ class ReplicaReducer:
             each.apply_used(list(islice(found, len(each.used))))
         self._state = BatchState.AGREED
 
-    def _agree(self) -> None:
+    def _reduce_status(self) -> None:
         """The agreement of a custom training loop. Collective over the data ranks."""
-        vector = self.agreement_vector()
-        summed, totals = self.agreement.sum_with(vector, self._scalars)
-        self.agree_on(summed)
-        self.agreement.set_means(totals, self._scalars)
+        vector = self.status_vector()
+        summed, totals = self.used_parameters.sum_with(vector, self._scalars)
+        self.apply_status(summed)
+        self.used_parameters.set_means(totals, self._scalars)
 
     def abandon(self, error: ConfigError) -> BaseException:
         """Takes part in what the other ranks still do in this global batch, with zeros, so that
         none of them waits forever; returns the error that all ranks then raise."""
         # The trainer's agreement tells the others.
-        if not self._agrees_itself:
+        if not self._reduces_status:
             return error
         if self.buckets is not None:
             self.buckets.finish(with_zeros=True)
-        self._told_fault = str(error)
+        self._sent_fault = str(error)
         try:
-            self._agree()
+            self._reduce_status()
         except ConfigError as agreed:
             return agreed
         return error

@@ -25,6 +25,19 @@ from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.base.replicas import ReplicaLost, arrive
 from parallel2d.parallel.gradients import squared_norm_share
+from parallel2d.parallel.sync.formats import (
+    ERROR_FEEDBACK_DECAY,
+    FORMATS,
+    CommunicationFormat,
+    put_back,
+)
+from parallel2d.parallel.sync.formats.quantize import Piece, RoundingKeys
+from parallel2d.parallel.sync.formats.quantized_mean import (
+    ExactMean,
+    QuantizedMean,
+    QuantizedPart,
+    expected_mean,
+)
 from parallel2d.parallel.sync.methods.method import (
     GroupTraffic,
     Message,
@@ -38,9 +51,6 @@ from parallel2d.parallel.sync.methods.outer_parameter import (
     OuterParameter,
     split_in_fragments,
 )
-from parallel2d.parallel.sync.wires import RESIDUAL_DECAY, WIRES, Wire, put_back
-from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys
-from parallel2d.parallel.sync.wires.exchange import Coded, ExactMean, Exchange, expected_mean
 from parallel2d.parallel.weights.geometry import Region, as_real, first_position, local_part
 from parallel2d.parallel.weights.named_tensors import (
     equal,
@@ -59,16 +69,16 @@ class DiLoCo(SyncMethod):
     def __init__(self, config: SyncConfig) -> None:
         super().__init__(config)
         # In which changes are sent
-        self.change_wire = self.named_wire or WIRES["fp32"]
+        self.change_format = self.named_format or FORMATS["fp32"]
         self.mix = _number(config.mix, auto=0.5 if config.delay else 0.0)
         self.outer_lr = _number(config.outer_lr, auto=0.7)
         self.outer_momentum = _number(config.outer_momentum, auto=0.6)
         self.update_period = config.every
         self.shortest_period = max(config.delay + 1, config.fragments, 3)
         # The outer parameter, its momentum, and what was not sent yet
-        self.shared_copies = 1 + (self.outer_momentum > 0) + self.change_wire.keeps_rest
+        self.shared_copies = 1 + (self.outer_momentum > 0) + self.change_format.has_error_feedback
         self.description = (
-            f"diloco every {config.every} steps in {self.change_wire.name}, outer lr "
+            f"diloco every {config.every} steps in {self.change_format.name}, outer lr "
             f"{self.outer_lr:g}, momentum {self.outer_momentum:g}"
         )
         if config.fragments > 1 or config.delay:
@@ -76,13 +86,13 @@ class DiLoCo(SyncMethod):
                 f", {config.fragments} fragments, delay {config.delay}, mix {self.mix:g}"
             )
 
-    def wire(self, dtype: torch.dtype) -> Wire:
-        return self.change_wire
+    def format_for(self, dtype: torch.dtype) -> CommunicationFormat:
+        return self.change_format
 
     def parameters(self, group: GroupTraffic) -> Message:
-        wire = self.change_wire
-        if wire.rounds:
-            return Message("all_reduce", wire.bytes_of(group.reduced_shapes))
+        comm_format = self.change_format
+        if comm_format.rounds:
+            return Message("all_reduce", comm_format.bytes_of(group.reduced_shapes))
         return Message("all_reduce", group.reduced_numel * group.sum_itemsize)
 
     def start(self, model: ReplicatedModel) -> Started:
@@ -128,8 +138,8 @@ class OuterSync(UpdateFollower):
         self._all = parameters_by_name(model)
         for name, parameter in self._all.items():
             if parameter.requires_grad:
-                keeps_rest = method.change_wire.keeps_rest
-                self.parameters[name] = OuterParameter(name, parameter, keeps_rest)
+                has_error_feedback = method.change_format.has_error_feedback
+                self.parameters[name] = OuterParameter(name, parameter, has_error_feedback)
         units = []
         # In the order of the model
         for group in reversed(self._replicated.groups):
@@ -206,18 +216,18 @@ class OuterSync(UpdateFollower):
             assert parameter.mean is not None
             means.append(as_real(local_part(parameter.mean)))
             pieces.append(Piece(keys.of(parameter.name), first_position(parameter.outer)))
-        wire, changes = self._method.change_wire, fragment.changes
-        if not wire.rounds:
+        comm_format, changes = self._method.change_format, fragment.changes
+        if not comm_format.rounds:
             fragment.pending = ExactMean(self._group, changes, means)
             return
-        coder = wire.coder(changes, pieces)
+        quantizer = comm_format.quantizer(changes, pieces)
         keep = None
-        if wire.keeps_rest:
+        if comm_format.has_error_feedback:
             named = self.residuals()
             rests = [as_real(local_part(named[each.name])) for each in fragment.parameters]
-            keep = functools.partial(put_back, coder, tensors=rests)
-        part = Coded(coder, coder.rows(changes), means, keep)
-        fragment.pending = Exchange(self._group, [part])
+            keep = functools.partial(put_back, quantizer, tensors=rests)
+        part = QuantizedPart(quantizer, quantizer.rows(changes), means, keep)
+        fragment.pending = QuantizedMean(self._group, [part])
 
     def receive(self) -> None:
         """Waits for what is on its way, so that it can be saved. Collective over the replicas."""
@@ -384,15 +394,17 @@ class ExpectedOuter:
                 self._apply(name, self.arriving.pop(name))
 
     def _mean_change(self, name: str, step: int) -> Tensor:
-        wire, messages = self.method.change_wire, []
+        comm_format, messages = self.method.change_format, []
         for replica, own in enumerate(self.replicas):
             change = self.shared[name] - own[name]
-            if wire.keeps_rest:
+            if comm_format.has_error_feedback:
                 # `expected_mean` leaves there what is not sent.
                 rest = self.unsent.setdefault((replica, name), torch.zeros_like(change))
-                change = rest.mul_(RESIDUAL_DECAY).add_(change)
+                change = rest.mul_(ERROR_FEEDBACK_DECAY).add_(change)
             messages.append(change)
-        return expected_mean(messages, wire, self.cuts[name], RoundingKeys(self.seed, step), name)
+        return expected_mean(
+            messages, comm_format, self.cuts[name], RoundingKeys(self.seed, step), name
+        )
 
     def _apply(self, name: str, change: Tensor) -> None:
         lr, momentum = self.method.outer_lr, self.method.outer_momentum

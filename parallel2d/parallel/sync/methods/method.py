@@ -18,8 +18,8 @@ from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
 from parallel2d.parallel.sync.engine.buckets import Reduction
-from parallel2d.parallel.sync.wires import WIRES, Wire, wire_of
-from parallel2d.parallel.sync.wires.blocks import RoundingKeys
+from parallel2d.parallel.sync.formats import FORMATS, CommunicationFormat, format_of
+from parallel2d.parallel.sync.formats.quantize import RoundingKeys
 from parallel2d.parallel.weights.geometry import Region
 
 
@@ -149,7 +149,9 @@ class Started(NamedTuple):
     """A method at work."""
 
     updates: UpdateFollower
-    reduction_for: Callable[[Wire], Reduction] | None  # of buckets; None: there is none
+    reduction_for: (
+        Callable[[CommunicationFormat], Reduction] | None
+    )  # of buckets; None: there is none
 
 
 class SyncMethod:
@@ -164,22 +166,22 @@ class SyncMethod:
     warmup = 0.0  # the first steps, which are sent in bf16; below 1 a share of all steps
     shared_copies = 0  # copies of each parameter, beside its own and the optimizer's state
     keeps_masters = False  # True if a rank keeps unrounded values of the rows that it updates
-    keeps_residuals = False  # True if gradients of hidden matrices have error feedback
+    has_error_feedback = False  # True if gradients of hidden matrices have error feedback
     gradients_are_exact = True  # True if the gradients of replicas are added unrounded
 
     def __init__(self, config: SyncConfig) -> None:
         self.config = config
         # The one that ``sync.wire`` names; None for ``auto``.
-        self.named_wire = WIRES.get(config.wire)
+        self.named_format = FORMATS.get(config.wire)
         self.bucket_bytes = int(config.bucket_mib * 2**20)
 
-    def wire(self, dtype: torch.dtype) -> Wire:
+    def format_for(self, dtype: torch.dtype) -> CommunicationFormat:
         """In which values are sent where the shard axis sends ``dtype``."""
-        return self.named_wire or wire_of(dtype)
+        return self.named_format or format_of(dtype)
 
     def item_bytes(self, auto: int) -> int:
         """Bytes of an element as it is sent; ``auto``: where ``sync.wire`` is that."""
-        return auto if self.named_wire is None else self.named_wire.item_bytes
+        return auto if self.named_format is None else self.named_format.item_bytes
 
     def reductions(self, accumulation: int) -> int:
         """How often gradients are reduced in a step of ``accumulation`` micro-batches."""

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.sync.wires import RESIDUAL_DECAY
-from parallel2d.parallel.sync.wires.exchange import PendingMean
+from parallel2d.parallel.sync.formats import ERROR_FEEDBACK_DECAY
+from parallel2d.parallel.sync.formats.quantized_mean import PendingMean
 from parallel2d.parallel.weights.geometry import local_part
 
 
 class OuterParameter:
     """One parameter: the replica's own, the outer one, and what is on its way."""
 
-    def __init__(self, name: str, own: nn.Parameter, keeps_residual: bool) -> None:
+    def __init__(self, name: str, own: nn.Parameter, has_error_feedback: bool) -> None:
         self.name = name
         self.own = own
         wide = torch.promote_types(own.dtype, torch.float32)
@@ -30,7 +30,7 @@ class OuterParameter:
         self._own_values: Tensor | None = None
         # What was not sent yet.
         self.residual: Tensor | None = None
-        if keeps_residual:
+        if has_error_feedback:
             self.residual = torch.zeros_like(self.outer, requires_grad=False)
 
     def change(self) -> Tensor:
@@ -42,7 +42,7 @@ class OuterParameter:
         if self.residual is None:
             return change
         # What is kept of it is known once it is sent.
-        return local_part(self.residual) * RESIDUAL_DECAY + change
+        return local_part(self.residual) * ERROR_FEEDBACK_DECAY + change
 
     def take(self, mix: float) -> None:
         """Moves the replica's parameter to the outer one, but keeps the share ``mix`` of it."""

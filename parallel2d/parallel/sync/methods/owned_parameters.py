@@ -19,10 +19,10 @@ from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
 from parallel2d.parallel.mesh import axis_names, mesh_shape, ranks_of
 from parallel2d.parallel.model_structure import update_as
 from parallel2d.parallel.sync.engine.buckets import Wait, fill_buckets
+from parallel2d.parallel.sync.formats import CommunicationFormat
+from parallel2d.parallel.sync.methods.error_feedback import ErrorFeedback
 from parallel2d.parallel.sync.methods.every_step import GradientPart
 from parallel2d.parallel.sync.methods.method import ReplicatedModel, needs_closure
-from parallel2d.parallel.sync.methods.residuals import Residuals
-from parallel2d.parallel.sync.wires import Wire
 from parallel2d.parallel.weights.geometry import as_real, local_part, pieces_of
 from parallel2d.parallel.weights.named_tensors import equal, register_masters, stepped_by
 
@@ -55,12 +55,12 @@ def _refuse_unsent(parameters: Iterable[FSDPParameter]) -> None:
         )
 
 
-class OwnedParameters(Residuals):
+class OwnedParameters(ErrorFeedback):
     """The parts of one model's parameters that this replica updates, and what it did not send.
 
-    ``wire``: in which updated parameters are sent; None: as they are stored. ``bucket_bytes``:
-    parameters are gathered in pieces of about this size. ``names``: as of `Residuals`. Collective
-    over the world.
+    ``comm_format``: in which updated parameters are sent; None: as they are stored.
+    ``bucket_bytes``: parameters are gathered in pieces of about this size. ``names``: as of
+    `ErrorFeedback`. Collective over the world.
     """
 
     replicas_differ = False  # as `weights.named_tensors.MasterValues`
@@ -68,7 +68,7 @@ class OwnedParameters(Residuals):
     def __init__(
         self,
         model: ReplicatedModel,
-        wire: Wire | None,
+        comm_format: CommunicationFormat | None,
         bucket_bytes: int,
         names: Container[str],
     ) -> None:
@@ -76,7 +76,7 @@ class OwnedParameters(Residuals):
         # All of them: those that are lost own their rows on.
         self.replicas = mesh_shape(model.mesh).replicate
         self._model = model
-        self._wire = None if wire is None else wire.dtype
+        self._sent_dtype = None if comm_format is None else comm_format.dtype
         self._bucket_bytes = bucket_bytes
         # The axes from the inside out: the order in which a parameter is split when replicas split
         # what the others leave. Placements on the usual order would need torch's strided shards,
@@ -102,7 +102,7 @@ class OwnedParameters(Residuals):
         for parameter in self._all():
             whole = parameter.sharded
             rows = self.rows(local_part(whole.detach()), self.replica)
-            if self._wire is not None and whole.requires_grad:
+            if self._sent_dtype is not None and whole.requires_grad:
                 rows = rows.clone()
                 self._masters[parameter.name] = parameter
                 self._seen[parameter.name] = rows.clone()
@@ -252,7 +252,7 @@ class OwnedParameters(Residuals):
         `ConfigError` for a parameter that was unfrozen and whose rows would be rounded for good."""
         super().after_update()
         trained = [each for each in self._all() if each.sharded.requires_grad]
-        if self._wire is not None:
+        if self._sent_dtype is not None:
             new = [each.name for each in trained if each.name not in self._masters]
             if new:
                 raise ConfigError(
@@ -285,8 +285,8 @@ class OwnedParameters(Residuals):
         # The first replica never owns fewer rows than another.
         largest = sum(as_real(self.rows(local, 0)).numel() for local in locals_)
         sent = torch.cat([as_real(rows).reshape(-1) for rows in own])
-        if self._wire is not None:
-            sent = sent.to(self._wire)
+        if self._sent_dtype is not None:
+            sent = sent.to(self._sent_dtype)
         sent = torch.nn.functional.pad(sent, (0, largest - sent.numel()))
         received = sent.new_empty(self.replicas * sent.numel())
         work = dist.all_gather_single(received, sent, group=self._model.group, async_op=True)
@@ -299,13 +299,13 @@ class OwnedParameters(Residuals):
             values: list[Tensor] = []
             for replica, piece in enumerate(received.chunk(self.replicas)):
                 # Views of the owned rows hold their values already.
-                if replica == self.replica and self._wire is None:
+                if replica == self.replica and self._sent_dtype is None:
                     continue
                 rows = [as_real(self.rows(local, replica)) for local in locals_]
                 targets += rows
                 values += pieces_of(piece, [each.shape for each in rows])
             torch._foreach_copy_(targets, values)
-            if self._wire is not None:
+            if self._sent_dtype is not None:
                 seen = [self._seen[parameter.name] for parameter in parameters]
                 torch._foreach_copy_(seen, [self.rows(local, self.replica) for local in locals_])
 

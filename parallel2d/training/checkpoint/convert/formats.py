@@ -132,7 +132,7 @@ def write_ours(source: Source, folder: str, shard_bytes: int) -> None:
     files: dict[str, list[str]] = {}
     room = 0
     for name, (dtype, shape) in source.tensors.items():
-        region = Region.whole(shape)
+        region = Region.of_shape(shape)
         size = region.numel * DTYPES[dtype].itemsize
         # A tensor that is larger than a file may be has one of its own.
         if size > room:

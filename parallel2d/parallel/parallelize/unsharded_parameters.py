@@ -37,15 +37,15 @@ INSTEAD = (
 )
 
 
-def follow_updates(model: nn.Module, mesh: DeviceMesh) -> GatheredParameters:
+def follow_updates(model: nn.Module, mesh: DeviceMesh) -> UnshardedParameters:
     """Installs the hooks on ``model``, which has its weights."""
-    gathered = GatheredParameters(model, mesh)
+    gathered = UnshardedParameters(model, mesh)
     model.register_forward_pre_hook(gathered.begin, prepend=True)
     model.register_forward_hook(gathered.end)
     return gathered
 
 
-class GatheredParameters:
+class UnshardedParameters:
     """The gathered parameters of one model."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -54,7 +54,7 @@ class GatheredParameters:
         self.engine: ReplicaReducer = engine_of(model)
         # By number of their memory the names of gathered parameters, once they have been
         self.storages: dict[int, str] = {}
-        self.groups = [_GatheredGroup(each, self.storages) for each in self.engine.gradients]
+        self.groups = [_UnshardedGroup(each, self.storages) for each in self.engine.gradients]
         hooked = [module for each in self.groups for module in each.group.modules]
         for module in dict.fromkeys([*hooked, model]):
             # Before the hook by which `fully_shard` frees the memory.
@@ -110,7 +110,7 @@ class GatheredParameters:
         self.engine.count_update(stepping)
 
     def _is_unreduced(self) -> bool:
-        return self._replicates or any(each.group.has_whole_gradients for each in self.groups)
+        return self._replicates or any(each.group.has_unsharded_gradients for each in self.groups)
 
     # Memory of what a forward returns
 
@@ -136,8 +136,8 @@ class GatheredParameters:
         return isinstance(leaf, Tensor) and storage_of(leaf) in self.storages
 
 
-class _GatheredGroup:
-    """The gathered parameters of one group. ``storages``: as of `GatheredParameters`."""
+class _UnshardedGroup:
+    """The gathered parameters of one group. ``storages``: as of `UnshardedParameters`."""
 
     def __init__(self, gradients: GroupGradients, storages: dict[int, str]) -> None:
         self._gradients = gradients
@@ -224,7 +224,7 @@ def data_was_set(name: str) -> str:
     )
 
 
-def refuse_gathered(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
+def refuse_stale_unsharded(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
     """Raises `ConfigError` for an optimizer of gathered ``parameters``."""
     for parameter in parameters:
         name = getattr(parameter, GATHERED_AS, None)

@@ -1,4 +1,4 @@
-"""The kernels of `fused.py`. One program codes one block; see [Note: block codes]."""
+"""The kernels of `fused_quantize.py`. One program codes one block; see [Note: block codes]."""
 
 # Triton gives the arguments their types.
 # mypy: disable-error-code="no-untyped-def"
@@ -43,7 +43,7 @@ def _codes(value, finite, divisor, noise, largest):
 
 
 @triton.jit(do_not_specialize=("first", "known", "stage"))
-def encode(
+def quantize(
     values, places, sent, scales, first, known, stage,
     rounds_at_random: tl.constexpr, bits: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def _value(code, scale, largest):
 
 
 @triton.jit(do_not_specialize=("replicas", "replica_bytes"))
-def decode_mean(sent, scales, values, replicas, replica_bytes, bits: tl.constexpr):
+def dequantize_mean(sent, scales, values, replicas, replica_bytes, bits: tl.constexpr):
     """The mean of the same block of all ``replicas``, added in their order; ``scales`` is ``sent``
     as fp32."""
     row_bytes: tl.constexpr = 4 + 32 * bits

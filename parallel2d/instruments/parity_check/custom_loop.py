@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel2d.base.config import OptimizerConfig, ParallelConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.instruments.certification.certificate import Certificate
-from parallel2d.instruments.certification.expected_run import Subject
-from parallel2d.instruments.certification.session import certify_steps, choose_steps
+from parallel2d.instruments.parity_check.checked_steps import certify_steps, choose_steps
+from parallel2d.instruments.parity_check.parity_report import ParityReport
+from parallel2d.instruments.parity_check.reference_run import CheckedRun
 from parallel2d.parallel.cost.traffic import predicted_bytes
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.parallelize import parallelize
@@ -36,7 +36,7 @@ def certify(
     seed: int = 0,
     init: Initializer | None = None,
     tensor_plan: Mapping[str, object] | None = None,
-) -> Certificate:
+) -> ParityReport:
     """Trains some steps on ``mesh`` and compares them with one process. Collective; the certificate
     is the same on every rank. Random generators then begin anew, with the seed of torch's.
 
@@ -68,7 +68,7 @@ def certify(
     trained_by = build_optimizer(parallel, optimizer)
     workload = Workload(optimizer=optimizer, muon=frozenset(muon_names(model, optimizer)))
     layout = resolve(config, shape, model, workload, mesh=mesh, tensor_plan=tensor_plan)
-    subject = Subject(
+    checked = CheckedRun(
         model=parallel,
         mesh=mesh,
         shape=shape,
@@ -86,7 +86,7 @@ def certify(
         weights=None,
         notes=notes,
     )
-    return certify_steps(subject, CommunicationMeter(mesh), steps)
+    return certify_steps(checked, CommunicationMeter(mesh), steps)
 
 
 def _samples(batch: Any) -> int:

@@ -1,4 +1,4 @@
-"""Exponential moving averages (EMA) of weights: `WeightAverage` has those of ``train.ema``."""
+"""Exponential moving averages (EMA) of weights: `EMAWeights` has those of ``train.ema``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def trained_values(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def move_averages(averages: Mapping[str, Tensor], model: nn.Module, decay: float) -> None:
+def update_ema(averages: Mapping[str, Tensor], model: nn.Module, decay: float) -> None:
     """Makes each of ``averages``, split as the parameter of ``model`` with its FQN, ``decay`` times
     itself plus ``1 - decay`` times the parameter."""
     for name, value in trained_values(model).items():
@@ -41,7 +41,7 @@ def move_averages(averages: Mapping[str, Tensor], model: nn.Module, decay: float
             average.lerp_(local_part(value.detach()).to(average), 1 - decay)
 
 
-class WeightAverage:
+class EMAWeights:
     """Averages of the trained parameters of ``model``, split as these are, in fp32 at least."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,8 +53,8 @@ class WeightAverage:
         vars(model)[_AVERAGE] = self
 
     def update(self, decay: float) -> None:
-        """As `move_averages`; with 0 they begin anew."""
-        move_averages(self.values, self._model, decay)
+        """As `update_ema`; with 0 they begin anew."""
+        update_ema(self.values, self._model, decay)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -70,7 +70,7 @@ class WeightAverage:
             yield
 
 
-def average_of(model: nn.Module) -> WeightAverage | None:
+def ema_of(model: nn.Module) -> EMAWeights | None:
     """What ``train.ema`` keeps for ``model``; None without it."""
-    found: WeightAverage | None = vars(model).get(_AVERAGE)
+    found: EMAWeights | None = vars(model).get(_AVERAGE)
     return found

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from parallel2d import MeshSpec, ParallelConfig, build_mesh, certify
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.config.job import OPTIMIZERS
-from parallel2d.instruments.certification import in_code, session
+from parallel2d.instruments.parity_check import checked_steps, custom_loop
 from parallel2d.parallel.sync.methods.diloco import OuterSync
 
 SAMPLES = 16
@@ -187,7 +187,7 @@ def fault_of(kind: str, module: nn.Module) -> Iterator[None]:
         setattr(owner, name, value)
 
     if kind:
-        put(session, "_FEWEST_STEPS", 2)
+        put(checked_steps, "_FEWEST_STEPS", 2)
         FAULTS[kind](module, put)
     try:
         yield
@@ -265,38 +265,42 @@ def _stale(_module: Any, put: Put) -> None:
 
 @fault("a missed micro-batch")
 def _missed_micro_batch(_module: Any, put: Put) -> None:
-    accumulate = session.accumulate
-    put(session, "accumulate", lambda model, batches, mode: accumulate(model, batches[:1], mode))
+    accumulate = checked_steps.accumulate
+    put(
+        checked_steps,
+        "accumulate",
+        lambda model, batches, mode: accumulate(model, batches[:1], mode),
+    )
 
 
 @fault("a lost contribution to the norm")
 def _lost_contribution_to_the_norm(_module: Any, put: Put) -> None:
-    gradient_norm = session.gradient_norm
-    put(session, "gradient_norm", lambda parameters: gradient_norm(list(parameters)[1:]))
+    gradient_norm = checked_steps.gradient_norm
+    put(checked_steps, "gradient_norm", lambda parameters: gradient_norm(list(parameters)[1:]))
 
 
 def _before_clipping(put: Put, change: Callable[[Any], None]) -> None:
     """``change`` gets the model when its gradients are complete."""
-    gather = session._Session._gradients
+    gather = checked_steps._CheckedSteps._gradients
 
     def changed(self: Any, *arguments: Any) -> Any:
         with torch.no_grad():
             change(self._subject.model)
         return gather(self, *arguments)
 
-    put(session._Session, "_gradients", changed)
+    put(checked_steps._CheckedSteps, "_gradients", changed)
 
 
 def _after_the_step(put: Put, change: Callable[[Any], None]) -> None:
     """``change`` gets the model when it was updated."""
-    reshard = session.reshard
+    reshard = checked_steps.reshard
 
     def changed(model: nn.Module) -> None:
         reshard(model)
         with torch.no_grad():
             change(model)
 
-    put(session, "reshard", changed)
+    put(checked_steps, "reshard", changed)
 
 
 @fault("one bit of one replica")
@@ -326,7 +330,7 @@ def _exchanged_gradients(_module: Any, put: Put) -> None:
 
 @fault("exchanged weights")
 def _exchanged_weights(_module: Any, put: Put) -> None:
-    parallelize = in_code.parallelize
+    parallelize = custom_loop.parallelize
 
     def exchanged(*arguments: Any, **more: Any) -> nn.Module:
         model: Any = parallelize(*arguments, **more)
@@ -335,7 +339,7 @@ def _exchanged_weights(_module: Any, put: Put) -> None:
             _exchange(one.down.weight, other.down.weight)
         return model
 
-    put(in_code, "parallelize", exchanged)
+    put(custom_loop, "parallelize", exchanged)
 
 
 @fault("a frozen parameter that moves")
@@ -345,7 +349,7 @@ def _moving_frozen(_module: Any, put: Put) -> None:
 
 @fault("another weight decay on one rank")
 def _other_weight_decay(_module: Any, put: Put) -> None:
-    build_optimizer = in_code.build_optimizer
+    build_optimizer = custom_loop.build_optimizer
 
     def built(*arguments: Any, **more: Any) -> torch.optim.Optimizer:
         optimizer = build_optimizer(*arguments, **more)
@@ -353,7 +357,7 @@ def _other_weight_decay(_module: Any, put: Put) -> None:
             optimizer.param_groups[0]["weight_decay"] = 0.0
         return optimizer
 
-    put(in_code, "build_optimizer", built)
+    put(custom_loop, "build_optimizer", built)
 
 
 @fault("statistics that do not move")

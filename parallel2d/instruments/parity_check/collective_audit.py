@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from parallel2d.base.exchange import sendable
-from parallel2d.instruments.certification.certificate import Discrepancy
-from parallel2d.instruments.certification.expected_run import Subject
+from parallel2d.instruments.parity_check.parity_report import Discrepancy
+from parallel2d.instruments.parity_check.reference_run import CheckedRun
 from parallel2d.parallel.mesh import axis_names, ranks_of
 from parallel2d.parallel.mesh_sizes import groups_along
 from parallel2d.parallel.parallelize.precision import DTYPES
@@ -23,21 +23,21 @@ sendable(LoggedCollective)
 
 
 class CollectiveAudit:
-    """The audit of ``subject``."""
+    """The audit of ``checked``."""
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
+    def __init__(self, checked: CheckedRun) -> None:
+        self._checked = checked
         # Muon sends matrices and results in bf16.
-        self._update_bytes = 2 if isinstance(subject.optimizer, Muon) else 8
+        self._update_bytes = 2 if isinstance(checked.optimizer, Muon) else 8
 
     def check(self, step: int, ranks: Sequence[Log], predictable: bool) -> list[Discrepancy]:
         """What is wrong in a step. ``predictable``: its bytes were predicted."""
         found = self._too_narrow(step, ranks)
-        mesh = self._subject.mesh
+        mesh = self._checked.mesh
         for axis in axis_names(mesh):
             # A rank that began nothing has its place too.
             logs = [[each for each in log if each.axis == axis] for log in ranks]
-            if predictable and self._subject.method.replicas_equal:
+            if predictable and self._checked.method.replicas_equal:
                 found += self._other_bytes(step, axis, logs)
             for group in groups_along(ranks_of(mesh), axis).tolist():
                 for rank in group[1:]:
@@ -60,10 +60,10 @@ class CollectiveAudit:
 
     def _least_bytes(self, each: LoggedCollective) -> int:
         """How wide what is sent must be, in bytes of a value."""
-        precision, method = self._subject.config.precision, self._subject.method
+        precision, method = self._checked.config.precision, self._checked.method
         param, reduce = DTYPES[precision.param].itemsize, DTYPES[precision.reduce].itemsize
         if each.axis == "replicate":
-            least = method.wire(DTYPES[precision.reduce]).item_bytes
+            least = method.format_for(DTYPES[precision.reduce]).item_bytes
             if not method.replicas_equal:
                 return least
             least = min(least, reduce)
@@ -73,7 +73,7 @@ class CollectiveAudit:
         return 1 if precision.float8 != "none" else min(param, reduce, self._update_bytes)
 
     def _other_bytes(self, step: int, axis: str, logs: Sequence[Log]) -> list[Discrepancy]:
-        predicted = self._subject.predicted.get(f"comm/{axis}/bytes")
+        predicted = self._checked.predicted.get(f"comm/{axis}/bytes")
         # The mean, because ranks send different updates of Muon.
         sent = sum(sum(each.sent for each in log) for log in logs) / len(logs)
         if not predicted or abs(sent / predicted - 1) <= _SHARE_OF_BYTES:

@@ -85,7 +85,7 @@ def fill(pairs: Pairs, source: int | Route | None) -> None:
         local = local_part(tensor)
         kept = local_region(tensor)
         size = tensor.dtype.itemsize
-        for piece in Region.whole(tensor.shape).pieces(tensor.shape, PIECE_BYTES // size):
+        for piece in Region.of_shape(tensor.shape).pieces(tensor.shape, PIECE_BYTES // size):
             if is_source:
                 values = whole[piece.slices].to(device=local.device, dtype=local.dtype)
                 values = values.contiguous()
@@ -137,7 +137,7 @@ def summon_full_params(
     # After a forward without backward, some parameters may still be gathered.
     reshard(model)
     places = places_in(model.modules() if recurse else [model])
-    _refuse_whole(places)
+    _refuse_nested(places)
     keep = not rank0_only or dist.get_rank() == 0
     wholes = {}
     for parameter in places:
@@ -155,7 +155,7 @@ def summon_full_params(
                 masters.parameters_were_changed()
 
 
-def _refuse_whole(places: Places) -> None:
+def _refuse_nested(places: Places) -> None:
     for parameter, ((module, name), *_) in places.items():
         if hasattr(parameter, _MARK):
             place = f"{name} of {type(module).__name__}"

@@ -1,4 +1,4 @@
-"""The agreement of all ranks on which parameters any of them has used (`UsedParameterAgreement`).
+"""The agreement of all ranks on which parameters any of them has used (`UsedParameters`).
 
 [Note: unused parameters] Zeros stand in for missing gradients, also inside the shard axis, so that
 all ranks reduce the same. An optimizer would take zeros for gradients, decay weights and move by
@@ -29,8 +29,8 @@ from parallel2d.parallel.mesh import (
     axis_names,
     axis_positions,
     has_cpu_backend,
+    live_data_ranks,
     mesh_shape,
-    present_data_ranks,
     sum_over_data_ranks,
 )
 from parallel2d.parallel.sync.comparison import hashes_of
@@ -59,7 +59,7 @@ class IssueOrder(Protocol):
     def differing_on_other_hosts(self) -> str: ...
 
 
-class UsedParameterAgreement:
+class UsedParameters:
     """Makes the numbers of this rank that ranks add up, and reads their sum. It knows nothing of
     the gradients.
 
@@ -77,7 +77,7 @@ class UsedParameterAgreement:
         self._parameters = parameters
         self.buffers: Mapping[str, tuple[nn.Module, str]] = {}  # by FQN, with the key there
         self._were_named = False
-        self.agreements = 0
+        self.reductions = 0
         self.updates = 0  # since the last agreement
         self._compared_updates = 0
 
@@ -140,7 +140,7 @@ class UsedParameterAgreement:
     def set_means(self, totals: Tensor, scalars: Sequence[ScalarGradient]) -> None:
         """Set the means of the gradients of ``scalars`` from their sums; see `sum_with`."""
         for scalar, (total, users) in zip(scalars, totals, strict=True):
-            scalar.set_mean(total / present_data_ranks(self._mesh) if users > 0 else None)
+            scalar.set_mean(total / live_data_ranks(self._mesh) if users > 0 else None)
             scalar.rest()
 
     def _digests(self) -> Tensor:
@@ -165,8 +165,8 @@ class UsedParameterAgreement:
 
     def _hashes_of_buffers(self) -> list[int]:
         """After the global batches 1, 2, 4, 8 and so on; none after others."""
-        self.agreements += 1
-        if self.agreements & (self.agreements - 1):
+        self.reductions += 1
+        if self.reductions & (self.reductions - 1):
             return []
         hashes: list[int] = []
         for module, key in self.buffers.values():
@@ -206,7 +206,7 @@ class UsedParameterAgreement:
         rank, updates = counts[0]
         other, different = next(each for each in counts if each[1] != updates)
         return (
-            f"between the backward passes {self.agreements - 1} and {self.agreements} that ended a "
+            f"between the backward passes {self.reductions - 1} and {self.reductions} that ended a "
             f"global batch, rank {rank} called optimizer.step() {updates} times and rank {other} "
             f"{different} times: a rank has left out a backward pass or an update. All ranks must "
             "run as many of both; parallel2d.accumulate(model, micro_batches) makes one global "

@@ -1,10 +1,10 @@
-"""The block codes of `blocks.py` as one kernel each on GPUs, in Triton.
+"""The block codes of `quantize.py` as one kernel each on GPUs, in Triton.
 
 [Note: fused block codes] Quantizing takes some 40 operators, each of which reads and writes all
-values; one kernel reads them once. `encode` and `decode_mean` are operators of torch: on CUDA (and
-ROCm) they are the kernels below, on other devices the operators of `BlockCode`. The kernels compute
-the same bits: every operation is the same one in fp32, divisions are those of IEEE, and products
-are not fused with sums (``enable_fp_fusion``).
+values; one kernel reads them once. `quantize` and `dequantize_mean` are operators of torch: on CUDA
+(and ROCm) they are the kernels below, on other devices the operators of `BlockFormat`. The kernels
+compute the same bits: every operation is the same one in fp32, divisions are those of IEEE, and
+products are not fused with sums (``enable_fp_fusion``).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def has_triton() -> bool:
 
 library = torch.library.Library("parallel2d", "DEF")
 library.define(
-    "encode_blocks(Tensor blocks, Tensor? places, int first, int stage, int bits) -> Tensor"
+    "quantize_blocks(Tensor blocks, Tensor? places, int first, int stage, int bits) -> Tensor"
 )
-library.define("decode_mean(Tensor sent, int bits) -> Tensor")
+library.define("dequantize_mean(Tensor sent, int bits) -> Tensor")
 
 
-def encode(blocks: Tensor, places: Tensor | None, first: int, stage: int, bits: int) -> Tensor:
-    """As `BlockCode.encode`.
+def quantize(blocks: Tensor, places: Tensor | None, first: int, stage: int, bits: int) -> Tensor:
+    """As `BlockFormat.quantize`.
 
     Args:
         blocks: fp32 [blocks, 256].
@@ -51,18 +51,18 @@ def encode(blocks: Tensor, places: Tensor | None, first: int, stage: int, bits: 
         stage: tells several roundings of one value apart.
         bits: 8 or 4.
     """
-    found: Tensor = torch.ops.parallel2d.encode_blocks(blocks, places, first, stage, bits)
+    found: Tensor = torch.ops.parallel2d.quantize_blocks(blocks, places, first, stage, bits)
     return found
 
 
-def decode_mean(sent: Tensor, bits: int) -> Tensor:
+def dequantize_mean(sent: Tensor, bits: int) -> Tensor:
     """fp32 [blocks, 256]: the mean of ``sent`` [replicas, blocks, bytes of a block], added in the
     order of the replicas."""
-    found: Tensor = torch.ops.parallel2d.decode_mean(sent, bits)
+    found: Tensor = torch.ops.parallel2d.dequantize_mean(sent, bits)
     return found
 
 
-def encode_by_kernel(
+def quantize_by_kernel(
     blocks: Tensor, places: Tensor | None, first: int, stage: int, bits: int
 ) -> Tensor:
     blocks = blocks.contiguous()
@@ -70,7 +70,7 @@ def encode_by_kernel(
     sent = blocks.new_empty(len(blocks), row_bytes, dtype=torch.uint8)
     known = 0 if places is None else places.shape[1]
     launch(
-        kernels().encode,
+        kernels().quantize,
         len(blocks),
         (blocks, blocks if places is None else places, sent, sent.view(torch.float32)),
         (first, known, stage),
@@ -79,7 +79,7 @@ def encode_by_kernel(
     return sent
 
 
-def decode_by_kernel(sent: Tensor, bits: int) -> Tensor:
+def dequantize_by_kernel(sent: Tensor, bits: int) -> Tensor:
     # A view of longer messages is read in its place.
     is_aligned = sent.stride(0) % _SCALE_BYTES == sent.storage_offset() % _SCALE_BYTES == 0
     if not is_aligned or sent.stride()[1:] != (sent.shape[2], 1):
@@ -87,7 +87,7 @@ def decode_by_kernel(sent: Tensor, bits: int) -> Tensor:
     replicas, rows, _ = sent.shape
     values = sent.new_empty(rows, 2 * HALF, dtype=torch.float32)
     launch(
-        kernels().decode_mean,
+        kernels().dequantize_mean,
         rows,
         (sent, sent.view(torch.float32), values),
         (replicas, sent.stride(0)),
@@ -106,10 +106,10 @@ def launch(
 
 def kernels() -> Any:
     """The kernels; Triton is imported where they are needed."""
-    from parallel2d.parallel.sync.wires import fused_kernels
+    from parallel2d.parallel.sync.formats import fused_kernels
 
     return fused_kernels
 
 
-library.impl("encode_blocks", encode_by_kernel, "CUDA")
-library.impl("decode_mean", decode_by_kernel, "CUDA")
+library.impl("quantize_blocks", quantize_by_kernel, "CUDA")
+library.impl("dequantize_mean", dequantize_by_kernel, "CUDA")

@@ -1,5 +1,5 @@
 """A copy of the model on meta, split over the context and tensor axes as the model itself will be,
-but not sharded: `tensor_twin`. What it computes costs nothing, and what it would send over these
+but not sharded: `meta_copy`. What it computes costs nothing, and what it would send over these
 axes can be counted: `count_tensor_axis`.
 """
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parallel2d.base.device import random_states_kept
+from parallel2d.base.device import preserve_rng_states
 from parallel2d.parallel.cost.collectives import CollectiveTally
 from parallel2d.parallel.loss import loss_chunks
 from parallel2d.parallel.mesh import axes_of_groups
@@ -45,34 +45,34 @@ LossOfBatch = Callable[[nn.Module, Any, Any], Tensor]  # of a model, inputs and 
 log = logging.getLogger(__name__)
 
 
-def tensor_twin(model: nn.Module, mesh: DeviceMesh | None, layout: Layout) -> nn.Module:
+def meta_copy(model: nn.Module, mesh: DeviceMesh | None, layout: Layout) -> nn.Module:
     """A copy of ``model``, which is plain and on meta. It stays whole without a mesh. It computes
     in the dtypes that sharding would cast to, and its blocks are recomputed as
     ``activation_checkpointing`` says."""
-    twin = without_storage(model)
-    precision = Precision.of(layout.config.precision, twin)
-    cast_storage(twin, dataclasses.replace(precision, storage=precision.param))
+    copied = without_storage(model)
+    precision = Precision.of(layout.config.precision, copied)
+    cast_storage(copied, dataclasses.replace(precision, storage=precision.param))
     if mesh is not None and layout.tensor_plan is not None:
-        split_layers(twin, mesh, layout.tensor_plan)
-    stacks = [] if mesh is None else intercept_attention(twin, mesh)
-    checkpoint_activations(twin, layout.blocks_of(twin), layout.config.activation_checkpointing)
+        split_layers(copied, mesh, layout.tensor_plan)
+    stacks = [] if mesh is None else intercept_attention(copied, mesh)
+    checkpoint_activations(copied, layout.blocks_of(copied), layout.config.activation_checkpointing)
     slice_blocks(stacks)
-    for modules, policy in layout.groups_of(twin):
+    for modules, policy in layout.groups_of(copied):
         for module in modules:
             _cast_at_its_border(module, policy)
     if mesh is not None:
-        learn_at_first(twin, mesh, stacks, compares=False)
-    return twin
+        learn_at_first(copied, mesh, stacks, compares=False)
+    return copied
 
 
 @contextmanager
-def on_fake_tensors(twin: nn.Module, device_type: str) -> Iterator[None]:
+def on_fake_tensors(copied: nn.Module, device_type: str) -> Iterator[None]:
     """Inside, parameters, buffers and whatever is made have no storage, and their ``device`` is
     ``device_type``: some models refuse to run on plain meta tensors, which are twice as fast.
-    ``twin``, all of it on meta, cannot be used outside any more."""
+    ``copied``, all of it on meta, cannot be used outside any more."""
     made: dict[int, Any] = {}
     with FakeTensorMode():
-        for module in twin.modules():
+        for module in copied.modules():
             for owned in (module._parameters, module._buffers):
                 for name, value in owned.items():
                     # Once for each tensor: tied parameters stay tied.
@@ -206,9 +206,9 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def count_tensor_axis(
-    twin: nn.Module, mesh: DeviceMesh, layout: Layout, loss: LossOfBatch
+    copied: nn.Module, mesh: DeviceMesh, layout: Layout, loss: LossOfBatch
 ) -> TensorTraffic | None:
-    """``twin``: from `tensor_twin`. It runs forward and backward of one micro-batch of ``layout``
+    """``copied``: from `meta_copy`. It runs forward and backward of one micro-batch of ``layout``
     on tensors without storage, on every rank alike. None, and the reason logged, where it cannot
     run.
     """
@@ -216,20 +216,20 @@ def count_tensor_axis(
     # Meta tensors are twice as fast, and some models only run on tensors with a real device. So
     # does the kernel of attention that tells what a context axis gathers again in backward.
     for device_type in ("meta", mesh.device_type)[layout.shape.context > 1 :]:
-        pretend = nullcontext() if device_type == "meta" else on_fake_tensors(twin, device_type)
+        pretend = nullcontext() if device_type == "meta" else on_fake_tensors(copied, device_type)
         counter = CollectiveCounter(mesh, layout.workload.device_type)
         try:
-            with pretend, loss_chunks(ALL_AT_ONCE), random_states_kept(), counter:
+            with pretend, loss_chunks(ALL_AT_ONCE), preserve_rng_states(), counter:
                 inputs, targets = layout.workload.example(device_type)
                 if layout.shape.context > 1:
                     # The first forward is preceded by others, which learn what can be cut.
                     with torch.no_grad():
-                        loss(twin, inputs, targets)
+                        loss(copied, inputs, targets)
                 counter.start()
-                loss(twin, inputs, targets).backward()
+                loss(copied, inputs, targets).backward()
                 passes, context = counter.over("tensor"), counter.over("context")
                 counter.start()
-                _make_gradients_whole(twin, layout)
+                _sum_partial_gradients(copied, layout)
                 sums = counter.over("tensor")
             return TensorTraffic(*passes, *sums, *context)
         # A model may look at values, which neither kind of tensor has.
@@ -241,7 +241,7 @@ def count_tensor_axis(
     return None
 
 
-def _make_gradients_whole(model: nn.Module, layout: Layout) -> None:
+def _sum_partial_gradients(model: nn.Module, layout: Layout) -> None:
     for parameter in model.parameters():
         gradient = parameter.grad
         if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from parallel2d.base.config.model_and_data import FAMILIES
 from parallel2d.base.config.options import allowed, choice_problem
 from parallel2d.base.config.schema import choices_by_group, initialized
-from parallel2d.base.errors import did_you_mean, nearest_words
+from parallel2d.base.errors import did_you_mean, nearest_matches
 
 
 def explain(parsed: argparse.Namespace, error: Exception) -> str:
@@ -142,7 +142,7 @@ def _near_last_part(key: str, keys: Collection[str]) -> str:
     others = {other: other.rpartition(".")[2] for other in keys}
     if parent in keys:
         others = {other: name for other, name in others.items() if other == f"{parent}.{name}"}
-    close = nearest_words(last, others.values(), count=1)
+    close = nearest_matches(last, others.values(), count=1)
     meant = [other for other, name in others.items() if name in close]
     return f"; did you mean {' or '.join(meant)}?" if meant else ""
 

@@ -112,17 +112,17 @@ def pairs():
 
 
 NANO = (
-    "model=custom", "model.target=test_own_parts:NanoGPT", "data.packing=padded", "data.path=rows.jsonl",
+    "model=custom", "model.target=test_custom_parts:NanoGPT", "data.packing=padded", "data.path=rows.jsonl",
 )  # fmt: skip
 OWN = ("model=custom", "data=custom")
 JOBS = {
     "nano": NANO,
-    "library": (*OWN, "model.target=test_own_parts:Library", "data.target=test_own_parts:answers"),
-    "aligned": (*NANO, "model.target=test_own_parts:Library"),
-    "scalar": (*OWN, "model.target=test_own_parts:Trees", "data.target=test_own_parts:vectors"),
+    "library": (*OWN, "model.target=test_custom_parts:Library", "data.target=test_custom_parts:answers"),
+    "aligned": (*NANO, "model.target=test_custom_parts:Library"),
+    "scalar": (*OWN, "model.target=test_custom_parts:Trees", "data.target=test_custom_parts:vectors"),
     "function": (
         *OWN, "model.target=torch.nn:Linear", "model.arguments={in_features: 6, out_features: 1}",
-        "data.target=test_own_parts:pairs", "train.loss=test_own_parts:mean_absolute",
+        "data.target=test_custom_parts:pairs", "train.loss=test_custom_parts:mean_absolute",
     ),
 }  # fmt: skip
 LAYOUTS = {
@@ -258,7 +258,7 @@ def test_a_batch_reaches_forward_by_the_names_of_its_parameters():
 def test_a_loss_that_depends_on_the_layout_must_be_declared(ranks, folder):
     from workers import WorkerError
 
-    words = ("model=custom", "model.target=test_own_parts:Balanced", "checkpoint.enabled=false")
+    words = ("model=custom", "model.target=test_custom_parts:Balanced", "checkpoint.enabled=false")
     with pytest.raises(WorkerError, match="with 1 and 32 valid targets: it is neither a sum nor"):
         ranks.run(1, jobs.run, str(folder), str(folder / "run"), words, 1)
     words = (*words, "train.loss_is=mean_per_micro_batch")
@@ -268,7 +268,7 @@ def test_a_loss_that_depends_on_the_layout_must_be_declared(ranks, folder):
         ("Logits", "train.loss_is=mean_per_micro_batch", "has no effect: Logits gives logits"),
         ("Alone", "train.loss_is=auto", "Alone returned a loss, and takes no targets: name them"),
     ]:
-        words = (*words, f"model.target=test_own_parts:{target}", more)
+        words = (*words, f"model.target=test_custom_parts:{target}", more)
         with pytest.raises(WorkerError, match=message):
             ranks.run(1, jobs.run, str(folder), str(folder / target), words, 1)
 
@@ -310,7 +310,7 @@ def named(names):
 
 
 def test_labels_beside_targets_are_inputs():
-    config = DataConfig(name="custom", target="test_own_parts:named")
+    config = DataConfig(name="custom", target="test_custom_parts:named")
     config.arguments = {"names": ["y", "x", "target"]}
     batch = open_data(config, seed=0).train.read([0])
     assert (sorted(batch.inputs), batch.targets.tolist()) == (["x", "y"], [[2, 2]])

@@ -1,4 +1,4 @@
-"""What all ranks agree on before they train: `agree_on_job`.
+"""What all ranks agree on before they train: `share_job`.
 
 [Note: one run directory] Only one process composes: the launcher of a single node, or rank 0, which
 publishes configuration and directory through the rendezvous store. Workers that replace others go
@@ -23,10 +23,10 @@ from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.config.sweep import run_sweep
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders as folders
-from parallel2d.base.topology import AGENT, JOB, LIFE, RankIdentity
+from parallel2d.base.topology import AGENT, INCARNATION, JOB, RankIdentity
 
 if TYPE_CHECKING:
-    from parallel2d.training.metrics.watch import Position
+    from parallel2d.training.metrics.heartbeat import Position
 
 # Chooses the layout that is left to the planner, from the overrides and the ranks of each live
 # node. Returns `Job.sizes` too.
@@ -38,7 +38,7 @@ PUBLISHED = "parallel2d/job"  # the job, in the store
 _RECORDED = {"run_dir", "config", "words", "records", "label"}
 
 
-def agree_on_job(
+def share_job(
     identity: RankIdentity,
     store: Any,
     arguments: Sequence[str],
@@ -49,7 +49,7 @@ def agree_on_job(
     and published in ``store``. ``composition``: of ``arguments``, if there is one already.
     ``choose_layout``: rank 0 calls it, at each start, since after a restart there may be other
     nodes. None when rank 0 had nothing to run (``--help``). See [Note: one run directory]."""
-    comes_back = os.environ.get(LIFE, "0") != "0"  # to a job that goes on
+    comes_back = os.environ.get(INCARNATION, "0") != "0"  # to a job that goes on
     config = None
     if not comes_back:
         config = _publish_job(identity, store, arguments, composition, choose_layout)

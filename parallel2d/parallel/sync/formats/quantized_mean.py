@@ -24,11 +24,11 @@ from torch import Tensor
 from parallel2d.base import metering
 from parallel2d.base.device import sent_to
 from parallel2d.base.replicas import position_over_replicas
-from parallel2d.parallel.sync.wires import Coder, Wire, put_back
-from parallel2d.parallel.sync.wires.blocks import (
+from parallel2d.parallel.sync.formats import CommunicationFormat, Quantizer, put_back
+from parallel2d.parallel.sync.formats.quantize import (
     BLOCK,
     MEAN_STAGE,
-    BlockCoder,
+    BlockQuantizer,
     Piece,
     RoundingKeys,
     blocks_of,
@@ -39,11 +39,13 @@ from parallel2d.parallel.weights.geometry import Region, as_real, pieces_of
 
 
 @dataclass(eq=False)
-class Coded:
+class QuantizedPart:
     """The values of an exchange in one format."""
 
-    coder: Coder
-    rows: Tensor  # this replica's values, as ``coder`` makes them of tensors; may be overwritten
+    quantizer: Quantizer
+    rows: (
+        Tensor  # this replica's values, as ``quantizer`` makes them of tensors; may be overwritten
+    )
     results: Sequence[Tensor]  # get the mean
     keep: Callable[[Tensor], None] | None = None  # gets the rounding error, as rows
 
@@ -57,10 +59,10 @@ class Coded:
         """[owners, values of each] of this replica, as they are sent."""
         rows = self.rows if owners == 1 else self._dealt(owners)
         del self.rows
-        sent = self.coder.encode(rows, 0, contribution_stage(replica))
+        sent = self.quantizer.quantize(rows, 0, contribution_stage(replica))
         if self.keep is not None:
-            rows -= self.coder.decode(sent, rows.dtype)
-            self._rest = rows
+            rows -= self.quantizer.dequantize(sent, rows.dtype)
+            self._errors = rows
         self._row_length = sent.shape[1]
         return sent.view(owners, -1)
 
@@ -69,8 +71,8 @@ class Coded:
         if self.keep is None:
             missing = -len(self.rows) % owners
             return torch.nn.functional.pad(self.rows, (0, 0, 0, missing)) if missing else self.rows
-        assert isinstance(self.coder, BlockCoder)
-        places, most = self.coder.places(owners)
+        assert isinstance(self.quantizer, BlockQuantizer)
+        places, most = self.quantizer.places(owners)
         self._places = sent_to(self.rows.device, places)
         dealt = self.rows.new_zeros(owners * most, BLOCK)
         return dealt.index_copy_(0, self._places, self.rows)
@@ -83,39 +85,39 @@ class Coded:
         """The mean of [replicas, values], what the replicas have sent of the same rows. It may be
         overwritten."""
         # In the order of the replicas: the sum has the same bits everywhere.
-        return self.coder.mean(received.unflatten(1, (-1, self._row_length)), self._dtype)
+        return self.quantizer.mean(received.unflatten(1, (-1, self._row_length)), self._dtype)
 
     def own_mean(self, received: Tensor, replica: int) -> Tensor:
         """As it is sent, the mean of the rows that this ``replica`` owns."""
         mean = self.mean_of(received)
         first = replica * len(mean)
-        sent = self.coder.encode(mean, first, MEAN_STAGE)
+        sent = self.quantizer.quantize(mean, first, MEAN_STAGE)
         if self.keep is not None:
-            mean -= self.coder.decode(sent, self._dtype)
-            self._rest[first : first + len(mean)] += mean.mul_(len(received))
+            mean -= self.quantizer.dequantize(sent, self._dtype)
+            self._errors[first : first + len(mean)] += mean.mul_(len(received))
         return sent.view(-1)
 
-    def keep_rest(self) -> None:
+    def keep_errors(self) -> None:
         """Hands over what rounding has taken away."""
         if self.keep is not None:
-            self.keep(self._collected(self._rest))
-            del self._rest
+            self.keep(self._collected(self._errors))
+            del self._errors
 
     def means(self, received: Tensor) -> Tensor:
         """The rows of [replicas, values], what each has sent as the mean of the rows it owns."""
-        return self.coder.decode(received.reshape(-1, self._row_length), self._dtype)
+        return self.quantizer.dequantize(received.reshape(-1, self._row_length), self._dtype)
 
     def put_back(self, mean: Tensor) -> None:
         """Writes the mean into the results."""
-        put_back(self.coder, self._collected(mean), self.results)
+        put_back(self.quantizer, self._collected(mean), self.results)
 
 
-class Exchange:
+class QuantizedMean:
     """One average over the replicas of ``group``, begun when it is made. Collective: all replicas
-    make them, and call their methods, in the same order. ``parts``: of one message; their coders
-    send one dtype."""
+    make them, and call their methods, in the same order. ``parts``: of one message; their
+    quantizers send one dtype."""
 
-    def __init__(self, group: dist.ProcessGroup, parts: Sequence[Coded]) -> None:
+    def __init__(self, group: dist.ProcessGroup, parts: Sequence[QuantizedPart]) -> None:
         self._group = group
         self._parts = parts
         self._replica, self._replicas = position_over_replicas(group)
@@ -127,7 +129,7 @@ class Exchange:
         message = sent[0] if len(sent) == 1 else torch.cat(sent, dim=1)
         self._received = message.new_empty(self._replicas, message.shape[1])
         if self._means_sent:
-            self._keep_rests()
+            self._keep_errors()
             self._gather(message.view(-1))
         else:
             work = dist.all_to_all_single(self._received, message, group=group, async_op=True)
@@ -140,11 +142,11 @@ class Exchange:
         assert work is not None  # of an asynchronous collective
         self._work = work
 
-    def _keep_rests(self) -> None:
+    def _keep_errors(self) -> None:
         for part in self._parts:
-            part.keep_rest()
+            part.keep_errors()
 
-    def _received_by_part(self) -> list[tuple[Coded, Tensor]]:
+    def _received_by_part(self) -> list[tuple[QuantizedPart, Tensor]]:
         """What has arrived, [replicas, values], of each part."""
         metering.wait(self._work, self._group)
         return list(zip(self._parts, self._received.split(self._lengths, dim=1), strict=True))
@@ -157,7 +159,7 @@ class Exchange:
         means = [part.own_mean(piece, self._replica) for part, piece in self._received_by_part()]
         # The contributions have been read: their memory takes the means.
         self._gather(means[0] if len(means) == 1 else torch.cat(means))
-        self._keep_rests()
+        self._keep_errors()
 
     def finish(self) -> None:
         """Waits for the mean and writes it into the results."""
@@ -186,42 +188,43 @@ class ExactMean:
         torch._foreach_copy_(list(self._results), list(values))
 
 
-PendingMean = Exchange | ExactMean  # a mean over the replicas that has begun
+PendingMean = QuantizedMean | ExactMean  # a mean over the replicas that has begun
 
 
 @torch.no_grad()
 def expected_mean(
     values: Sequence[Tensor],
-    wire: Wire,
+    comm_format: CommunicationFormat,
     cut: Sequence[Region],
     keys: RoundingKeys,
     name: str,
     *,
     sent_back: bool = True,
 ) -> Tensor:
-    """Computes in one process what an `Exchange` writes into its results: the mean of ``values``,
-    one from each replica, of the whole parameter ``name``. For proofs.
+    """Computes in one process what an `QuantizedMean` writes into its results: the mean of
+    ``values``, one from each replica, of the whole parameter ``name``. For proofs.
 
     ``cut``: the parts of it that the ranks of a replica hold, on which the blocks of a code depend;
-    ``sent_back``: whether owners send the mean, rounded. What ``wire`` keeps stays in ``values``.
+    ``sent_back``: whether owners send the mean, rounded. What ``comm_format`` keeps stays in
+    ``values``.
     """
     mean = torch.empty_like(values[0])
     for region in cut:
         parts = [as_real(value[region.slices]) for value in values]
-        coder = None
-        if wire.rounds:
+        quantizer = None
+        if comm_format.rounds:
             piece = Piece(keys.of(name), region.position_in(mean.shape))
-            coder = wire.coder(parts[:1], [piece])
+            quantizer = comm_format.quantizer(parts[:1], [piece])
         total = torch.zeros_like(parts[0])
         for replica, part in enumerate(parts):
-            sent = _as_read(coder, part, contribution_stage(replica))
+            sent = _as_read(quantizer, part, contribution_stage(replica))
             total += sent
-            if wire.keeps_rest:
+            if comm_format.has_error_feedback:
                 part -= sent
         total /= len(parts)
         if sent_back and len(parts) > 2:
-            mean_read = _as_read(coder, total, MEAN_STAGE)
-            if wire.keeps_rest:
+            mean_read = _as_read(quantizer, total, MEAN_STAGE)
+            if comm_format.has_error_feedback:
                 # Each replica keeps the rest of the blocks that it owns.
                 rest = (total - mean_read) * len(parts)
                 owners = owners_of(blocks_of(rest.numel()), keys.of(name), len(parts)).repeat(BLOCK)
@@ -233,11 +236,11 @@ def expected_mean(
     return mean
 
 
-def _as_read(coder: Coder | None, values: Tensor, stage: int) -> Tensor:
+def _as_read(quantizer: Quantizer | None, values: Tensor, stage: int) -> Tensor:
     """``values`` as other replicas read them."""
-    if coder is None:
+    if quantizer is None:
         return values
     found = torch.empty_like(values)
-    sent = coder.encode(coder.rows([values]), 0, stage)
-    put_back(coder, coder.decode(sent, values.dtype), [found])
+    sent = quantizer.quantize(quantizer.rows([values]), 0, stage)
+    put_back(quantizer, quantizer.dequantize(sent, values.dtype), [found])
     return found

@@ -1,11 +1,11 @@
-"""What all ranks learn from each other in a step: `StepAgreement`.
+"""What all ranks learn from each other in a step: `StepStatus`.
 
-[Note: one agreement per step] All of it goes into a single all-reduce of a small fp64 vector:
-loss, token counts (of this batch and of the next, whose weight is then known before it begins), the
-squared gradient norm, the batch's hash, whether anything was not finite, whether some rank was told
-to save and stop, hashes of what replicas must have in common, and every rank's report about the
-step before, each in a row of its own. Every decision is taken from that vector, so every rank takes
-the same one.
+[Note: one status all-reduce per step] All of it goes into a single all-reduce of a small fp64
+vector: loss, token counts (of this batch and of the next, whose weight is then known before it
+begins), the squared gradient norm, the batch's hash, whether anything was not finite, whether some
+rank was told to save and stop, hashes of what replicas must have in common, and every rank's report
+about the step before, each in a row of its own. Every decision is taken from that vector, so every
+rank takes the same one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from parallel2d.training.progress import RankReport, StepOutcome
 
 
 @dataclass(frozen=True)
-class OwnPart:
+class RankStatus:
     """Holds what one rank brings to a step's agreement."""
 
     loss: Tensor  # summed, fp64 on its device
@@ -46,7 +46,7 @@ class OwnPart:
 
 
 @dataclass(eq=False)
-class StepAgreement:
+class StepStatus:
     """The agreement of all ranks on each step."""
 
     model: InitVar[nn.Module]
@@ -57,10 +57,10 @@ class StepAgreement:
 
     def __post_init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         # Which parameters were used travels along, where that may wait until here.
-        able = [each for each in engines_in(model) if each.may_defer_agreement]
+        able = [each for each in engines_in(model) if each.may_defer_status]
         self._used = next(iter(able), None)
         if self._used is not None:
-            self._used.defer_agreement()
+            self._used.defer_status()
         shape = mesh_shape(mesh)
         # With sync=diloco: the parameters that replicas share. Each replica clips its own gradient.
         self._outer = outer_sync(model)
@@ -77,10 +77,13 @@ class StepAgreement:
         at = axis_positions(mesh)
         self.counts = float(at.get("context", 0) == at.get("tensor", 0) == 0)
 
-    def reach(self, step: int, own: OwnPart, loss_scale: float) -> tuple[StepOutcome, int] | None:
+    def all_reduce(
+        self, step: int, own: RankStatus, loss_scale: float
+    ) -> tuple[StepOutcome, int] | None:
         """Returns the outcome of ``step`` and the tokens of the next global batch, on every rank
         alike; None where a replica was lost before all knew. Collective, once gradients are
-        complete; they are ``loss_scale`` times as large. See [Note: one agreement per step]."""
+        complete; they are ``loss_scale`` times as large. See [Note: one status all-reduce per
+        step]."""
         replicas = current()
         from_host = sent_to(self._device, self._from_host(step, own))
         vector = torch.cat([from_host, *self._computed(own)])
@@ -93,7 +96,7 @@ class StepAgreement:
             return None
         return self.conclude(step, summed, own, loss_scale)
 
-    def _from_host(self, step: int, own: OwnPart) -> Tensor:
+    def _from_host(self, step: int, own: RankStatus) -> Tensor:
         """The numbers that this rank adds to the sum and its host knows, on CPU."""
         # Whether a replica is lost, and one waits to be let in; ranks that have the state
         about = [0.0, 0.0, 1.0]
@@ -108,7 +111,7 @@ class StepAgreement:
         reports = torch.zeros(dist.get_world_size(), len(report), dtype=torch.float64)
         reports[dist.get_rank()] = report
         nothing = torch.zeros(0, dtype=torch.float64)
-        used = self._used.agreement_vector() if self._used else nothing
+        used = self._used.status_vector() if self._used else nothing
         comparison = None
         if self._compare_every and step % self._compare_every == 0:
             comparison = self._comparison
@@ -118,7 +121,7 @@ class StepAgreement:
             [torch.tensor(first, dtype=torch.float64), reports.flatten(), used, hashes]
         )
 
-    def _computed(self, own: OwnPart) -> list[Tensor]:
+    def _computed(self, own: RankStatus) -> list[Tensor]:
         """The numbers that this rank adds to the sum and its device computes, fp64 [1] each: the
         loss, the squared norm of the last outer step's change, the squared norms of gradients."""
         nothing = torch.zeros(1, dtype=torch.float64, device=self._device)
@@ -136,14 +139,14 @@ class StepAgreement:
         return [loss.reshape(1), change.reshape(1), *squares]
 
     def conclude(
-        self, step: int, summed: Tensor, own: OwnPart, loss_scale: float
+        self, step: int, summed: Tensor, own: RankStatus, loss_scale: float
     ) -> tuple[StepOutcome, int]:
-        """As `reach`, from the sum of all ranks' vectors, on CPU. Without communication."""
+        """As `all_reduce`, from the sum of all ranks' vectors, on CPU. Without communication."""
         about, wishes, counts, rows, used, hashes, sums, squares = summed.split(self._sizes)
         tokens, batch_hash, upcoming_tokens = counts.tolist()
         loss_sum, squared_change = sums.tolist()
         if self._used:
-            self._used.agree_on(used)
+            self._used.apply_status(used)
         # Those of replicas that are lost are zeros.
         ranks_there = about[2].item()
         if len(hashes):
@@ -166,7 +169,7 @@ class StepAgreement:
             preempted=bool(told),
             save_is_due=wishes[0].item() > 0,
             joins=about[1].item() > 0,
-            told_to_stop=told,
+            preempted_ranks=told,
             store_ends=wishes[1].item() > 0,
             ranks=[own.report.with_floats(row[1:]) for row in by_rank],
         )

@@ -1,4 +1,4 @@
-"""The result of a certification, for people and as JSON: `Certificate`."""
+"""The result of a certification, for people and as JSON: `ParityReport`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ParameterRow:
 
 @sendable
 @dataclass
-class Certificate:
+class ParityReport:
     """Whether a layout computes what one process computes, with all that was compared."""
 
     layout: str

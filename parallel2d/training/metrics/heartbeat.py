@@ -1,11 +1,13 @@
-"""Finds the ranks that the others wait for when a collective times out: `Watch`.
+"""Finds the ranks that the others wait for when a collective times out: `HeartbeatMonitor`.
 
-A thread of each rank writes its position into the rendezvous store once a second: a beat. After a
-timeout `Watch.explain` names the late ranks. Before that, each rank that is stuck writes the stacks
-of its threads and torch's flight recorder into ``stacks/`` of the run directory.
+A thread of each rank writes its position into the rendezvous store once a second: a heartbeat.
+After a timeout `HeartbeatMonitor.explain` names the late ranks. Before that, each rank that is
+stuck writes the stacks of its threads and torch's flight recorder into ``stacks/`` of the run
+directory.
 
-[Note: late ranks] A rank whose beats stand still is stopped, or its machine is gone. Of those that
-beat, the ones with the smallest (step, collectives begun) are behind: the others wait for them.
+[Note: late ranks] A rank whose heartbeats stand still is stopped, or its machine is gone. Of those
+that heartbeat, the ones with the smallest (step, collectives begun) are behind: the others wait for
+them.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ import torch
 from parallel2d.base.files import regular
 from parallel2d.base.store.address import answered_within
 
-INTERVAL = 1.0  # seconds between beats
-_KEY = "parallel2d/beat/{}"  # of a rank, in the store
-_PATIENCE_WITH_STORE_S = 10.0  # of which the comparison of two beats takes a quarter
+INTERVAL = 1.0  # seconds between heartbeats
+_KEY = "parallel2d/heartbeat/{}"  # of a rank, in the store
+_PATIENCE_WITH_STORE_S = 10.0  # of which the comparison of two heartbeats takes a quarter
 # torch's flight recorder as JSON, by the end of a file's name. A build without CUDA has no NCCL.
 _RECORDERS = {"collectives": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 
@@ -42,7 +44,7 @@ class Position:
 
 
 @dataclass
-class Watch:
+class HeartbeatMonitor:
     """Beats while it is open (a context manager)."""
 
     store: Any
@@ -57,13 +59,13 @@ class Watch:
 
     def __post_init__(self) -> None:
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._send_heartbeats, name="watch", daemon=True)
 
     def limit(self, timeout_s: float) -> None:
         """Collectives give up after another time from now on."""
         self.timeout_s = timeout_s
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> HeartbeatMonitor:
         self._thread.start()
         return self
 
@@ -72,7 +74,8 @@ class Watch:
         self._thread.join(timeout=5)
 
     def explain(self) -> str:
-        """The late ranks, as one sentence; compares the beats of all ranks for a few seconds."""
+        """The late ranks, as one sentence; compares the heartbeats of all ranks for a few
+        seconds."""
         host = self.hosts[0].split("/")[0]
         silent = (
             f"late: rank 0 on {host}, whose store does not answer (stopped, or the machine is gone)"
@@ -88,15 +91,15 @@ class Watch:
         return describe_late(before, self._read(), self.hosts, self.rank)
 
     def _read(self) -> list[Any]:
-        """The newest beat of every rank, None for one that never beat."""
-        beats: list[Any] = [None] * len(self.hosts)
+        """The newest heartbeat of every rank, None for one that never heartbeat."""
+        heartbeats: list[Any] = [None] * len(self.hosts)
         for rank in range(len(self.hosts)):
             # Getting a key that is not there would wait for it.
             if self.store.check([_KEY.format(rank)]):
-                beats[rank] = json.loads(self.store.get(_KEY.format(rank)))
-        return beats
+                heartbeats[rank] = json.loads(self.store.get(_KEY.format(rank)))
+        return heartbeats
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         number = 0
         last: Position | None = None
         moved_at = time.monotonic()
@@ -111,15 +114,15 @@ class Watch:
             # In step 0 the model is still being built, and nothing is counted.
             if now.step and stuck_s > 0.8 * self.timeout_s and not dumped:
                 dumped = True
-                # A full disk must not end the beats: this rank would seem to be stopped.
+                # A full disk must not end the heartbeats: this rank would seem to be stopped.
                 with contextlib.suppress(OSError):
                     self._dump(now)
                 # In a thread of its own, because it waits, and other ranks look at the heartbeats.
                 threading.Thread(target=lambda: self.note(self.explain()), daemon=True).start()
             number += 1
-            beat = [number, now.step, now.collectives, now.doing]
+            heartbeat = [number, now.step, now.collectives, now.doing]
             try:
-                self.store.set(_KEY.format(self.rank), json.dumps(beat))
+                self.store.set(_KEY.format(self.rank), json.dumps(heartbeat))
             except Exception:  # the store is gone, which the loop notices by itself
                 return
             self._end.wait(INTERVAL)
@@ -144,16 +147,17 @@ class Watch:
 def describe_late(
     before: Sequence[Any], after: Sequence[Any], hosts: Sequence[str], me: int
 ) -> str:
-    """The sentence of `Watch.explain`. ``before``, ``after``: beats [number, step, collectives,
-    doing] by rank, some seconds apart; None for a rank that never beat. See [Note: late ranks]."""
+    """The sentence of `HeartbeatMonitor.explain`. ``before``, ``after``: heartbeats [number, step,
+    collectives, doing] by rank, some seconds apart; None for a rank that never heartbeat. See
+    [Note: late ranks]."""
     late = {}
     for rank, (earlier, later) in enumerate(zip(before, after, strict=True)):
-        # A rank that began to beat in between is not silent.
+        # A rank that began to heartbeat in between is not silent.
         if later is None or (earlier and earlier[0] == later[0]):
             late[rank] = hosts[rank]
     how = "which gave no sign of life any more (stopped, or the machine is gone)"
     if not late:
-        positions = [beat[1:3] for beat in after]
+        positions = [heartbeat[1:3] for heartbeat in after]
         step, collectives = min(positions)
         late = {rank: hosts[rank] for rank, at in enumerate(positions) if at == min(positions)}
         how = f"alive but behind, at step {step} after {collectives} collectives of it"

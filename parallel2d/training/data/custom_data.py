@@ -58,7 +58,7 @@ class BinTokens:
         return hashlib.sha256(b"".join((str(self.bytes).encode(), *ends))).hexdigest()
 
 
-class OwnSamples:
+class CustomSamples:
     """The data set that ``data.target`` builds, and how a batch is made of its samples."""
 
     def __init__(self, config: DataConfig) -> None:
@@ -105,10 +105,10 @@ class OwnSamples:
         return batch, None
 
 
-class OwnStream(SampleStream):
-    """Samples of `OwnSamples` addressed by position. ``workers``: threads that read a batch."""
+class CustomStream(SampleStream):
+    """Samples of `CustomSamples` addressed by position. ``workers``: threads that read a batch."""
 
-    def __init__(self, samples: OwnSamples, workers: int | str, **how: Any) -> None:
+    def __init__(self, samples: CustomSamples, workers: int | str, **how: Any) -> None:
         read: list[Any] = [samples]  # here, as they fill no rows of tokens
         super().__init__(read, Schedule([1]), **how)
         threads = worker_count(workers)

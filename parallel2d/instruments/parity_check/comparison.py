@@ -1,4 +1,4 @@
-"""Compares, on rank 0, what ranks have with what is expected: `Examiner`."""
+"""Compares, on rank 0, what ranks have with what is expected: `StepComparison`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from parallel2d.base.exchange import sendable
-from parallel2d.instruments.certification.certificate import (
-    Certificate,
+from parallel2d.instruments.parity_check.collective_audit import CollectiveAudit, describe
+from parallel2d.instruments.parity_check.parity_report import (
     Discrepancy,
     ParameterRow,
+    ParityReport,
     ranks_text,
 )
-from parallel2d.instruments.certification.collective_audit import CollectiveAudit, describe
-from parallel2d.instruments.certification.expected_run import (
-    ExpectedGradient,
-    ExpectedRun,
-    Subject,
+from parallel2d.instruments.parity_check.reference_run import (
+    CheckedRun,
+    ReferenceGradient,
+    ReferenceRun,
     Tensors,
     size_of,
 )
@@ -41,36 +41,36 @@ _LEFT = 0.02
 _ROUNDINGS = 64
 
 # Whole tensors by FQN: with diloco of each replica, otherwise of the first
-ByTrack = Sequence[Mapping[str, Tensor]]
+ByReplica = Sequence[Mapping[str, Tensor]]
 
 
 class Bounds:
-    """Relative errors that are let through in ``subject``, from its dtypes alone. Where ranks run
+    """Relative errors that are let through in ``checked``, from its dtypes alone. Where ranks run
     the same kernels as one process (no tensor axis, no compiler, no 8-bit floats), their
     contributions are equal but for the order of sums inside kernels, and what is left is the
     rounding of the sums over ranks. Elsewhere partial sums are rounded to the dtype that
     computes."""
 
-    def __init__(self, subject: Subject) -> None:
-        config, precision = subject.config, subject.config.precision
+    def __init__(self, checked: CheckedRun) -> None:
+        config, precision = checked.config, checked.config.precision
         param, reduce = DTYPES[precision.param], DTYPES[precision.reduce]
         storage = DTYPES[precision.storage]
         in_8_bits = precision.float8 != "none"
-        same_kernels = config.compile.name == "none" and subject.shape.tensor == 1 and not in_8_bits
-        device_type = subject.mesh.device_type
+        same_kernels = config.compile.name == "none" and checked.shape.tensor == 1 and not in_8_bits
+        device_type = checked.mesh.device_type
         computed = 0.2 if in_8_bits else _computed(param, same_kernels, device_type)
         rounding = _ROUNDINGS * torch.finfo(torch.promote_types(storage, torch.float32)).eps
-        ranks = subject.shape.sharding.shard
+        ranks = checked.shape.sharding.shard
         sent = torch.finfo(reduce).eps * (2 + ranks) if reduce.itemsize < 4 else 0.0
-        wire = subject.method.named_wire
-        coded = wire.bound[0 if same_kernels else 1] if wire is not None else 0.0
+        comm_format = checked.method.named_format
+        coded = comm_format.bound[0 if same_kernels else 1] if comm_format is not None else 0.0
         self.loss = (computed + rounding) / 8
         self.gradient = computed + sent + rounding  # of the mean norm of the contributions
         self.norm = rounding / 4
         # Of the update, and 4 units in the last place of the parameter. Muon multiplies in bf16, in
         # another order where a matrix is split.
-        self.update = 0.05 if isinstance(subject.optimizer, Muon) else 200 * rounding
-        if subject.method.replicas_equal:
+        self.update = 0.05 if isinstance(checked.optimizer, Muon) else 200 * rounding
+        if checked.method.replicas_equal:
             self.gradient += coded
         else:
             self.update += coded
@@ -107,42 +107,42 @@ class RankRecord:
     collectives: list[LoggedCollective] = field(default_factory=list)
 
 
-class Examiner:
-    """The comparison of ``subject``."""
+class StepComparison:
+    """The comparison of ``checked``."""
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self._ranks = subject.mesh.mesh
-        self._axes = axis_names(subject.mesh)
-        self._bounds = Bounds(subject)
-        self._audit = CollectiveAudit(subject)
-        self._run = ExpectedRun(subject)
+    def __init__(self, checked: CheckedRun) -> None:
+        self._checked = checked
+        self._ranks = checked.mesh.mesh
+        self._axes = axis_names(checked.mesh)
+        self._bounds = Bounds(checked)
+        self._audit = CollectiveAudit(checked)
+        self._run = ReferenceRun(checked)
         self._step = 0
-        # By track, of the step before
-        self._gradients_before: list[Tensors] = [{} for _ in self._run.tracks]
-        config, shape, module = subject.config, subject.shape, self._run.plain.module
-        crosses = subject.method.description
+        # By replica, of the step before
+        self._gradients_before: list[Tensors] = [{} for _ in self._run.replicas]
+        config, shape, module = checked.config, checked.shape, self._run.plain.module
+        crosses = checked.method.description
         rows: dict[str, ParameterRow] = {}
         for name, parameter in module.named_parameters():
             notes = [] if parameter.requires_grad else ["frozen"]
             rows[name] = ParameterRow(list(parameter.shape), parameter.requires_grad, notes=notes)
         for name, first in tied_names(module).items():
             rows[first].notes.append(f"tied to {name}")
-        self.certificate = Certificate(
+        self.report = ParityReport(
             f"{' '.join(f'{axis}={size}' for axis, size in shape.shown.items())} "
             f"strategy={config.strategy.name} precision={config.precision.name} ({crosses})",
             type(module).__name__,
             dict(vars(self._bounds)),
             rows,
-            subject.notes,
+            checked.notes,
         )
 
-    def begin(self, records: Sequence[RankRecord], weights: ByTrack) -> None:
+    def begin(self, records: Sequence[RankRecord], weights: ByReplica) -> None:
         """Every replica starts from the weights of one process."""
-        self._held_alike(records)
-        for track, found in zip(self._run.tracks, weights, strict=True):
-            self._equal("initial weight", found, track.parameters)
-            track.take(found, found)
+        self._compare_copies(records)
+        for replica, found in zip(self._run.replicas, weights, strict=True):
+            self._equal("initial weight", found, replica.parameters)
+            replica.take(found, found)
         self._run.sync.take(weights[0])
         for name in weights[0]:
             regions = {each.held["weights"][name][1] for each in records}
@@ -150,8 +150,8 @@ class Examiner:
             # Empty ones are nobody's.
             self._run.sync.cuts[name] = [each for each in in_order if each.numel]
 
-    def examine(
-        self, step: int, records: Sequence[RankRecord], whole: Mapping[str, ByTrack]
+    def compare(
+        self, step: int, records: Sequence[RankRecord], whole: Mapping[str, ByReplica]
     ) -> None:
         """Compares a step, from 1, and goes on from what the ranks have. ``whole``: gradients
         before clipping, weights with which forwards compute, those that optimizers have updated,
@@ -159,16 +159,16 @@ class Examiner:
         self._step = step
         expected = self._run.gradients(step)
         self._losses(records)
-        self._held_alike(records)
-        for track, wanted in enumerate(expected):
-            self._gradients(track, whole["gradients"][track], wanted)
-            self._norm_and_update(track, whole["gradients"][track], records)
+        self._compare_copies(records)
+        for replica, wanted in enumerate(expected):
+            self._gradients(replica, whole["gradients"][replica], wanted)
+            self._norm_and_update(replica, whole["gradients"][replica], records)
         # Bytes are predicted for each group of modules that runs once per micro-batch of training.
         runs_once = set(self._run.plain.calls.values()) <= {sum(self._run.forwards)}
         logs = [record.collectives for record in records]
         for each in self._audit.check(step, logs, predictable=runs_once and step % 2 == 1):
-            self.certificate.add(each)
-        self.certificate.collectives = dict(Counter(map(describe, logs[0])))
+            self.report.add(each)
+        self.report.collectives = dict(Counter(map(describe, logs[0])))
         self._weights(whole["weights"], whole["updated"], whole["shared"])
         for rank, record in enumerate(records):
             buffers = {**self._run.plain.initial_buffers, **record.buffers}
@@ -187,14 +187,14 @@ class Examiner:
             self._differs("loss", what, cause=cause, ranks=(rank,))
 
     def _gradients(
-        self, track: int, found: Tensors, wanted: Mapping[str, ExpectedGradient]
+        self, replica: int, found: Tensors, wanted: Mapping[str, ReferenceGradient]
     ) -> None:
-        before = self._gradients_before[track]
-        self._gradients_before[track] = {name: each.value for name, each in wanted.items()}
+        before = self._gradients_before[replica]
+        self._gradients_before[replica] = {name: each.value for name, each in wanted.items()}
         numel = sum(each.value.numel() for each in wanted.values())
         typical = math.hypot(*(each.size for each in wanted.values())) / math.sqrt(max(numel, 1))
         for name, each in wanted.items():
-            row = self.certificate.parameters[name]
+            row = self.report.parameters[name]
             if not each.used and "unused" not in row.notes:
                 row.notes.append("unused")
             value = found[name].to(each.value.dtype)
@@ -202,10 +202,10 @@ class Examiner:
             error = _error(value, each.value, max(each.size, least))
             row.gradient = max(row.gradient, error)
             if error > self._bounds.gradient:
-                cause, axis = _cause(value, each, before.get(name), self._subject.shape)
+                cause, axis = _cause(value, each, before.get(name), self._checked.shape)
                 what = f"relative error {error:.1e}, bound {self._bounds.gradient:.0e}"
-                if len(self._run.tracks) > 1:
-                    what = f"{what}, in replica {track}"
+                if len(self._run.replicas) > 1:
+                    what = f"{what}, in replica {replica}"
                 self._differs("gradient", what, parameter=name, cause=cause, axis=axis)
 
     def _norm_and_update(
@@ -214,10 +214,10 @@ class Examiner:
         """Updates what is expected with the gradients that the ranks have, clipped."""
         sizes = {name: size_of(each) for name, each in gradients.items()}
         wanted = math.hypot(*sizes.values())
-        ranks = self._ranks.reshape(len(self._run.tracks), -1)[number].tolist()
+        ranks = self._ranks.reshape(len(self._run.replicas), -1)[number].tolist()
         used = records[ranks[0]].used
-        factor = min(1.0, self._subject.optimizer_config.clip_norm / (wanted + 1e-6))
-        self._run.tracks[number].update({name: gradients[name] for name in used}, factor)
+        factor = min(1.0, self._checked.optimizer_config.clip_norm / (wanted + 1e-6))
+        self._run.replicas[number].update({name: gradients[name] for name in used}, factor)
         for rank in ranks:
             found = records[rank].norm
             if abs(found - wanted) <= self._bounds.norm * wanted:
@@ -229,23 +229,23 @@ class Examiner:
             what = f"the norm of the gradient is {wanted:.8g}, rank {rank} has {found:.8g}"
             self._differs("norm", what, cause=cause, ranks=(rank,))
 
-    def _weights(self, weights: ByTrack, updated: ByTrack, shared: ByTrack) -> None:
-        sync, method = self._run.sync, self._subject.method
+    def _weights(self, weights: ByReplica, updated: ByReplica, shared: ByReplica) -> None:
+        sync, method = self._run.sync, self._checked.method
         if shared:
             sync.after_update(self._step)
             self._updates("shared weight", shared[0], sync.shared, sync.before)
             sync.take(shared[0])
-        for track, used, owned in zip(self._run.tracks, weights, updated, strict=True):
-            self._updates("update", owned, track.parameters, track.before)
-            for name, row in self.certificate.parameters.items():
-                cause, wanted = "a frozen parameter has moved", track.weights[name]
+        for replica, used, owned in zip(self._run.replicas, weights, updated, strict=True):
+            self._updates("update", owned, replica.parameters, replica.before)
+            for name, row in self.report.parameters.items():
+                cause, wanted = "a frozen parameter has moved", replica.weights[name]
                 if row.trained:
                     cause, wanted = "replicas do not have it", method.expected_copy(owned[name])
                 self._equal("update", used, {name: wanted}, cause=cause)
-            track.take(used, owned)
+            replica.take(used, owned)
 
     def _updates(self, check: str, found: Tensors, expected: Tensors, before: Tensors) -> None:
-        for name, row in self.certificate.parameters.items():
+        for name, row in self.report.parameters.items():
             if not row.trained:
                 continue
             wanted = expected[name].detach()
@@ -266,7 +266,7 @@ class Examiner:
             if error > bound:
                 self._differs(check, f"relative error {error:.1e}", parameter=name, **where)
 
-    def _held_alike(self, records: Sequence[RankRecord]) -> None:
+    def _compare_copies(self, records: Sequence[RankRecord]) -> None:
         """Ranks of one group that hold the same part of a tensor must have the same bits."""
         for what, names in records[0].held.items():
             for name in names:
@@ -285,7 +285,7 @@ class Examiner:
                     self._differs("copies", text, parameter=name, axis=axis, ranks=holders)
 
     def _differs(self, check: str, what: str, **where: Any) -> None:
-        self.certificate.add(Discrepancy(check, self._step, what, **where))
+        self.report.add(Discrepancy(check, self._step, what, **where))
 
 
 def _error(found: Tensor, wanted: Tensor, size: float) -> float:
@@ -296,7 +296,7 @@ def _error(found: Tensor, wanted: Tensor, size: float) -> float:
 
 
 def _cause(
-    found: Tensor, expected: ExpectedGradient, before: Tensor | None, shape: MeshShape
+    found: Tensor, expected: ReferenceGradient, before: Tensor | None, shape: MeshShape
 ) -> tuple[str, str | None]:
     """Why a gradient is ``found``, where one comparison shows it, and the axis if it is known.
     ``before``: what it should have been in the step before."""

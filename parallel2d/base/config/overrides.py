@@ -1,4 +1,4 @@
-"""The words of a command line as Hydra must see them: `read_words`."""
+"""The words of a command line as Hydra must see them: `parse_arguments`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from parallel2d.base.config.options import as_word
+from parallel2d.base.config.options import as_override
 from parallel2d.base.errors import ConfigError
 
 # Words that begin so are about keys that no schema knows.
@@ -26,7 +26,7 @@ _BRACKET = re.compile(r"(?<!\\)([\[\]])")
 _EXPERIMENT = re.compile(r"^\+{1,2}(?=experiment=)")
 
 
-def read_words(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a command line, and as ``overrides`` all other words, which may stand between
     them. Raises `ConfigError` for an option that the command does not have or has no value for.
 
@@ -88,7 +88,7 @@ def quoted(value: object) -> str:
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
     if not isinstance(value, bool | int | float | None):
         raise ConfigError(f"{value!r} is no value of a cluster")
-    return as_word(value)
+    return as_override(value)
 
 
 class _WithoutAliases(yaml.SafeLoader):

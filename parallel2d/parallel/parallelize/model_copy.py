@@ -14,7 +14,7 @@ from torch import nn
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.parallel.model_structure import fqn_of, without_storage
 from parallel2d.parallel.parallelize.running_statistics import take_over_statistics
-from parallel2d.parallel.sync.average import move_averages, trained_values
+from parallel2d.parallel.sync.ema import trained_values, update_ema
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of
 from parallel2d.parallel.weights.geometry import local_part
 from parallel2d.parallel.weights.named_tensors import all_tensors, parameters_by_name, reshard
@@ -104,7 +104,7 @@ class ShardedCopy:
             raise ConfigError(
                 f"sharded_copy: update({decay}) needs a decay in [0, 1] and precision.storage=fp32"
             )
-        move_averages(averages, self._model, decay)
+        update_ema(averages, self._model, decay)
         for own, buffer in zip(self.module.buffers(), self._model.buffers(), strict=True):
             own.copy_(buffer)
         take_over_statistics(self.module, self._model)

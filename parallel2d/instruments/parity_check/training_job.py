@@ -16,9 +16,9 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import broadcast
 from parallel2d.base.memory import free_memory
 from parallel2d.base.runtime import Runtime
-from parallel2d.instruments.certification.certificate import Certificate
-from parallel2d.instruments.certification.expected_run import Subject
-from parallel2d.instruments.certification.session import certify_steps, choose_steps
+from parallel2d.instruments.parity_check.checked_steps import certify_steps, choose_steps
+from parallel2d.instruments.parity_check.parity_report import ParityReport
+from parallel2d.instruments.parity_check.reference_run import CheckedRun
 from parallel2d.parallel.mesh import data_coordinate, mesh_shape
 from parallel2d.training.assemble import build_trainer, plan_batches
 from parallel2d.training.data.batch import Batch
@@ -31,7 +31,7 @@ _SHARE = 0.6  # of the free memory
 _LAYERS = ("n_layers", "num_hidden_layers", "n_layer", "num_layers")  # keys of their number
 
 
-def certify_job(job: Job, runtime: Runtime) -> Certificate:
+def certify_job(job: Job, runtime: Runtime) -> ParityReport:
     """Trains some steps on the job's layout and compares them with one process. Collective; the
     certificate is the same on every rank. Nothing else of it stays."""
     notes: list[str] = []
@@ -55,21 +55,21 @@ def certify_job(job: Job, runtime: Runtime) -> Certificate:
     # Installed again for the steps alone
     meter.remove()
     try:
-        subject = _subject(trainer, notes)
+        checked = _checked(trainer, notes)
         # Here, and not in the first step: its forwards belong to none.
-        first = subject.read(1, data_coordinate(trainer.mesh))[0]
+        first = checked.read(1, data_coordinate(trainer.mesh))[0]
         trainer.loss.compare_head(trainer.model, first)
-        return certify_steps(subject, meter, steps)
+        return certify_steps(checked, meter, steps)
     finally:
         trainer.recorder.close()
         del trainer
         gc.collect()
 
 
-def _subject(trainer: Trainer, notes: list[str]) -> Subject:
+def _checked(trainer: Trainer, notes: list[str]) -> CheckedRun:
     config = trainer.config
     parts = build_model(config.model)
-    return Subject(
+    return CheckedRun(
         model=trainer.model,
         mesh=trainer.mesh,
         shape=mesh_shape(trainer.mesh),

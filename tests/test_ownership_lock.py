@@ -8,12 +8,12 @@ import jobs
 import pytest
 
 from parallel2d.training.hooks import Hook
-from parallel2d.training.metrics.row_file import set_aside_after
-from parallel2d.training.run_directory.start import RunClaim, RunTakenOver
+from parallel2d.training.metrics.metrics_row import set_aside_after
+from parallel2d.training.run_directory.start import OwnershipLock, RunTakenOver
 
 
 def claimed(folder):
-    claim = RunClaim(str(folder))
+    claim = OwnershipLock(str(folder))
     claim.take()
     return claim
 

@@ -1,4 +1,4 @@
-"""What the parallel run should compute, on rank 0: `ExpectedRun`, on plain tensors.
+"""What the parallel run should compute, on rank 0: `ReferenceRun`, on plain tensors.
 
 [Note: one step at a time] Every step is checked on its own. The gradient is compared with the sum
 of what the data ranks should have contributed, at the weights that the parallel model has; the
@@ -25,17 +25,17 @@ from parallel2d.base.config import OptimizerConfig, ParallelConfig
 from parallel2d.base.runtime import seed_everything
 from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.model_structure import (
+    direct_parameters,
     fqn_of,
-    held_parameters,
     hidden_matrices,
     owning_modules,
 )
 from parallel2d.parallel.parallelize.precision import Precision, cast_storage
+from parallel2d.parallel.sync.formats.quantize import RoundingKeys
 from parallel2d.parallel.sync.methods import method_of
 from parallel2d.parallel.sync.methods.diloco import ExpectedOuter
 from parallel2d.parallel.sync.methods.method import ExpectedState, SyncMethod
 from parallel2d.parallel.sync.updates import outer_sync
-from parallel2d.parallel.sync.wires.blocks import RoundingKeys
 from parallel2d.parallel.weights.construction import build_for_real, outline, own_constructor
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.parallel.weights.initial_values import (
@@ -50,7 +50,7 @@ Tensors = Mapping[str, Tensor]  # by FQN
 
 
 @dataclass
-class Subject:
+class CheckedRun:
     """What is certified, and what one process needs to compute the same."""
 
     model: nn.Module  # parallel
@@ -94,45 +94,45 @@ def switch_dropout_off(model: nn.Module) -> bool:
     return found
 
 
-def plain_copy(subject: Subject) -> nn.Module:
+def plain_copy(checked: CheckedRun) -> nn.Module:
     """The user's module with its own first weights, or those that `parallelize` draws."""
-    module = copy.deepcopy(subject.plain)
-    construct = subject.construct
-    if construct is None and subject.init is None and subject.weights is None:
+    module = copy.deepcopy(checked.plain)
+    construct = checked.construct
+    if construct is None and checked.init is None and checked.weights is None:
         construct = own_constructor(module)
     if construct is not None:
-        module = build_for_real(construct, subject.seed, outline(module))
-    cast_storage(module, Precision.of(subject.config.precision, module))
-    if has_meta_parameters(module, subject.seed):
-        initial = InitialWeights(module, [], subject.init)
+        module = build_for_real(construct, checked.seed, outline(module))
+    cast_storage(module, Precision.of(checked.config.precision, module))
+    if has_meta_parameters(module, checked.seed):
+        initial = InitialWeights(module, [], checked.init)
         allocate(module, "cpu")
-        given = subject.weights(module) if subject.weights else ()
-        initial.write(module, subject.seed, "cpu", given=given)
-    if subject.shape.tensor > 1:
+        given = checked.weights(module) if checked.weights else ()
+        initial.write(module, checked.seed, "cpu", given=given)
+    if checked.shape.tensor > 1:
         switch_dropout_off(module)
-    return module.to(subject.mesh.device_type)
+    return module.to(checked.mesh.device_type)
 
 
 class PlainModel:
-    """The model of ``subject`` on plain tensors, in the dtypes in which the ranks compute."""
+    """The model of ``checked`` on plain tensors, in the dtypes in which the ranks compute."""
 
-    def __init__(self, subject: Subject) -> None:
-        module = plain_copy(subject)
+    def __init__(self, checked: CheckedRun) -> None:
+        module = plain_copy(checked)
         self.module = module
         # How often each module ran whose parameters the ranks gather together
         self.calls: Counter[str] = Counter()
-        self._loss_of = subject.loss_of
-        self._precision = Precision.of(subject.config.precision, module)
+        self._loss_of = checked.loss_of
+        self._precision = Precision.of(checked.config.precision, module)
         for owner in module.modules():
             is_wide = id(owner) in self._precision.fp32_modules
             dtype = torch.float32 if is_wide else self._precision.param
-            for _, parameter in held_parameters(owner):
+            for _, parameter in direct_parameters(owner):
                 if parameter.is_complex():
                     parameter.data = parameter.data.to(dtype.to_complex())
                 # One without dimensions is not gathered.
                 elif parameter.is_floating_point() and parameter.ndim:
                     parameter.data = parameter.data.to(dtype)
-        for name, inner in subject.model.named_modules():
+        for name, inner in checked.model.named_modules():
             if isinstance(inner, FSDPModule):
                 self._prepare(fqn_of(name))
         if self._precision.output is not None:
@@ -194,7 +194,7 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 @dataclass
-class ExpectedGradient:
+class ReferenceGradient:
     """The gradient of one parameter, a mean over ``ranks`` data ranks."""
 
     ranks: int
@@ -213,7 +213,7 @@ class ExpectedGradient:
         self.size += size_of(gradient) / self.ranks
 
 
-class Track:
+class ReferenceReplica:
     """The parameters of one optimizer: ``parameters`` are expected, ``weights`` those with which
     the ranks compute, ``before`` those that their optimizers had before the update."""
 
@@ -240,19 +240,19 @@ class Track:
         self.before = updated
 
 
-class ExpectedRun:
-    """The run of ``subject`` in one process."""
+class ReferenceRun:
+    """The run of ``checked`` in one process."""
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        shape, method = subject.shape, subject.method
+    def __init__(self, checked: CheckedRun) -> None:
+        self._checked = checked
+        shape, method = checked.shape, checked.method
         # One for each optimizer: of replicas that differ, every one has its own.
-        self.tracks: list[Track] = []
+        self.replicas: list[ReferenceReplica] = []
         for _ in range(1 if method.replicas_equal else shape.replicate):
-            self.tracks.append(Track(plain_copy(subject), subject.optimizer_config))
-        self.sync = ExpectedSync(subject, self.tracks)
-        self.plain = PlainModel(subject)
-        self.ranks_per_track = shape.data_ranks // len(self.tracks)
+            self.replicas.append(ReferenceReplica(plain_copy(checked), checked.optimizer_config))
+        self.sync = ReferenceSync(checked, self.replicas)
+        self.plain = PlainModel(checked)
+        self.ranks_per_replica = shape.data_ranks // len(self.replicas)
         # Sums that cross the replicate axis unrounded need not be kept apart.
         parts = 1 if method.gradients_are_exact else shape.replicate
         self._ranks_per_part = shape.data_ranks // parts
@@ -260,18 +260,18 @@ class ExpectedRun:
         self.losses: list[float] = []
         self.forwards: list[int] = []
 
-    def gradients(self, step: int) -> list[dict[str, ExpectedGradient]]:
-        """By track and FQN, of ``step``, from 1, at the weights that the parallel model has."""
-        data_ranks = self._subject.shape.data_ranks
-        batches = [self._subject.read(step, data_rank) for data_rank in range(data_ranks)]
+    def gradients(self, step: int) -> list[dict[str, ReferenceGradient]]:
+        """By replica and FQN, of ``step``, from 1, at the weights that the parallel model has."""
+        data_ranks = self._checked.shape.data_ranks
+        batches = [self._checked.read(step, data_rank) for data_rank in range(data_ranks)]
         self.forwards = [len(each) for each in batches]
-        count = sum(sum(map(self._subject.count, each)) for each in batches)
+        count = sum(sum(map(self._checked.count, each)) for each in batches)
         scale = data_ranks / max(count, 1)
         self.losses = [0.0] * data_ranks
         self.plain.calls.clear()
         parts = [self._zeros() for _ in range(data_ranks // self._ranks_per_part)]
         for data_rank, micro_batches in enumerate(batches):
-            weights = self.tracks[data_rank // self.ranks_per_track].weights
+            weights = self.replicas[data_rank // self.ranks_per_replica].weights
             part = parts[data_rank // self._ranks_per_part]
             for number, batch in enumerate(micro_batches):
                 seed_forward(step, data_rank, number)
@@ -279,33 +279,33 @@ class ExpectedRun:
                 self.losses[data_rank] += loss
                 for name, gradient in gradients.items():
                     part[name].add(gradient, number)
-        is_mean = len(parts) == len(self.tracks)
+        is_mean = len(parts) == len(self.replicas)
         return parts if is_mean else [self.sync.mean_gradients(step, parts)]
 
-    def _zeros(self) -> dict[str, ExpectedGradient]:
-        found: dict[str, ExpectedGradient] = {}
-        for name, parameter in self.tracks[0].parameters.items():
+    def _zeros(self) -> dict[str, ReferenceGradient]:
+        found: dict[str, ReferenceGradient] = {}
+        for name, parameter in self.replicas[0].parameters.items():
             wide = torch.promote_types(parameter.dtype, torch.float32)
             if parameter.requires_grad:
                 zeros = torch.zeros_like(parameter.detach(), dtype=wide)
-                found[name] = ExpectedGradient(self._ranks_per_part, zeros)
+                found[name] = ReferenceGradient(self._ranks_per_part, zeros)
         return found
 
 
-class ExpectedSync:
+class ReferenceSync:
     """What crosses the replicate axis, and with ``sync=diloco`` the parameters that replicas share;
     see docs/sync-mathematics.md. ``cuts``: by FQN, what each rank of a replica holds."""
 
-    def __init__(self, subject: Subject, tracks: Sequence[Track]) -> None:
+    def __init__(self, checked: CheckedRun, replicas: Sequence[ReferenceReplica]) -> None:
         self.cuts: dict[str, list[Region]] = {}
         self.before: Tensors = {}  # the step, what the replicas shared
-        self._method = subject.method
-        hidden = hidden_matrices(subject.plain)
-        self._state = ExpectedState(RoundingKeys(subject.seed), hidden)
+        self._method = checked.method
+        hidden = hidden_matrices(checked.plain)
+        self._state = ExpectedState(RoundingKeys(checked.seed), hidden)
         self._outer: ExpectedOuter | None = None
-        outer = outer_sync(subject.model)
+        outer = outer_sync(checked.model)
         if outer is not None:
-            self._outer = outer.expected([track.parameters for track in tracks], self.cuts)
+            self._outer = outer.expected([replica.parameters for replica in replicas], self.cuts)
 
     @property
     def shared(self) -> Tensors:
@@ -313,10 +313,10 @@ class ExpectedSync:
         return self._outer.shared if self._outer is not None else {}
 
     def mean_gradients(
-        self, step: int, replicas: Sequence[Mapping[str, ExpectedGradient]]
-    ) -> dict[str, ExpectedGradient]:
+        self, step: int, replicas: Sequence[Mapping[str, ReferenceGradient]]
+    ) -> dict[str, ReferenceGradient]:
         """What arrives of the mean over the replicas."""
-        means: dict[str, ExpectedGradient] = {}
+        means: dict[str, ReferenceGradient] = {}
         self._state.keys.step = step
         for name in replicas[0]:
             found = [each[name] for each in replicas]
@@ -324,7 +324,7 @@ class ExpectedSync:
             value = self._method.expected_gradient(values, cut, name, self._state)
             size = sum(each.size for each in found) / len(found)
             used = any(each.used for each in found)
-            means[name] = ExpectedGradient(len(found), value, None, size, used)
+            means[name] = ReferenceGradient(len(found), value, None, size, used)
         return means
 
     def after_update(self, step: int) -> None:

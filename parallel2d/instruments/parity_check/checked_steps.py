@@ -1,4 +1,4 @@
-"""Trains on every rank as a user would, watched by an `Examiner`: `certify_steps`."""
+"""Trains on every rank as a user would, watched by an `StepComparison`: `certify_steps`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from parallel2d.base import exchange
 from parallel2d.base.config import ParallelConfig, TrainConfig
 from parallel2d.base.runtime import seed_everything
-from parallel2d.instruments.certification.certificate import Certificate
-from parallel2d.instruments.certification.examiner import Examiner, RankRecord
-from parallel2d.instruments.certification.expected_run import (
-    Subject,
+from parallel2d.instruments.parity_check.comparison import RankRecord, StepComparison
+from parallel2d.instruments.parity_check.parity_report import ParityReport
+from parallel2d.instruments.parity_check.reference_run import (
+    CheckedRun,
     seed_forward,
     switch_dropout_off,
 )
@@ -58,11 +58,11 @@ def choose_steps(config: TrainConfig | ParallelConfig, notes: list[str]) -> int:
     return max(_FEWEST_STEPS, 2 * sync.every + sync.delay + 1)
 
 
-def certify_steps(subject: Subject, meter: CommunicationMeter, steps: int) -> Certificate:
+def certify_steps(checked: CheckedRun, meter: CommunicationMeter, steps: int) -> ParityReport:
     """Compares so many steps with one process. Collective; equal on every rank."""
     begun = time.perf_counter()
     seed = torch.initial_seed()
-    session = _Session(subject, meter)
+    session = _CheckedSteps(checked, meter)
     meter.install()
     try:
         for number in range(1, steps + 1):
@@ -72,30 +72,30 @@ def certify_steps(subject: Subject, meter: CommunicationMeter, steps: int) -> Ce
         # What follows draws as if it began anew.
         seed_everything(seed % 2**63, deterministic=False)
     found = None
-    if session.examiner is not None:
-        found = session.examiner.certificate
+    if session.comparison is not None:
+        found = session.comparison.report
         found.steps = steps
         found.seconds = time.perf_counter() - begun
-    certificate: Certificate = exchange.broadcast(found)
-    return certificate
+    report: ParityReport = exchange.broadcast(found)
+    return report
 
 
-class _Session:
+class _CheckedSteps:
     """All methods are collective."""
 
-    def __init__(self, subject: Subject, meter: CommunicationMeter) -> None:
-        self._subject = subject
+    def __init__(self, checked: CheckedRun, meter: CommunicationMeter) -> None:
+        self._checked = checked
         self._meter = meter
-        self._outer = outer_sync(subject.model)
+        self._outer = outer_sync(checked.model)
         # With diloco each replica trains on its own.
-        place = axis_positions(subject.mesh).get("replicate", 0)
+        place = axis_positions(checked.mesh).get("replicate", 0)
         self._replica = 0 if self._outer is None else place
-        self._parameters = parameters_by_name(subject.model)
-        self._updated = updated_by_name(subject.model)
+        self._parameters = parameters_by_name(checked.model)
+        self._updated = updated_by_name(checked.model)
         self._buffers_before = {name: value.clone() for name, value in self._buffers().items()}
-        record = RankRecord(data_coordinate(subject.mesh))
-        if subject.shape.tensor * subject.shape.context > 1 and switch_dropout_off(subject.model):
-            subject.notes.append(
+        record = RankRecord(data_coordinate(checked.mesh))
+        if checked.shape.tensor * checked.shape.context > 1 and switch_dropout_off(checked.model):
+            checked.notes.append(
                 "dropout is off, since context and tensor ranks draw for their own parts"
             )
             # For what they all hold they must draw the same.
@@ -103,41 +103,41 @@ class _Session:
         _hold(record, "weights", self._parameters, self._replica)
         weights = self._gather(self._parameters)
         records = exchange.gather(record)
-        if subject.shape.context > 1:
+        if checked.shape.context > 1:
             # The first forward compares whole and cut sequences, by others that belong to no step.
-            with undisturbed(subject.model, next(subject.model.parameters()).device):
-                subject.loss_of(subject.model, subject.read(1, record.data_rank)[0])
-        self.examiner = Examiner(subject) if records else None
-        if self.examiner is not None:
-            self.examiner.begin(records, weights)
+            with undisturbed(checked.model, next(checked.model.parameters()).device):
+                checked.loss_of(checked.model, checked.read(1, record.data_rank)[0])
+        self.comparison = StepComparison(checked) if records else None
+        if self.comparison is not None:
+            self.comparison.begin(records, weights)
 
     def step(self, number: int) -> None:
         """One step, from 1, as in a training loop that a user would write."""
-        subject, model = self._subject, self._subject.model
-        record = RankRecord(data_coordinate(subject.mesh))
-        own = subject.read(number, record.data_rank)
-        counts = exchange.all_gather(sum(map(subject.count, own)))
-        scale = subject.shape.world_size / max(sum(counts), 1)
+        checked, model = self._checked, self._checked.model
+        record = RankRecord(data_coordinate(checked.mesh))
+        own = checked.read(number, record.data_rank)
+        counts = exchange.all_gather(sum(map(checked.count, own)))
+        scale = checked.shape.world_size / max(sum(counts), 1)
         set_step(model, number)
         self._meter.start()
         self._meter.log = record.collectives
-        for micro_batch in accumulate(model, own, subject.config.sync.during_accumulation):
+        for micro_batch in accumulate(model, own, checked.config.sync.during_accumulation):
             seed_forward(number, record.data_rank, record.forwards)
-            loss = subject.loss_of(model, micro_batch)
+            loss = checked.loss_of(model, micro_batch)
             (loss * scale).backward()
             record.forwards += 1
             record.loss += loss.item()
         record.norm = float(gradient_norm(self._updated.values()))
         whole = {"gradients": self._gather(self._gradients(record))}
-        clip = subject.optimizer_config.clip_norm
+        clip = checked.optimizer_config.clip_norm
         scale_gradients(self._updated.values(), min(1.0, clip / (record.norm + 1e-6)))
-        subject.optimizer.step()
-        subject.optimizer.zero_grad()
+        checked.optimizer.step()
+        checked.optimizer.zero_grad()
         self._meter.log = None
         whole |= self._after_update(record)
         records = exchange.gather(record)
-        if self.examiner is not None:
-            self.examiner.examine(number, records, whole)
+        if self.comparison is not None:
+            self.comparison.compare(number, records, whole)
 
     def _gradients(self, record: RankRecord) -> dict[str, Tensor]:
         """By FQN; zeros where there is none, so that all ranks list the same."""
@@ -157,10 +157,10 @@ class _Session:
 
     def _after_update(self, record: RankRecord) -> dict[str, list[dict[str, Tensor]]]:
         # Parameters that a forward has gathered would hide the updated ones.
-        reshard(self._subject.model)
+        reshard(self._checked.model)
         _hold(record, "weights", self._parameters, self._replica)
         weights = self._gather(self._parameters)
-        is_split = self._subject.method.splits_updates
+        is_split = self._checked.method.splits_updates
         updated = self._gather(self._updated) if is_split else weights
         shared = []
         if self._outer is not None:
@@ -172,7 +172,7 @@ class _Session:
         return {"weights": weights, "updated": updated, "shared": shared}
 
     def _buffers(self) -> dict[str, Tensor]:
-        named = self._subject.model.named_buffers()
+        named = self._checked.model.named_buffers()
         return {fqn_of(name): value.detach() for name, value in named}
 
     @torch.no_grad()
@@ -180,8 +180,8 @@ class _Session:
         """``tensors``, in one order on all ranks, whole on rank 0: of each separate replica."""
         log, self._meter.log = self._meter.log, None
         rank = dist.get_rank()
-        replicas = 1 if self._outer is None else self._subject.shape.replicate
-        leaders = self._subject.mesh.mesh.reshape(replicas, -1)[:, 0].tolist()
+        replicas = 1 if self._outer is None else self._checked.shape.replicate
+        leaders = self._checked.mesh.mesh.reshape(replicas, -1)[:, 0].tolist()
         found: list[dict[str, Tensor]] = [{} for _ in leaders]
         for name, tensor in tensors.items():
             own = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -5,7 +5,7 @@ value becomes one of the two codes around it, at random, so that its mean is the
 (stochastic rounding): the error of one value is below the scale of its block. The smallest code
 stands for a number that is not finite, so that a step which must be refused is refused.
 
-The wire holds one row of bytes per block: the scale in fp32, then the codes. The random numbers
+A message holds one row of bytes per block: the scale in fp32, then the codes. The random numbers
 depend on nothing but a key and the position: the same come out on CPU and GPU, and however a tensor
 is cut into pieces, where a generator would have a state.
 """
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from parallel2d.base.device import sent_to
-from parallel2d.parallel.sync.wires import fused
+from parallel2d.parallel.sync.formats import fused_quantize
 
 BLOCK = 256
 _SCALE_BYTES = 4  # of one fp32
 
 
 @dataclass(frozen=True)
-class BlockCode:
+class BlockFormat:
     """The format of a block."""
 
     bits: int  # per value, 8 or 4
@@ -43,7 +43,7 @@ class BlockCode:
         """Bytes of one block."""
         return _SCALE_BYTES + BLOCK * self.bits // 8
 
-    def encode(self, blocks: Tensor, noise: Tensor | float) -> Tensor:
+    def quantize(self, blocks: Tensor, noise: Tensor | float) -> Tensor:
         """uint8 [blocks, row_bytes] from ``blocks`` [blocks, 256] of any floating dtype.
         ``noise``: fp32 of the same shape, in [0, 1), or 0.5 for the nearest code."""
         magnitudes = blocks.abs()
@@ -70,8 +70,8 @@ class BlockCode:
             packed = low | (high << 4)
         return torch.cat([scale.view(torch.uint8), packed], dim=1)
 
-    def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """[blocks, 256] in ``dtype`` from what `encode` returned."""
+    def dequantize(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """[blocks, 256] in ``dtype`` from what `quantize` returned."""
         scale = rows[:, :_SCALE_BYTES].contiguous().view(torch.float32).to(dtype)
         packed = rows[:, _SCALE_BYTES:].contiguous()
         codes = packed.view(torch.int8)
@@ -98,7 +98,7 @@ class Piece:
     start: int
 
 
-class BlockCoder:
+class BlockQuantizer:
     """Codes tensors by blocks of 256 values with one scale each; see [Note: block codes].
 
     ``noise``: for stochastic rounding; None: each value takes the nearest code. ``numels``: values
@@ -107,36 +107,36 @@ class BlockCoder:
 
     def __init__(
         self,
-        code: BlockCode,
+        block_format: BlockFormat,
         noise: BlockNoise | None,
         pieces: Sequence[Piece],
         numels: Sequence[int],
     ) -> None:
-        self._code = code
+        self._format = block_format
         self._pieces = pieces
         self._noise = noise
         self._counts = [blocks_of(numel) for numel in numels]
         self.rows = to_blocks
 
-    def encode(self, rows: Tensor, first: int, stage: int) -> Tensor:
+    def quantize(self, rows: Tensor, first: int, stage: int) -> Tensor:
         """uint8 [blocks, bytes of a block]."""
-        if fused.is_fused(rows, rows.dtype):
+        if fused_quantize.is_fused(rows, rows.dtype):
             places = None if self._noise is None else self._noise.places
-            return fused.encode(rows, places, first, stage, self._code.bits)
+            return fused_quantize.quantize(rows, places, first, stage, self._format.bits)
         if self._noise is None:
             # Added before rounding down
-            return self._code.encode(rows, 0.5)
-        return self._code.encode(rows, self._noise.numbers(first, first + len(rows), stage))
+            return self._format.quantize(rows, 0.5)
+        return self._format.quantize(rows, self._noise.numbers(first, first + len(rows), stage))
 
-    def decode(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
         """[blocks, 256] in ``dtype``."""
         return self.mean(sent[None], dtype)
 
     def mean(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
-        """As `CastCoder.mean`."""
-        if fused.is_fused(sent, dtype):
-            return fused.decode_mean(sent, self._code.bits)
-        return mean_of([self._code.decode(each, dtype) for each in sent])
+        """As `CastQuantizer.mean`."""
+        if fused_quantize.is_fused(sent, dtype):
+            return fused_quantize.dequantize_mean(sent, self._format.bits)
+        return mean_of([self._format.dequantize(each, dtype) for each in sent])
 
     def places(self, replicas: int) -> tuple[Tensor, int]:
         """Where the rows go when they are dealt out to ``replicas`` by `owners`: the place of each
@@ -272,17 +272,17 @@ def _shifted_right(values: Tensor, bits: int) -> Tensor:
     return (values >> bits) & kept
 
 
-# The operators of `fused` on devices without its kernels
+# The operators of `fused_quantize` on devices without its kernels
 
 
-def _encode(blocks: Tensor, places: Tensor | None, first: int, stage: int, bits: int) -> Tensor:
+def _quantize(blocks: Tensor, places: Tensor | None, first: int, stage: int, bits: int) -> Tensor:
     noise = 0.5 if places is None else numbers_of(places, first, first + len(blocks), stage)
-    return BlockCode(bits).encode(blocks, noise)
+    return BlockFormat(bits).quantize(blocks, noise)
 
 
-def _decode_mean(sent: Tensor, bits: int) -> Tensor:
-    return mean_of([BlockCode(bits).decode(each, torch.float32) for each in sent])
+def _dequantize_mean(sent: Tensor, bits: int) -> Tensor:
+    return mean_of([BlockFormat(bits).dequantize(each, torch.float32) for each in sent])
 
 
-fused.library.impl("encode_blocks", _encode, "CompositeExplicitAutograd")
-fused.library.impl("decode_mean", _decode_mean, "CompositeExplicitAutograd")
+fused_quantize.library.impl("quantize_blocks", _quantize, "CompositeExplicitAutograd")
+fused_quantize.library.impl("dequantize_mean", _dequantize_mean, "CompositeExplicitAutograd")

@@ -1,9 +1,10 @@
-"""What a replica has not sent yet of its gradients: `Residuals`, for wires that keep the rest.
+"""What a replica has not sent yet of its gradients: `ErrorFeedback`, for formats with error
+feedback.
 
 [Note: error feedback] Each replica sends Q(g + 0.95·e) in the place of its gradient g, and keeps
 what rounding took, e, for the next step. A residual changes when the optimizer has made a step, and
 not before: one that is repeated, refused or not finite leaves it as it is. Parameters that nobody
-used keep theirs, since their message is dropped. Residuals are those of gradients that no loss
+used keep theirs, since their message is dropped. ErrorFeedback are those of gradients that no loss
 scale has multiplied, so that the scale may change. They are stored in 8 bits.
 """
 
@@ -20,12 +21,12 @@ from torch import Tensor
 
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
 from parallel2d.parallel.model_structure import updated_as
+from parallel2d.parallel.sync.formats import ERROR_FEEDBACK_DECAY
+from parallel2d.parallel.sync.formats.quantize import BLOCK, blocks_of, to_blocks
 from parallel2d.parallel.sync.methods.method import ReplicatedModel, UpdateFollower
-from parallel2d.parallel.sync.wires import RESIDUAL_DECAY
-from parallel2d.parallel.sync.wires.blocks import BLOCK, blocks_of, to_blocks
 from parallel2d.parallel.weights.geometry import Region, as_real, local_part
 
-# The FQN of a parameter, and the number of one of its parts; see `Residuals.cut`.
+# The FQN of a parameter, and the number of one of its parts; see `ErrorFeedback.cut`.
 PartName = tuple[str, int]
 
 # A power of two: values that are read and stored again come to the same codes and scales.
@@ -57,8 +58,8 @@ class StoredBlocks(NamedTuple):
         return self.codes.to(dtype).mul_(self.scales)
 
 
-class Residuals(UpdateFollower):
-    """Those of one model: of ``names``, the FQNs of those whose wire keeps the rest."""
+class ErrorFeedback(UpdateFollower):
+    """Those of one model: of ``names``, the FQNs of those whose format has error feedback."""
 
     follows = True
     residual_name = "gradient_residual"
@@ -79,7 +80,7 @@ class Residuals(UpdateFollower):
         self._next: dict[PartName, StoredBlocks] = {}
 
     def cut(self, local: Tensor) -> Sequence[Tensor]:
-        """The parts of a rank's part of a parameter that are coded each for itself, views."""
+        """The parts of a rank's part of a parameter that are quantized each for itself, views."""
         return [local]
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -109,7 +110,7 @@ class Residuals(UpdateFollower):
             kept.get(name) or StoredBlocks.zeros(rows, count) for name, count in counts.items()
         ]
         codes, scales = map(torch.cat, zip(*found, strict=True))
-        factor = RESIDUAL_DECAY * self.loss_scale
+        factor = ERROR_FEEDBACK_DECAY * self.loss_scale
         rows.addcmul_(codes.to(rows.dtype), scales.to(rows.dtype) * factor)
 
     def keep(self, rows: Tensor, counts: Mapping[PartName, int]) -> None:
