@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         BucketingConfig,
         CheckpointConfig,
         ChecksConfig,
+        FSDPConfig,
         MeshConfig,
         OptimizerConfig,
         ParallelConfig,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from parallel2d.instruments.parity_check.custom_loop import certify
     from parallel2d.parallel.chunked_head import ChunkedHead
     from parallel2d.parallel.chunked_loss import cross_entropy_from_hidden
+    from parallel2d.parallel.feature_gather import all_gather
     from parallel2d.parallel.gradients import clip_gradient_norm, clip_gradient_value
     from parallel2d.parallel.loss import cross_entropy_sum, token_weight
     from parallel2d.parallel.mesh import build_mesh, data_coordinate, mesh_shape
@@ -81,8 +83,9 @@ if TYPE_CHECKING:
 # Where each public name is
 _NAMES = {
     "base.config": (
-        "BucketingConfig", "CheckpointConfig", "ChecksConfig", "MeshConfig", "OptimizerConfig",
-        "ParallelConfig", "PrecisionConfig", "PrefetchConfig", "StrategyConfig", "SyncConfig",
+        "BucketingConfig", "CheckpointConfig", "ChecksConfig", "FSDPConfig", "MeshConfig",
+        "OptimizerConfig", "ParallelConfig", "PrecisionConfig", "PrefetchConfig", "StrategyConfig",
+        "SyncConfig",
     ),
     "base.errors": ("ConfigError",),
     "base.exchange": ("reduce",),
@@ -91,6 +94,7 @@ _NAMES = {
     "instruments.parity_check.custom_loop": ("certify",),
     "parallel.chunked_head": ("ChunkedHead",),
     "parallel.chunked_loss": ("cross_entropy_from_hidden",),
+    "parallel.feature_gather": ("all_gather",),
     "parallel.gradients": ("clip_gradient_norm", "clip_gradient_value"),
     "parallel.loss": ("cross_entropy_sum", "token_weight"),
     "parallel.mesh": ("build_mesh", "data_coordinate", "mesh_shape"),
@@ -121,10 +125,11 @@ for _module, _names in _NAMES.items():
 
 __all__ = [
     "BucketingConfig", "CheckpointConfig", "Checkpointer", "ChecksConfig", "ChunkedHead",
-    "ConfigError", "Hook", "HookResult", "MeshConfig", "MeshSpec", "OptimizerConfig",
+    "ConfigError", "FSDPConfig", "Hook", "HookResult", "MeshConfig", "MeshSpec", "OptimizerConfig",
     "ParallelConfig", "PrecisionConfig", "PrefetchConfig", "Replicas", "RunView", "Runtime",
     "StrategyConfig", "SyncConfig", "Topology",
-    "__version__", "accumulate", "apply_full", "attach_optimizer", "average_buffers", "barrier",
+    "__version__", "accumulate", "all_gather", "apply_full", "attach_optimizer",
+    "average_buffers", "barrier",
     "build_mesh", "build_on_meta", "build_optimizer", "certify", "clip_gradient_norm",
     "clip_gradient_value", "compare_replicas", "cross_entropy_from_hidden", "cross_entropy_sum",
     "data_coordinate", "finish_updates", "full_state", "limit_waiting", "load_full",
