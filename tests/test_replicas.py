@@ -187,7 +187,7 @@ def test_all_go_back_for_what_a_lost_replica_alone_had(tmp_path, communicator, s
         assert jobs.ranks_of(job.pid)[2:] == first[2:]
     found, log = jobs.rows(tmp_path / "run"), (tmp_path / "run/train.log").read_text()
     assert re.findall(r" back to step (\d+)", log)[0] == "8"
-    assert "starts again, the others wait" in (tmp_path / "said.txt").read_text()
+    assert "restarts, the others wait" in (tmp_path / "said.txt").read_text()
     assert found[-1]["replicas/joined"] == log.count(" back to step ") == 2
     assert found[-1]["replicas/repeated_samples"] <= 2 * 4 * 8, "at most memory_every steps a kill"
     assert not list((tmp_path / "run").glob("metrics.before-restart-*"))
