@@ -274,8 +274,8 @@ def test_limits_of_losing_a_replica_are_found_at_the_start():
     unchecked = policy(device="cuda")
     assert not unchecked.continues
     assert "--only replica-loss --write" in unchecked.reason
-    assert policy("cluster.replica_backends=[gloo]", device="cuda") == LossPolicy(True, "gloo")
-    assert policy("cluster.replica_backends=[nccl2]", device="cuda") == LossPolicy(True, "nccl2")
+    assert policy("cluster.replica_backend=gloo", device="cuda") == LossPolicy(True, "gloo")
+    assert policy("cluster.replica_backend=nccl2", device="cuda") == LossPolicy(True, "nccl2")
     assert policy(must, nccl, device="cuda") == LossPolicy(True, "nccl2")
     for words, given, reason in (
         ((), {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, "TORCH_DISTRIBUTED_DEBUG=DETAIL"),

@@ -54,7 +54,7 @@ def choose(
     limits = list(_limits(config, identity, starts_again, device_type, backend, environment))
     if not limits and wish == "auto" and not is_checked:
         limits.append(
-            f"this cluster's file has no cluster.replica_backends with {backend}; after {_CHECK} "
+            f"this cluster's file has no cluster.replica_backend={backend}; after {_CHECK} "
             "start with cluster=CLUSTER.yaml, or set launch.on_replica_loss=continue"
         )
     if not limits:
@@ -67,11 +67,10 @@ def choose(
 def _backend(config: TrainConfig, device_type: str) -> tuple[str, bool]:
     """The backend of ``launch.replica_backend``, and true if training over it is known to continue
     on this cluster."""
-    wish, checked = config.launch.replica_backend, config.cluster.replica_backends
+    wish, checked = config.launch.replica_backend, config.cluster.replica_backend
     if wish == "auto":
-        can_nccl = device_type == "cuda" and "nccl2" in checked
-        wish = "nccl2" if can_nccl else "gloo"
-    return wish, device_type == "cpu" or wish in checked
+        wish = "nccl2" if device_type == "cuda" and checked == "nccl2" else "gloo"
+    return wish, device_type == "cpu" or wish == checked
 
 
 def _limits(

@@ -72,8 +72,8 @@ def check_runs(chosen: Sequence[str], ranks: int, cluster_file: str | None = Non
 def _add_backend(path: str) -> None:
     """Note in the cluster file that training continues after the loss of a replica."""
     text = Path(path).read_text()
-    lines = [line for line in text.splitlines() if not line.startswith("replica_backends:")]
-    lines.append(f"replica_backends: [{CHECKED_BACKEND}]")
+    lines = [line for line in text.splitlines() if not line.startswith("replica_backend:")]
+    lines.append(f"replica_backend: {CHECKED_BACKEND}")
     files.replace(path, "\n".join(lines) + "\n")
     print(f"written: {path}; train with cluster={path}", file=sys.stderr)
 
