@@ -19,12 +19,12 @@ def raise_limit() -> int:
     return int(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
-def prepare_rank(ranks: int, *, may_lose_replicas: bool = False) -> None:
+def prepare_rank(ranks: int, *, replicas: int = 1) -> None:
     """Raise the soft limit of this process, so that one rank of a job of ``ranks`` can run in it:
-    it connects to some of its peers, and opens files. Where replicas may be lost, their groups
-    connect it to all peers. Raises `ConfigError` for a hard limit that is too low."""
-    per_peer = 3.5 if may_lose_replicas else 0.5
-    _prepare(int(per_peer * (ranks - 1)) + 60, f"a rank of {ranks}")
+    it connects to some of its peers, and opens files. ``replicas``: their number if they may be
+    lost; their groups connect it to its peers in all of them. Raises `ConfigError` for a hard limit
+    that is too low."""
+    _prepare(int(0.5 * (ranks - 1)) + 5 * (replicas - 1) + 60, f"a rank of {ranks}")
 
 
 def prepare_launcher(workers: int) -> None:

@@ -170,7 +170,9 @@ def setup(
             _stores[key] = connect(identity)
         store = dist.PrefixStore(f"parallel2d/setup/{_setups}", _stores[key])
     together = None
-    if replicas and AGENT in os.environ and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
+    starts_again = AGENT in os.environ and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
+    # On a device all ranks restart after a loss.
+    if replicas and starts_again and devices.accelerator_type() == "cpu":
         if _setups:
             raise ConfigError("setup(replicas=True): once in a process")
         # Launchers read there who is lost.
@@ -211,10 +213,12 @@ def process_group(
     host_id: str | None,
     first_timeout_s: float | None,
     together: int | None = None,
+    replica_backend: str = "gloo",
 ) -> Iterator[Runtime]:
     """As `setup`, on a store; at the end, but not after an exception, ranks wait for each other.
-    ``together``: replicas may come and go, see `replicas`, and so many ranks start together."""
-    runtime = _join(identity, store, timeout_s, first_timeout_s, host_id, together)
+    ``together``: replicas may be lost, see `replicas`, and so many ranks start together.
+    ``replica_backend``: of collectives across them on a device."""
+    runtime = _join(identity, store, timeout_s, first_timeout_s, host_id, together, replica_backend)
     # After an exception the other ranks may never get to the end.
     wait_s = 0.0
     try:
@@ -231,13 +235,12 @@ def _join(
     first_timeout_s: float | None,
     host_id: str | None,
     together: int | None = None,
+    replica_backend: str = "gloo",
 ) -> Runtime:
     """Makes the default process group and gathers the hosts of its ranks. Collective."""
     global _hosts
     device = _choose_device(identity)
-    if device.type != "cpu":
-        together = None  # all ranks restart after a loss
-    prepare_rank(identity.world_size, may_lose_replicas=together is not None)
+    prepare_rank(identity.world_size)
     # Gloo then connects a pair of ranks at their first message. Otherwise each group connects every
     # rank with all others, and reads their addresses from the store: N descriptors per rank and
     # group, and 8 N^3 bytes for N ranks.
@@ -247,7 +250,7 @@ def _join(
     timeout = timedelta(seconds=waits.longest_wait)
     if together is not None:
         life = int(os.environ.get(INCARNATION, "0"))
-        init_world(store, rank, size, together, life, timeout)
+        init_world(store, rank, size, together, life, timeout, device, replica_backend)
     else:
         backend = devices.backend_for(device.type)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -340,7 +343,9 @@ def release_groups() -> None:
 def patient_group(timeout: timedelta) -> dist.ProcessGroup:
     """Make a gloo group of all ranks for work that waits for disks: `limit_waiting` does not change
     its ``timeout``. Collective."""
-    group = dist.new_group(backend="gloo", timeout=timeout)
+    # Where replicas may be lost, only the default backend makes a group that outlives them.
+    backend = None if current() is not None else "gloo"
+    group = dist.new_group(backend=backend, timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)  # every rank is a member
     _patient.add(group)
     return group
@@ -352,10 +357,8 @@ def limit_waiting(seconds: float) -> None:
     torch's own default again, those of a mesh from `parallel2d.build_mesh` the one of the world;
     groups in which checkpoints are saved keep theirs."""
     limit = timedelta(seconds=seconds)
-    if (replicas := current()) is not None:
-        replicas.timeout = limit
     for group in list(dist.distributed_c10d._world.pg_map):
-        if getattr(group, "inner", group) is not None and group not in _patient:
+        if group not in _patient:
             dist.set_timeout(limit, group)
 
 

@@ -64,6 +64,12 @@ class ClusterConfig:
     name: str = option("local", "What reports call these machines")
     nodes: int | str = option("auto", "Number of nodes; auto = the largest of launch.nnodes", min=1)
     ranks_per_node: int | str = option("auto", "Ranks of each; auto = launch.nproc_per_node", min=1)
+    # Found by python -m parallel2d.preflight --self-check
+    replica_backend: str = option(
+        "none",
+        "The backend with which training continues on its GPUs after the loss of a replica",
+        choices=("none", "gloo", "nccl2"),
+    )
     device: DeviceConfig = field(default_factory=DeviceConfig)
     inside_node: LinkConfig = field(default_factory=LinkConfig)  # of one rank
     between_nodes: LinkConfig = field(default_factory=LinkConfig)  # of a node: its ranks share it

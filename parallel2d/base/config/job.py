@@ -246,6 +246,16 @@ class LaunchConfig:
         "auto", "Failures without a step in between. auto: 0 on one node, 5 on several", min=0
     )
     min_replicas: int = option(1, "Replicas that train on if others are lost; below: wait", min=1)
+    on_replica_loss: str = option(
+        "auto",
+        "auto: the others train on, on GPUs only where preflight has passed; docs/failures.md",
+        choices=("auto", "continue", "restart"),
+    )
+    replica_backend: str = option(
+        "auto",
+        "Of collectives over replicas that may be lost; auto: as preflight has passed, else gloo",
+        choices=("auto", "gloo", "nccl2"),
+    )
     timeout: float = option(600.0, "Seconds that a collective may wait for a late rank", above=0)
     first_step_timeout: float | None = option(
         None, "Seconds of the same in the first step; null: 1800, or `timeout` if larger"

@@ -14,13 +14,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from parallel2d.base import files
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError
 
 _WIRES = SyncConfig.__dataclass_fields__["wire"].metadata["choices"]
 WIRES = tuple(f"sync.wire={name}" for name in _WIRES if name not in ("auto", "fp32"))
 GRADIENTS = ("streams", "fp32", "bf16", *WIRES, "compile=block")
-RUNS = ("resume", "memory-checkpoint", "killed-rank")
+RUNS = ("resume", "memory-checkpoint", "killed-rank", "replica-loss")
+CHECKED_BACKEND = "gloo"  # by replica-loss: nccl2 needs several nodes
 STEPS, SAVED, KILLED = 6, 3, 5
 _BOUND = 1e-5  # of relative differences of losses in fp32
 _KILL = (
@@ -54,13 +56,26 @@ def write_row(name: str, check: Callable[[], str], shown: bool = True) -> bool:
     return not outcome.startswith("FAILED")
 
 
-def check_runs(chosen: Sequence[str], ranks: int) -> bool:
-    """Check those of ``chosen`` that are runs, of so many ranks. False if one failed."""
+def check_runs(chosen: Sequence[str], ranks: int, cluster_file: str | None = None) -> bool:
+    """Check those of ``chosen`` that are runs, of so many ranks. False if one failed. The outcome
+    of ``replica-loss`` is written to ``cluster_file``, which exists."""
     with tempfile.TemporaryDirectory(prefix="parallel2d-") as folder:
         runs = _Runs(folder, ranks)
-        checks = dict(zip(RUNS, (runs.resume, runs.memory, runs.killed), strict=True))
+        checks = dict(zip(RUNS, (runs.resume, runs.memory, runs.killed, runs.lost), strict=True))
         passed = [write_row(name, checks[name]) for name in chosen if name in RUNS]
+        has_continued = "replica-loss" in chosen and Path(folder, "lost", "metrics.jsonl").exists()
+    if cluster_file is not None and has_continued and all(passed):
+        _add_backend(cluster_file)
     return all(passed)
+
+
+def _add_backend(path: str) -> None:
+    """Note in the cluster file that training continues after the loss of a replica."""
+    text = Path(path).read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("replica_backend:")]
+    lines.append(f"replica_backend: {CHECKED_BACKEND}")
+    files.replace(path, "\n".join(lines) + "\n")
+    print(f"written: {path}; train with cluster={path}", file=sys.stderr)
 
 
 class _Runs:
@@ -89,6 +104,16 @@ class _Runs:
     def killed(self) -> str:
         self._train("killed", *self._layout, *_KILL)
         return self._compared("killed")
+
+    def lost(self) -> str:
+        if self._ranks % 2:
+            return "skipped: needs two replicas, so an even number of ranks"
+        words = ("launch.on_replica_loss=continue", f"launch.replica_backend={CHECKED_BACKEND}")
+        self._train("lost", *self._layout, *_KILL, *words)
+        starts = Path(self._folder, "lost", "segments.jsonl").read_text().splitlines()
+        if len(starts) != 1:
+            return "FAILED: all ranks have restarted"
+        return self._compared("lost")
 
     @functools.cached_property
     def _expected(self) -> dict[int, float]:

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base.device import current_stream, new_stream
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.replicas import current
+from parallel2d.base.replicas import axis_options, current
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
 from parallel2d.parallel.fsdp_internals.tensors import GATHERED_AS
 from parallel2d.parallel.mesh import axis_names, inherit_timeout, mesh_shape, without_replicas
@@ -382,7 +382,9 @@ def own_replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     axis = axis_names(mesh).index("replicate")
     # One row per group: the ranks that differ only in the replicate axis.
     rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh_shape(mesh).replicate)
-    own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), group_desc=GROUP_NAME)
+    own, _ = dist.new_subgroups_by_enumeration(
+        rows.tolist(), group_desc=GROUP_NAME, pg_options=axis_options()
+    )
     assert isinstance(own, dist.ProcessGroup)  # every rank is in one row
     inherit_timeout(own, mesh.device_type)
     return own
