@@ -84,6 +84,7 @@ def test_the_chosen_one_was_traced_and_fits_and_the_faster_ones_do_not():
     assert result.chosen.cost.traced <= limit * 2**30
     assert all(layout.reason.startswith("does not fit: ") for layout in result.ranked[:place])
     assert len(result.ranked) == len(fastest.ranked)
+    assert ranking_lines(result)[3].endswith(" chosen"), "layouts that do not fit come last"
 
 
 def search_traced(memory_gib: float) -> SearchResult:

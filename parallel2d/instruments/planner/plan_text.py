@@ -164,7 +164,8 @@ def _time_lines(cost: LayoutCost) -> list[str]:
 
 
 def ranking_lines(result: SearchResult) -> list[str]:
-    """Fastest first: some that do not fit, the chosen one, the best of other meshes, strategies."""
+    """The chosen layout, the best ones of other meshes and strategies, fastest first, then faster
+    layouts that do not fit."""
     shown = _shown(result)
     lines = [
         f"search      {len(result.ranked)} layouts by their step time; {len(result.refusals)} "
@@ -186,14 +187,15 @@ def ranking_lines(result: SearchResult) -> list[str]:
 
 def _shown(result: SearchResult) -> Sequence[RankedLayout]:
     place = result.ranked.index(result.chosen)
-    # Of those that do not fit the fastest tell most.
-    shown = [*result.ranked[: min(place, _MOST_LINES // 2)], result.chosen]
+    shown = [result.chosen]
     seen = {result.chosen.words[:4]}  # strategy and mesh
     for layout in result.ranked[place + 1 :]:
         if layout.words[:4] not in seen:
             seen.add(layout.words[:4])
             shown.append(layout)
-    return shown[:_MOST_LINES]
+    # Of those that do not fit the fastest tell most. They come last.
+    too_large = result.ranked[: min(place, _MOST_LINES // 2)]
+    return [*shown[: _MOST_LINES - len(too_large)], *too_large]
 
 
 def ranking_json(result: SearchResult, command: str) -> str:
