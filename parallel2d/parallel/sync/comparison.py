@@ -20,11 +20,9 @@ from parallel2d.base.exchange import all_gather
 from parallel2d.base.replicas import is_joining
 from parallel2d.parallel.mesh import axis_positions, mesh_shape
 from parallel2d.parallel.sync.wires.blocks import key_of
-from parallel2d.parallel.weights.geometry import local_part
+from parallel2d.parallel.weights.hashes import hashes_of
 
 _HASH_BITS = 20  # so that fp64 adds the squares of up to 8,192 ranks exactly
-_PIECE = 2**22  # elements that are hashed at a time, in 8 bytes each
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicaComparison:
@@ -85,28 +83,3 @@ class ReplicaComparison:
             "some ranks. Checkpoints since the last comparison may hold it: go on from an earlier "
             "one (checkpoint.resume=PATH)"
         )
-
-
-def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Hashes the bits of this rank's part of each tensor. Any single bit changes the hash."""
-    if not tensors:
-        return []
-    values = [_hash_of(local_part(tensor.detach())) for tensor in tensors]
-    # One copy from the device for all.
-    return [int(value) for value in torch.stack(values).tolist()]
-
-
-def _hash_of(local: Tensor) -> Tensor:
-    """int64: the sum of the elements' bits, each times an odd number of its place, modulo 2**64."""
-    # A product with an odd number has another value for every other factor, so a single element
-    # that differs always shows.
-    # Of as many bytes as an element, or half of a complex one, has
-    integer = _INTEGERS[min(local.element_size(), 8)]
-    bits = local.contiguous().view(-1).view(torch.uint8).view(integer)
-    total = torch.zeros((), dtype=torch.int64, device=local.device)
-    for begin in range(0, len(bits), _PIECE):
-        piece = bits[begin : begin + _PIECE].to(torch.int64)
-        places = torch.arange(begin, begin + len(piece), device=local.device)
-        # The places are spread, so that exchanged neighbours show too.
-        total += (piece * (places * 0x9E3779B97F4A7C1 * 2 + 1)).sum()
-    return total

@@ -18,6 +18,7 @@ from parallel2d.base.memory import free_memory
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.mesh import ranks_of, route_in_replica
 from parallel2d.parallel.weights.construction import build_for_real, outline, own_constructor
+from parallel2d.parallel.weights.hashes import hashes_of
 from parallel2d.parallel.weights.initial_values import (
     Initializer,
     InitialWeights,
@@ -191,12 +192,15 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
 
 
 def _refuse_sparse(model: nn.Module, source: int) -> None:
+    """Raise `ConfigError` on every rank if a tensor of one is sparse. Collective."""
     sparse = [name for name, each in all_tensors(model).items() if each.layout != torch.strided]
+    problem = None
     if sparse:
-        raise ConfigError(
+        problem = (
             f"broadcast_from={source}: {first_five(sparse)} is sparse, and only dense tensors are "
             "sent: build it alike on every rank and register it after parallelize, or make it dense"
         )
+    _raise_any(problem)
 
 
 def check_same_structure(model: nn.Module) -> None:
@@ -211,7 +215,8 @@ def check_same_structure(model: nn.Module) -> None:
         tie = f" tied to {ties[name]}" if name in ties else ""
         own.append(f"{name}, {training}, of shape {tuple(parameter.shape)}{tie}")
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        own.append(f"{name}, a buffer in {buffer.dtype} of shape {tuple(buffer.shape)}")
+        layout = "" if buffer.layout == torch.strided else f" and layout {buffer.layout}"
+        own.append(f"{name}, a buffer in {buffer.dtype} of shape {tuple(buffer.shape)}{layout}")
     # Every rank compares its model with rank 0's; all show what the first that differs has found.
     first = broadcast(own)
     difference = ""
@@ -248,14 +253,15 @@ def _check_buffers(model: nn.Module) -> None:
 
 
 def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Differs when any tensor does."""
+    """Return a digest that differs if any tensor does."""
     digest = hashlib.sha256()
-    for name, parameter in tensors:
-        data = parameter.detach()
+    for name, tensor in tensors:
+        data = tensor.detach()
+        if data.layout != torch.strided:
+            data = data.to_dense()
         if data.is_complex():
             data = torch.view_as_real(data.resolve_conj())
-        # Sums of narrower dtypes would overflow, or be too coarse to show a difference.
+        # Ranks may hold equal values in several dtypes, which are cast alike.
         wide = data.double() if data.is_floating_point() else data.long()
-        sums = wide.sum().item(), wide.square().sum().item()
-        digest.update(f"{name} {tuple(parameter.shape)} {sums}".encode())
+        digest.update(f"{name} {tuple(tensor.shape)} {hashes_of([wide])}".encode())
     return digest.hexdigest()

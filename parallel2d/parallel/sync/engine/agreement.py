@@ -33,7 +33,7 @@ from parallel2d.parallel.mesh import (
     present_data_ranks,
     sum_over_data_ranks,
 )
-from parallel2d.parallel.sync.comparison import hashes_of
+from parallel2d.parallel.weights.hashes import hashes_of
 
 log = logging.getLogger(__name__)
 
