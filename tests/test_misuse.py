@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import training
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from workers import WorkerError, logged, refusal
 
 import parallel2d
@@ -214,11 +215,17 @@ def _wrong_arguments():
         wide = build_mesh(MeshSpec(*sizes), "hybrid")
         model = nn.Sequential(nn.Linear(4, 4))
         told.append(refusal(parallelize, model, wide, configuration, broadcast_from=0))
+    for axes in (("replicate",), ("replicate", "shard", "tensor")):
+        own = init_device_mesh("cpu", (2, 1, 1)[: len(axes)], mesh_dim_names=axes)
+        told.append(refusal(parallelize, nn.Linear(4, 4), own, ParallelConfig("ddp")))
     return told
 
 
 def test_arguments_of_another_kind_are_one_clear_message(ranks):
-    no_mesh, no_config, sharded, classes, ddp, zero2 = ranks.run(2, _wrong_arguments)[0]
+    told = ranks.run(2, _wrong_arguments)[0]
+    no_mesh, no_config, sharded, classes, ddp, zero2, no_shard, tensor = told
+    assert no_shard.startswith("the mesh has no axis shard: give it one of size 1")
+    assert tensor.startswith("the mesh has an axis tensor of size 1: omit it")
     assert no_mesh.startswith("the second argument of parallelize is the mesh")
     assert no_config.startswith("the third argument of parallelize is a ParallelConfig")
     assert sharded.startswith("the model is sharded already, by parallelize or fully_shard")

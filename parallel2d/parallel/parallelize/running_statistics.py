@@ -16,6 +16,7 @@ from parallel2d.base.errors import first_five
 from parallel2d.parallel.mesh import mesh_shape, present_data_ranks, sum_over_data_ranks
 from parallel2d.parallel.model_structure import fqn_of, join_names
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
+from parallel2d.parallel.weights.named_tensors import meet
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ def average_buffers(model: nn.Module) -> None:
     """Gives ``running_mean`` and ``running_var`` of each BatchNorm their means over the data ranks,
     so that all evaluate the same model. The variance is that within a rank's samples. Collective.
     """
+    meet(model, "averages buffers")
     for module in model.modules():
         if _STATISTICS in vars(module):
             vars(module)[_STATISTICS].average()

@@ -31,6 +31,8 @@ from parallel2d.parallel.weights.named_tensors import (
     describe_optimizer,
     join_optimizers,
     masters_in,
+    meet,
+    refuse_extra_state,
     reshard,
     spread_state,
     tied_names,
@@ -63,6 +65,7 @@ from parallel2d.training.checkpoint.storage import (
 
 log = logging.getLogger(__name__)
 
+_POINT = "saves or restores a checkpoint"  # at which all ranks meet
 BEST = "best.json"  # in the folder of the checkpoints: which of them is the best
 
 
@@ -111,6 +114,9 @@ class Checkpointer:
     ) -> None:
         self.config, self.mesh, self._optimizer, self._run_dir = config, mesh, optimizer, run_dir
         self.model = model if isinstance(model, nn.Module) else _joined(model)
+        if config.enabled:
+            refuse_extra_state(self.model, "Checkpointer")
+        meet(self.model, _POINT)
         self.layout, self.copies = layout or {}, copies
         if copies is None and config.enabled and config.memory_every not in ("auto", 0):
             raise ConfigError(
@@ -183,6 +189,7 @@ class Checkpointer:
         Raises `ConfigError`: all checkpoints are damaged, the path is no checkpoint, or model or
         optimizer do not fit.
         """
+        meet(self.model, _POINT)
         self.collect()
         self.group.stay()
         restarted = any(self.group.all_gather(restarted))
@@ -278,6 +285,7 @@ class Checkpointer:
             self.copies.save(self._state(step, state))
             self.blocked_s = time.perf_counter() - begin
         if due is None and self._votes is not None:
+            meet(self.model, _POINT)
             due = bool(self._votes.broadcast(self.time_is_up()))
         is_due = any((due, last, preempted, wanted, self._is_of_interval(step)))
         self._first_call = False
@@ -380,6 +388,7 @@ class Checkpointer:
             self._complete()
 
     def _state(self, step: int, state: dict[str, Any]) -> SavedState:
+        meet(self.model, _POINT)
         # Parameters that a forward has gathered would hide the sharded ones.
         reshard(self.model)
         # Files would have the mean of one rank beside the variance of another.

@@ -50,6 +50,7 @@ from parallel2d.parallel.sync.engine.agreement import (
 from parallel2d.parallel.sync.engine.buckets import BucketQueue, GroupGradients
 from parallel2d.parallel.sync.methods.method import ReplicatedModel, SyncMethod, UpdateFollower
 from parallel2d.parallel.sync.wires.blocks import RoundingKeys
+from parallel2d.parallel.weights.named_tensors import register_meeting
 
 
 class BatchState(enum.Enum):
@@ -98,6 +99,7 @@ class ReplicaReducer:
         self._final_dtype = final_dtype
         self._scalars = scalars
         self._order = order
+        self._has_replicas = mesh_shape(mesh).replicate > 1
         self._state = BatchState.AGREED
         # `finish` counts the steps; a trainer that resumes sets the number of the next one.
         self.keys = RoundingKeys(seed)
@@ -307,16 +309,34 @@ class ReplicaReducer:
         """Takes part in what the other ranks still do in this global batch, with zeros, so that
         none of them waits forever; returns the error that all ranks then raise."""
         # The trainer's agreement tells the others.
-        if not self._agrees_itself:
+        order = self._order
+        if not self._agrees_itself or (order is not None and not order.others_agree):
             return error
-        if self.buckets is not None:
-            self.buckets.finish(with_zeros=True)
-        self._told_fault = str(error)
         try:
-            self._agree()
+            if order is not None and order.differs_at_point:
+                self.agreement.agree_outside_of_step(str(error))
+            else:
+                if self.buckets is not None:
+                    self.buckets.finish(with_zeros=True)
+                self._told_fault = str(error)
+                self._agree()
         except ConfigError as agreed:
+            self.reset()
             return agreed
         return error
+
+    def meet(self, point: str) -> None:
+        """Wait until all ranks have come to ``point``, outside of a step. Collective over the data
+        ranks. Raises `ConfigError` on every rank if one of them does something else."""
+        if self._order is None:
+            return
+        try:
+            self._order.meet(point)
+        except ConfigError as error:
+            raise self.abandon(error) from None
+        # A trainer agrees in its steps.
+        if self._agrees_itself and current() is None and self._has_replicas:
+            self.agreement.agree_outside_of_step("")
 
     # Gradients that are dropped
 
@@ -378,6 +398,7 @@ _ENGINE = "_parallel2d_engine"
 def register_engine(model: nn.Module, engine: ReplicaReducer) -> None:
     """Makes ``engine`` that of ``model``."""
     vars(model)[_ENGINE] = engine
+    register_meeting(model, engine.meet)
 
 
 # An attribute of the parameters that an optimizer gets
