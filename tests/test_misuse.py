@@ -128,6 +128,10 @@ def _copied(what):
     model = parallelize(net, mesh, ParallelConfig("hybrid", precision=precision), broadcast_from=0)
     if what == "late":
         model.register_buffer("table", torch.ones(2))
+    if what == "block":
+        blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        config = ParallelConfig("hybrid", bucketing="layer")
+        copy.deepcopy(parallelize(blocks, mesh, config, broadcast_from=0)[1])
     if what == "narrow":
         sharded_copy(model).update(0.9)
     copy.deepcopy(model)
@@ -181,6 +185,7 @@ REFUSED = {
     "words": (2, _tied_split_apart, {"0": "replicate", "2": "colwise"}, rf"{SPLIT}0.weight whole, 2.weight as S\(0\)"),
     "a copy of a plain model": (2, _copied, "plain", "_Norm did not come from parallel2d.parallelize"),
     "a copy of a lock": (2, _copied, "lock", "deepcopy: _Norm cannot be copied: cannot pickle '_thread.lock'"),
+    "a copy of a block": (2, _copied, "block", "deepcopy: 1 is a module of a sharded model: copy the whole model"),
     "a copy of what came late": (2, _copied, "late", "deepcopy: table changed after parallelize"),
     "an average in 16 bits": (2, _copied, "narrow", r"update\(0.9\) needs a decay in .0, 1. and precision.storage=fp32"),
 }  # fmt: skip

@@ -10,6 +10,7 @@ compiled.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -36,7 +37,12 @@ from parallel2d.parallel.parallelize.context_parallel import (
     learn_at_first,
     slice_blocks,
 )
-from parallel2d.parallel.parallelize.copies import DEEPCOPY, copier, sharded_copy
+from parallel2d.parallel.parallelize.copies import (
+    DEEPCOPY,
+    copier,
+    refuse_copy,
+    sharded_copy,
+)
 from parallel2d.parallel.parallelize.float8 import convert_to_float8
 from parallel2d.parallel.parallelize.gathered import follow_updates
 from parallel2d.parallel.parallelize.ignored import ignored_parameters
@@ -57,6 +63,7 @@ from parallel2d.parallel.weights.construction import build_on_meta, seeds_of
 from parallel2d.parallel.weights.initial_values import Initializer
 from parallel2d.parallel.weights.named_tensors import all_tensors
 from parallel2d.parallel.weights.source import WeightSource
+from parallel2d.parallel.weights.whole_tensors import sharded_modules
 
 __all__ = [
     "average_buffers",
@@ -212,6 +219,9 @@ def apply_layout(
     learn_at_first(model, mesh, stacks)
     # `fully_shard` has given the class one that raises.
     vars(model)[DEEPCOPY] = copy
+    for name, module in sharded_modules(model):
+        if module is not model:
+            vars(module)[DEEPCOPY] = functools.partial(refuse_copy, name)
     return model
 
 

@@ -24,6 +24,14 @@ DEEPCOPY = "__deepcopy__"  # the attribute of the model by which `copy.deepcopy`
 Transforms = Callable[[nn.Module, WeightSource], nn.Module]
 
 
+def refuse_copy(name: str, _memo: Any) -> None:
+    """Raise `ConfigError` for a copy of one module of a model, whose hooks refer to the model."""
+    raise ConfigError(
+        f"deepcopy: {name} is a module of a sharded model: copy the whole model by copy.deepcopy "
+        f"and take its {name}, or copy {name} before parallelize"
+    )
+
+
 def copier(model: nn.Module, transforms: Transforms) -> Callable[..., nn.Module]:
     """What makes a copy, on request ``frozen``, of ``model``, which is plain and on which
     ``transforms`` are about to work."""
