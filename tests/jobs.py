@@ -38,8 +38,8 @@ def config_of(words):
     from omegaconf import OmegaConf
 
     from parallel2d.base.config.composition import to_config
+    from parallel2d.base.config.overrides import parse_arguments
     from parallel2d.base.config.schema import PRESETS
-    from parallel2d.base.config.words import read_words
 
     choices = [
         word
@@ -47,7 +47,7 @@ def config_of(words):
         if word.partition("=")[0] in {*PRESETS, "model", "data", "experiment"}
     ]
     composed = _with_choices(*choices).copy()
-    for word in read_words(
+    for word in parse_arguments(
         [word for word in words if word not in choices and not word.startswith("hydra.")]
     ).overrides:
         override = OverridesParser.create().parse_override(word)

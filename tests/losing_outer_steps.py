@@ -74,7 +74,7 @@ def reference(sync: dict[str, Any], notes: list[Any], begins: dict[str, int]) ->
     first = dict(small_model().named_parameters())
     cuts = {name: cut_in_rows(value.shape, 1) for name, value in first.items()}
     method = method_of(StrategyConfig("ddp"), SyncConfig(**sync), REPLICAS)
-    outer = ExpectedOuter(method, SEED, tracks := [], begins, cuts)
+    outer = ExpectedOuter(method, SEED, references := [], begins, cuts)
     outer.shared = {name: value.detach().clone() for name, value in first.items()}
     there: dict[tuple[int, int], Any] = {}
 
@@ -90,7 +90,7 @@ def reference(sync: dict[str, Any], notes: list[Any], begins: dict[str, int]) ->
                 if eldest:
                     optimizer.load_state_dict(copy.deepcopy(eldest[1].state_dict()))
                 there[member] = model, optimizer
-        tracks[:] = [dict(model.named_parameters()) for model, _ in there.values()]
+        references[:] = [dict(model.named_parameters()) for model, _ in there.values()]
 
     for step, computed, shared in notes:
         members = [tuple(each) for each in computed]

@@ -14,14 +14,14 @@ from training import largest_difference, weights_of, whole
 from parallel2d import outer_parameters
 from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.topology import MEMORY_DIR
-from parallel2d.parallel.sync.average import WeightAverage
-from parallel2d.training.checkpoint import Checkpointer, memory_copies
+from parallel2d.parallel.sync.ema import EMAWeights
+from parallel2d.training.checkpoint import Checkpointer, in_memory_checkpoints
 from parallel2d.training.checkpoint.storage import LocalStore
 
 FP64 = {"strategy": "hybrid", "precision": "fp64"}
 
 
-def averages_of(model: nn.Module, average: WeightAverage) -> dict[str, Any]:
+def averages_of(model: nn.Module, average: EMAWeights) -> dict[str, Any]:
     """Whole averages, which are what the model has for validation."""
     found = {name: whole(each).numpy() for name, each in average.values.items()}
     with outer_parameters(model):
@@ -54,10 +54,10 @@ def life(
     try:
         torch.manual_seed(rank)
         mesh, model, optimizer = build(mesh_sizes, parallel or FP64, **(llama or {}))
-        average = WeightAverage(model) if decay else None
+        average = EMAWeights(model) if decay else None
         settings = CheckpointConfig(every=disk_every, memory_every=every, **checkpoint)
         with Heard() as heard:
-            net = memory_copies(settings, run_dir, mesh)
+            net = in_memory_checkpoints(settings, run_dir, mesh)
             saver = Checkpointer(settings, run_dir, mesh, model, optimizer, copies=net)
             if fault is not None:
                 fault(net)

@@ -19,8 +19,8 @@ from parallel2d.parallel.cost.state_memory import StateBytes
 from parallel2d.parallel.sync import accumulate
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.sync.methods.diloco import OuterSync
+from parallel2d.parallel.sync.methods.error_feedback import ErrorFeedback
 from parallel2d.parallel.sync.methods.owned_parameters import OwnedParameters
-from parallel2d.parallel.sync.methods.residuals import Residuals
 from parallel2d.training.metrics.communication import CommunicationMeter
 from parallel2d.training.optimizer import build_optimizer
 
@@ -191,7 +191,7 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
         )
     masters = outer = kept = 0
     for engine in engines_in(model):
-        if isinstance(engine.updates, Residuals):
+        if isinstance(engine.updates, ErrorFeedback):
             kept = sum(
                 codes.nbytes + scales.nbytes for codes, scales in engine.updates._kept.values()
             )

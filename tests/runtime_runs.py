@@ -162,7 +162,7 @@ def signals() -> dict[str, object]:
     import signal
 
     from parallel2d import setup, teardown
-    from parallel2d.launching import signals as ours
+    from parallel2d.launching import rank_signals as ours
 
     before = [
         signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

@@ -10,11 +10,11 @@ from training import weights_of
 import parallel2d
 from parallel2d.base.config import CheckpointConfig, StrategyConfig, SyncConfig
 from parallel2d.parallel.model_structure import hidden_matrices
+from parallel2d.parallel.sync.formats.quantize import RoundingKeys
 from parallel2d.parallel.sync.methods import method_of
 from parallel2d.parallel.sync.methods.diloco import ExpectedOuter
 from parallel2d.parallel.sync.methods.method import ExpectedState
-from parallel2d.parallel.sync.updates import outer_sync, residuals_of
-from parallel2d.parallel.sync.wires.blocks import RoundingKeys
+from parallel2d.parallel.sync.updates import error_feedback_of, outer_sync
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.training.checkpoint import Checkpointer
 
@@ -113,7 +113,7 @@ def run(
 
 
 def local_residuals(model: nn.Module) -> dict[str, Any]:
-    found = residuals_of(model).residuals()
+    found = error_feedback_of(model).residuals()
     return {name: value.to_local().clone().numpy() for name, value in found.items()}
 
 
@@ -139,12 +139,12 @@ def reference(
     model = small_model(scalar)
     computing = dict(model.named_parameters())
     # Replicas that are equal after every step are one.
-    tracks = []
+    references = []
     for _ in range(1 if method.replicas_equal else replicas):
-        tracks.append(dict(small_model(scalar).named_parameters()))
-    optimizers = [adamw(track.values()) for track in tracks]
+        references.append(dict(small_model(scalar).named_parameters()))
+    optimizers = [adamw(reference.values()) for reference in references]
     cuts = {name: cut_in_rows(value.shape, shards) for name, value in computing.items()}
-    outer = ExpectedOuter(method, SEED, tracks, begins or dict.fromkeys(cuts, 0), cuts)
+    outer = ExpectedOuter(method, SEED, references, begins or dict.fromkeys(cuts, 0), cuts)
     outer.shared = {name: value.detach().clone() for name, value in computing.items()}
     state = ExpectedState(RoundingKeys(SEED), hidden_matrices(model))
     for step in range(1, steps + 1):
@@ -153,7 +153,7 @@ def reference(
             zip(*(part.chunk(replicas) for part in batch_of(step)), strict=True)
         ):
             with torch.no_grad():
-                for name, value in tracks[replica % len(tracks)].items():
+                for name, value in references[replica % len(references)].items():
                     # Initial values are not sent.
                     computing[name].copy_(method.expected_copy(value) if step > 1 else value)
             model.zero_grad()
@@ -165,14 +165,14 @@ def reference(
                 values = [each[name] for each in found]
                 mean[name] = method.expected_gradient(values, cut, name, state)
             found = [mean]
-        for track, optimizer, gradients in zip(tracks, optimizers, found, strict=True):
-            for name, value in track.items():
+        for reference, optimizer, gradients in zip(references, optimizers, found, strict=True):
+            for name, value in reference.items():
                 value.grad = gradients[name]
-            torch.nn.utils.clip_grad_norm_(track.values(), CLIP)
+            torch.nn.utils.clip_grad_norm_(reference.values(), CLIP)
             optimizer.step()
         if config.name == "diloco":
             outer.after_update(step)
-    shared = outer.shared if config.name == "diloco" else tracks[0]
+    shared = outer.shared if config.name == "diloco" else references[0]
     copied = {n: method.expected_copy(p) for n, p in shared.items()}
     return {name: value.detach().numpy() for name, value in copied.items()}
 
@@ -180,7 +180,7 @@ def reference(
 def cut_in_rows(shape: torch.Size, shards: int) -> list[Region]:
     """The rows that each of ``shards`` ranks holds of a parameter."""
     if not shape:
-        return [Region.whole(shape)]
+        return [Region.of_shape(shape)]
     found, size = [], -(-shape[0] // shards)
     for begin in range(0, shape[0], size):
         rows = min(size, shape[0] - begin)

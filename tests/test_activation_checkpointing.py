@@ -10,6 +10,7 @@ from parallel2d.base.config import (
     ActivationCheckpointingConfig,
     BucketingConfig,
     CompileConfig,
+    FSDPConfig,
     ParallelConfig,
     PrecisionConfig,
     PrefetchConfig,
@@ -19,7 +20,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.model_structure import find_blocks
 from parallel2d.parallel.parallelize.activation_checkpointing import (
     checkpoint_activations,
-    kept_operators,
+    saved_operators,
 )
 from parallel2d.parallel.parallelize.compilation import compile_blocks
 
@@ -106,7 +107,7 @@ def test_full_recomputes_every_product_selective_none_and_keep_names_others():
 @pytest.mark.parametrize(("keep", "message"), [
     (["mm", "bnm"], "no operator is called bnm; did you mean bmm"),
     (["scaled_dot_produkt_*"], "no operator is called scaled_dot_produkt_"),
-    (["matmul"], "matmul is computed as other operators.*mm, bmm and addmm"),
+    (["matmul"], "matmul is decomposed into other operators.*mm, bmm and addmm"),
 ])  # fmt: skip
 def test_an_operator_that_cannot_be_kept_is_an_error(keep, message):
     with pytest.raises(ConfigError, match=f"activation_checkpointing.keep: .*{message}"):
@@ -114,13 +115,13 @@ def test_an_operator_that_cannot_be_kept_is_an_error(keep, message):
 
 
 def test_operators_are_found_by_pattern_and_by_full_name():
-    assert kept_operators(["mm", "aten::bmm"]) == {"aten::mm", "aten::bmm"}
+    assert saved_operators(["mm", "aten::bmm"]) == {"aten::mm", "aten::bmm"}
     # all of whose overloads have names, and one that is computed as another of the same name
-    assert kept_operators(["add", "softmax"]) == {"aten::add", "aten::_softmax"}
-    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in kept_operators(
+    assert saved_operators(["add", "softmax"]) == {"aten::add", "aten::_softmax"}
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in saved_operators(
         ["scaled_dot_product_*"]
     )
-    assert kept_operators(["all_reduce"]) == {"_c10d_functional::all_reduce"}
+    assert saved_operators(["all_reduce"]) == {"_c10d_functional::all_reduce"}
 
 
 def kept_by(name, **settings):
@@ -176,14 +177,15 @@ RUNS = [
     ("ddp", 2, "block", selecting("mm", "all_reduce"), {}),
     ("ddp", 2, "block", ActivationCheckpointingConfig("full", blocks=["Attention"]), {}),
     ("hybrid", 1, "block", BUDGET, {"compile": AOT}),
-    ("hybrid", 1, "block", "none", {"compile": AOT}),
-    ("hybrid", 1, "block", "full", {"compile": AOT}),
+    ("hybrid", 2, "block", "none", {"compile": AOT}),
+    ("hybrid", 2, "block", "full", {"compile": AOT}),
+    ("zero3", 2, "layer", "selective", {"compile": CompileConfig("block", "inductor")}),
     ("hybrid", 1, "block", "selective", {"compile": AOT}),
     # Groups inside of what is recomputed gather in its forward, and may be there already when it is recomputed.
     ("hybrid", 1, "layer", "selective", {"prefetch": PrefetchConfig(1, 2)}),
     ("hybrid_zero2", 1, "size", "selective", {"prefetch": PrefetchConfig(1, 2)}),
     ("zero3", 1, "layer", "full", {"prefetch": PrefetchConfig(2, 3)}),
-    ("hybrid", 2, "block", "none", {"prefetch": PrefetchConfig(2, 3)}),
+    ("hybrid", 2, "block", "none", {"prefetch": PrefetchConfig(2, 3), "fsdp": FSDPConfig(2, True)}),
 ]
 
 

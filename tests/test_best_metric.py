@@ -150,7 +150,7 @@ def test_patience_counts_measurements_and_min_delta_what_is_better():
 def said(folder, run_dir, words):
     trainer = jobs.build(folder, run_dir, words)
     lines = []
-    trainer.recorder.say = lines.append
+    trainer.recorder.log = lines.append
     trainer.run()
     trainer.recorder.close()
     return lines

@@ -5,15 +5,15 @@ import os
 from types import SimpleNamespace
 from unittest import mock
 
-import certified_runs
 import jobs
+import parity_runs
 import pytest
 import torch
 
 from parallel2d import ParallelConfig, certify, train
 from parallel2d.base.config import LlamaModel
-from parallel2d.instruments.certification import training_job
-from parallel2d.instruments.certification.collective_audit import CollectiveAudit
+from parallel2d.instruments.parity_check import training_job
+from parallel2d.instruments.parity_check.collective_audit import CollectiveAudit
 from parallel2d.parallel.sync.methods import method_of
 from parallel2d.training.metrics.communication import LoggedCollective
 
@@ -55,7 +55,7 @@ FAST = ("a factor of 2", "a parameter left out of one replica's reduction", "a s
 def test_every_fault_is_found_and_located(ranks, fault):
     model = "statistics" if fault == "statistics that do not move" else "experts"
     words = WORDS.get(fault, {"strategy": "hybrid"})
-    found = ranks.run(4, certified_runs.run, model, HYBRID, words, fault)[0]
+    found = ranks.run(4, parity_runs.run, model, HYBRID, words, fault)[0]
     assert not found["passed"]
     assert "NOT CERTIFIED" in found["table"]
     check, *place, cause = FOUND[fault]
@@ -68,7 +68,7 @@ def test_every_fault_is_found_and_located(ranks, fault):
 
 
 def test_every_kind_of_fault_is_tried():
-    assert set(FOUND) == set(certified_runs.FAULTS)
+    assert set(FOUND) == set(parity_runs.FAULTS)
 
 
 # Every strategy, precision, wire, way to accumulate, engine and optimizer at least once
@@ -94,13 +94,13 @@ LAYOUTS = [
     *(pytest.param(*each, marks=pytest.mark.slow) for each in LAYOUTS[::2]), *(pytest.param(*each, marks=pytest.mark.soak) for each in LAYOUTS[1::2]),
 ], ids=str)  # fmt: skip
 def test_sound_layouts_raise_no_alarm(ranks, model, sizes, parallel, optimizer):
-    found = ranks.run(4, certified_runs.run, model, sizes, parallel, "", optimizer)
+    found = ranks.run(4, parity_runs.run, model, sizes, parallel, "", optimizer)
     assert found[0]["passed"], found[0]["lines"][:20]
     assert found[0]["steps"] >= 5
 
 
 def test_a_sound_layout_and_what_can_be_said_of_its_parameters(ranks):
-    found = ranks.run(4, certified_runs.run, "experts", HYBRID, {"strategy": "hybrid"})
+    found = ranks.run(4, parity_runs.run, "experts", HYBRID, {"strategy": "hybrid"})
     assert found[0]["passed"], found[0]["lines"][:20]
     assert all(each["untouched"] for each in found)
     assert found[3]["table"] == found[0]["table"]
@@ -117,7 +117,7 @@ def test_a_sound_layout_and_what_can_be_said_of_its_parameters(ranks):
 def test_tensor_ranks_must_draw_the_same_numbers(ranks, seed):
     plan = {"head": "colwise_gather_output"}
     words = {"strategy": "zero3"}
-    found = ranks.run(4, certified_runs.run, "untied", TENSOR, words, "", "adamw", seed, plan)[0]
+    found = ranks.run(4, parity_runs.run, "untied", TENSOR, words, "", "adamw", seed, plan)[0]
     told = [each for each in found["found"] if each[0] == "copies"]
     assert [each[2:4] for each in told] == ([] if seed else [("tensor", (0, 1, 2, 3))])
     assert found["passed"] == (seed is not None), found["lines"][:10]

@@ -32,7 +32,7 @@ from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import new_secret
 from parallel2d.base.store.server import StoreServer
 from parallel2d.base.topology import AGENT
-from parallel2d.launching import agreement, launcher
+from parallel2d.launching import launcher, shared_job
 from parallel2d.launching import round as rounds
 from parallel2d.launching.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
 from parallel2d.launching.failures import (
@@ -49,7 +49,7 @@ from parallel2d.launching.round import JobDone
 from parallel2d.parallel.mesh import Topology
 from parallel2d.parallel.mesh_sizes import MeshSpec
 from parallel2d.parallel.parallelize.compilation import compile_blocks
-from parallel2d.training.metrics import watch
+from parallel2d.training.metrics import heartbeat
 
 LIBRARY = Path(os.__file__).parent
 SMALL = (
@@ -219,7 +219,7 @@ def test_a_broken_job_is_not_started_for_ever(tmp_path):
     assert done.stderr.count("ValueError: this model is broken\n") == 1
     assert "rank 1: ValueError: this model is broken. Restarting; 0 attempts left" in done.stderr
     assert "rank 1 failed first" in done.stderr
-    assert "1 restarts brought no step further" in done.stderr
+    assert "1 restarts made no progress" in done.stderr
     assert str(tmp_path / "run" / "logs") in done.stderr
 
 
@@ -387,9 +387,11 @@ def silent_store(store_command, secret, monkeypatch):
 def test_a_store_that_is_silent_holds_nobody(silent_store, secret, tmp_path, monkeypatch):
     begin = time.monotonic()
     assert answered_within(0.2, lambda: silent_store.check(["before"]), "silence") == "silence"
-    monkeypatch.setattr(watch, "_PATIENCE_WITH_STORE_S", 0.2)
-    hosts, position = ["one/0", "two/0"], watch.Position(3, 4, "nothing")
-    waiting = watch.Watch(silent_store, 1, hosts, str(tmp_path), 15.0, lambda: position)
+    monkeypatch.setattr(heartbeat, "_PATIENCE_WITH_STORE_S", 0.2)
+    hosts, position = ["one/0", "two/0"], heartbeat.Position(3, 4, "nothing")
+    waiting = heartbeat.HeartbeatMonitor(
+        silent_store, 1, hosts, str(tmp_path), 15.0, lambda: position
+    )
     silent = "whose store does not answer (stopped, or the machine is gone)"
     assert waiting.explain() == f"late: rank 0 on one, {silent}"
     with pytest.raises(ConfigError, match="no answer within 0.2 s"):
@@ -400,16 +402,18 @@ def test_a_store_that_is_silent_holds_nobody(silent_store, secret, tmp_path, mon
 def test_a_stuck_rank_that_is_aborted_leaves_the_explanation(tmp_path, monkeypatch):
     report = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
-    position = [watch.Position(3, 4, "all_reduce")]
+    position = [heartbeat.Position(3, 4, "all_reduce")]
     hosts, store = ["one/0", "two/0"], torch.distributed.HashStore()
-    with watch.Watch(store, 0, hosts, str(tmp_path), 1.0, lambda: position[0], note_waiting):
+    with heartbeat.HeartbeatMonitor(
+        store, 0, hosts, str(tmp_path), 1.0, lambda: position[0], note_waiting
+    ):
         wait_for(lambda: read_waiting(str(report)))
         failure = RankFailure(0, -signal.SIGABRT, None, read_waiting(str(report)))
-        late = "late: rank 1 on two, which gave no sign of life"
+        late = "late: rank 1 on two, which timed out"
         assert str(failure).startswith(
             f"killed (SIGABRT) while rank 0 waited in all_reduce of step 3; {late}"
         )
-        position[0] = watch.Position(4, 0, "all_reduce")
+        position[0] = heartbeat.Position(4, 0, "all_reduce")
         wait_for(lambda: not read_waiting(str(report)))
 
 
@@ -442,12 +446,12 @@ def test_a_folder_that_others_hold_is_neither_used_nor_believed(tmp_path, monkey
     assert folder.parent.stat().st_mode & 0o777 == folder.stat().st_mode & 0o777 == 0o700
     job = {"run_dir": "here", "config": "there", "words": [], "records": "", "label": ""}
     (folder / "job.json").write_text(json.dumps(job))
-    assert agreement._recorded_job(str(folder)) == job
+    assert shared_job._recorded_job(str(folder)) == job
     folder.parent.chmod(0o770)
-    assert agreement._recorded_job(str(folder)) is None
+    assert shared_job._recorded_job(str(folder)) is None
     folder.parent.chmod(0o700)
     monkeypatch.setattr(os, "getuid", lambda: 4711)
-    assert agreement._recorded_job(str(folder)) is None
+    assert shared_job._recorded_job(str(folder)) is None
     with pytest.raises(PermissionError, match="belongs to user"):
         folders.make_own(str(folder))
     squatted = Path(folders.around(str(tmp_path)))
@@ -466,11 +470,11 @@ def test_only_what_starts_the_same_command_again_leaves_a_record(tmp_path, monke
     for variable in ("XDG_RUNTIME_DIR", AGENT, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(variable, raising=False)
     job = {"run_dir": "a", "config": "b", "words": ["c"], "records": "d", "label": ""}
-    agreement._record_job(job)
+    shared_job._record_job(job)
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    agreement._record_job(job)
-    assert agreement._recorded_job(agreement.launcher_folder()) == job
+    shared_job._record_job(job)
+    assert shared_job._recorded_job(shared_job.launcher_folder()) == job
 
 
 @pytest.mark.slow
@@ -478,7 +482,7 @@ def test_the_store_command_listens_where_it_is_told(store_command, server):
     process, address = store_command
     settings = LaunchConfig(nnodes="1", rdzv_endpoint=address)
     assert find_rendezvous(replace(settings, job_id="mine")).server is None
-    says = "serves more than one job: give yours a name with launch.job_id"
+    says = "serves more than one job: name yours with launch.job_id"
     with pytest.raises(ConfigError, match=says):
         find_rendezvous(settings)
     process.terminate()

@@ -18,7 +18,7 @@ from parallel2d.base.config import BucketingConfig, PrecisionConfig, PrefetchCon
 from parallel2d.base.metering import control_traffic
 from parallel2d.models.llama import tensor_plan
 from parallel2d.parallel.cost.collectives import sent_bytes
-from parallel2d.parallel.cost.tensor_twin import count_tensor_axis, tensor_twin
+from parallel2d.parallel.cost.meta_copy import count_tensor_axis, meta_copy
 from parallel2d.parallel.cost.traffic import predicted_bytes
 from parallel2d.parallel.parallelize.layout import Workload, resolve
 from parallel2d.training.data.batch import token_sequences
@@ -54,7 +54,7 @@ def measure(
     layout = resolve(parallel, shape, model, workload, mesh=mesh, tensor_plan=plan)
     inside, predicted_passes = None, None
     if shape.tensor * shape.context > 1:
-        twin = tensor_twin(model, mesh, layout)
+        twin = meta_copy(model, mesh, layout)
         over_tensor = count_tensor_axis(twin, mesh, layout, training.loss_of_logits)
         assert over_tensor, "not counted"
         inside = over_tensor.of_step(layout)

@@ -21,9 +21,9 @@ from parallel2d.parallel.cost.flops import count_flops
 from parallel2d.training.data.batch import token_sequences
 from parallel2d.training.metrics import keys, recorder
 from parallel2d.training.metrics.console import describe
+from parallel2d.training.metrics.heartbeat import describe_late
 from parallel2d.training.metrics.keys import COMMUNICATION_KEYS
 from parallel2d.training.metrics.recorder import WINDOW, Goodput, Recorder, Stragglers
-from parallel2d.training.metrics.watch import describe_late
 from parallel2d.training.metrics.writer import LAYOUT, OF_AN_AXIS, MetricsWriter
 from parallel2d.training.progress import Progress, RankReport, StepOutcome
 
@@ -97,7 +97,7 @@ def test_a_stopped_rank_and_a_rank_behind_are_told_apart():
     after[2] = before[2]
     said = describe_late(before, after, HOSTS, 0)
     assert said.startswith("rank 0 waited in all_reduce over the replicate axis of step 7; ")
-    assert "late: rank 2 on node-b, which gave no sign of life" in said
+    assert "late: rank 2 on node-b, which timed out" in said
     after[2] = [12, 7, 3, where]
     said = describe_late(before, after, HOSTS, 0)
     assert "late: rank 2 on node-b, alive but behind, at step 7 after 3 collectives" in said
@@ -166,7 +166,7 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
     measured = [RankReport(seconds, {}, {})] * ranks
     outcome = StepOutcome(
         joins=False,
-        told_to_stop=[],
+        preempted_ranks=[],
         store_ends=False,
         loss=1.0, grad_norm=1.0, tokens=batch * seq, batch_hash=0, own_norm=1.0, outer_norm=None, finite=True, preempted=False, save_is_due=False, ranks=measured
     )  # fmt: skip

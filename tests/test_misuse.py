@@ -91,7 +91,7 @@ def _statistics_and_pickles():
         for _ in range(2):
             model.train()(x.chunk(4)[dist.get_rank()]).sum().backward()
     assert len(said) == (dist.get_rank() == 0)
-    assert all(line.startswith("codes, count: buffers that differ between ranks") for line in said)
+    assert all(line.startswith("codes, count: these buffers differ between ranks") for line in said)
     model.eval()
     average_buffers(model)
     twin = sharded_copy(model)
@@ -361,7 +361,7 @@ def test_calls_that_find_no_whole_parameters_say_what_to_do(ranks):
         assert inside.startswith("Encoder.project computes with parameters that only a call")
         assert "register_fsdp_forward_method(module, 'project')" in inside
         assert appending.startswith("blocks.")
-        assert " changed a list that it was given" in appending
+        assert " changed a list of its arguments" in appending
         assert twice.startswith("backward(create_graph=True) reached blocks.1")
         assert late.startswith("register_hook was called on a parameter")
 
@@ -411,7 +411,7 @@ def test_complex_and_integer_parameters_are_compared_and_set_as_a_whole(ranks):
         assert told[1].startswith("precision.param=bf16: 0.weight is complex")
         assert len(told) == 5
         for each in told[2:]:
-            assert each.startswith("ranks [1] hold other weights than rank 0")
+            assert each.startswith("ranks [1] hold different weights than rank 0")
         assert dtype == torch.complex128
 
 

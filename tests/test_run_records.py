@@ -19,7 +19,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.instruments.report.page import markdown
 from parallel2d.instruments.report.runs import parts_of, read_run
 from parallel2d.rank import _Escaped
-from parallel2d.training.assemble import _say_new_rate
+from parallel2d.training.assemble import _log_new_rate
 from parallel2d.training.metrics.recorder import Goodput
 from parallel2d.training.run_directory import end, start
 from parallel2d.training.run_directory.end import (
@@ -29,7 +29,7 @@ from parallel2d.training.run_directory.end import (
     summarize,
 )
 from parallel2d.training.run_directory.start import (
-    RunClaim,
+    OwnershipLock,
     Segment,
     accept_start,
     changes_since,
@@ -45,7 +45,7 @@ def job_in(run_dir, **more):
 
 
 def accept(job, layout, finished_steps):
-    return accept_start(job, layout, finished_steps, RunClaim(job.run_dir))
+    return accept_start(job, layout, finished_steps, OwnershipLock(job.run_dir))
 
 
 def test_each_start_is_a_segment(tmp_path):
@@ -135,7 +135,7 @@ def test_a_run_ends_with_a_summary(tmp_path):
     assert read_objective(str(tmp_path)) == 3.75
     told = summarize(job, stopped=False, checkpoint=checkpoint, best="b/step-2", reason="no better")
     assert told[0].startswith("stopped ")
-    assert told[1] == "why         no better"
+    assert told[1] == "reason      no better"
     assert "best        b/step-2" in told
     assert not any(line.startswith("go on") for line in told)
     job.config.train.objective = "accuracy"
@@ -257,10 +257,10 @@ def test_a_start_that_cannot_be_recorded_does_not_take_the_directory(tmp_path, m
 def test_another_rate_is_said_and_a_log_is_escaped():
     said, config = [], TrainConfig()
     before = dataclasses.asdict(config)
-    _say_new_rate(config, before, 60, SimpleNamespace(say=said.append))
+    _log_new_rate(config, before, 60, SimpleNamespace(log=said.append))
     assert said == []
     before["train"]["steps"] *= 2
-    _say_new_rate(config, before, 60, SimpleNamespace(say=said.append))
+    _log_new_rate(config, before, 60, SimpleNamespace(log=said.append))
     assert "warning: the learning rate of step 60 is" in said[0]
     assert _Escaped().format(logging.makeLogRecord({"msg": "a\x1b[31m"})) == "a\\x1b[31m"
 

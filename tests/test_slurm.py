@@ -145,7 +145,7 @@ def run_stand_in(
     stand_in = folder / "stand-in"
     stand_in.write_text(f"#!/bin/bash\n{program}\n")
     stand_in.chmod(0o755)
-    batch = Batch(folder, int(variables.pop("LIFE", "0")), PYTHON=str(stand_in), **variables)
+    batch = Batch(folder, int(variables.pop("INCARNATION", "0")), PYTHON=str(stand_in), **variables)
     try:
         for number in signals:
             jobs.wait_for(lambda: "up" in batch.log.read_text())
@@ -172,7 +172,7 @@ def test_tasks_hear_of_the_end_by_sigusr1_and_have_the_time_to_save(folder, numb
 
 @pytest.mark.parametrize(("code", "life", "again"), [(0, 0, False), (1, 0, False), (75, 0, True), (75, 200, False)])  # fmt: skip
 def test_only_a_run_that_saved_is_requeued_and_not_for_ever(folder, code, life, again):
-    ended, _, notes = run_stand_in(folder, f"exit {code}", LIFE=str(life))
+    ended, _, notes = run_stand_in(folder, f"exit {code}", INCARNATION=str(life))
     assert ended == code
     assert bool(notes) is again
 

@@ -15,18 +15,18 @@ from training import largest_difference, weights_of
 import parallel2d
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.sync.average import WeightAverage
-from parallel2d.parallel.sync.methods.outer_parameter import OuterParameter
-from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
-from parallel2d.parallel.sync.wires import fused
-from parallel2d.parallel.sync.wires.blocks import (
-    BlockCode,
+from parallel2d.parallel.sync.ema import EMAWeights
+from parallel2d.parallel.sync.formats import fused_quantize
+from parallel2d.parallel.sync.formats.quantize import (
+    BlockFormat,
     BlockNoise,
     Piece,
     key_of,
     mean_of,
     to_blocks,
 )
+from parallel2d.parallel.sync.methods.outer_parameter import OuterParameter
+from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
 
 TWO_BY_TWO = {"replicate": 2, "shard": 2}
 DILOCO = {"name": "diloco", "every": 5}
@@ -192,8 +192,10 @@ def test_what_is_not_finite_comes_through_every_code_in_its_place(value):
     values[300] = value
     for bits in (8, 4):
         noise = BlockNoise([Piece(3, 0)], [700], values.device)
-        blocks, code = to_blocks([values]), BlockCode(bits)
-        back = code.decode(code.encode(blocks, noise.numbers(0, len(blocks), 0)), values.dtype)
+        blocks, code = to_blocks([values]), BlockFormat(bits)
+        back = code.dequantize(
+            code.quantize(blocks, noise.numbers(0, len(blocks), 0)), values.dtype
+        )
         found = back.view(-1)[:700]
         assert (~found.isfinite()).nonzero().flatten().tolist() == [300]
         assert str(found[300].item()) == str(value)
@@ -214,22 +216,22 @@ def _bits_of(values):
 
 
 def _compare_kernels(bits):
-    blocks, code, stage = _blocks(7), BlockCode(bits), key_of("stage")
+    blocks, code, stage = _blocks(7), BlockFormat(bits), key_of("stage")
     noise = BlockNoise([Piece(key_of("a"), 2**31 - 600)], [256 * 7 - 9], blocks.device)
-    encode, decode = fused.encode_by_kernel, fused.decode_by_kernel
+    quantize, dequantize = fused_quantize.quantize_by_kernel, fused_quantize.dequantize_by_kernel
     # The last two are padding.
     padded = torch.nn.functional.pad(blocks[3:], (0, 0, 0, 2))
-    expected = code.encode(padded, noise.numbers(3, 9, stage))
-    assert torch.equal(encode(padded, noise.places, 3, stage, bits), expected)
-    nearest = code.encode(blocks, 0.5)
-    assert torch.equal(encode(blocks, None, 0, 0, bits), nearest)
+    expected = code.quantize(padded, noise.numbers(3, 9, stage))
+    assert torch.equal(quantize(padded, noise.places, 3, stage, bits), expected)
+    nearest = code.quantize(blocks, 0.5)
+    assert torch.equal(quantize(blocks, None, 0, 0, bits), nearest)
     # As parts of longer messages
     messages = torch.zeros(3, 8, code.row_bytes, dtype=torch.uint8)
-    messages[:, 1:] = torch.stack([nearest, code.encode(blocks.flip(0), 0.5), nearest])
+    messages[:, 1:] = torch.stack([nearest, code.quantize(blocks.flip(0), 0.5), nearest])
     for replicas in (1, 2, 3):
         sent = messages[:replicas, 1:]
-        mean = mean_of([code.decode(each, torch.float32) for each in sent])
-        for found, wanted in zip(_bits_of(decode(sent, bits)), _bits_of(mean), strict=True):
+        mean = mean_of([code.dequantize(each, torch.float32) for each in sent])
+        for found, wanted in zip(_bits_of(dequantize(sent, bits)), _bits_of(mean), strict=True):
             assert torch.equal(found, wanted)
 
 
@@ -254,17 +256,17 @@ def _machine_code(kernel, types, constants):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_kernels_for_gpus_compile_to_exact_divisions_and_no_fused_products(bits):
     pytest.importorskip("triton")
-    kernels = fused.kernels()
+    kernels = fused_quantize.kernels()
     numbers = dict.fromkeys(("first", "known", "stage"), "i32")
     pointers = {"values": "*fp32", "places": "*i32", "sent": "*u8", "scales": "*fp32"}
     kinds = dict.fromkeys(("rounds_at_random", "bits"), "constexpr")
-    encode = _machine_code(
-        kernels.encode, pointers | numbers | kinds, {"rounds_at_random": True, "bits": bits}
+    quantize = _machine_code(
+        kernels.quantize, pointers | numbers | kinds, {"rounds_at_random": True, "bits": bits}
     )
     pointers = {"sent": "*u8", "scales": "*fp32", "values": "*fp32"}
     numbers = {"replicas": "i32", "replica_bytes": "i32"}
     types = pointers | numbers | {"bits": "constexpr"}
-    for code in (encode, _machine_code(kernels.decode_mean, types, {"bits": bits})):
+    for code in (quantize, _machine_code(kernels.dequantize_mean, types, {"bits": bits})):
         found = set(re.findall(r"\b(?:div|fma)\.[a-z.]*f32", code["ptx"]))
         assert found == {"div.rn.f32"}
         assert code["cubin"]
@@ -274,12 +276,12 @@ def test_random_rounding_is_unbiased_and_bounded_by_the_scale():
     values = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     blocks = to_blocks([values])
     for bits, largest in ((8, 126), (4, 6)):
-        code = BlockCode(bits)
+        code = BlockFormat(bits)
         scale = blocks.abs().amax(1, keepdim=True) / largest
         total = torch.zeros_like(blocks)
         for step in range(400):
             noise = BlockNoise([Piece(key_of(0, step, "w"), 0)], [1000], values.device)
-            back = code.decode(code.encode(blocks, noise.numbers(0, 4, 0)), torch.float64)
+            back = code.dequantize(code.quantize(blocks, noise.numbers(0, 4, 0)), torch.float64)
             assert ((back - blocks).abs() <= scale * (1 + 1e-6)).all()
             total += back
         # The mean of 400 numbers that are one scale apart at most: 4 standard deviations.
@@ -410,7 +412,7 @@ def test_what_is_written_to_parameters_stays(ranks, strategy, sync, how):
 def _states_around_averages(strategy, sync):
     """What is saved before averages take the places of parameters, inside and afterwards; and the averages."""
     model, optimizer = _trained_model(strategy, sync, steps=2)
-    averages = WeightAverage(model)
+    averages = EMAWeights(model)
     for step in range(3, 5):
         _step(model, optimizer, step)
         averages.update(0.5)
@@ -524,12 +526,12 @@ UNFROZEN = r"3\.(weight|bias).*unfrozen after parallelize"
 @pytest.mark.parametrize(("mistake", "strategy", "sync", "message"), [
     (_without_attaching, "hybrid_full", {}, NOT_ATTACHED), (_without_attaching, "ddp", {"name": "diloco"}, NOT_ATTACHED),
     (_without_attaching, "ddp", {"wire": "int4", "warmup": 0}, NOT_ATTACHED),
-    (_without_attaching, "ddp", {"wire": "int4"}, "a share of train.steps, which a loop of your own does not have"),
+    (_without_attaching, "ddp", {"wire": "int4"}, "a share of train.steps, which a custom loop does not have"),
     (_on_whole_parameters, "hybrid_full", {}, r"parallel2d\.updated_parameters\(model\)"),
     (_whole_in_a_later_group, "hybrid_full", {}, r"AdamW has model\.parameters\(\)"),
     (_penalty_apart, "hybrid_full", {}, "0.weight.*a gradient of a backward outside of the model's forwards"),
     (_clipped_by_torch, "hybrid_full", {}, r"clip_grad_norm_\(\) of model\.parameters\(\)"),
-    (_stepped_in_no_sync, "ddp", {}, r"gradients of no_sync\(\) alone"),
+    (_stepped_in_no_sync, "ddp", {}, r"gradients from no_sync\(\) only"),
     (_unfrozen, "ddp", {"name": "diloco"}, UNFROZEN), (_unfrozen, "hybrid_full", {"wire": "bf16"}, UNFROZEN),
     # it would write over replicas that differ
     (_looked_at_from_rank_0, "ddp", {"name": "diloco"}, "use writeback=False"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
-from test_checkpoint_whole import Held
+from test_checkpoint_unsharded import Held
 from test_parallelize import CollectiveCounter
 from test_sharded_context import Adapted
 from torch import nn
@@ -36,7 +36,7 @@ from parallel2d.models.huggingface import StoredForm
 from parallel2d.parallel.weights.geometry import Region, local_region
 from parallel2d.parallel.weights.hashes import hashes_of
 from parallel2d.parallel.weights.pretrained import _put_together
-from parallel2d.parallel.weights.whole_tensors import PIECE_BYTES
+from parallel2d.parallel.weights.unsharded_tensors import PIECE_BYTES
 
 
 class Tabled(nn.Module):
@@ -127,7 +127,7 @@ OTHER_MODELS = (
     ("sparse, sent", {"broadcast_from": 0}, "broadcast_from=0: saved is sparse, and only dense"),
     ("order", {}, "the same in another order"),
     ("meta", {"broadcast_from": 1}, "broadcast_from=1: that rank has no values for layers.0.0.weight, layers.0.0.bias"),
-    (None, {"broadcast_from": 2}, "broadcast_from=2 is no rank: there are 2, counted from 0"),
+    (None, {"broadcast_from": 2}, "broadcast_from=2 is not a rank: use 0 to 1"),
 )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def _models_that_differ():
 
 
 def test_ranks_with_different_models_are_told_what_differs(ranks):
-    start = "ranks [1] have another model than rank 0. Rank 1 has "
+    start = "ranks [1] have a different model than rank 0. Rank 1 has "
     for told in ranks.run(2, _models_that_differ):
         for text, (how, _, expected) in zip(told, OTHER_MODELS, strict=True):
             is_whole = how in ("meta", "sparse, sent", None)
@@ -330,7 +330,7 @@ def _summon(sizes):
         doubled = {torch.allclose(gradients_after[name], 2 * g) for name, g in gradients.items()}
         found.append((changed, doubled))
         model(tokens)  # still works
-    with summon_full_params(model), pytest.raises(ConfigError, match="is whole already"):
+    with summon_full_params(model), pytest.raises(ConfigError, match="is already unsharded"):
         summon_full_params(model).__enter__()
     dropped = []
     for rank0_only in (False, True):

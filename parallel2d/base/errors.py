@@ -22,7 +22,7 @@ class EndsSweep(Exception):  # noqa: N818 (named after what follows)
     """A job that was stopped: no other job of its sweep begins."""
 
 
-def nearest_words(
+def nearest_matches(
     word: object, choices: Iterable[object], *, count: int = 3, alike: float = 0.6
 ) -> list[str]:
     """Up to ``count`` of ``choices``, those spelled most like ``word`` first. ``alike``: how alike
@@ -35,7 +35,7 @@ def nearest_words(
 
 def did_you_mean(word: object, choices: Iterable[object], alike: float = 0.6) -> str:
     """``; did you mean WORD?`` with the nearest of ``choices``; empty when none is near."""
-    near = nearest_words(word, choices, count=1, alike=alike)
+    near = nearest_matches(word, choices, count=1, alike=alike)
     return f"; did you mean {near[0]}?" if near else ""
 
 

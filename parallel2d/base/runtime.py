@@ -44,8 +44,16 @@ from parallel2d.base.replicas import (
 from parallel2d.base.store.address import join_endpoint
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import VARIABLE, find_secret
-from parallel2d.base.store.server import StoreServer, say_who_came
-from parallel2d.base.topology import AGENT, LIFE, PREFIX, STORE, RankIdentity, Topology, find_rank
+from parallel2d.base.store.server import StoreServer, log_dropped_connection
+from parallel2d.base.topology import (
+    AGENT,
+    INCARNATION,
+    PREFIX,
+    STORE,
+    RankIdentity,
+    Topology,
+    find_rank,
+)
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +78,7 @@ def connect(identity: RankIdentity, settings: LaunchConfig | None = None) -> Any
     settings = settings or LaunchConfig()
     secret = find_secret(settings.secret_file, settings.insecure)
     if identity.rank == 0:
-        _servers.append(StoreServer.at(host, port, secret, say_who_came))
+        _servers.append(StoreServer.at(host, port, secret, log_dropped_connection))
     return StoreClient(join_endpoint(host, port), secret)
 
 
@@ -239,7 +247,7 @@ def _join(
     rank, size = identity.rank, identity.world_size
     timeout = timedelta(seconds=waits.longest_wait)
     if together is not None:
-        life = int(os.environ.get(LIFE, "0"))
+        life = int(os.environ.get(INCARNATION, "0"))
         init_world(store, rank, size, together, life, timeout)
     else:
         backend = devices.backend_for(device.type)

@@ -18,7 +18,8 @@ AGENT = "PARALLEL2D_AGENT"  # set by our launcher: its folder, which lives as lo
 STORE, PREFIX = "PARALLEL2D_STORE", "PARALLEL2D_STORE_PREFIX"
 # set by our launcher: 1 where it has the store that other nodes use, which ends with it
 HAS_STORE = "PARALLEL2D_HAS_STORE"
-LIFE = "PARALLEL2D_LIFE"  # set by our launcher: how often the ranks of this replica were replaced
+# Set by our launcher: how often the ranks of this replica were replaced.
+INCARNATION = "PARALLEL2D_LIFE"
 # set by our launcher: a folder in shared memory for this node's ranks, which it removes at its end
 MEMORY_DIR = "PARALLEL2D_MEMORY_DIR"
 SHARED_MEMORY = "/dev/shm"
@@ -53,15 +54,15 @@ def find_rank(environment: MutableMapping[str, str] | None = None) -> RankIdenti
     if launcher == "srun":
         _set_from_slurm(env)
     identity = RankIdentity(
-        rank=_whole_number(env, "RANK"),
-        world_size=_whole_number(env, "WORLD_SIZE"),
-        local_rank=_whole_number(env, "LOCAL_RANK", "0"),
-        node=_whole_number(env, "GROUP_RANK", "0"),
-        nodes=_whole_number(env, "GROUP_WORLD_SIZE", "1"),
+        rank=_integer(env, "RANK"),
+        world_size=_integer(env, "WORLD_SIZE"),
+        local_rank=_integer(env, "LOCAL_RANK", "0"),
+        node=_integer(env, "GROUP_RANK", "0"),
+        nodes=_integer(env, "GROUP_WORLD_SIZE", "1"),
         launcher=launcher,
     )
     # Not part of the identity, but the error is clearer here than where the port is used.
-    _whole_number(env, "MASTER_PORT")
+    _integer(env, "MASTER_PORT")
     if identity.rank >= identity.world_size:
         raise ConfigError(f"RANK={identity.rank} must be below WORLD_SIZE={identity.world_size}")
     return identity
@@ -87,7 +88,7 @@ def _find_launcher(env: MutableMapping[str, str]) -> str | None:
     return "nodes" if AGENT in env else "torchrun"
 
 
-def _whole_number(env: MutableMapping[str, str], name: str, default: str | None = None) -> int:
+def _integer(env: MutableMapping[str, str], name: str, default: str | None = None) -> int:
     """The variable, or ``default``, as a number of at least 0. Raises `ConfigError` for others."""
     text = env.get(name, default)
     # str.isdigit is false for signs, points and the empty text.

@@ -22,11 +22,11 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
 from parallel2d.base.replicas.generations import LEFT_OUT
-from parallel2d.base.topology import LIFE
-from parallel2d.launching.agreement import PUBLISHED
+from parallel2d.base.topology import INCARNATION
 from parallel2d.launching.failures import RankFailure
 from parallel2d.launching.node_ranks import NodeRanks
 from parallel2d.launching.round import Launcher, Round, State
+from parallel2d.launching.shared_job import PUBLISHED
 from parallel2d.training.run_directory.start import has_owner
 
 _LONGEST_PAUSE_S = 60.0  # before a replica starts again
@@ -274,4 +274,4 @@ class LostReplicas:
         self._lives[number] += 1
         for local in mine:
             self._ranks.processes[local].wait(10.0)
-            self._ranks.start_one(local, {LIFE: str(self._lives[number])})
+            self._ranks.start_one(local, {INCARNATION: str(self._lives[number])})

@@ -26,7 +26,7 @@ from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.sync.methods.method import UpdateFollower
-from parallel2d.parallel.sync.updates import outer_sync, residuals_of
+from parallel2d.parallel.sync.updates import error_feedback_of, outer_sync
 from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.data.feed import BatchFeed, BatchPlan, StepBatch
 from parallel2d.training.metrics import keys
@@ -124,7 +124,7 @@ class Membership:
         of the others would end with its node."""
         self._joins = outcome.joins
         ranks, members = self.replicas.ranks, self.replicas.members
-        told = set(outcome.told_to_stop)
+        told = set(outcome.preempted_ranks)
         self._leaving = {number for number, _ in members if told.intersection(ranks[number])}
         if outcome.store_ends or len(members) - len(self._leaving) < self._least:
             self._leaving = set()
@@ -218,7 +218,7 @@ class Membership:
 
     def _say(self, what: str) -> None:
         there = [number for number, _ in self.replicas.members]
-        self.trainer.recorder.say(
+        self.trainer.recorder.log(
             f"replicas   {sorted(there)} of {len(self.replicas.ranks)} are there: {what}"
         )
 
@@ -237,7 +237,7 @@ class Membership:
         self._dealt = self.replicas.generation
         lost = len(self._members.difference(members))
         self._members = set(members)
-        kept = residuals_of(trainer.model)
+        kept = error_feedback_of(trainer.model)
         self._totals[keys.LEFT_OUT_STEPS] += lost * kept.unshared_steps
         data_ranks = len(members) * mesh_shape(trainer.mesh).shard
         kept.scale(data_ranks / trainer.data_ranks)
@@ -304,7 +304,7 @@ class Membership:
 
     def _go_back(self, feed: BatchFeed) -> None:
         """All have waited for those that were lost, and load what all would after a restart; see
-        [Note: memory copies]. Raises `ReplicaLost`."""
+        [Note: in-memory checkpoints]. Raises `ReplicaLost`."""
         trainer, replicas = self.trainer, self.replicas
         begin, before = time.perf_counter(), trainer.progress.step
         while True:

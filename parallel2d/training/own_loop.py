@@ -18,10 +18,10 @@ from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import Applied, Presence, current
 from parallel2d.base.replicas.events import post
 from parallel2d.base.topology import AGENT
-from parallel2d.parallel.mesh import data_coordinate, mesh_shape, present_data_ranks
+from parallel2d.parallel.mesh import data_coordinate, live_data_ranks, mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
-from parallel2d.parallel.sync.updates import outer_sync, residuals_of
+from parallel2d.parallel.sync.updates import error_feedback_of, outer_sync
 from parallel2d.training.state_transfer import KeptBuffers, Receiver, start_senders
 
 
@@ -82,7 +82,7 @@ class Replicas:
     @property
     def data_ranks(self) -> int:
         """Among how many ranks the global batch is divided: those that are there."""
-        return present_data_ranks(self._mesh)
+        return live_data_ranks(self._mesh)
 
     @property
     def data_rank(self) -> int:
@@ -146,7 +146,7 @@ class Replicas:
 
     def _follow_members(self) -> None:
         """What replicas have not sent yet counts as much, however many are there."""
-        residuals_of(self._model).scale(self.data_ranks / self._data_ranks)
+        error_feedback_of(self._model).scale(self.data_ranks / self._data_ranks)
         self._data_ranks = self.data_ranks
 
     def _note_step(self) -> None:

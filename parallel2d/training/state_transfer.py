@@ -42,7 +42,7 @@ from parallel2d.training.checkpoint.local_state import (
 )
 from parallel2d.training.checkpoint.manifest import Manifest, StoredFile
 from parallel2d.training.checkpoint.state import (
-    load_averages,
+    load_ema,
     load_model,
     load_optimizer,
     load_replica_state,
@@ -139,7 +139,7 @@ class Receiver:
         load_model(model, self._peer)
         load_optimizer(model, optimizer, self._peer)
         masters_were_loaded(model)
-        load_averages(model, self._peer, restart=False)
+        load_ema(model, self._peer, restart=False)
         load_replica_state(model, self._peer)
         return True
 

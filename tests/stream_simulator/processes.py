@@ -128,10 +128,10 @@ def _call(
         world_size=size,
         timeout=timedelta(seconds=60),
     )
-    from parallel2d.parallel.sync.wires import fused
+    from parallel2d.parallel.sync.formats import fused_quantize
 
     # Triton comes with torch's builds for CUDA, which these devices stand for.
-    fused.has_triton = lambda: True
+    fused_quantize.has_triton = lambda: True
     value = function(simulator, *args)
     simulator.active = False
     return RankResult.of(simulator, value)

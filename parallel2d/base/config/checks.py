@@ -23,7 +23,7 @@ from parallel2d.base.config.model_and_data import (
     data_problems,
 )
 from parallel2d.base.config.options import (
-    as_word,
+    as_override,
     choice_problem,
     field_problems,
     is_read,
@@ -109,11 +109,11 @@ def _refuse(problems: Iterable[str], *checks: _Problems) -> None:
 
 def _conflicting(conflicts: _Conflicts, config: Any) -> _Problems:
     for first, second, reason in conflicts:
-        both = _given(config, first), _given(config, second)
+        both = _setting_text(config, first), _setting_text(config, second)
         yield all(both), f"{both[0]} does not go with {both[1]}: {reason}"
 
 
-def _given(config: Any, setting: str) -> str | None:
+def _setting_text(config: Any, setting: str) -> str | None:
     """``setting`` with the value that ``config`` has for it; None where that is another."""
     key, _, wanted = setting.partition("=")
     group, _, name = key.partition(".")
@@ -121,8 +121,8 @@ def _given(config: Any, setting: str) -> str | None:
     # A model of another family may not have the field.
     value = getattr(section, name or "name", None)
     default = getattr(type(section)(), name or "name", None)
-    is_given = as_word(value) == wanted if wanted else value != default
-    return f"{key}={as_word(value)}" if is_given else None
+    is_set = as_override(value) == wanted if wanted else value != default
+    return f"{key}={as_override(value)}" if is_set else None
 
 
 # What is trained

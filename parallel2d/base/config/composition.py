@@ -1,7 +1,7 @@
 """From the words of a command line to a checked `TrainConfig` and a run directory, by Hydra.
 
 `compose` composes one job, `survey` what words choose and might choose; `config.sweep` leaves
-several jobs, or ``--cfg``, to Hydra. `config.words` has what happens to the words before.
+several jobs, or ``--cfg``, to Hydra. `config.overrides` has what happens to the words before.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from parallel2d.base import files
 from parallel2d.base.config.checks import validated
-from parallel2d.base.config.explanation import dotted_keys, explain, first_line, unknown_key
+from parallel2d.base.config.error_messages import dotted_keys, explain, first_line, unknown_key
 from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.config.model_and_data import FAMILIES
+from parallel2d.base.config.overrides import may_sweep, parse_arguments
 from parallel2d.base.config.schema import choices_by_group, initialized
-from parallel2d.base.config.words import may_sweep, read_words
 from parallel2d.base.errors import ConfigError
 
 Task = Callable[[Job], float | None]
@@ -71,11 +71,11 @@ class Composition:
 def compose(arguments: Sequence[str]) -> Composition | None:
     """What ``arguments`` compose to, without any trace; None where they are no single job: ``-m``,
     ``--cfg``, several values for a key. Raises `ConfigError` for anything wrong with the words."""
-    parsed = read_words(arguments)
+    parsed = parse_arguments(arguments)
     if any(map(vars(parsed).get, _NO_SINGLE_JOB)):
         return None
     name, words = parsed.config_name, parsed.overrides
-    with wrong_words_explained(parsed):
+    with explain_override_errors(parsed):
         with initialized(parsed.config_dir) as hydra_instance:
             # A file may say that several values are a sweep.
             if may_sweep(words) and hydra_instance.get_mode(name, words) == RunMode.MULTIRUN:
@@ -92,7 +92,7 @@ def compose(arguments: Sequence[str]) -> Composition | None:
 
 
 @contextlib.contextmanager
-def wrong_words_explained(parsed: argparse.Namespace) -> Iterator[None]:
+def explain_override_errors(parsed: argparse.Namespace) -> Iterator[None]:
     """Turns what Hydra raises for the words into a `ConfigError`."""
     try:
         yield
@@ -148,7 +148,7 @@ def survey(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, tuple[
     choices of each group. Values are not checked, and words with several values for a sweep are
     omitted. Raises `ConfigError` for words that do not compose."""
     chosen = [word for word in parsed.overrides if not may_sweep([word])]
-    with wrong_words_explained(parsed), initialized(parsed.config_dir) as hydra_instance:
+    with explain_override_errors(parsed), initialized(parsed.config_dir) as hydra_instance:
         composed = hydra_instance.compose_config(parsed.config_name, chosen, RunMode.RUN)
         groups = choices_by_group(hydra_instance.config_loader)
     plain: Any = OmegaConf.to_container(composed, resolve=False)

@@ -20,8 +20,8 @@ from typing import Any
 from parallel2d.base.config.composition import survey
 from parallel2d.base.config.job import TrainConfig
 from parallel2d.base.config.model_and_data import FAMILIES
-from parallel2d.base.config.options import REQUIRED, allowed, as_word, default_of
-from parallel2d.base.config.words import read_words
+from parallel2d.base.config.options import REQUIRED, allowed, as_override, default_of
+from parallel2d.base.config.overrides import parse_arguments
 from parallel2d.base.errors import ConfigError, did_you_mean
 
 WIDTH = 100
@@ -98,7 +98,7 @@ def information(words: Sequence[str], program: str, purpose: str) -> str | None:
         return version()
     if {"-h", "--help"}.isdisjoint(words):
         return None
-    parsed = read_words(words)
+    parsed = parse_arguments(words)
     topics = [word for word in parsed.overrides if "=" not in word]
     parsed.overrides = [word for word in parsed.overrides if "=" in word]
     values, groups = survey(parsed)
@@ -193,7 +193,7 @@ def _key(name: str, item: dataclasses.Field[Any]) -> Documented:
 def _row(documented: Documented, values: Mapping[str, Any], topic: str) -> tuple[str, str]:
     """A key with its value, its meaning and what is allowed; whole for a key that was asked for."""
     value: Any = functools.reduce(operator.getitem, documented.key.split("."), values)
-    setting = documented.key + (" (required)" if value == REQUIRED else f"={as_word(value)}")
+    setting = documented.key + (" (required)" if value == REQUIRED else f"={as_override(value)}")
     text = documented.text if topic == documented.key else documented.summary
     return setting, f"{text} ({documented.allowed})"
 

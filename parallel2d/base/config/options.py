@@ -93,7 +93,7 @@ def value_problem(key: str, value: Any, item: Field[Any]) -> str | None:
         return f"{key}={value} must be finite"
     if "choices" in constraint:
         return choice_problem(key, value, constraint["choices"], "None" in _kinds(item))
-    return None if _fits(value, item) else f"{key}={as_word(value)} must be {allowed(item)}"
+    return None if _fits(value, item) else f"{key}={as_override(value)} must be {allowed(item)}"
 
 
 def _kinds(item: Field[Any]) -> list[str]:
@@ -160,7 +160,7 @@ def _limits(constraint: Mapping[str, Any]) -> list[tuple[str, Callable[[Any, Any
 def _unread_problems(config: Any, item: Field[Any], prefix: str) -> Iterator[str]:
     """Yields a line for a field that is set although what it belongs to does not read it."""
     value = getattr(config, item.name)
-    has_no_effect = f"{prefix}{item.name}={as_word(value)} has no effect"
+    has_no_effect = f"{prefix}{item.name}={as_override(value)} has no effect"
     needed = item.metadata.get("needs")
     if needed is not None and getattr(config, needed) == getattr(type(config)(), needed):
         yield f"{has_no_effect} without {prefix}{needed}"
@@ -200,16 +200,16 @@ def choice_problem(
     return f"{key}={value} is not one of {allowed}{near}"
 
 
-def as_word(value: Any) -> str:
+def as_override(value: Any) -> str:
     """A value as it is written on a command line: ``null``, ``true``, ``[a,b]``, ``{a: b}``."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{','.join(map(as_word, value))}]"
+        return f"[{','.join(map(as_override, value))}]"
     if isinstance(value, dict):
-        inside = [f"{key}: {as_word(each)}" for key, each in value.items()]
+        inside = [f"{key}: {as_override(each)}" for key, each in value.items()]
         return f"{{{', '.join(inside)}}}"
     return str(value)
 

@@ -21,14 +21,14 @@ from omegaconf import DictConfig
 from parallel2d.base import files
 from parallel2d.base.config.composition import (
     Task,
+    explain_override_errors,
     folder_errors_explained,
     job_here,
     place_options,
     to_config,
-    wrong_words_explained,
 )
+from parallel2d.base.config.overrides import parse_arguments
 from parallel2d.base.config.schema import initialized
-from parallel2d.base.config.words import read_words
 from parallel2d.base.errors import ConfigError, EndsSweep
 
 _IN_TURN = ("BasicSweeper", "BasicLauncher")  # Hydra's own, without a plugin
@@ -39,7 +39,7 @@ def run_sweep(arguments: Sequence[str], task: Task) -> None:
     run directory of its own. What it returns is the job's objective. Prints a table of the jobs,
     best first. Raises `ConfigError` for anything wrong with the words, and the error of a job that
     failed."""
-    parsed = read_words(arguments)
+    parsed = parse_arguments(arguments)
     options = place_options(parsed)
     numbers: dict[str, int] = {}
 
@@ -47,7 +47,7 @@ def run_sweep(arguments: Sequence[str], task: Task) -> None:
         return _run_job(composed, task, options, numbers)
 
     with (
-        wrong_words_explained(parsed),
+        explain_override_errors(parsed),
         folder_errors_explained(),
         initialized(parsed.config_dir) as hydra_instance,
     ):

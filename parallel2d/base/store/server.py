@@ -335,7 +335,7 @@ class StoreServer:
     }
 
 
-def say_who_came(address: str) -> None:
+def log_dropped_connection(address: str) -> None:
     """Prints that a connection from ``address`` was dropped. A ``report`` of `StoreServer`."""
     text = f"dropped a connection from {address}, which does not know this job's secret"
     with contextlib.suppress(Exception):  # the terminal may be gone

@@ -43,10 +43,10 @@ from parallel2d.parallel.cost.collectives import GroupPlacement, placements
 from parallel2d.parallel.cost.equal_blocks import by_blocks
 from parallel2d.parallel.cost.fake_group import fake_process_group
 from parallel2d.parallel.cost.flops import count_flops
+from parallel2d.parallel.cost.meta_copy import TensorTraffic
 from parallel2d.parallel.cost.predicted_peak import PredictedMemory, predict_peak
 from parallel2d.parallel.cost.state_memory import StateBytes, state_bytes
 from parallel2d.parallel.cost.step_time import StepEstimate, estimate_step
-from parallel2d.parallel.cost.tensor_twin import TensorTraffic
 from parallel2d.parallel.cost.traffic import predicted_bytes
 from parallel2d.parallel.mesh import place_mesh
 from parallel2d.parallel.mesh_sizes import MeshShape, check_placement, resolve_mesh
@@ -57,8 +57,8 @@ from parallel2d.parallel.sync import accumulate
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.training.assemble import lay_out, plan_batches
 from parallel2d.training.data.batch import token_sequences
+from parallel2d.training.data.custom_data import CustomSamples
 from parallel2d.training.data.feed import BatchPlan
-from parallel2d.training.data.own_data import OwnSamples
 from parallel2d.training.loss.model_loss import ModelLoss
 from parallel2d.training.model_families import ModelParts, build_model, name_of_head
 from parallel2d.training.optimizer import build_optimizer, plan_groups
@@ -361,7 +361,7 @@ def _planned_sample(config: TrainConfig, parts: ModelParts) -> SampleShape:
     `ConfigError` for data that the model does not read."""
     check_reads(config, parts)
     if config.data.name == "custom":
-        return OwnSamples(config.data).shape
+        return CustomSamples(config.data).shape
     return token_sequences(config.train.seq_len)
 
 
@@ -382,7 +382,7 @@ def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: 
         with fake:
             build_optimizer(model, workload.optimizer)
             for engine in engines_in(model):
-                engine.defer_agreement()
+                engine.defer_status()
             batches = [workload.example("cpu") for _ in range(min(workload.accumulation, 2))]
             tracker = FSDPMemTracker(model)
             for batch in batches:

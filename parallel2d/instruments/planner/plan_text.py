@@ -33,7 +33,7 @@ def summary(config: TrainConfig, cost: LayoutCost) -> list[str]:
         f"{cluster.name}, device {cluster.device.name}",
         f"mesh        {shape}; strategy {config.strategy.name}",
         *(f"{_INDENT}{note}" for note in shape.notes),
-        *_whole_head(config, shape.context),
+        *_undivided_head_lines(config, shape.context),
         f"model       {cost.model}: {cost.parameters:,} parameters",
         f"{_INDENT}precision {config.precision.name}, bucketing {config.bucketing.name}, "
         f"activation checkpointing {config.activation_checkpointing.name}",
@@ -48,7 +48,7 @@ def summary(config: TrainConfig, cost: LayoutCost) -> list[str]:
     ]
 
 
-def _whole_head(config: TrainConfig, context: int) -> list[str]:
+def _undivided_head_lines(config: TrainConfig, context: int) -> list[str]:
     if context == 1 or config.train.loss_chunk is not None:
         return []
     return [
@@ -112,7 +112,7 @@ def _traffic_lines(cost: LayoutCost) -> list[str]:
             amount = f"{moved / 1e9:.3f} GB" if moved >= 1e8 else f"{moved / 1e6:.3f} MB"
         where = "inside hosts" if cost.places[axis].is_inside else "between hosts"
         lines.append(f"{_INDENT}{axis} {amount}, {where}")
-        if axis == "replicate" and moved and cost.layout.method.named_wire is not None:
+        if axis == "replicate" and moved and cost.layout.method.named_format is not None:
             share = moved / exact_bytes(cost.layout)
             lines.append(f"{_INDENT}{share:.3f} of exact gradients in fp32{_in_finer(cost.layout)}")
     if lines:
@@ -121,15 +121,15 @@ def _traffic_lines(cost: LayoutCost) -> list[str]:
 
 
 def _in_finer(layout: Layout) -> str:
-    """Where gradients have two wires, the share in the finer one."""
-    wire = layout.method.named_wire
-    if wire is None or not layout.method.keeps_residuals:
+    """Where gradients have two communication formats, the share in the finer one."""
+    comm_format = layout.method.named_format
+    if comm_format is None or not layout.method.has_error_feedback:
         return ""
     hidden = values = 0
     for group, count in AxisTraffic(layout).groups:
         hidden += count * sum(shape.numel() for shape in group.hidden_shapes)
         values += count * group.reduced_numel
-    return f"; {1 - hidden / values:.1%} of the values in {wire.finer}"
+    return f"; {1 - hidden / values:.1%} of the values in {comm_format.finer}"
 
 
 def _compute_line(cost: LayoutCost) -> str:

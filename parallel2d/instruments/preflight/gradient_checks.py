@@ -21,8 +21,8 @@ from parallel2d.base.config import CompileConfig, LlamaModel, ParallelConfig, Sy
 from parallel2d.base.device import current_device, name_of, synchronize
 from parallel2d.base.exchange import all_gather
 from parallel2d.base.runtime import Runtime
-from parallel2d.instruments.certification.certificate import Certificate
-from parallel2d.instruments.certification.in_code import certify
+from parallel2d.instruments.parity_check.custom_loop import certify
+from parallel2d.instruments.parity_check.parity_report import ParityReport
 from parallel2d.instruments.preflight.self_check import GRADIENTS, KILLED, chosen_checks, write_row
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
 from parallel2d.parallel.loss import cross_entropy_sum
@@ -79,7 +79,7 @@ def _check(runtime: Runtime, name: str) -> str:
     return f"passed: largest error of a gradient {error:.1e}, bound {bound:.0e}"
 
 
-def compare(mesh: DeviceMesh, config: ParallelConfig, late: bool) -> Certificate:
+def compare(mesh: DeviceMesh, config: ParallelConfig, late: bool) -> ParityReport:
     """Compare steps of a small model with one process, with `late_gradients` or without.
     Collective."""
     device = current_device(mesh.device_type)
@@ -134,11 +134,11 @@ def late_gradients(device: torch.device, products: int = 8) -> Iterator[None]:
     def late_gradient(self: FSDPGroup, fill: bool) -> None:
         prepare(self, fill)
         for parameter in self.trained if self.is_alone else ():
-            gradient = parameter.take_whole()
+            gradient = parameter.take_unsharded_gradient()
             if gradient is not None:
                 late = torch.full_like(gradient, torch.nan)
                 delay()
-                parameter.set_whole(late.copy_(gradient))
+                parameter.set_unsharded_gradient(late.copy_(gradient))
 
     synchronize(device.type)
     OrderedReduceScatter.__call__ = late_scatter  # type: ignore[method-assign, assignment]

@@ -172,14 +172,14 @@ def events_of(run: Run) -> list[tuple[str, float, str]]:
             found.append(("changed settings", segment.first_step, changes))
     saved = run[keys.STEP][run[keys.time_key("checkpoint_s")] > 0]
     found += zip(repeat("checkpoint"), saved, repeat("at this step, or since the row before"))
-    found += _comings_and_goings(run)
+    found += _membership_changes(run)
     reason = run.summary.get("reason")
     if run.summary.get("stopped") is True or isinstance(reason, str):
         found.append(("stop", run.last(keys.STEP), str(reason or "it was asked to end")))
     return found
 
 
-def _comings_and_goings(run: Run) -> list[tuple[str, float, str]]:
+def _membership_changes(run: Run) -> list[tuple[str, float, str]]:
     """As `events_of`, of replicas. Totals begin again where all ranks have."""
     totals = [run[key] for key in (keys.REPLICAS_JOINED, keys.REPEATED_SAMPLES)]
     joined, samples = np.nan_to_num(np.diff(np.stack(totals))).clip(0.0)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from parallel2d.base import files
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.metrics import keys
-from parallel2d.training.metrics.row_file import parse_row
+from parallel2d.training.metrics.metrics_row import parse_row
 from parallel2d.training.run_directory.start import Segment, read_segments
 
 # The step, in a row whose loss was not finite. The writer puts null there.

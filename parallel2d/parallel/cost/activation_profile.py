@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.cost.tensor_twin import on_fake_tensors, tensor_twin
-from parallel2d.parallel.loss import loss_chunks
+from parallel2d.parallel.cost.meta_copy import meta_copy, on_fake_tensors
+from parallel2d.parallel.loss import chunk_elements, loss_chunks
 from parallel2d.parallel.parallelize.layout import Layout
 
 
@@ -53,14 +53,15 @@ def profile_activations(
 
     The last event is the end of the step. In words why not, if fake tensors cannot run it.
     """
-    twin = tensor_twin(model, mesh, layout)
+    copied = meta_copy(model, mesh, layout)
     # Attention has a kernel that keeps no scores on this device, and none on meta.
     try:
-        with on_fake_tensors(twin, "cpu"):
+        with on_fake_tensors(copied, "cpu"):
             inputs, targets = layout.workload.example("cpu")
-            loss = loss_of(twin, inputs, targets)
-            log = _EventLog(twin, [modules for modules, _ in layout.groups_of(twin)])
-            with log, loss_chunks(first_alone=True):
+            loss = loss_of(copied, inputs, targets)
+            log = _EventLog(copied, [modules for modules, _ in layout.groups_of(copied)])
+            elements = chunk_elements(layout.workload.device_type)
+            with log, loss_chunks(elements, first_alone=True):
                 value = loss(inputs, targets)
                 log.is_backward = True
                 value.backward()
@@ -80,13 +81,13 @@ def profile_activations(
 class _EventLog(TorchDispatchMode):
     """Counts bytes of storages, and notes them at the borders of groups, the root last."""
 
-    def __init__(self, twin: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> None:
+    def __init__(self, copied: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> None:
         super().__init__()
         self.events: list[MemoryEvent] = []
         self.is_backward = False
         self._now = self._most = 0
         self._sizes: dict[int, tuple[Any, int]] = {}
-        for tensor in [*twin.parameters(), *twin.buffers()]:
+        for tensor in [*copied.parameters(), *copied.buffers()]:
             self._see(tensor, counts=False)
         self._trained: list[list[nn.Parameter]] = []
         self._missing: list[int] = []

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from parallel2d.base.device import name_of
 from parallel2d.parallel.cost.equal_blocks import by_blocks
-from parallel2d.parallel.cost.tensor_twin import ALL_AT_ONCE, LossOfBatch, on_fake_tensors
+from parallel2d.parallel.cost.meta_copy import ALL_AT_ONCE, LossOfBatch, on_fake_tensors
 from parallel2d.parallel.loss import loss_chunks
 
 log = logging.getLogger(__name__)
@@ -58,11 +58,11 @@ def _count(
     # Plain meta tensors are twice as fast, and some models only run on fake tensors.
     for fake in (False, True):
         try:
-            twin = copy.deepcopy(model).to("meta")
-            mode = on_fake_tensors(twin, "meta") if fake else nullcontext()
+            copied = copy.deepcopy(model).to("meta")
+            mode = on_fake_tensors(copied, "meta") if fake else nullcontext()
             with mode, loss_chunks(ALL_AT_ONCE), FlopCounterMode(display=False) as counter:
                 inputs, targets = example("meta")
-                loss(twin, inputs, targets).backward()
+                loss(copied, inputs, targets).backward()
             return {"flops": counter.get_total_flops()}
         # A model may look at values, which neither kind of tensor has.
         except Exception:

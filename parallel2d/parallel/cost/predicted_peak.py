@@ -28,7 +28,7 @@ from parallel2d.parallel.parallelize.precision import DTYPES
 
 @dataclass(frozen=True)
 class PredictedMemory:
-    """Bytes of one rank at the fullest moment of a step. ``by_kind``: their sum is ``peak``."""
+    """Bytes of one rank at the peak of a step. ``by_kind``: their sum is ``peak``."""
 
     peak: int
     by_kind: Mapping[str, int]
@@ -75,7 +75,7 @@ def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemo
     # All micro-batches after the first are alike, but for the exchange of replicas in the last.
     if accumulation > 1:
         step.run(adds_sums=False, is_last=True)
-    held = step.fullest
+    held = step.at_peak
     by_kind = {
         "parameters": states.parameters,
         "buffers": states.buffers,
@@ -94,7 +94,7 @@ def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemo
 
 
 class _Step:
-    """Follows the events of micro-batches, and keeps what was there at the fullest moment."""
+    """Follows the events of micro-batches, and keeps the memory at the peak."""
 
     def __init__(self, events: Sequence[MemoryEvent], layout: Layout) -> None:
         shape, config = layout.shape.sharding, layout.config
@@ -118,7 +118,7 @@ class _Step:
         self._held = _Held()
         self._gathered_order: list[int] = []
         self._whole: set[int] = set()
-        self.fullest = _Held()
+        self.at_peak = _Held()
         self.activations = 0
         self._most = -1
 
@@ -152,7 +152,7 @@ class _Step:
         if total > self._most:
             self._most = total
             self.activations = activations
-            self.fullest = replace(self._held)
+            self.at_peak = replace(self._held)
 
     def _gather_again(self, number: int, group: _Group, activations: int) -> None:
         if not self._frees:

@@ -1,6 +1,6 @@
 """Bytes of what a rank keeps from step to step: parameters, gradients, optimizer state, buffers.
 
-`state_bytes` computes those of the fullest rank ([Note: the fullest rank] in `layout.py`)
+`state_bytes` computes those of the fullest rank ([Note: the peak-memory rank] in `layout.py`)
 from shapes alone. Activations, gathered parameters and memory of collectives are not in them.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from parallel2d.base.config import OptimizerConfig
 from parallel2d.parallel.parallelize.layout import Layout, ParameterShape, first_part
+from parallel2d.parallel.sync.methods.error_feedback import stored_bytes
 from parallel2d.parallel.sync.methods.owned_parameters import owned_shapes
-from parallel2d.parallel.sync.methods.residuals import stored_bytes
 
 _STEP_BYTES = 4  # torch's optimizers count the steps of each parameter in an fp32 tensor
 
@@ -63,7 +63,7 @@ def state_bytes(layout: Layout) -> StateBytes:
             state += count * _optimizer_bytes(updated, parameter, layout.workload.optimizer)
             copies = method.shared_copies + layout.workload.average
             outer += count * copies * math.prod(held) * parameter.sum_itemsize
-            if method.keeps_residuals and parameter.is_hidden:
+            if method.has_error_feedback and parameter.is_hidden:
                 owners = shape.replicate if method.splits_updates else 1
                 residuals += count * sum(map(stored_bytes, owned_shapes([held], owners)))
     return StateBytes(parameters, masters, gradients, state, outer, residuals, layout.buffer_bytes)

@@ -1,6 +1,6 @@
 """Bytes that each axis moves per step, known before the first one: `predicted_bytes` of a `Layout`.
 `AxisTraffic` has those of one group of parameters; those of the context and tensor axes are counted
-(`cost.tensor_twin.count_tensor_axis`).
+(`cost.meta_copy.count_tensor_axis`).
 """
 
 from __future__ import annotations

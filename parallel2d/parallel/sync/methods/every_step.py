@@ -16,6 +16,14 @@ from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPParameter
 from parallel2d.parallel.sync.engine.buckets import Bucket, Reduction, Wait
+from parallel2d.parallel.sync.formats import ERROR_FEEDBACK_DECAY, FORMATS, CommunicationFormat
+from parallel2d.parallel.sync.formats.quantize import Piece, RoundingKeys, blocks_of
+from parallel2d.parallel.sync.formats.quantized_mean import (
+    QuantizedMean,
+    QuantizedPart,
+    expected_mean,
+)
+from parallel2d.parallel.sync.methods.error_feedback import ErrorFeedback, PartName, as_stored
 from parallel2d.parallel.sync.methods.method import (
     ExpectedState,
     GroupTraffic,
@@ -25,33 +33,29 @@ from parallel2d.parallel.sync.methods.method import (
     SyncMethod,
     UpdateFollower,
 )
-from parallel2d.parallel.sync.methods.residuals import PartName, Residuals, as_stored
-from parallel2d.parallel.sync.wires import RESIDUAL_DECAY, WIRES, Wire
-from parallel2d.parallel.sync.wires.blocks import Piece, RoundingKeys, blocks_of
-from parallel2d.parallel.sync.wires.exchange import Coded, Exchange, expected_mean
 from parallel2d.parallel.weights.geometry import Region
 
-_WARM = WIRES["bf16"]  # the wire of the first steps, where ``sync.wire`` is too coarse for them
+_WARM = FORMATS["bf16"]  # format of the first steps, if ``sync.wire`` is too coarse
 
 
 class EveryStep(SyncMethod):
     """The gradients of every global batch are reduced on all replicas."""
 
     crosses = True
-    # Whether all replicas get the mean, or its owner alone
+    # True if all replicas get the mean; False if only its owner does
     _sent_back = True
 
     def __init__(self, config: SyncConfig) -> None:
         super().__init__(config)
-        wire = self.named_wire
-        form = "precision.reduce" if wire is None else wire.name
+        comm_format = self.named_format
+        form = "precision.reduce" if comm_format is None else comm_format.name
         self.description = f"every step, gradients in {form}"
-        self.gradients_are_exact = wire is None or not wire.rounds
-        if wire is not None and wire.finer:
-            self.keeps_residuals = True
+        self.gradients_are_exact = comm_format is None or not comm_format.rounds
+        if comm_format is not None and comm_format.finer:
+            self.has_error_feedback = True
             self.warmup = config.warmup
             self.description += (
-                f", {wire.finer} but for hidden matrices, {_WARM.name} in the first "
+                f", {comm_format.finer} but for hidden matrices, {_WARM.name} in the first "
                 f"{self.warmup:g} steps"
             )
 
@@ -62,68 +66,72 @@ class EveryStep(SyncMethod):
         return Message("all_reduce", self.gradient_bytes(group))
 
     def gradient_bytes(self, group: GroupTraffic) -> int:
-        """Bytes of the gradients of ``group`` as they are sent."""
-        wire = self.named_wire
-        if wire is not None and wire.dtype is None:
-            fine, hidden = wire.of_gradient(hidden=False), group.hidden_shapes
+        """Return bytes of the gradients of ``group`` in communication."""
+        comm_format = self.named_format
+        if comm_format is not None and comm_format.dtype is None:
+            fine, hidden = comm_format.of_gradient(hidden=False), group.hidden_shapes
             others = fine.bytes_of(group.reduced_shapes) - fine.bytes_of(hidden)
-            return wire.bytes_of(hidden) + others
+            return comm_format.bytes_of(hidden) + others
         item = self.item_bytes(auto=group.reduced_itemsize)
-        # No dtype wider than that of the gradients is sent.
+        # Gradients are never sent in a wider dtype than their own.
         return group.reduced_numel * min(item, group.sum_itemsize)
 
     def buffer_bytes(self, sums: Sequence[int], item_bytes: int) -> int:
         item = self.item_bytes(auto=item_bytes)
-        # What is not rounded is reduced in place.
+        # Unrounded gradients are reduced in place.
         if item >= 4:
             return 0
-        # As they are sent and as they are received; see `RoundedReduction.most_in_flight`.
+        # Sent and received values; see `RoundedReduction.most_in_flight`.
         return min(sum(sums) * item // 2, 2 * max([*sums, self.bucket_bytes]))
 
     def start(self, model: ReplicatedModel) -> Started:
         self.check_warmup()
-        residuals = Residuals(model, self.with_residuals(model))
+        residuals = ErrorFeedback(model, self.names_with_error_feedback(model))
         exact = AllReduce(model.group)
 
-        def reduction_for(wire: Wire) -> Reduction:
-            if not wire.rounds:
+        def reduction_for(comm_format: CommunicationFormat) -> Reduction:
+            if not comm_format.rounds:
                 return exact
-            sent = self.sent(wire, model.keys.step)
+            sent = self.sent(comm_format, model.keys.step)
             return RoundedReduction(model.group, sent, model.keys, model.hidden, residuals)
 
-        return Started(residuals if self.keeps_residuals else UpdateFollower(), reduction_for)
+        return Started(residuals if self.has_error_feedback else UpdateFollower(), reduction_for)
 
     def check_warmup(self) -> None:
-        """Raises `ConfigError` for a share of steps whose number nobody knows."""
+        """Raise `ConfigError` for a warmup share in a loop without a known number of steps."""
         if 0 < self.warmup < 1:
             raise ConfigError(
-                f"sync.warmup={self.warmup} is a share of train.steps, which a loop of your own "
-                "does not have: give a number of steps, such as SyncConfig(wire='int4', warmup=100)"
+                f"sync.warmup={self.warmup} is a share of train.steps, which a custom loop "
+                "does not have: use a number of steps, such as SyncConfig(wire='int4', warmup=100)"
             )
 
-    def with_residuals(self, model: ReplicatedModel) -> Container[str]:
-        """FQNs of the parameters of which it is kept what was not sent."""
-        return model.hidden if self.keeps_residuals else ()
+    def names_with_error_feedback(self, model: ReplicatedModel) -> Container[str]:
+        """Return FQNs of the parameters with error feedback."""
+        return model.hidden if self.has_error_feedback else ()
 
-    def sent(self, wire: Wire, step: int) -> Wire:
-        """What ``wire`` is in this ``step``, from 1."""
-        return _WARM if step <= self.warmup else wire
+    def sent(self, comm_format: CommunicationFormat, step: int) -> CommunicationFormat:
+        """Return the communication format instead of ``comm_format`` in this ``step``, from 1."""
+        return _WARM if step <= self.warmup else comm_format
 
     def expected_gradient(
         self, values: Sequence[Tensor], cut: Sequence[Region], name: str, state: ExpectedState
     ) -> Tensor:
-        wire = self.named_wire
-        # One without dimensions is averaged with what ranks agree on, unrounded.
-        if wire is None or not values[0].ndim:
-            wire = WIRES["fp64"]
+        comm_format = self.named_format
+        # A parameter without dimensions is averaged unrounded, in the all-reduce of the agreement.
+        if comm_format is None or not values[0].ndim:
+            comm_format = FORMATS["fp64"]
         else:
-            wire = self.sent(wire, state.keys.step).of_gradient(hidden=name in state.hidden)
-        if not wire.keeps_rest:
-            return expected_mean(values, wire, cut, state.keys, name, sent_back=self._sent_back)
+            comm_format = self.sent(comm_format, state.keys.step).of_gradient(
+                hidden=name in state.hidden
+            )
+        if not comm_format.has_error_feedback:
+            return expected_mean(
+                values, comm_format, cut, state.keys, name, sent_back=self._sent_back
+            )
         for replica, value in enumerate(values):
             if (replica, name) in state.residuals:
-                value += RESIDUAL_DECAY * state.residuals[replica, name]
-        mean = expected_mean(values, wire, cut, state.keys, name, sent_back=self._sent_back)
+                value += ERROR_FEEDBACK_DECAY * state.residuals[replica, name]
+        mean = expected_mean(values, comm_format, cut, state.keys, name, sent_back=self._sent_back)
         for replica, rest in enumerate(values):
             state.residuals[replica, name] = as_stored(rest, cut)
         return mean
@@ -131,15 +139,15 @@ class EveryStep(SyncMethod):
 
 @dataclass
 class AllReduce:
-    """An all-reduce in place, in the dtype of the gradients or in a narrower one of 32 bits."""
+    """An all-reduce in place, in the gradients' dtype or a narrower one of 32 bits."""
 
     group: dist.ProcessGroup
     most_in_flight: int | None = None
 
     def start(self, bucket: Bucket) -> list[Wait]:
         flat = sent = bucket.buffer()
-        # Nothing is sent in a dtype that is wider than the gradients.
-        dtype = bucket.wire.dtype
+        # Gradients are never sent in a wider dtype than their own.
+        dtype = bucket.comm_format.dtype
         if dtype is not None and dtype.itemsize < flat.dtype.itemsize:
             sent = flat.to(dtype)
         work = dist.all_reduce(sent, dist.ReduceOp.AVG, group=self.group, async_op=True)
@@ -153,74 +161,87 @@ class AllReduce:
 
 
 class GradientPart(NamedTuple):
-    """A part of a gradient that is quantized on its own."""
+    """A part of a gradient with separate quantization blocks."""
 
     name: PartName
-    start: int  # the position of its first value in the unsharded parameter, flattened
+    start: int  # position of its first value in the flattened unsharded parameter
     values: Tensor
 
 
 @dataclass
 class RoundedReduction:
-    """Sends rounded values, and adds in fp32; see [Note: rounded exchange]."""
+    """Exchange of rounded values with sums in fp32; see [Note: rounded exchange]."""
 
     group: dist.ProcessGroup
-    wire: Wire
+    comm_format: CommunicationFormat
     keys: RoundingKeys
     hidden: Container[str]  # FQNs of the hidden matrices
-    residuals: Residuals  # of those with error feedback
+    residuals: ErrorFeedback  # error feedback of the hidden matrices
 
     @property
     def most_in_flight(self) -> int:
-        """Two, or as many as take the memory of two in 16 bits: each holds what it sends and
-        receives."""
-        return max(2, 32 // self.wire.bits)
+        """Two, or as many as use the memory of two in 16 bits.
+
+        Each reduction holds its sent and received values.
+        """
+        return max(2, 32 // self.comm_format.bits)
 
     def start(self, bucket: Bucket) -> list[Wait]:
-        if self.wire.dtype is not None:
-            # As one tensor, which is not copied.
+        if self.comm_format.dtype is not None:
+            # The buffer as one tensor, without a copy.
             whole = [bucket.buffer()]
-            coder = self.wire.coder(whole, ())
-            coded = [Coded(coder, coder.rows(whole), whole)]
+            quantizer = self.comm_format.quantizer(whole, ())
+            quantized = [QuantizedPart(quantizer, quantizer.rows(whole), whole)]
         else:
             again = any(each.adds_to_means for each in bucket.groups)
-            coded = []
-            for wire, members in self.by_wire(bucket).items():
+            quantized = []
+            for comm_format, members in self.by_format(bucket).items():
                 parts = [GradientPart((each.name, 0), each.start, part) for each, part in members]
                 results = [gradient for _, gradient in members]
-                coded.append(self.coded(wire, parts, results, again=again))
-        exchange = Exchange(self.group, coded)
+                quantized.append(self.quantized(comm_format, parts, results, again=again))
+        # The all-to-all starts here; the first step waits for it and starts the all-gather of the
+        # means. `BucketQueue` runs first steps in the order of the buckets, so the second
+        # collectives of several buckets have one order on all replicas too.
+        exchange = QuantizedMean(self.group, quantized)
         return [exchange.send_means, exchange.finish]
 
-    def by_wire(self, bucket: Bucket) -> dict[Wire, list[tuple[FSDPParameter, Tensor]]]:
-        """The parameters of ``bucket`` and their gradients, by the form in which they are sent."""
-        found: dict[Wire, list[tuple[FSDPParameter, Tensor]]] = defaultdict(list)
+    def by_format(
+        self, bucket: Bucket
+    ) -> dict[CommunicationFormat, list[tuple[FSDPParameter, Tensor]]]:
+        """Return the parameters of ``bucket`` with their gradients, by communication format."""
+        found: dict[CommunicationFormat, list[tuple[FSDPParameter, Tensor]]] = defaultdict(list)
         for parameter, gradient in zip(bucket.trained, bucket.parts(), strict=True):
-            own = self.wire.of_gradient(hidden=parameter.name in self.hidden)
+            own = self.comm_format.of_gradient(hidden=parameter.name in self.hidden)
             found[own].append((parameter, gradient))
         return found
 
-    def coded(
+    def quantized(
         self,
-        wire: Wire,
+        comm_format: CommunicationFormat,
         parts: Sequence[GradientPart],
         results: Sequence[Tensor],
         *,
         again: bool,
-    ) -> Coded:
-        """The ``parts`` of a bucket that are sent in one form. ``results``: as of `Coded`;
-        ``again``: as of `Residuals.add_to`."""
+    ) -> QuantizedPart:
+        """Prepare the ``parts`` of a bucket with one communication format.
+
+        Args:
+            comm_format: the format.
+            parts: the gradients.
+            results: tensors that get the mean.
+            again: see `ErrorFeedback.add_to`.
+        """
         values = [part.values for part in parts]
         pieces: list[Piece] = []
-        # A cast needs to know nothing about parameters.
-        if wire.dtype is None:
+        # A cast uses no random numbers, so no pieces.
+        if comm_format.dtype is None:
             keys = {name: self.keys.of(name) for name in {part.name[0] for part in parts}}
             pieces = [Piece(keys[part.name[0]], part.start) for part in parts]
-        coder = wire.coder(values, pieces)
-        rows = coder.rows(values)
+        quantizer = comm_format.quantizer(values, pieces)
+        rows = quantizer.rows(values)
         keep = None
-        if wire.keeps_rest:
+        if comm_format.has_error_feedback:
             counts = {part.name: blocks_of(part.values.numel()) for part in parts}
             self.residuals.add_to(rows, counts, again=again)
             keep = functools.partial(self.residuals.keep, counts=counts)
-        return Coded(coder, rows, results, keep)
+        return QuantizedPart(quantizer, rows, results, keep)

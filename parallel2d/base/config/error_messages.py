@@ -1,0 +1,170 @@
+"""Which words of a command line are wrong, and why: `explain`.
+
+Hydra stops at the first wrong word, and with a message about its own parts. Here each word is tried
+on its own, and each wrong one gets a line with the key, the value, what is allowed and the nearest
+valid choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from hydra import compose
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from parallel2d.base.config.model_and_data import FAMILIES
+from parallel2d.base.config.options import allowed, choice_problem
+from parallel2d.base.config.schema import choices_by_group, initialized
+from parallel2d.base.errors import did_you_mean, nearest_matches
+
+
+def explain(parsed: argparse.Namespace, error: Exception) -> str:
+    """One line per wrong word; the first lines of ``error`` where no single word is wrong."""
+    with initialized(parsed.config_dir) as hydra_instance:
+        loader = hydra_instance.config_loader
+        groups = choices_by_group(loader)
+        wrong, chosen, values = _read(parsed.overrides, loader, groups)
+        try:
+            base = compose(parsed.config_name, overrides=chosen)
+        # Such as +strategy=ddp, which no single word shows, or a wrong value in one's own file.
+        except (HydraException, OmegaConfBaseException, ValueError):
+            return "\n".join(wrong) or first_line(error)
+        tried = [_try_value(base, groups, override) for override in values]
+    return "\n".join([*wrong, *filter(None, tried)]) or first_line(error)
+
+
+def _read(
+    words: Sequence[str], loader: Any, groups: Mapping[str, Sequence[str]]
+) -> tuple[list[str], list[str], list[Override]]:
+    """Lines for wrong words; choices of groups, whose keys are needed to try values; values."""
+    wrong: list[str] = []
+    chosen: list[str] = []
+    values: list[Override] = []
+    for word in words:
+        # Each word on its own: Hydra's parser stops at the first that it cannot read.
+        try:
+            override = OverridesParser.create(loader).parse_override(word)
+        except HydraException as unreadable:
+            # The first line names the character; the others draw it.
+            reason = str(unreadable).splitlines()[0]
+            advice = "write key=value, and quote special characters"
+            wrong.append(f"{word} cannot be read ({reason}); {advice}")
+            continue
+        key = override.key_or_group
+        is_sweep = override.is_sweep_override()
+        if key in groups:
+            text = override.get_value_string()
+            choices = [part.strip() for part in text.split(",")] if is_sweep else [text]
+            unknown = [choice for choice in choices if choice not in groups[key]]
+            wrong += [_unknown_choice(key, choice, groups[key]) for choice in unknown]
+            # Of several choices for a sweep any has the keys.
+            if not unknown and not is_sweep:
+                chosen.append(f"{key}={text}")
+        # Hydra checks its own keys.
+        elif not key.startswith("hydra"):
+            values.append(override)
+    return wrong, chosen, values
+
+
+def _unknown_choice(group: str, choice: str, choices: Sequence[str]) -> str:
+    if group == "experiment":
+        others = ", ".join(name for name in choices if name != "none")
+        there = f"; there are {others}" if others else ""
+        return (
+            f"no experiment '{choice}'{there}; pass --config-dir DIR with experiment/{choice}.yaml"
+        )
+    return str(choice_problem(group, choice, choices))
+
+
+def _try_value(
+    base: DictConfig, groups: Mapping[str, Sequence[str]], override: Override
+) -> str | None:
+    """What is wrong with a word that sets a key; None for nothing."""
+    key, word = override.key_or_group, override.input_line
+    keys = dotted_keys(base)
+    # ~key: Hydra removes keys, and the schema has no place for a missing one.
+    if override.is_delete():
+        return f"{word}: keys cannot be removed, only set"
+    if key not in keys:
+        return unknown_key(key, str(word), keys, groups)
+    # Each job of a sweep is checked when it is composed.
+    if override.is_sweep_override():
+        return None
+    # model=llama sets a group, optimizer=3 would replace all keys below it.
+    node = OmegaConf.select(base, key, throw_on_missing=False)
+    if OmegaConf.is_dict(node) and not isinstance(override.value(), dict):
+        inside = ", ".join(k for k in keys if k.startswith(key + "."))
+        return f"{word}: {key} is a group of keys, not a value; set one of {inside}"
+    try:
+        trial = base.copy()
+        OmegaConf.update(trial, key, override.value(), merge=True)
+        OmegaConf.resolve(trial)
+    except OmegaConfBaseException:
+        parent, _, last = key.rpartition(".")
+        container = OmegaConf.select(base, parent) if parent else base
+        # A mapping that may hold anything has no fields.
+        fields = getattr(OmegaConf.get_type(container), "__dataclass_fields__", {})
+        expected = allowed(fields[last]) if last in fields else "of another type"
+        return f"{key}={override.value()} must be {expected}"
+    return None
+
+
+def unknown_key(
+    key: str, word: str, keys: Collection[str], groups: Mapping[str, Sequence[str]]
+) -> str:
+    """What is said of a ``word`` that sets a ``key`` that is none of ``keys``: where it belongs,
+    the nearest, or what lists those that there are."""
+    line = f"unknown key {key}" + (f" (given as {word})" if word != key else "")
+    section, _, rest = key.partition(".")
+    name = rest.partition(".")[0]
+    if section == "model" and f"model.{name}" not in keys:
+        owners = [family for family, kind in FAMILIES.items() if name in vars(kind())]
+        if owners:
+            return f"{line}: models of family {' or '.join(owners)} have it"
+    # A whole key that is spelled alike is a better guess than one whose last part is.
+    near = did_you_mean(key, [*keys, *groups], 0.8) or _near_last_part(key, keys)
+    if near:
+        return line + near
+    parent = key.rpartition(".")[0]
+    lists = f"--help {parent}" if parent in keys else "--help all"
+    return f"{line}; {lists} lists keys, docs/coming-from.md those of other frameworks"
+
+
+def _near_last_part(key: str, keys: Collection[str]) -> str:
+    """``steps`` is train.steps or profile.steps; a key of a group is one of the same group."""
+    parent, _, last = key.rpartition(".")
+    others = {other: other.rpartition(".")[2] for other in keys}
+    if parent in keys:
+        others = {other: name for other, name in others.items() if other == f"{parent}.{name}"}
+    close = nearest_matches(last, others.values(), count=1)
+    meant = [other for other, name in others.items() if name in close]
+    return f"; did you mean {' or '.join(meant)}?" if meant else ""
+
+
+def dotted_keys(config: DictConfig, prefix: str = "") -> dict[str, bool]:
+    """All keys, groups before what they hold, each with whether the schema has it."""
+    keys: dict[str, bool] = {}
+    # None: in a mapping without a schema, such as model.arguments, any key may stand.
+    known = getattr(OmegaConf.get_type(config), "__dataclass_fields__", None)
+    for name in map(str, config):
+        key = f"{prefix}{name}"
+        keys[key] = known is None or name in known
+        node = config._get_node(name)
+        if isinstance(node, DictConfig) and not node._is_missing() and not node._is_none():
+            keys |= dotted_keys(node, f"{key}.")
+    return keys
+
+
+def first_line(error: BaseException) -> str:
+    """The first lines of an error of Hydra's or OmegaConf's, or of its cause."""
+    shown = list(filter(None, map(str.strip, str(error).splitlines())))[:2]
+    # Hydra often wraps OmegaConf's error in one line that does not name the reason.
+    if len(shown) < 2 and error.__cause__ is not None:
+        shown += str(error.__cause__).strip().splitlines()[:1]
+    return "; ".join(shown)

@@ -1,0 +1,138 @@
+"""The words of a command line as Hydra must see them: `parse_arguments`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import yaml
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from parallel2d.base.config.options import as_override
+from parallel2d.base.errors import ConfigError
+
+# Words that begin so are about keys that no schema knows.
+_OPEN = (
+    *("model.arguments.", "model.arguments=", "model.tensor_plan="),
+    *("data.validation.", "data.validation=", "data.arguments.", "data.arguments="),
+    *("optimizer.arguments.", "optimizer.arguments="),
+)
+_BRACKET = re.compile(r"(?<!\\)([\[\]])")
+_EXPERIMENT = re.compile(r"^\+{1,2}(?=experiment=)")
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a command line, and as ``overrides`` all other words, which may stand between
+    them. Raises `ConfigError` for an option that the command does not have or has no value for.
+
+    Hydra wants ``++`` before a key that its schema does not have, such as the arguments of a
+    model's factory. In ``model.tensor_plan={layers.*.w[qkv]: colwise}`` brackets belong to the
+    pattern, which Hydra takes only with backslashes. ``+experiment=big``, which is right where the
+    defaults have no experiment, is ``experiment=big`` here: they have one. ``cluster=FILE.yaml``
+    becomes ``cluster=local`` and the keys of that file. Raises `ConfigError` for a file that cannot
+    be read or is no cluster file.
+    """
+    parser = get_args_parser()
+    parser.set_defaults(config_name="train")
+    parser.error = _refuse  # type: ignore[method-assign]
+    parsed, unknown = parser.parse_known_intermixed_args(list(arguments))
+    if unknown:
+        name = unknown[0].lstrip("-").partition("=")[0]
+        raise ConfigError(
+            f"{unknown[0]} is no option of this command: a setting is given as KEY=VALUE, such as "
+            f"{name}=VALUE if that is one; --help all lists them"
+        )
+    if parsed.experimental_rerun:
+        _refuse("--experimental-rerun is refused: it executes what the file contains")
+    if parsed.config_path:
+        _refuse("--config-path is refused: --config-dir has files beside ours")
+    from_files: list[str] = []
+    words: list[str] = []
+    for word in parsed.overrides:
+        word = _EXPERIMENT.sub("", word)
+        key, _, path = word.partition("=")
+        if key == "cluster" and path.endswith((".yaml", ".yml")):
+            from_files += _of_cluster_file(path)
+            word = "cluster=local"
+        elif word.lstrip("+").startswith("model.tensor_plan={"):
+            word = _BRACKET.sub(r"\\\1", word)
+        words.append(f"++{word}" if word.startswith(_OPEN) else word)
+    # Other words about the cluster stay, and win over what the file says.
+    parsed.overrides = [*from_files, *words]
+    return parsed
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(message)
+
+
+def may_sweep(words: Sequence[str]) -> bool:
+    """Whether a word has several values: a sweep, if Hydra was told so."""
+    try:
+        overrides = OverridesParser.create().parse_overrides(list(words))
+    except HydraException:
+        return False
+    return any(override.is_sweep_override() for override in overrides)
+
+
+def quoted(value: object) -> str:
+    """``value`` as Hydra reads it. Raises `ConfigError` for what is no single value."""
+    if isinstance(value, str):
+        if "${" in value:
+            raise ConfigError(f"{value!r} is an interpolation, and a file of data has plain values")
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    if not isinstance(value, bool | int | float | None):
+        raise ConfigError(f"{value!r} is no value of a cluster")
+    return as_override(value)
+
+
+class _WithoutAliases(yaml.SafeLoader):
+    """Aliases can make a value of any size from a small file."""
+
+    def compose_node(self, parent: Any, index: int) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias (*name), which a file of data cannot have")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(path: str) -> Any:
+    """Reads a YAML file of anybody, without tags and aliases. Raises OSError, UnicodeDecodeError,
+    yaml.YAMLError, and `ConfigError` for what is not a file of data of at most 1 MiB."""
+    if not os.path.isfile(path) and os.path.exists(path):  # a pipe would be waited for
+        raise ConfigError("not a regular file")
+    if os.path.getsize(path) > 2**20:
+        raise ConfigError("larger than 1 MiB, which no file of settings is")
+    with open(path, encoding="utf-8") as stream:
+        try:
+            return yaml.load(stream, _WithoutAliases)
+        except RecursionError:
+            raise ConfigError("nested too deep") from None
+
+
+def _of_cluster_file(path: str) -> list[str]:
+    try:
+        found = read_yaml(path)
+        if not isinstance(found, dict):
+            raise ConfigError("no cluster file: it has no keys")
+        found.pop("defaults", None)  # of no use apart from conf/cluster
+        return _words_of("cluster", found)
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, ConfigError) as error:
+        reason = str(error).replace("\n", " ")
+        raise ConfigError(f"cluster={path}: {reason}") from None
+
+
+def _words_of(prefix: str, values: Mapping[Any, Any]) -> list[str]:
+    words = []
+    for name, value in values.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ConfigError(f"{name!r} is no key of a cluster")
+        if isinstance(value, dict):
+            words += _words_of(f"{prefix}.{name}", value)
+        else:
+            words.append(f"{prefix}.{name}={quoted(value)}")
+    return words

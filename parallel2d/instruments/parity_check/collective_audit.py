@@ -1,0 +1,99 @@
+"""Compares every collective of a step with the policy and among ranks: `CollectiveAudit`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from parallel2d.base.exchange import sendable
+from parallel2d.instruments.parity_check.parity_report import Discrepancy
+from parallel2d.instruments.parity_check.reference_run import CheckedRun
+from parallel2d.parallel.mesh import axis_names, ranks_of
+from parallel2d.parallel.mesh_sizes import groups_along
+from parallel2d.parallel.parallelize.precision import DTYPES
+from parallel2d.training.metrics.communication import LoggedCollective
+from parallel2d.training.optimizer import Muon
+
+_SHARE_OF_BYTES = 0.02
+
+Log = Sequence[LoggedCollective]  # of one rank, in order
+
+sendable(LoggedCollective)
+
+
+class CollectiveAudit:
+    """The audit of ``checked``."""
+
+    def __init__(self, checked: CheckedRun) -> None:
+        self._checked = checked
+        # Muon sends matrices and results in bf16.
+        self._update_bytes = 2 if isinstance(checked.optimizer, Muon) else 8
+
+    def check(self, step: int, ranks: Sequence[Log], predictable: bool) -> list[Discrepancy]:
+        """What is wrong in a step. ``predictable``: its bytes were predicted."""
+        found = self._too_narrow(step, ranks)
+        mesh = self._checked.mesh
+        for axis in axis_names(mesh):
+            # A rank that began nothing has its place too.
+            logs = [[each for each in log if each.axis == axis] for log in ranks]
+            if predictable and self._checked.method.replicas_equal:
+                found += self._other_bytes(step, axis, logs)
+            for group in groups_along(ranks_of(mesh), axis).tolist():
+                for rank in group[1:]:
+                    found += _other_order(step, axis, (group[0], rank), logs)
+        return found
+
+    def _too_narrow(self, step: int, ranks: Sequence[Log]) -> list[Discrepancy]:
+        senders: dict[tuple[str, str], set[int]] = defaultdict(set)
+        for rank, log in enumerate(ranks):
+            for each in log:
+                least = self._least_bytes(each)
+                # Codes are bytes, not floating-point numbers.
+                if each.dtype.is_floating_point and each.dtype.itemsize < least:
+                    what = f"{describe(each)}; the configuration asks for {8 * least} bits"
+                    senders[each.axis, what].add(rank)
+        return [
+            Discrepancy("collective", step, what, axis=axis, ranks=tuple(sorted(numbers)))
+            for (axis, what), numbers in senders.items()
+        ]
+
+    def _least_bytes(self, each: LoggedCollective) -> int:
+        """How wide what is sent must be, in bytes of a value."""
+        precision, method = self._checked.config.precision, self._checked.method
+        param, reduce = DTYPES[precision.param].itemsize, DTYPES[precision.reduce].itemsize
+        if each.axis == "replicate":
+            least = method.format_for(DTYPES[precision.reduce]).item_bytes
+            if not method.replicas_equal:
+                return least
+            least = min(least, reduce)
+            return min(least, self._update_bytes) if each.collective == "all_to_all" else least
+        if each.axis == "shard" and each.collective == "reduce_scatter":
+            return reduce
+        return 1 if precision.float8 != "none" else min(param, reduce, self._update_bytes)
+
+    def _other_bytes(self, step: int, axis: str, logs: Sequence[Log]) -> list[Discrepancy]:
+        predicted = self._checked.predicted.get(f"comm/{axis}/bytes")
+        # The mean, because ranks send different updates of Muon.
+        sent = sum(sum(each.sent for each in log) for log in logs) / len(logs)
+        if not predicted or abs(sent / predicted - 1) <= _SHARE_OF_BYTES:
+            return []
+        what = f"{sent:.0f} bytes were sent over the {axis} axis, {predicted:.0f} were predicted"
+        return [Discrepancy("bytes", step, what, axis=axis)]
+
+
+def _other_order(
+    step: int, axis: str, pair: tuple[int, int], logs: Sequence[Log]
+) -> list[Discrepancy]:
+    """Ranks of one group must begin the same collectives in the same order."""
+    sequences = [map(describe, logs[rank]) for rank in pair]
+    for number, (one, other) in enumerate(zip_longest(*sequences, fillvalue="nothing more"), 1):
+        if one != other:
+            what = f"number {number} is {one} on rank {pair[0]} and {other} on rank {pair[1]}"
+            return [Discrepancy("order of collectives", step, what, axis=axis, ranks=pair)]
+    return []
+
+
+def describe(each: LoggedCollective) -> str:
+    """For people."""
+    return f"{each.collective} in {each.dtype} over the {each.axis} axis"

@@ -1,0 +1,350 @@
+"""Compares, on rank 0, what ranks have with what is expected: `StepComparison`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel2d.base.exchange import sendable
+from parallel2d.instruments.parity_check.collective_audit import CollectiveAudit, describe
+from parallel2d.instruments.parity_check.parity_report import (
+    Discrepancy,
+    ParameterRow,
+    ParityReport,
+    ranks_text,
+)
+from parallel2d.instruments.parity_check.reference_run import (
+    CheckedRun,
+    ReferenceGradient,
+    ReferenceRun,
+    Tensors,
+    size_of,
+)
+from parallel2d.parallel.mesh import axis_names
+from parallel2d.parallel.mesh_sizes import MeshShape
+from parallel2d.parallel.parallelize.precision import DTYPES
+from parallel2d.parallel.weights.geometry import Region
+from parallel2d.parallel.weights.named_tensors import tied_names
+from parallel2d.training.metrics.communication import LoggedCollective
+from parallel2d.training.optimizer import Muon
+
+# What explains a difference leaves less than this share of it.
+_LEFT = 0.02
+# What one more rounding costs in the 2-norm of a tensor, in units of the dtype's eps
+_ROUNDINGS = 64
+
+# Whole tensors by FQN: with diloco of each replica, otherwise of the first
+ByReplica = Sequence[Mapping[str, Tensor]]
+
+
+class Bounds:
+    """Relative errors that are let through in ``checked``, from its dtypes alone. Where ranks run
+    the same kernels as one process (no tensor axis, no compiler, no 8-bit floats), their
+    contributions are equal but for the order of sums inside kernels, and what is left is the
+    rounding of the sums over ranks. Elsewhere partial sums are rounded to the dtype that
+    computes."""
+
+    def __init__(self, checked: CheckedRun) -> None:
+        config, precision = checked.config, checked.config.precision
+        param, reduce = DTYPES[precision.param], DTYPES[precision.reduce]
+        storage = DTYPES[precision.storage]
+        in_8_bits = precision.float8 != "none"
+        same_kernels = config.compile.name == "none" and checked.shape.tensor == 1 and not in_8_bits
+        device_type = checked.mesh.device_type
+        computed = 0.2 if in_8_bits else _computed(param, same_kernels, device_type)
+        rounding = _ROUNDINGS * torch.finfo(torch.promote_types(storage, torch.float32)).eps
+        ranks = checked.shape.sharding.shard
+        sent = torch.finfo(reduce).eps * (2 + ranks) if reduce.itemsize < 4 else 0.0
+        comm_format = checked.method.named_format
+        coded = comm_format.bound[0 if same_kernels else 1] if comm_format is not None else 0.0
+        self.loss = (computed + rounding) / 8
+        self.gradient = computed + sent + rounding  # of the mean norm of the contributions
+        self.norm = rounding / 4
+        # Of the update, and 4 units in the last place of the parameter. Muon multiplies in bf16, in
+        # another order where a matrix is split.
+        self.update = 0.05 if isinstance(checked.optimizer, Muon) else 200 * rounding
+        if checked.method.replicas_equal:
+            self.gradient += coded
+        else:
+            self.update += coded
+        # An error is measured by this share of what a parameter of its size has on average, at
+        # least: some gradients are zero but for rounding.
+        self.least_share = 1e-4 if same_kernels else 1e-2
+
+
+def _computed(param: torch.dtype, same_kernels: bool, device_type: str) -> float:
+    """What computing in ``param`` may cost."""
+    eps = torch.finfo(param).eps
+    if not same_kernels:
+        return 1000 * eps if param.itemsize >= 4 else 24 * eps
+    if device_type == "cpu":
+        # Equal to the bit, but for the order of sums over micro-batches
+        return 32 * min(eps, torch.finfo(torch.float32).eps)
+    # Some kernels of GPUs add in an order that changes from call to call.
+    return 32 * eps if param.itemsize >= 4 else eps / 4
+
+
+@sendable
+@dataclass
+class RankRecord:
+    """What one rank has in a step, beside the values of parameters and gradients."""
+
+    data_rank: int
+    forwards: int = 0  # micro-batches that ran
+    loss: float = 0.0  # summed over them
+    norm: float = 0.0  # of the gradient
+    used: list[str] = field(default_factory=list)  # parameters that have a gradient
+    # What -> name -> (group, part of a tensor, hash): ranks of one group have equal parts
+    held: dict[str, dict[str, tuple[int, Region, int]]] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # that forwards have changed so far
+    collectives: list[LoggedCollective] = field(default_factory=list)
+
+
+class StepComparison:
+    """The comparison of ``checked``."""
+
+    def __init__(self, checked: CheckedRun) -> None:
+        self._checked = checked
+        self._ranks = checked.mesh.mesh
+        self._axes = axis_names(checked.mesh)
+        self._bounds = Bounds(checked)
+        self._audit = CollectiveAudit(checked)
+        self._run = ReferenceRun(checked)
+        self._step = 0
+        # By replica, of the step before
+        self._gradients_before: list[Tensors] = [{} for _ in self._run.replicas]
+        config, shape, module = checked.config, checked.shape, self._run.plain.module
+        crosses = checked.method.description
+        rows: dict[str, ParameterRow] = {}
+        for name, parameter in module.named_parameters():
+            notes = [] if parameter.requires_grad else ["frozen"]
+            rows[name] = ParameterRow(list(parameter.shape), parameter.requires_grad, notes=notes)
+        for name, first in tied_names(module).items():
+            rows[first].notes.append(f"tied to {name}")
+        self.report = ParityReport(
+            f"{' '.join(f'{axis}={size}' for axis, size in shape.shown.items())} "
+            f"strategy={config.strategy.name} precision={config.precision.name} ({crosses})",
+            type(module).__name__,
+            dict(vars(self._bounds)),
+            rows,
+            checked.notes,
+        )
+
+    def begin(self, records: Sequence[RankRecord], weights: ByReplica) -> None:
+        """Every replica starts from the weights of one process."""
+        self._compare_copies(records)
+        for replica, found in zip(self._run.replicas, weights, strict=True):
+            self._equal("initial weight", found, replica.parameters)
+            replica.take(found, found)
+        self._run.sync.take(weights[0])
+        for name in weights[0]:
+            regions = {each.held["weights"][name][1] for each in records}
+            in_order = sorted(regions, key=lambda region: region.offsets)
+            # Empty ones are nobody's.
+            self._run.sync.cuts[name] = [each for each in in_order if each.numel]
+
+    def compare(
+        self, step: int, records: Sequence[RankRecord], whole: Mapping[str, ByReplica]
+    ) -> None:
+        """Compares a step, from 1, and goes on from what the ranks have. ``whole``: gradients
+        before clipping, weights with which forwards compute, those that optimizers have updated,
+        and with diloco those that all replicas share."""
+        self._step = step
+        expected = self._run.gradients(step)
+        self._losses(records)
+        self._compare_copies(records)
+        for replica, wanted in enumerate(expected):
+            self._gradients(replica, whole["gradients"][replica], wanted)
+            self._norm_and_update(replica, whole["gradients"][replica], records)
+        # Bytes are predicted for each group of modules that runs once per micro-batch of training.
+        runs_once = set(self._run.plain.calls.values()) <= {sum(self._run.forwards)}
+        logs = [record.collectives for record in records]
+        for each in self._audit.check(step, logs, predictable=runs_once and step % 2 == 1):
+            self.report.add(each)
+        self.report.collectives = dict(Counter(map(describe, logs[0])))
+        self._weights(whole["weights"], whole["updated"], whole["shared"])
+        for rank, record in enumerate(records):
+            buffers = {**self._run.plain.initial_buffers, **record.buffers}
+            wanted_buffers = self._run.plain.buffers_of(record.data_rank)
+            self._equal("buffer", buffers, wanted_buffers, self._bounds.loss + 1e-5, ranks=(rank,))
+
+    def _losses(self, records: Sequence[RankRecord]) -> None:
+        for rank, record in enumerate(records):
+            wanted, given = self._run.losses[record.data_rank], self._run.forwards[record.data_rank]
+            if abs(record.loss - wanted) <= self._bounds.loss * abs(wanted):
+                continue
+            cause = "the model, its weights or the batch are others there"
+            if record.forwards != given:
+                cause = f"a micro-batch is missing or repeated: {record.forwards} of {given} ran"
+            what = f"{record.loss:.8g} on rank {rank}, {wanted:.8g} in one process"
+            self._differs("loss", what, cause=cause, ranks=(rank,))
+
+    def _gradients(
+        self, replica: int, found: Tensors, wanted: Mapping[str, ReferenceGradient]
+    ) -> None:
+        before = self._gradients_before[replica]
+        self._gradients_before[replica] = {name: each.value for name, each in wanted.items()}
+        numel = sum(each.value.numel() for each in wanted.values())
+        typical = math.hypot(*(each.size for each in wanted.values())) / math.sqrt(max(numel, 1))
+        for name, each in wanted.items():
+            row = self.report.parameters[name]
+            if not each.used and "unused" not in row.notes:
+                row.notes.append("unused")
+            value = found[name].to(each.value.dtype)
+            least = self._bounds.least_share * typical * math.sqrt(each.value.numel())
+            error = _error(value, each.value, max(each.size, least))
+            row.gradient = max(row.gradient, error)
+            if error > self._bounds.gradient:
+                cause, axis = _cause(value, each, before.get(name), self._checked.shape)
+                what = f"relative error {error:.1e}, bound {self._bounds.gradient:.0e}"
+                if len(self._run.replicas) > 1:
+                    what = f"{what}, in replica {replica}"
+                self._differs("gradient", what, parameter=name, cause=cause, axis=axis)
+
+    def _norm_and_update(
+        self, number: int, gradients: Tensors, records: Sequence[RankRecord]
+    ) -> None:
+        """Updates what is expected with the gradients that the ranks have, clipped."""
+        sizes = {name: size_of(each) for name, each in gradients.items()}
+        wanted = math.hypot(*sizes.values())
+        ranks = self._ranks.reshape(len(self._run.replicas), -1)[number].tolist()
+        used = records[ranks[0]].used
+        factor = min(1.0, self._checked.optimizer_config.clip_norm / (wanted + 1e-6))
+        self._run.replicas[number].update({name: gradients[name] for name in used}, factor)
+        for rank in ranks:
+            found = records[rank].norm
+            if abs(found - wanted) <= self._bounds.norm * wanted:
+                continue
+            cause = ""
+            for name, size in sizes.items():
+                if math.isclose(wanted**2 - found**2, size**2, rel_tol=1e-3):
+                    cause = f"it lacks the gradient of {name}"
+            what = f"the norm of the gradient is {wanted:.8g}, rank {rank} has {found:.8g}"
+            self._differs("norm", what, cause=cause, ranks=(rank,))
+
+    def _weights(self, weights: ByReplica, updated: ByReplica, shared: ByReplica) -> None:
+        sync, method = self._run.sync, self._checked.method
+        if shared:
+            sync.after_update(self._step)
+            self._updates("shared weight", shared[0], sync.shared, sync.before)
+            sync.take(shared[0])
+        for replica, used, owned in zip(self._run.replicas, weights, updated, strict=True):
+            self._updates("update", owned, replica.parameters, replica.before)
+            for name, row in self.report.parameters.items():
+                cause, wanted = "a frozen parameter has moved", replica.weights[name]
+                if row.trained:
+                    cause, wanted = "replicas do not have it", method.expected_copy(owned[name])
+                self._equal("update", used, {name: wanted}, cause=cause)
+            replica.take(used, owned)
+
+    def _updates(self, check: str, found: Tensors, expected: Tensors, before: Tensors) -> None:
+        for name, row in self.report.parameters.items():
+            if not row.trained:
+                continue
+            wanted = expected[name].detach()
+            size = max(size_of(wanted - before[name]), 1e-30)
+            last_place = 4 * torch.finfo(wanted.dtype).eps * size_of(wanted)
+            error = max(_error(found[name], wanted, size) - last_place / size, 0.0)
+            row.update = max(row.update, error)
+            if error > self._bounds.update:
+                cause = "it was not updated" if torch.equal(found[name], before[name]) else ""
+                what = f"relative error {error:.1e}, bound {self._bounds.update:.0e}"
+                self._differs(check, what, parameter=name, cause=cause)
+
+    def _equal(
+        self, check: str, found: Tensors, wanted: Tensors, bound: float = 0.0, **where: Any
+    ) -> None:
+        for name, value in wanted.items():
+            error = _error(found[name].to(value.device), value, size_of(value))
+            if error > bound:
+                self._differs(check, f"relative error {error:.1e}", parameter=name, **where)
+
+    def _compare_copies(self, records: Sequence[RankRecord]) -> None:
+        """Ranks of one group that hold the same part of a tensor must have the same bits."""
+        for what, names in records[0].held.items():
+            for name in names:
+                ranks: dict[Any, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+                for rank, record in enumerate(records):
+                    group, region, value = record.held[what][name]
+                    ranks[group, region][value].append(rank)
+                parts = [list(each.values()) for each in ranks.values() if len(each) > 1]
+                if parts:
+                    ours, theirs = parts[0][:2]
+                    text = f"the {what} of {ranks_text(ours)} and {ranks_text(theirs)} differ"
+                    # The first axis along which they differ
+                    places = [(self._ranks == part[0]).nonzero()[0] for part in (ours, theirs)]
+                    axis = self._axes[int((places[0] != places[1]).nonzero()[0])]
+                    holders = tuple(sorted(itertools.chain(*itertools.chain(*parts))))
+                    self._differs("copies", text, parameter=name, axis=axis, ranks=holders)
+
+    def _differs(self, check: str, what: str, **where: Any) -> None:
+        self.report.add(Discrepancy(check, self._step, what, **where))
+
+
+def _error(found: Tensor, wanted: Tensor, size: float) -> float:
+    """The norm of the difference, as a share of ``size``; infinite where it is not a number."""
+    wide = torch.promote_types(wanted.dtype, torch.float64)
+    error = size_of(found.to(wide) - wanted.to(wide)) / max(size, 1e-30)
+    return error if math.isfinite(error) else math.inf
+
+
+def _cause(
+    found: Tensor, expected: ReferenceGradient, before: Tensor | None, shape: MeshShape
+) -> tuple[str, str | None]:
+    """Why a gradient is ``found``, where one comparison shows it, and the axis if it is known.
+    ``before``: what it should have been in the step before."""
+    wanted, later = expected.value, expected.later
+    if not found.isfinite().all():
+        return "it holds NaN or infinity", None
+    if not found.any():
+        return "it is zero: the gradient was dropped, or never added", None
+    explanations: dict[str, Tensor] = {}
+    if later is not None:
+        explanations["micro-batch 1 is missing"] = later
+        explanations["all micro-batches but the first are missing"] = wanted - later
+        explanations["micro-batch 1 counts twice"] = 2 * wanted - later
+    if before is not None:
+        explanations["it is that of the step before: a buffer was not filled again"] = before
+        explanations["it holds that of the step before too: it was not cleared"] = before + wanted
+    for text, explanation in explanations.items():
+        if _explains(explanation, found, wanted):
+            return text, None
+    return _factor(found, wanted, shape)
+
+
+def _factor(found: Tensor, wanted: Tensor, shape: MeshShape) -> tuple[str, str | None]:
+    off = _is_off(found, wanted)
+    product = (found[off] * wanted[off].conj()).sum().real
+    factor = float(product / wanted[off].abs().square().sum().clamp(min=1e-30))
+    # A few numbers are always near some multiple of others.
+    if wanted.numel() < 8 or not _explains(wanted * factor, found, wanted):
+        return "", None
+    text = f"it is {factor:.4g} times what it should be"
+    axes = []
+    for axis, size in shape.sizes.items():
+        if size > 1 and min(abs(factor / size - 1), abs(factor * size - 1)) < 1e-3:
+            axes.append(axis)
+    if axes:
+        how = "summed instead of averaged" if factor > 1 else "divided once too often"
+        text += f", as if {how} over the {' or the '.join(axes)} axis"
+    return text, axes[0] if len(axes) == 1 else None
+
+
+def _is_off(found: Tensor, wanted: Tensor) -> Tensor:
+    """Where ``found`` is not ``wanted``, which may be in a part alone, such as a bucket's end."""
+    off = (found - wanted).abs()
+    return off > 1e-3 * off.max()
+
+
+def _explains(candidate: Tensor, found: Tensor, wanted: Tensor) -> bool:
+    """Whether ``found`` is ``candidate`` rather than ``wanted``, where it is not as wanted."""
+    off = _is_off(found, wanted)
+    left = torch.linalg.vector_norm((found - candidate)[off])
+    return float(left) < _LEFT * float(torch.linalg.vector_norm((found - wanted)[off]))

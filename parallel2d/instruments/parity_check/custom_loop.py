@@ -1,0 +1,110 @@
+"""A certificate for a model of one's own loop: `certify`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves, tree_map
+
+from parallel2d.base.config import OptimizerConfig, ParallelConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.instruments.parity_check.checked_steps import certify_steps, choose_steps
+from parallel2d.instruments.parity_check.parity_report import ParityReport
+from parallel2d.instruments.parity_check.reference_run import CheckedRun
+from parallel2d.parallel.cost.traffic import predicted_bytes
+from parallel2d.parallel.mesh import mesh_shape
+from parallel2d.parallel.parallelize import parallelize
+from parallel2d.parallel.parallelize.layout import Workload, resolve
+from parallel2d.parallel.weights.initial_values import Initializer
+from parallel2d.training.metrics.communication import CommunicationMeter
+from parallel2d.training.optimizer import build_optimizer, muon_names
+
+
+def certify(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    loss: Callable[[Any, Any], Tensor],
+    batch: Any,
+    *,
+    optimizer: OptimizerConfig | None = None,
+    seed: int = 0,
+    init: Initializer | None = None,
+    tensor_plan: Mapping[str, object] | None = None,
+) -> ParityReport:
+    """Trains some steps on ``mesh`` and compares them with one process. Collective; the certificate
+    is the same on every rank. Random generators then begin anew, with the seed of torch's.
+
+    Args:
+        model: plain, with real weights or on meta; it is left as it is, copies are trained.
+        config: as `parallelize` gets it. A long ``sync.every`` is shortened in the copy.
+        loss: ``loss(model, batch)``, a scalar: the sum over the samples of ``batch``.
+        batch: a global batch, the same on every rank: tensors, in lists, tuples or dictionaries,
+            whose dim 0 counts samples; at least two for each data rank.
+        optimizer: default AdamW.
+        seed, init, tensor_plan: as of `parallelize`.
+
+    Raises `ConfigError` for a batch that is too small, and for what `parallelize` refuses.
+    """
+    shape = mesh_shape(mesh)
+    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+    if len(sizes) != 1 or min(sizes) < 2 * shape.data_ranks:
+        raise ConfigError(
+            f"certify: the tensors of batch have {sorted(sizes)} samples in dim 0; they must have "
+            f"the same number, at least two for each of {shape.data_ranks} data ranks"
+        )
+    config = copy.deepcopy(config)
+    optimizer = optimizer or OptimizerConfig()
+    notes: list[str] = []
+    steps = choose_steps(config, notes)
+    parallel = parallelize(
+        copy.deepcopy(model), mesh, config, seed=seed, init=init, tensor_plan=tensor_plan
+    )
+    trained_by = build_optimizer(parallel, optimizer)
+    workload = Workload(optimizer=optimizer, muon=frozenset(muon_names(model, optimizer)))
+    layout = resolve(config, shape, model, workload, mesh=mesh, tensor_plan=tensor_plan)
+    checked = CheckedRun(
+        model=parallel,
+        mesh=mesh,
+        shape=shape,
+        config=config,
+        optimizer=trained_by,
+        optimizer_config=optimizer,
+        loss_of=loss,
+        read=lambda step, data_rank: _micro_batches(batch, step, data_rank, shape.data_ranks),
+        count=_samples,
+        # Bytes of the tensor axis depend on what the model computes.
+        predicted=predicted_bytes(layout),
+        plain=model,
+        seed=seed,
+        init=init,
+        weights=None,
+        notes=notes,
+    )
+    return certify_steps(checked, CommunicationMeter(mesh), steps)
+
+
+def _samples(batch: Any) -> int:
+    return next(leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+def _micro_batches(batch: Any, step: int, data_rank: int, data_ranks: int) -> list[Any]:
+    """What a data rank reads in ``step``, other samples in every step: whole, or in two parts, of
+    which the second has another size on each data rank."""
+    share = _samples(batch) // data_ranks
+    begin = data_rank * share + step
+    places = [(begin + each) % (share * data_ranks) for each in range(share)]
+    parts = [places]
+    if step % 2 == 0:
+        half = share // 2
+        parts = [places[:half], places[half + data_rank % (share - half) :]]
+
+    def take(leaf: Any, part: list[int]) -> Any:
+        return leaf[part] if isinstance(leaf, Tensor) else leaf
+
+    return [tree_map(functools.partial(take, part=part), batch) for part in parts]

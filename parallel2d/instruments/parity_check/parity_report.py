@@ -1,0 +1,128 @@
+"""The result of a certification, for people and as JSON: `ParityReport`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+
+import torch
+
+from parallel2d.base import files
+from parallel2d.base.exchange import sendable
+
+FILE = "certificate.json"
+_SHOWN = 3  # discrepancies of each check
+
+
+@sendable
+@dataclass(frozen=True)
+class Discrepancy:
+    """Something that is not as in one process. ``parameter``: its fully qualified name."""
+
+    check: str  # initial weight, loss, gradient, norm, update, copies, buffer, collective, ...
+    step: int  # 0: before the first
+    what: str
+    cause: str = ""
+    parameter: str | None = None
+    axis: str | None = None
+    ranks: tuple[int, ...] = ()
+
+    def line(self) -> str:
+        place = f"step {self.step}" if self.step else "before the first step"
+        where = f"{self.check} of {self.parameter}" if self.parameter else self.check
+        cause = f"; {self.cause}" if self.cause else ""
+        return f"{place}: {where}: {self.what}{cause}"
+
+
+@sendable
+@dataclass
+class ParameterRow:
+    """The largest relative errors of one parameter over all steps."""
+
+    shape: list[int]
+    trained: bool
+    gradient: float = 0.0
+    update: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+
+@sendable
+@dataclass
+class ParityReport:
+    """Whether a layout computes what one process computes, with all that was compared."""
+
+    layout: str
+    model: str
+    bounds: dict[str, float]  # of relative errors
+    parameters: dict[str, ParameterRow]
+    notes: list[str]
+    discrepancies: list[Discrepancy] = field(default_factory=list)
+    collectives: dict[str, int] = field(default_factory=dict)  # begun by rank 0 in the last step
+    steps: int = 0
+    seconds: float = 0.0
+
+    def add(self, found: Discrepancy) -> None:
+        """Notes ``found``, unless there is one of the same kind from an earlier step."""
+        kind = (found.check, found.parameter, found.axis)
+        for each in self.discrepancies:
+            if (each.check, each.parameter, each.axis) != kind:
+                continue
+            # Copies of a weight differ because those of its gradient did, in the same step.
+            if each.step < found.step or found.check == "copies":
+                return
+        self.discrepancies.append(found)
+
+    @property
+    def passed(self) -> bool:
+        return not self.discrepancies
+
+    def write(self, folder: str) -> None:
+        """Writes `FILE`; numbers that are not finite, which JSON lacks, are strings in it."""
+        versions = {"parallel2d": metadata.version("parallel2d"), "torch": str(torch.__version__)}
+        text = json.dumps({"passed": self.passed, "versions": versions, **asdict(self)})
+        text = json.dumps(json.loads(text, parse_constant=str), indent=1)
+        os.makedirs(folder, exist_ok=True)
+        files.replace(os.path.join(folder, FILE), text)
+
+    def problems(self) -> str:
+        """What differs from one process, the first of each check; empty when nothing does."""
+        shown: Counter[str] = Counter()
+        lines = []
+        for each in self.discrepancies:
+            shown[each.check] += 1
+            if shown[each.check] <= _SHOWN:
+                lines.append(each.line())
+        more = len(self.discrepancies) - len(lines)
+        if more:
+            lines.append(f"and {more} more in {FILE}")
+        return "\n  ".join([f"not certified: {self.layout}", *lines]) if lines else ""
+
+    def table(self, rows: int = 12) -> str:
+        """For a terminal: the parameters with the largest errors, and what was audited."""
+        bounds = self.bounds
+        width = max(map(len, (*self.parameters, "parameter")))
+        lines = [
+            f"{self.model}: {self.layout}",
+            f"{self.steps} steps in {self.seconds:.1f} s",
+            f"{'parameter':{width}}  error of gradient  of update",
+            f"{'(bound)':{width}}  {bounds['gradient']:17.0e}  {bounds['update']:9.0e}",
+        ]
+        worst = sorted(self.parameters.items(), key=lambda item: -item[1].gradient)
+        for name, row in worst[:rows]:
+            errors = f"{row.gradient:17.1e}  {row.update:9.1e}"
+            lines.append(f"{name:{width}}  {errors}  {', '.join(row.notes)}".rstrip())
+        if len(worst) > rows:
+            lines.append(f"... and {len(worst) - rows} parameters with smaller errors")
+        lines += [f"{calls} x {kind}" for kind, calls in self.collectives.items()]
+        lines += [f"note: {note}" for note in self.notes]
+        lines.append("certified" if self.passed else "NOT CERTIFIED")
+        return "\n".join(lines)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks [2, 3]``."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"

@@ -1,0 +1,136 @@
+"""A certificate for a job of the train command: `certify_job`."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import gc
+from typing import Any
+
+import torch
+
+from parallel2d.base.config import Job, LlamaModel
+from parallel2d.base.device import free_and_total_bytes
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.exchange import broadcast
+from parallel2d.base.memory import free_memory
+from parallel2d.base.runtime import Runtime
+from parallel2d.instruments.parity_check.checked_steps import certify_steps, choose_steps
+from parallel2d.instruments.parity_check.parity_report import ParityReport
+from parallel2d.instruments.parity_check.reference_run import CheckedRun
+from parallel2d.parallel.mesh import data_coordinate, mesh_shape
+from parallel2d.training.assemble import build_trainer, plan_batches
+from parallel2d.training.data.batch import Batch
+from parallel2d.training.model_families import build_model
+from parallel2d.training.trainer import Trainer
+
+# Weights, those of the step before, gradients, two moments, and what the parallel model has
+_COPIES = 8
+_SHARE = 0.6  # of the free memory
+_LAYERS = ("n_layers", "num_hidden_layers", "n_layer", "num_layers")  # keys of their number
+
+
+def certify_job(job: Job, runtime: Runtime) -> ParityReport:
+    """Trains some steps on the job's layout and compares them with one process. Collective; the
+    certificate is the same on every rank. Nothing else of it stays."""
+    notes: list[str] = []
+    config = copy.deepcopy(job.config)
+    steps = choose_steps(config, notes)
+    config.checkpoint.enabled = False
+    config.checkpoint.resume = "never"
+    config.checkpoint.memory_every = 0
+    config.metrics.communication = True
+    config.metrics.tensorboard = False
+    # No step is too far
+    config.data.epochs = 0
+    config.data.validation = {}
+    config.train.epochs = None
+    config.train.hooks = []
+    config.model = fitting_model(config.model, runtime.device, notes)
+    quiet = dataclasses.replace(job, config=config, restarted=False)
+    trainer = build_trainer(quiet, runtime, quiet=True)
+    meter = trainer.recorder.meter
+    assert meter is not None
+    # Installed again for the steps alone
+    meter.remove()
+    try:
+        checked = _checked(trainer, notes)
+        # Here, and not in the first step: its forwards belong to none.
+        first = checked.read(1, data_coordinate(trainer.mesh))[0]
+        trainer.loss.compare_head(trainer.model, first)
+        return certify_steps(checked, meter, steps)
+    finally:
+        trainer.recorder.close()
+        del trainer
+        gc.collect()
+
+
+def _checked(trainer: Trainer, notes: list[str]) -> CheckedRun:
+    config = trainer.config
+    parts = build_model(config.model)
+    return CheckedRun(
+        model=trainer.model,
+        mesh=trainer.mesh,
+        shape=mesh_shape(trainer.mesh),
+        config=config.parallel(),
+        optimizer=trainer.optimizer,
+        optimizer_config=config.optimizer,
+        loss_of=trainer.loss,
+        read=functools.partial(_micro_batches, trainer),
+        count=lambda batch: batch.valid_tokens,
+        predicted=trainer.recorder.predicted,
+        plain=parts.module,
+        seed=config.train.seed,
+        init=parts.init,
+        weights=parts.weights,
+        notes=notes,
+        construct=parts.construct,
+    )
+
+
+def _micro_batches(trainer: Trainer, step: int, data_rank: int) -> list[Batch]:
+    """What a data rank reads in ``step``, other samples in every step: a global batch as training
+    does, or two, so that gradients are accumulated; then each data rank has another number of
+    targets in the last micro-batch, the last one none."""
+    shape = mesh_shape(trainer.mesh)
+    plan = plan_batches(trainer.config, shape, data_rank, pad=trainer.plan.pads)
+    size = trainer.config.train.global_batch_size
+    positions = plan.positions(2 * step * size)
+    if step % 2 == 0:
+        positions = positions + plan.positions((2 * step + 1) * size)
+    batches = [trainer.training.read(each).to(trainer.device) for each in positions]
+    if step % 2 == 0:
+        share = (data_rank + 1) / shape.data_ranks
+        batches[-1] = trainer.loss.without_first(batches[-1], share)
+    return batches
+
+
+def fitting_model(model: Any, device: torch.device, notes: list[str]) -> Any:
+    """A copy of ``model`` that fits in rank 0's memory, with fewer layers if need be. Collective.
+    Raises `ConfigError` where the number of layers has no key, or one does not fit."""
+    room = broadcast(free_bytes(device) * _SHARE)
+    model = copy.deepcopy(model)
+    settings = vars(model) if isinstance(model, LlamaModel) else model.arguments
+    key = next((key for key in _LAYERS if key in settings), "")
+    layers = settings.get(key, 1)
+    while (needed := _bytes_needed(model)) > room:
+        if settings.get(key, 1) <= 1:
+            raise ConfigError(
+                f"certify: one process needs {needed / 2**30:.1f} GiB for this model and has "
+                f"{room / 2**30:.1f}; certify a smaller one of the same kind"
+            )
+        settings[key] //= 2
+    if settings.get(key, 1) < layers:
+        notes.append(f"{key}={settings[key]} instead of {layers}: one process has no room for all")
+    return model
+
+
+def _bytes_needed(model: Any) -> float:
+    return 4.0 * _COPIES * sum(each.numel() for each in build_model(model).module.parameters())
+
+
+def free_bytes(device: torch.device) -> float:
+    if device.type != "cpu":
+        return float(free_and_total_bytes(device)[0])
+    return float(free_memory())

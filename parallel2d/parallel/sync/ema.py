@@ -1,0 +1,80 @@
+"""Exponential moving averages (EMA) of weights: `EMAWeights` implements ``train.ema``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from parallel2d.parallel.sync.engine.replica_reducer import engines_in
+from parallel2d.parallel.weights.geometry import local_part
+from parallel2d.parallel.weights.named_tensors import (
+    equal,
+    masters_in,
+    parameters_by_name,
+    reshard,
+)
+
+_AVERAGE = "_parallel2d_average"  # attribute of the model
+
+
+def trained_values(model: nn.Module) -> dict[str, Tensor]:
+    """Return FQN -> trained parameter as all replicas share it: with ``sync=diloco`` the outer."""
+    # Unsharded parameters of a forward would hide the sharded ones.
+    reshard(model)
+    parameters = parameters_by_name(model)
+    found = {name: each.detach() for name, each in parameters.items() if each.requires_grad}
+    for engine in engines_in(model):
+        found |= engine.updates.shared_values()
+    return found
+
+
+@torch.no_grad()
+def update_ema(averages: Mapping[str, Tensor], model: nn.Module, decay: float) -> None:
+    """Set each of ``averages`` to ``decay * average + (1 - decay) * parameter``.
+
+    Averages are keyed by FQN and sharded like the parameters of ``model``.
+    """
+    for name, value in trained_values(model).items():
+        if name in averages:
+            average = local_part(averages[name])
+            average.lerp_(local_part(value.detach()).to(average), 1 - decay)
+
+
+class EMAWeights:
+    """EMA weights of the trained parameters, sharded like the parameters, in fp32 at least."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.values: dict[str, Tensor] = {}
+        for name, value in trained_values(model).items():
+            wide = torch.promote_types(value.dtype, torch.float32)
+            self.values[name] = value.detach().clone().to(wide)
+        vars(model)[_AVERAGE] = self
+
+    def update(self, decay: float) -> None:
+        """Move the EMA weights; see `update_ema`. With 0 they restart from the parameters."""
+        update_ema(self.values, self._model, decay)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Put the EMA weights into the model inside; they are also saved then.
+
+        Memory: a copy of this rank's local shards.
+        """
+        parameters = parameters_by_name(self._model)
+        own = [local_part(parameters[name].detach()) for name in self.values]
+        averages = map(local_part, self.values.values())
+        with ExitStack() as stack:
+            stack.enter_context(equal(zip(own, averages, strict=True)))
+            for masters in masters_in(self._model):
+                stack.enter_context(masters.as_parameters())
+            yield
+
+
+def ema_of(model: nn.Module) -> EMAWeights | None:
+    """Return the EMA weights of ``train.ema`` for ``model``; None without them."""
+    found: EMAWeights | None = vars(model).get(_AVERAGE)
+    return found

@@ -1,0 +1,116 @@
+"""Block quantization of `quantize.py` as one Triton kernel per operation on GPUs.
+
+[Note: fused block codes] Without fusion, quantization runs about 40 operators, and each reads and
+writes all values. `quantize` and `dequantize_mean` are torch operators: on CUDA (and ROCm) they run
+the kernels below, on other devices the operators of `BlockFormat`. The kernels compute the same
+bits: every operation is the same in fp32, divisions are IEEE divisions, and products are not fused
+with sums (``enable_fp_fusion``).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HALF = 128  # values of half a block; with 4 bits, the two halves share bytes
+_SCALE_BYTES = 4
+
+
+def is_fused(values: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if one kernel quantizes ``values`` from ``dtype``, or dequantizes to it."""
+    # Fake tensors use the operators.
+    is_plain = type(values) is Tensor and values.device.type == "cuda"
+    return is_plain and dtype == torch.float32 and has_triton()
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Return True if Triton is installed, as with torch's builds for CUDA and ROCm."""
+    return importlib.util.find_spec("triton") is not None
+
+
+library = torch.library.Library("parallel2d", "DEF")
+library.define(
+    "quantize_blocks(Tensor blocks, Tensor? places, int first, int stage, int bits) -> Tensor"
+)
+library.define("dequantize_mean(Tensor sent, int bits) -> Tensor")
+
+
+def quantize(blocks: Tensor, places: Tensor | None, first: int, stage: int, bits: int) -> Tensor:
+    """Quantize blocks; see `BlockFormat.quantize`.
+
+    Args:
+        blocks: fp32 [blocks, 256].
+        places: int32 [2, all blocks], the position and key of each; None: round to the nearest.
+        first: number of the first block.
+        stage: distinguishes several roundings of one value.
+        bits: 8 or 4.
+    """
+    found: Tensor = torch.ops.parallel2d.quantize_blocks(blocks, places, first, stage, bits)
+    return found
+
+
+def dequantize_mean(sent: Tensor, bits: int) -> Tensor:
+    """Return fp32 [blocks, 256], the mean of ``sent`` [replicas, blocks, bytes of a block].
+
+    Replicas are added in order.
+    """
+    found: Tensor = torch.ops.parallel2d.dequantize_mean(sent, bits)
+    return found
+
+
+def quantize_by_kernel(
+    blocks: Tensor, places: Tensor | None, first: int, stage: int, bits: int
+) -> Tensor:
+    blocks = blocks.contiguous()
+    row_bytes = _SCALE_BYTES + 2 * HALF * bits // 8
+    sent = blocks.new_empty(len(blocks), row_bytes, dtype=torch.uint8)
+    known = 0 if places is None else places.shape[1]
+    launch(
+        kernels().quantize,
+        len(blocks),
+        (blocks, blocks if places is None else places, sent, sent.view(torch.float32)),
+        (first, known, stage),
+        {"rounds_at_random": places is not None, "bits": bits},
+    )
+    return sent
+
+
+def dequantize_by_kernel(sent: Tensor, bits: int) -> Tensor:
+    # A view of a longer message is read in place if it is aligned.
+    is_aligned = sent.stride(0) % _SCALE_BYTES == sent.storage_offset() % _SCALE_BYTES == 0
+    if not is_aligned or sent.stride()[1:] != (sent.shape[2], 1):
+        sent = sent.contiguous()
+    replicas, rows, _ = sent.shape
+    values = sent.new_empty(rows, 2 * HALF, dtype=torch.float32)
+    launch(
+        kernels().dequantize_mean,
+        rows,
+        (sent, sent.view(torch.float32), values),
+        (replicas, sent.stride(0)),
+        {"bits": bits},
+    )
+    return values
+
+
+def launch(
+    kernel: Any, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], kinds: Any
+) -> None:
+    """Launch one program per block."""
+    if programs:
+        kernel[(programs,)](*tensors, *numbers, **kinds, num_warps=2, enable_fp_fusion=False)
+
+
+def kernels() -> Any:
+    """Return the module of kernels; the import loads Triton."""
+    from parallel2d.parallel.sync.formats import fused_kernels
+
+    return fused_kernels
+
+
+library.impl("quantize_blocks", quantize_by_kernel, "CUDA")
+library.impl("dequantize_mean", dequantize_by_kernel, "CUDA")

@@ -1,0 +1,253 @@
+"""Unsharded tensors and local shards.
+
+`gather_tensor` unshards a tensor, `fill` fills local shards from unsharded tensors, and
+`summon_full_params` and `apply_full` unshard a model's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.exchange import broadcast
+from parallel2d.parallel.model_structure import Places, fqn_of, places_in
+from parallel2d.parallel.weights.geometry import Region, local_part, local_region
+from parallel2d.parallel.weights.named_tensors import masters_in, meet, reshard
+
+PIECE_BYTES = 16 * 2**20  # bytes of a tensor that are sent, or read from a file, at a time
+
+# (local shard, unsharded tensor); None on ranks without the unsharded tensor
+Pairs = Iterable[tuple[Tensor, Tensor | None]]
+
+# Broadcasts from the first rank of all to this rank: (source, group) of each hop
+Route = Sequence[tuple[int, dist.ProcessGroup | None]]
+
+
+@torch.no_grad()
+def gather_tensor(tensor: Tensor, *, keep: bool, cpu: bool) -> Tensor | None:
+    """Return an unsharded copy of ``tensor`` if ``keep``, in CPU memory with ``cpu``; else None.
+
+    Collective for a `DTensor`.
+    """
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    # After the collective: every rank must take part in it.
+    if not keep:
+        return None
+    whole = whole.detach().to("cpu" if cpu else whole.device)
+    # With one rank, or for a plain tensor, this may be the tensor's own storage, and a change of
+    # one would change the other.
+    if whole.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr():
+        return whole.clone()
+    return whole
+
+
+@torch.no_grad()
+def copy_part(tensor: Tensor, other: Tensor) -> None:
+    """Copy this rank's part of ``other`` into ``tensor``.
+
+    ``other`` has the same unsharded shape, on any device. Collective if ``other`` is a `DTensor`
+    with another split: it is redistributed, or, on another mesh, unsharded for a moment.
+    """
+    if isinstance(other, DTensor):
+        # torch redistributes on one mesh only.
+        if isinstance(tensor, DTensor) and other.device_mesh == tensor.device_mesh:
+            other = other.redistribute(tensor.device_mesh, tensor.placements)
+            tensor.to_local().copy_(other.to_local())
+            return
+        other = other.full_tensor()
+    local = local_part(tensor)
+    part = other[local_region(tensor).slices]
+    local.copy_(part.reshape(local.shape))
+
+
+@torch.no_grad()
+def fill(pairs: Pairs, source: int | Route | None) -> None:
+    """Fill this rank's local shard of each tensor from its unsharded tensor.
+
+    The unsharded tensor is on rank ``source``, or on the first rank of a route. For None or an
+    empty route every rank uses its own unsharded tensor, by `copy_part`. The other cases are
+    collective: all ranks process the same tensors in the same order.
+
+    Values are sent `PIECE_BYTES` at a time, in the dtype of the target tensor, for any shape: the
+    other ranks never hold more than one piece in addition to their shard.
+    """
+    # All pieces are received in one buffer. With separate buffers, a process group that releases
+    # its tensors late would keep many buffers alive.
+    buffer = torch.empty(0, dtype=torch.uint8)
+    whole: Any  # not None where it is used
+    route = [(source, None)] if isinstance(source, int) else source
+    if not route:
+        for tensor, whole in pairs:
+            copy_part(tensor, whole)
+        return
+    is_source = route[0][0] == dist.get_rank()
+    for tensor, whole in pairs:
+        local = local_part(tensor)
+        kept = local_region(tensor)
+        size = tensor.dtype.itemsize
+        for piece in Region.of_shape(tensor.shape).pieces(tensor.shape, PIECE_BYTES // size):
+            if is_source:
+                values = whole[piece.slices].to(device=local.device, dtype=local.dtype)
+                values = values.contiguous()
+            else:
+                bytes_ = piece.numel * size
+                # Tensors may be on several devices, for example offloaded ones.
+                if buffer.device != local.device or buffer.numel() < bytes_:
+                    buffer = torch.empty(bytes_, dtype=torch.uint8, device=local.device)
+                values = buffer[:bytes_].view(local.dtype).view(piece.lengths)
+            # A broadcast instead of a scatter: replicas need the same rows, and a rank may need a
+            # part of a row. The hops of a route are ordered from the source outwards: a rank sends
+            # a piece to its second group after it has received the piece in the first. All pieces
+            # come in the order of the tensors, which is the same on all ranks.
+            for root, group in route:
+                dist.broadcast(values, src=root, group=group)
+            common = kept.intersect(piece)
+            if common is not None:
+                local[common.slices_in(kept)].copy_(values[common.slices_in(piece)])
+
+
+@contextmanager
+def summon_full_params(
+    model: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Unshard the parameters of a parallelized model, or of one of its modules, inside. Collective.
+
+    They are plain tensors. Call neither forward nor backward inside: hooks expect sharded
+    parameters.
+
+    Args:
+        model: the model or module.
+        recurse: include submodules; False: only parameters that ``model`` owns directly.
+        writeback: keep changes: each rank takes its local shard from its own copy (copies must be
+            equal on all ranks), or, with ``rank0_only``, from rank 0's copy. False: changes are
+            dropped.
+        rank0_only: the other ranks keep their sharded parameters. They need the memory of one
+            unsharded parameter during its all-gather.
+        offload_to_cpu: move unsharded tensors to CPU memory one by one.
+        with_grads: unshard ``.grad`` too, and write it back like the parameters.
+
+    Raises:
+        ConfigError: an outer context has unsharded the same parameters.
+    """
+    if rank0_only and writeback and any(masters.replicas_differ for masters in masters_in(model)):
+        raise ConfigError(
+            "summon_full_params(rank0_only=True) would overwrite the parameters of other "
+            "replicas, which differ with sync=diloco: use writeback=False to read them"
+        )
+    meet(model, "gathers whole parameters for a moment")
+    # After a forward without backward, some parameters may be unsharded by FSDP.
+    reshard(model)
+    places = places_in(model.modules() if recurse else [model])
+    _refuse_nested(places)
+    keep = not rank0_only or dist.get_rank() == 0
+    wholes = {}
+    for parameter in places:
+        wholes[parameter] = _gather(parameter, keep=keep, cpu=offload_to_cpu, grads=with_grads)
+    # Only after all gathers: if one fails, the model is unchanged.
+    _show(places, wholes)
+    try:
+        yield
+    finally:
+        # Also after an error inside: a step needs sharded parameters in every module.
+        _show(places, dict(zip(places, places, strict=True)))
+        if writeback:
+            _write_back(wholes, 0 if rank0_only else None, grads=with_grads)
+            for masters in masters_in(model):
+                masters.parameters_were_changed()
+
+
+def _refuse_nested(places: Places) -> None:
+    for parameter, ((module, name), *_) in places.items():
+        if hasattr(parameter, _MARK):
+            place = f"{name} of {type(module).__name__}"
+            raise ConfigError(
+                f"summon_full_params: {place} is already unsharded in an outer context"
+            )
+
+
+def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.Module:
+    """Run ``model.apply(function)`` with unsharded parameters. Collective. Return ``model``.
+
+    Children come first, and one module's own parameters are unsharded at a time. In
+    ``function(module)`` the parameters that ``module`` owns directly are plain unsharded tensors,
+    and parameters below ``module`` are sharded. The function must do the same on every rank,
+    including random numbers; each rank keeps the local shard of its result.
+    """
+    for child in model.children():
+        apply_full(child, function)
+    with summon_full_params(model, recurse=False):
+        function(model)
+    return model
+
+
+def sharded_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (FQN, module) of the modules with hooks of `fully_shard`, as in ``named_modules``.
+
+    They are ``model`` (FQN ``""``) and the modules of each bucket.
+    """
+    # `fully_shard` replaces the module's class by a subclass of the class and `FSDPModule`.
+    every = [(fqn_of(name), module) for name, module in model.named_modules()]
+    return [(name, module) for name, module in every if issubclass(type(module), FSDPModule)]
+
+
+# Attribute of unsharded parameters, which reveals a nested context.
+_MARK = "_summoned_whole"
+
+
+def _show(places: Places, shown: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    for parameter, owners in places.items():
+        for module, name in owners:
+            # Not `setattr`, which a module may override.
+            module._parameters[name] = shown[parameter]
+
+
+@torch.no_grad()
+def _gather(sharded: nn.Parameter, *, keep: bool, cpu: bool, grads: bool) -> nn.Parameter:
+    """Return the unsharded parameter, or ``sharded`` itself without ``keep``. Collective."""
+    tensor = gather_tensor(sharded, keep=keep, cpu=cpu)
+    gradient = None
+    if grads and sharded.grad is not None:
+        gradient = gather_tensor(sharded.grad, keep=keep, cpu=cpu)
+    if tensor is None:
+        return sharded
+    whole = nn.Parameter(tensor, sharded.requires_grad)
+    setattr(whole, _MARK, True)
+    if gradient is not None:
+        # torch accepts a gradient of another dtype only after this declaration.
+        whole.grad_dtype = gradient.dtype
+        whole.grad = gradient
+    return whole
+
+
+def _write_back(
+    wholes: Mapping[nn.Parameter, nn.Parameter], source: int | None, *, grads: bool
+) -> None:
+    """Fill each sharded parameter, and with ``grads`` its gradient, from the unsharded one."""
+    fill([(sharded, whole.detach()) for sharded, whole in wholes.items()], source)
+    if not grads:
+        return
+    kept = [whole.grad is not None for whole in wholes.values()]
+    # The other ranks have no unsharded parameters, so rank 0 decides for them.
+    if source is not None:
+        kept = broadcast(kept, source)
+    pairs: list[tuple[Tensor, Tensor | None]] = []
+    for (sharded, whole), keeps in zip(wholes.items(), kept, strict=True):
+        if not keeps:
+            sharded.grad = None
+        elif sharded.grad is not None:
+            pairs.append((sharded.grad, whole.grad))
+    fill(pairs, source)

@@ -1,0 +1,143 @@
+"""Custom data: a data set that a Python function builds (``data=custom``), and a file of token ids
+(``data=bin``)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import default_collate
+
+from parallel2d.base.config import DataConfig
+from parallel2d.base.config.options import call_reference
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.parallelize.layout import SampleShape, TensorShape
+from parallel2d.training.data.batch import IGNORED, Batch, mixed_with
+from parallel2d.training.data.order import Schedule
+from parallel2d.training.data.prepare import worker_count
+from parallel2d.training.data.stream import Array, SampleStream
+
+# Names of targets, as parameters of a model's forward and as keys of a batch
+_INPUTS_TOO = ("labels", "label", "y")
+TARGET_NAMES = ("targets", "target", *_INPUTS_TOO)
+_TOKEN_BYTES = 2
+_DIGESTED = 2**20  # bytes at either end of a file of tokens that its fingerprint covers
+_MOST_THREADS = 16  # with data.workers=auto, because several ranks share a machine
+
+
+class BinTokens:
+    """The token ids in a raw file of little-endian uint16; has the interface of `TokenSplit`."""
+
+    masked = False
+
+    def __init__(self, path: str) -> None:
+        """Map the file. Raises `ConfigError` if the path or its size is not valid."""
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise ConfigError(
+                f"data.path={path} is not a file; data=bin reads token ids from a file"
+            )
+        self.bytes = file.stat().st_size
+        if self.bytes == 0 or self.bytes % _TOKEN_BYTES:
+            raise ConfigError(f"data.path={path} has {self.bytes} bytes, which are not uint16 ids")
+        self._ids = np.memmap(file, dtype="<u2", mode="r")
+        self.tokens = len(self._ids)
+
+    def ids(self, start: int, count: int) -> NDArray[Any]:
+        """Return the token ids ``start .. start + count``."""
+        return self._ids[start : start + count]
+
+    def content(self) -> str:
+        """Return a digest of the size, the beginning and the end of the file."""
+        ends = (self._ids[:_DIGESTED].tobytes(), self._ids[-_DIGESTED:].tobytes())
+        return hashlib.sha256(b"".join((str(self.bytes).encode(), *ends))).hexdigest()
+
+
+class CustomSamples:
+    """The data set that ``data.target`` builds, and the collation of its samples to batches."""
+
+    def __init__(self, config: DataConfig) -> None:
+        """Build the data set. Raises `ConfigError` if the result is not a data set."""
+        assert config.target is not None
+        what = f"data.target={config.target}"
+        built = call_reference("data.target", config.target, **config.arguments)
+        try:
+            self.dataset, self.collate = built, default_collate
+            if isinstance(built, tuple):
+                self.dataset, self.collate = built
+            self._length = len(self.dataset)
+            first = self.batch([self.dataset[0]]) if self._length else None
+        except Exception as error:
+            raise ConfigError(
+                f"{what} with arguments {config.arguments}: {type(error).__name__}: {error}; it "
+                "must return a data set with __len__ and __getitem__, or that and a function that "
+                "makes a batch of a list of samples"
+            ) from error
+        if first is None:
+            raise ConfigError(f"{what} returned a data set without samples")
+        inputs, targets = tree_map_only(
+            torch.Tensor, lambda each: TensorShape(tuple(each.shape[1:]), each.dtype), first
+        )
+        self.shape = SampleShape("samples", inputs, targets)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def batch(self, samples: Sequence[Any]) -> tuple[Any, torch.Tensor | None]:
+        """Collate samples to inputs and targets: of a tuple the last element is the targets, of a
+        dict the value under one of `TARGET_NAMES`. Raises `ConfigError` for several of them."""
+        batch = self.collate(list(samples))
+        if isinstance(batch, dict):
+            named = [name for name in TARGET_NAMES if name in batch]
+            # Next to targets, labels are inputs, such as the classes ``y`` of a diffusion model.
+            if len(named) > 1 and (named[0] in _INPUTS_TOO or named[1] not in _INPUTS_TOO):
+                raise ConfigError(f"a batch has {' and '.join(named)}: which are the targets?")
+            inputs = {name: value for name, value in batch.items() if name not in named[:1]}
+            return inputs, batch[named[0]] if named else None
+        if isinstance(batch, tuple | list):
+            *values, targets = batch
+            return (tuple(values), targets) if values else (targets, None)
+        return batch, None
+
+
+class CustomStream(SampleStream):
+    """Samples of `CustomSamples` addressed by position; ``workers`` threads read each batch."""
+
+    def __init__(self, samples: CustomSamples, workers: int | str, **how: Any) -> None:
+        read: list[Any] = [samples]  # `_batch` below reads them: they do not fill token rows
+        super().__init__(read, Schedule([1]), **how)
+        threads = worker_count(workers)
+        if workers == "auto":
+            threads = min(threads, _MOST_THREADS)
+        self._samples = samples
+        # The executor starts its threads on first use.
+        self._pool = ThreadPoolExecutor(threads, "parallel2d-read")
+
+    def _batch(self, count: int, rows: list[int], where: Array) -> Batch:
+        """Collate the samples with a position; without any, one sample with weight zero."""
+        indices = [index for _, index in self._locate(where if rows else np.zeros(1, np.int64))]
+        samples = list(self._pool.map(self._samples.dataset.__getitem__, indices))
+        hashes = np.array(list(map(_content_hash, samples)), dtype=np.uint64)
+        inputs, targets = self._samples.batch(samples)
+        valid = len(rows)
+        if rows and targets is not None and not targets.is_floating_point():
+            valid = int((targets != IGNORED).sum())
+        total = int(mixed_with(hashes[: len(rows)], where).sum())
+        return Batch(inputs, targets, None, hash=total, valid_tokens=valid)
+
+
+def _content_hash(sample: Any) -> int:
+    """Return a 64-bit hash of all values in a sample."""
+    digest = hashlib.blake2b(digest_size=8)
+    for leaf in tree_leaves(sample):
+        array = np.ascontiguousarray(leaf.detach().cpu() if torch.is_tensor(leaf) else leaf)
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return int.from_bytes(digest.digest(), "little")
