@@ -26,11 +26,28 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError, did_you_mean
 from parallel2d.base.metering import control_traffic
-from parallel2d.base.replicas import agreed, first_rank, present_ranks
+from parallel2d.base.replicas import agreed, current, first_rank, present_ranks
 
 _Class = TypeVar("_Class", bound=type)
 
 _sendable: dict[str, type] = {}
+
+
+_meeting: Callable[[str], None] | None = None
+
+
+def meet_before_collectives(function: Callable[[str], None]) -> None:
+    """Have ``function`` called before each collective of all ranks that belongs to no model. It
+    raises an error where ranks do not come to the same point."""
+    global _meeting
+    _meeting = function
+
+
+def meet(point: str) -> None:
+    """Check, where ranks share a model, that all come to ``point``."""
+    # Ranks of a replica that was lost may join late.
+    if _meeting is not None and current() is None:
+        _meeting(point)
 
 
 def sendable(kind: _Class) -> _Class:
@@ -305,6 +322,8 @@ def reduce(
     result = value.detach().clone().to(sums)
     if dist.is_initialized():
         result = result.contiguous()
+        if group in (None, dist.group.WORLD):
+            meet("calls parallel2d.reduce")
         with control_traffic():
             dist.all_reduce(result, operation, group)
         if is_mean:

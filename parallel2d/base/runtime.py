@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
 import random
 import socket
@@ -362,6 +363,15 @@ def limit_waiting(seconds: float) -> None:
             dist.set_timeout(limit, group)
 
 
+def seconds_to_wait() -> float:
+    """Return how long a collective of the default process group waits for a late rank."""
+    world = dist.distributed_c10d._get_default_group()
+    # Its backends, one per type of device, were made with one timeout.
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    # torch's fake backend has no options: it never waits.
+    return math.inf if options is None else options._timeout.total_seconds()
+
+
 def barrier(name: str, timeout_s: float | None = None) -> None:
     """Returns when every rank has called it with this ``name``. With a GPU, what was issued to it
     is done by then.
@@ -377,10 +387,8 @@ def barrier(name: str, timeout_s: float | None = None) -> None:
     rank = dist.get_rank()
     ranks = dist.get_world_size()
     if timeout_s is None:
-        world = dist.distributed_c10d._get_default_group()
-        # Its backends, one per type of device, were made with one timeout.
-        own = world._get_backend(world._device_types[0]).options
-        timeout_s = own._timeout.total_seconds()
+        timeout_s = seconds_to_wait()
+    exchange.meet("calls parallel2d.barrier")
 
     # Every call with one name has a number, equal on all ranks, and its own keys.
     number = store.add(f"parallel2d/barrier/{name}/calls/{rank}", 1)

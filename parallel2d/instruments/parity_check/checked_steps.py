@@ -25,10 +25,10 @@ from parallel2d.parallel.gradients import gradient_norm, scale_gradients, withou
 from parallel2d.parallel.mesh import axis_positions, data_coordinate
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.sync import accumulate, set_step
-from parallel2d.parallel.sync.comparison import hashes_of
 from parallel2d.parallel.sync.methods import method_of
 from parallel2d.parallel.sync.updates import outer_sync
 from parallel2d.parallel.weights.geometry import local_region
+from parallel2d.parallel.weights.hashes import hashes_of
 from parallel2d.parallel.weights.named_tensors import (
     parameters_by_name,
     reshard,
