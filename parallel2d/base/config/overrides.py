@@ -23,6 +23,8 @@ _OPEN = (
     *("optimizer.arguments.", "optimizer.arguments="),
 )
 _BRACKET = re.compile(r"(?<!\\)([\[\]])")
+_LARGEST_YAML = 2**20
+_SCIENTIFIC = re.compile(r"[0-9.]+e\+?[0-9]{1,2}", re.IGNORECASE)
 _EXPERIMENT = re.compile(r"^\+{1,2}(?=experiment=)")
 
 
@@ -34,8 +36,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     model's factory. In ``model.tensor_plan={layers.*.w[qkv]: colwise}`` brackets belong to the
     pattern, which Hydra takes only with backslashes. ``+experiment=big``, which is right where the
     defaults have no experiment, is ``experiment=big`` here: they have one. ``cluster=FILE.yaml``
-    becomes ``cluster=local`` and the keys of that file. Raises `ConfigError` for a file that cannot
-    be read or is no cluster file.
+    becomes ``cluster=local`` and the keys of that file. ``1e3`` becomes ``1000``. Raises
+    `ConfigError` for a file that cannot be read or is no cluster file.
     """
     parser = get_args_parser()
     parser.set_defaults(config_name="train")
@@ -61,6 +63,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
             word = "cluster=local"
         elif word.lstrip("+").startswith("model.tensor_plan={"):
             word = _BRACKET.sub(r"\\\1", word)
+        elif _SCIENTIFIC.fullmatch(path) and float(path).is_integer():
+            # Hydra reads 1e3 as a number with a fraction, which no whole number may be.
+            word = f"{key}={float(path):.0f}"
         words.append(f"++{word}" if word.startswith(_OPEN) else word)
     # Other words about the cluster stay, and win over what the file says.
     parsed.overrides = [*from_files, *words]
@@ -101,17 +106,23 @@ class _WithoutAliases(yaml.SafeLoader):
 
 
 def read_yaml(path: str) -> Any:
-    """Reads a YAML file of anybody, without tags and aliases. Raises OSError, UnicodeDecodeError,
-    yaml.YAMLError, and `ConfigError` for what is not a file of data of at most 1 MiB."""
+    """Read a YAML file of anybody. Raises OSError, UnicodeDecodeError, and all that `parse_yaml`
+    raises; `ConfigError` also for a file that is not regular."""
     if not os.path.isfile(path) and os.path.exists(path):  # a pipe would be waited for
         raise ConfigError("not a regular file")
-    if os.path.getsize(path) > 2**20:
-        raise ConfigError("larger than 1 MiB, which no file of settings is")
     with open(path, encoding="utf-8") as stream:
-        try:
-            return yaml.load(stream, _WithoutAliases)
-        except RecursionError:
-            raise ConfigError("nested too deep") from None
+        return parse_yaml(stream.read(_LARGEST_YAML + 1))
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the value of YAML without tags and aliases. Raises yaml.YAMLError, and `ConfigError`
+    for a text of more than 1 MiB."""
+    if len(text) > _LARGEST_YAML:
+        raise ConfigError("larger than 1 MiB, which no file of settings is")
+    try:
+        return yaml.load(text, _WithoutAliases)
+    except RecursionError:
+        raise ConfigError("nested too deep") from None
 
 
 def _of_cluster_file(path: str) -> list[str]:
