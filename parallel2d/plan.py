@@ -48,11 +48,11 @@ def _plan(composition: Composition) -> None:
     from parallel2d.instruments.planner.layout_cost import seconds_in_bf16
     from parallel2d.instruments.planner.layout_search import command_line, fixed_keys, search
     from parallel2d.instruments.planner.scaling import scale
-    from parallel2d.training.device_defaults import DeviceAbilities, resolved
+    from parallel2d.training.device_defaults import resolved_for_plan
 
     torch.set_num_threads(1)
     given = composition.words
-    config = resolved(composition.config, DeviceAbilities.planned(composition.config))
+    config = resolved_for_plan(composition.config)
     if config.plan.scaling is not None:
         points = scale(config, fixed_keys(given))
         text = plan_text.scaling_json(points, config)

@@ -68,10 +68,9 @@ def check_main(words: Sequence[str]) -> int:
     text, nodes, workers = words
     with failures_reported_once(RankIdentity(0, 1, 0, 0, 1, "self"), None):
         from parallel2d.training.assemble import check
-        from parallel2d.training.device_defaults import DeviceAbilities, resolved
+        from parallel2d.training.device_defaults import resolved_here
 
-        config = resolved(from_yaml(text), DeviceAbilities.of_this_rank())
-        check(config, Topology.equal_hosts(int(nodes), int(workers)))
+        check(resolved_here(from_yaml(text)), Topology.equal_hosts(int(nodes), int(workers)))
     return 0
 
 
@@ -134,7 +133,7 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
     from parallel2d.base.exchange import check_shared
     from parallel2d.base.runtime import process_group
     from parallel2d.launching import rank_signals
-    from parallel2d.training.device_defaults import DeviceAbilities, resolved
+    from parallel2d.training.device_defaults import resolved_on_ranks
 
     rank_signals.listen()
     _log_to(job.run_dir, identity)
@@ -155,8 +154,7 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
         with failures_reported_once(identity, store, job.run_dir):
             try:
                 check_shared(job.run_dir)
-                config = resolved(job.config, DeviceAbilities.of_all_ranks())
-                job = dataclasses.replace(job, config=config)
+                job = dataclasses.replace(job, config=resolved_on_ranks(job.config))
                 report = _certify(job, runtime)
                 stopped = False
                 if not job.config.train.certify_only:

@@ -93,14 +93,14 @@ def _plan(composition: Composition) -> int:
 
     from parallel2d.instruments.planner.layout_cost import cost_of, planned_topology
     from parallel2d.instruments.planner.plan_text import shortage, summary
-    from parallel2d.training.device_defaults import DeviceAbilities, resolved
+    from parallel2d.training.device_defaults import resolved_for_plan
 
     torch.set_num_threads(1)
     config = composition.config
     topology = planned_topology(config)
     nodes = len(topology.ranks_by_host)
     config = choose_layout(config, composition.words, nodes, topology.world_size, sys.stdout)
-    config = resolved(config, DeviceAbilities.planned(config))
+    config = resolved_for_plan(config)
     cost = cost_of(config)
     for line in summary(config, cost):
         print(for_terminal(line))

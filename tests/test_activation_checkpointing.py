@@ -10,6 +10,7 @@ from parallel2d.base.config import (
     ActivationCheckpointingConfig,
     BucketingConfig,
     CompileConfig,
+    FSDPConfig,
     ParallelConfig,
     PrecisionConfig,
     PrefetchConfig,
@@ -184,7 +185,7 @@ RUNS = [
     ("hybrid", 1, "layer", "selective", {"prefetch": PrefetchConfig(1, 2)}),
     ("hybrid_zero2", 1, "size", "selective", {"prefetch": PrefetchConfig(1, 2)}),
     ("zero3", 1, "layer", "full", {"prefetch": PrefetchConfig(2, 3)}),
-    ("hybrid", 2, "block", "none", {"prefetch": PrefetchConfig(2, 3)}),
+    ("hybrid", 2, "block", "none", {"prefetch": PrefetchConfig(2, 3), "fsdp": FSDPConfig(2, True)}),
 ]
 
 

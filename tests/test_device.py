@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from parallel2d.base import device
 from parallel2d.base.config.composition import compose
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh_sizes import MeshShape
-from parallel2d.parallel.parallelize.layout import resolve
-from parallel2d.training.device_defaults import DeviceAbilities, resolved
+from parallel2d.parallel.parallelize.layout import Workload, resolve
+from parallel2d.training.device_defaults import resolved, resolved_for_plan
 
 PACKAGE = Path(parallel2d.__file__).parent
 # A feature that only CUDA has, by file
@@ -40,40 +41,43 @@ def test_kinds_of_accelerators_are_named_in_the_device_module_only():
     assert set(found) == set(CUDA_ONLY)
 
 
-CPU, GPU = DeviceAbilities(False, False), DeviceAbilities(True, True)
-
-
 @pytest.mark.parametrize(
-    ("words", "abilities", "precision", "compilation"),
+    ("words", "fast_bf16", "precision"),
     [
-        ((), CPU, ("fp32", "fp32", "fp32"), "none"),
-        ((), GPU, ("bf16", "bf16", "fp32"), "auto"),
-        ((), DeviceAbilities(True, False), ("bf16", "bf16", "fp32"), "none"),
-        (("precision=fp32", "compile=none"), GPU, ("fp32", "fp32", "fp32"), "none"),
-        (("precision.storage=bf16",), GPU, ("fp32", "fp32", "fp32"), "auto"),
-        (("precision=fp16",), GPU, ("fp16", "fp16", "fp32"), "auto"),
-        (("precision.reduce=bf16",), GPU, ("bf16", "bf16", "bf16"), "auto"),
+        ((), False, ("fp32", "fp32", "fp32")),
+        ((), True, ("bf16", "bf16", "fp32")),
+        (("precision=fp32",), True, ("fp32", "fp32", "fp32")),
+        (("precision.storage=bf16",), True, ("fp32", "fp32", "fp32")),
+        (("precision=fp16",), True, ("fp16", "fp16", "fp32")),
+        (("precision.reduce=bf16",), True, ("bf16", "bf16", "bf16")),
     ],
 )
-def test_auto_is_resolved_by_the_abilities_of_the_device(words, abilities, precision, compilation):
-    config = resolved(compose(list(words)).config, abilities)
-    found = config.precision
+def test_precision_auto_is_resolved_by_the_device(words, fast_bf16, precision):
+    found = resolved(compose(list(words)).config, fast_bf16=fast_bf16).precision
     assert (found.name, found.param, found.reduce) == precision
-    assert config.compile.name == compilation
 
 
 @pytest.mark.parametrize(
-    ("cluster", "abilities"), [("h100", GPU), ("commodity", GPU), ("local", CPU)]
+    ("cluster", "precision"), [("h100", "bf16"), ("commodity", "bf16"), ("local", "fp32")]
 )
-def test_plan_takes_the_abilities_of_the_cluster(cluster, abilities):
-    assert DeviceAbilities.planned(compose([f"cluster={cluster}"]).config) == abilities
+def test_plan_resolves_precision_by_the_devices_of_the_cluster(cluster, precision):
+    config = resolved_for_plan(compose([f"cluster={cluster}"]).config)
+    assert config.precision.name == precision
 
 
-def test_compile_auto_compiles_repeated_blocks_and_nothing_else():
-    config, shape = ParallelConfig(compile="auto"), MeshShape(1, 1)
+@pytest.mark.skipif(find_spec("triton") is None, reason="torch for CPUs comes without Triton")
+def test_compile_auto_compiles_repeated_blocks_on_a_gpu_and_nothing_else():
     blocks = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
-    assert resolve(config, shape, blocks).config.compile.name == "block"
-    assert resolve(config, shape, nn.Linear(2, 2)).config.compile.name == "none"
+
+    def chosen(model, device_type, **axes):
+        workload = Workload(device_type=device_type)
+        config = ParallelConfig(compile="auto")
+        return resolve(config, MeshShape(1, 1, **axes), model, workload).config.compile.name
+
+    assert chosen(blocks, "cuda") == "block"
+    assert chosen(blocks, "cpu") == "none"
+    assert chosen(blocks, "cuda", context=2) == "none"
+    assert chosen(nn.Linear(2, 2), "cuda") == "none"
 
 
 def join(*ranks: tuple[int, str]) -> list[subprocess.CompletedProcess[str]]:

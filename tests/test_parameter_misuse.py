@@ -386,7 +386,7 @@ def _results(strategy):
 
 @pytest.mark.parametrize(
     "strategy",
-    ["hybrid", *(pytest.param(each, marks=pytest.mark.slow) for each in ("zero3", "ddp"))],
+    ["hybrid", *(pytest.param(each, marks=pytest.mark.soak) for each in ("zero3", "ddp"))],
 )
 def test_misuse_of_parameters_is_right_or_refused_by_name(ranks, strategy):
     right = ("number", "row of data") if strategy == "ddp" else ()

@@ -156,7 +156,7 @@ def has_fast_bf16(device_type: str) -> bool:
 
 def can_compile(device_type: str) -> bool:
     """True if torch.compile can generate kernels for this type of accelerator, with Triton."""
-    return device_type != "cpu" and importlib.util.find_spec("triton") is not None
+    return device_type not in ("", "cpu") and importlib.util.find_spec("triton") is not None
 
 
 def use_tf32(device_type: str) -> None:

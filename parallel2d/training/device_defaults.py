@@ -1,65 +1,52 @@
-"""The settings that ``auto`` leaves to the device: precision and compilation.
+"""The precision that ``precision=auto`` leaves to the device.
 
 Everything that runs or prices a job calls `resolved` once, on the composed configuration, so that
-no later line has to know ``auto``. On a CPU ``auto`` is fp32 without compilation.
+no later line has to know ``auto``. (``compile=auto`` is resolved with the layout, which knows the
+blocks.) On a CPU it is fp32.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
-from parallel2d.base import device as devices
-from parallel2d.base import exchange
 from parallel2d.base.config import PRECISIONS, TrainConfig
 from parallel2d.base.config.parallel import AUTOMATIC
+from parallel2d.base.device import accelerator_type, has_fast_bf16
+from parallel2d.base.exchange import all_gather
 
 
-@dataclass(frozen=True)
-class DeviceAbilities:
-    """The properties of a device that decide about defaults."""
+def resolved(config: TrainConfig, *, fast_bf16: bool) -> TrainConfig:
+    """Return ``config`` with the precision that ``auto`` stands for: bf16 with gradients that are
+    reduced in fp32, else fp32. Other keys of the section keep their values.
 
-    fast_bf16: bool  # its matrix products in bf16 are faster than those in fp32
-    compiles: bool  # torch.compile can generate kernels for it
-
-    @classmethod
-    def of_this_rank(cls) -> DeviceAbilities:
-        """Return the abilities of the accelerator of this process, or of the CPU without one."""
-        kind = devices.accelerator_type()
-        return cls(devices.has_fast_bf16(kind), devices.can_compile(kind))
-
-    @classmethod
-    def of_all_ranks(cls) -> DeviceAbilities:
-        """Return the abilities that every rank has, so that all ranks resolve ``auto`` to the same
-        settings. Collective."""
-        ranks = exchange.all_gather(cls.of_this_rank())
-        return cls(all(each.fast_bf16 for each in ranks), all(each.compiles for each in ranks))
-
-    @classmethod
-    def planned(cls, config: TrainConfig) -> DeviceAbilities:
-        """Return the abilities of the devices of ``cluster``; of this machine where the cluster
-        does not name its devices."""
-        device = config.cluster.device
-        if device.type == "auto":
-            return cls.of_this_rank()
-        is_gpu = device.type != "cpu"
-        return cls(is_gpu and device.peak_tflops.bf16 is not None, is_gpu)
-
-
-def resolved(config: TrainConfig, abilities: DeviceAbilities) -> TrainConfig:
-    """Return ``config`` with the values that ``auto`` stands for on devices with ``abilities``.
-
-    precision: bf16 with gradients that are reduced in fp32, else fp32; other keys of the section
-        keep their values.
-    compile: none where the device has no compiler. Otherwise ``auto`` stays, and the layout
-        chooses block for a model with repeated blocks.
+    Args:
+        fast_bf16: True if all devices compute matrix products in bf16 faster than in fp32.
     """
-    precision, compilation = config.precision, config.compile
-    if precision.name == AUTOMATIC:
-        name, param = "fp32", precision.param
-        if abilities.fast_bf16 and (precision.storage, param) == ("fp32", "fp32"):
-            name, param = "bf16", PRECISIONS["bf16"].param
-        precision = dataclasses.replace(precision, name=name, param=param)
-    if compilation.name == AUTOMATIC and not abilities.compiles:
-        compilation = dataclasses.replace(compilation, name="none")
-    return dataclasses.replace(config, precision=precision, compile=compilation)
+    precision = config.precision
+    if precision.name != AUTOMATIC:
+        return config
+    name, param = "fp32", precision.param
+    if fast_bf16 and (precision.storage, param) == ("fp32", "fp32"):
+        name, param = "bf16", PRECISIONS["bf16"].param
+    return dataclasses.replace(
+        config, precision=dataclasses.replace(precision, name=name, param=param)
+    )
+
+
+def resolved_here(config: TrainConfig) -> TrainConfig:
+    """Return `resolved` for the accelerator of this process, or for the CPU without one."""
+    return resolved(config, fast_bf16=has_fast_bf16(accelerator_type()))
+
+
+def resolved_on_ranks(config: TrainConfig) -> TrainConfig:
+    """Return `resolved` for the accelerators of all ranks, the same on each. Collective."""
+    return resolved(config, fast_bf16=all(all_gather(has_fast_bf16(accelerator_type()))))
+
+
+def resolved_for_plan(config: TrainConfig) -> TrainConfig:
+    """Return `resolved` for the devices of ``cluster``; for this machine where the cluster does
+    not name its devices."""
+    device = config.cluster.device
+    if device.type == "auto":
+        return resolved_here(config)
+    return resolved(config, fast_bf16=device.type != "cpu" and device.peak_tflops.bf16 is not None)

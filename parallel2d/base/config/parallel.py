@@ -121,6 +121,35 @@ class PrefetchConfig:
     backward: int = option(1, "Groups gathered ahead in backward; 0: each when it begins", min=0)
 
 
+@dataclass
+class FSDPConfig:
+    """Options of FSDP2 for the collectives inside a replica, which change no result of fp32 and no
+    bytes. Each maps to the ``FSDPModule`` method in its description."""
+
+    reduce_scatter_buffers: int = option(
+        1,
+        "Reduce-scatters in flight, each with an input buffer of one group; more help where they "
+        "are slower than backward (set_reduce_scatter_max_input_buffers)",
+        min=1,
+    )
+    separate_reduce_scatter_group: bool = option(
+        False,
+        "Reduce-scatters in a process group next to that of all-gathers, so that both run at "
+        "once (set_separate_reduce_scatter_group)",
+    )
+    symmetric_memory: bool = option(
+        False,
+        "GPU only: all-gathers in symmetric memory of NCCL (set_symm_mem_for_comm). Ranks of a "
+        "shard group that run different modules are not named then, and a reduction in 16 bits "
+        "rounds each partial sum",
+    )
+
+    @property
+    def keeps_order(self) -> bool:
+        """True if ranks compare the order of their collectives before they issue them."""
+        return not (self.separate_reduce_scatter_group or self.symmetric_memory)
+
+
 _dtype = partial(option, choices=("fp64", "fp32", "bf16", "fp16"))
 
 
@@ -306,6 +335,7 @@ class ParallelConfig:
     prefetch: PrefetchConfig
     sync: SyncConfig
     checks: ChecksConfig
+    fsdp: FSDPConfig
     # GPU only: parameters, gradients and optimizer state live in pinned CPU memory and the
     # optimizer runs there; a step is slower by both copies and by the CPU's optimizer
     cpu_offload: bool
@@ -323,6 +353,7 @@ class ParallelConfig:
         cpu_offload: bool = False,
         allow_cross_node: bool = False,
         checks: ChecksConfig | None = None,
+        fsdp: FSDPConfig | None = None,
     ) -> None:
         self.strategy = named_strategy(strategy)
         self.bucketing = _section("bucketing", bucketing, BucketingConfig)
@@ -334,6 +365,7 @@ class ParallelConfig:
         self.prefetch = _section("prefetch", prefetch or PrefetchConfig(), PrefetchConfig)
         self.sync = _section("sync", sync or SyncConfig(), SyncConfig)
         self.checks = _section("checks", checks or ChecksConfig(), ChecksConfig)
+        self.fsdp = _section("fsdp", fsdp or FSDPConfig(), FSDPConfig)
         self.cpu_offload = cpu_offload
         self.allow_cross_node = allow_cross_node
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from parallel2d.base.config import CompileConfig
 from parallel2d.base.config.parallel import AUTOMATIC
+from parallel2d.base.device import can_compile
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.private_folders import make_private
 from parallel2d.parallel.mesh_sizes import MeshShape
@@ -108,12 +109,13 @@ def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
 
 
 def choose_compilation(
-    config: CompileConfig, shape: MeshShape, *, has_blocks: bool
+    config: CompileConfig, shape: MeshShape, device_type: str, *, has_blocks: bool
 ) -> CompileConfig:
     """Return ``config`` with ``block`` or ``none`` in the place of ``auto``."""
     if config.name != AUTOMATIC:
         return config
-    return replace(config, name="block" if has_blocks and shape.context == 1 else "none")
+    compiles = has_blocks and shape.context == 1 and can_compile(device_type)
+    return replace(config, name="block" if compiles else "none")
 
 
 def check_compilation(config: CompileConfig, shape: MeshShape) -> None:

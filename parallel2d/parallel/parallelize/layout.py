@@ -36,7 +36,7 @@ from parallel2d.parallel.parallelize.bucketing import bucket_modules
 from parallel2d.parallel.parallelize.compilation import check_compilation, choose_compilation
 from parallel2d.parallel.parallelize.ignored import ignored_names
 from parallel2d.parallel.parallelize.precision import Precision, buffer_dtype, storage_dtypes
-from parallel2d.parallel.parallelize.preconditions import check_offload
+from parallel2d.parallel.parallelize.preconditions import check_offload, check_symmetric_memory
 from parallel2d.parallel.parallelize.tensor_parallel import split_dims
 from parallel2d.parallel.sync.methods import method_of
 from parallel2d.parallel.sync.methods.method import SyncMethod
@@ -166,6 +166,7 @@ class Layout:
     def __post_init__(self) -> None:
         MeshSpec(**self.shape.sizes).refuse_contradiction(self.config.strategy)
         check_compilation(self.config.compile, self.shape)
+        check_symmetric_memory(self.config.fsdp.symmetric_memory, self.workload.device_type)
         check_offload(self.config.cpu_offload, self.workload.device_type, self.shape.replicate)
 
     @property
@@ -246,7 +247,9 @@ def resolve(
         tensor_dims=dict(split_dims(model, mesh, tensor_plan or {}, shape.tensor)),
     )
     blocks = find_blocks(model, config.bucketing.blocks, config.bucketing.policy)
-    compilation = choose_compilation(config.compile, shape, has_blocks=bool(blocks))
+    compilation = choose_compilation(
+        config.compile, shape, workload.device_type, has_blocks=bool(blocks)
+    )
     config = replace(config, compile=compilation)
     if config.compile.name != "none" and not blocks:
         raise ConfigError(

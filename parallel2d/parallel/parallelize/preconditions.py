@@ -213,6 +213,15 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return bool(max(ranges)[0] < min(ranges)[1]) and 0 not in (one.numel(), other.numel())
 
 
+def check_symmetric_memory(symmetric_memory: bool, device_type: str) -> None:
+    """Raises `ConfigError` for ``symmetric_memory`` on a CPU, where NCCL does not run."""
+    if symmetric_memory and device_type == "cpu":
+        raise ConfigError(
+            "fsdp.symmetric_memory=true needs GPUs with NCCL, and this runs on CPU: use "
+            "fsdp.symmetric_memory=false"
+        )
+
+
 def check_offload(cpu_offload: bool, device_type: str, replicate: int = 1) -> None:
     """Raise `ConfigError` for ``cpu_offload`` without a use or that would fail.
 

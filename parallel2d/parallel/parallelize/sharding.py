@@ -23,17 +23,18 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map
 
+from parallel2d.base.config import FSDPConfig
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, fsdp_groups
 from parallel2d.parallel.fsdp_internals.sharded_model import (
@@ -140,7 +141,10 @@ def synchronize(
         if shard_ranks == 1 and not layout.config.cpu_offload:
             group.share_memory(torch.float32 if in_fp32 else precision.param)
     # With one rank no collective runs over the shard axis.
-    order = _order_of(mesh, topology) if shard_ranks > 1 else None
+    options, order = layout.config.fsdp, None
+    if shard_ranks > 1:
+        _use_options(model, options)
+        order = _order_of(mesh, topology) if options.keeps_order else None
     kept = precision.reduce if precision.keep_reduced else precision.storage
     engine = ReplicaReducer(
         mesh,
@@ -154,8 +158,8 @@ def synchronize(
     )
     register_engine(model, engine)
     after_backward(model, engine.end_backward)
-    if order is not None:
-        _keep_order(order, groups, engine)
+    if shard_ranks > 1 and not options.symmetric_memory:
+        _use_own_collectives(order, groups, engine)
 
 
 def _order_of(mesh: DeviceMesh, topology: Topology) -> CollectiveOrder:
@@ -172,15 +176,35 @@ def _order_of(mesh: DeviceMesh, topology: Topology) -> CollectiveOrder:
     return order
 
 
-def _keep_order(
-    order: CollectiveOrder, groups: Sequence[FSDPGroup], engine: ReplicaReducer
+def _use_options(model: nn.Module, options: FSDPConfig) -> None:
+    """Set the options of FSDP2 on ``model`` and its submodules. Collective over the shard group."""
+    root: Any = model
+    if options.reduce_scatter_buffers > 1:
+        root.set_reduce_scatter_max_input_buffers(options.reduce_scatter_buffers)
+    if options.separate_reduce_scatter_group:
+        root.set_separate_reduce_scatter_group()
+    if options.symmetric_memory:
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.set_symm_mem_for_comm()
+
+
+def _use_own_collectives(
+    order: CollectiveOrder | None, groups: Sequence[FSDPGroup], engine: ReplicaReducer
 ) -> None:
-    number = order.add_model([group.called for group in groups])
+    """Replace the collectives of FSDP2. Without ``order`` they are issued without a comparison."""
+    number = order.add_model([group.called for group in groups]) if order is not None else 0
     for index, group in enumerate(groups):
-        enter = functools.partial(order.enter, number, index)
+        enter: Callable[[int, int, torch.dtype], None] = _enter_without_order
+        if order is not None:
+            enter = functools.partial(order.enter, number, index)
         module: Any = group.module  # its methods name private classes of torch
         module.set_custom_all_gather(OrderedAllGather(enter, engine.abandon))
         module.set_custom_reduce_scatter(OrderedReduceScatter(enter, engine.abandon))
+
+
+def _enter_without_order(_kind: int, _numel: int, _dtype: torch.dtype) -> None:
+    pass
 
 
 class _OwnTensor(torch.autograd.Function):
