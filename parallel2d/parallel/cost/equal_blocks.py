@@ -1,7 +1,7 @@
 """Costs of a step of a deep model, from copies with few of its equal blocks: `by_blocks`.
 
 [Note: few of the equal blocks] The cost of a model of equal blocks is a constant plus a cost per
-block. So one copy is measured with one block per stack, and for each stack a copy with two blocks;
+block. One copy is measured with one block per stack, and for each stack a copy with two blocks;
 the difference is the cost of a block. Another copy, with the first, a middle and the last block of
 every stack, must have the cost that follows from these. If it differs, or a copy cannot run, the
 full model is measured.

@@ -82,15 +82,15 @@ def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemo
     by_kind = {
         "parameters": states.parameters,
         "buffers": states.buffers,
-        "gathered parameters": held.gathered + held.returned,
+        "unsharded parameters": held.gathered + held.returned,
         "gradients": held.sums,
-        "gradients on their way": held.sent + held.bucket,
-        "activations and whole gradients": step.activations + held.whole,
+        "gradients in communication": held.sent + held.bucket,
+        "activations and unsharded gradients": step.activations + held.whole,
         "optimizer state": states.optimizer,
         "unrounded rows": states.masters,
-        "outer parameters and averages": states.outer,
+        "outer parameters and EMA weights": states.outer,
         # The current error feedback, and its replacement at the update
-        "what was not sent yet": 2 * states.residuals,
+        "error feedback": 2 * states.residuals,
     }
     shown = {name: size for name, size in by_kind.items() if size}
     return PredictedMemory(sum(shown.values()), shown)
