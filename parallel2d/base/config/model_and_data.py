@@ -1,4 +1,4 @@
-"""The ``model`` and ``data`` sections of a configuration: which model is trained on which data."""
+"""The ``model`` and ``data`` sections of a configuration: the model and its training data."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class HuggingFaceModel:
     )
 
 
-# What `model` holds, by `model.family`.
+# Dataclass of the section `model`, by `model.family`
 FAMILIES: dict[str, type] = {"llama": LlamaModel, "custom": CustomModel, "hf": HuggingFaceModel}
 
 _hf = partial(option, read_by=("hf",))
@@ -87,8 +87,8 @@ _sequences = partial(option, read_by=("stdlib", "text", "tokens", "hf"))
 
 @dataclass
 class DataConfig:
-    """What is read and how documents become sequences. Global batch k is a function of seed, data
-    and k alone."""
+    """The data set and the packing of documents into sequences. Global batch k depends only on the
+    seed, the data and k."""
 
     name: str = option("stdlib", choices=("stdlib", "text", "tokens", "hf", "bin", "custom"))
     path: str | None = option(
@@ -151,15 +151,15 @@ class DataConfig:
     arguments: dict[str, Any] = _custom({}, "Of the function: data.arguments.folder=pictures")
 
 
-# Keys that an entry of data.validation cannot have: such a set is read once, in the form in which
-# the model reads the training data.
+# Keys that an entry of data.validation cannot have: a validation set is read once, in the format of
+# the training data.
 _NOT_IN_SETS = ("validation", "epochs", "end", "intra_document_masking")
 ENTRY_KEYS = tuple(item.name for item in fields(DataConfig) if item.name not in _NOT_IN_SETS)
 
 
 def validation_set(data: DataConfig, entry: dict[str, Any]) -> DataConfig:
-    """The data of one entry of ``data.validation``: its own keys, and those of ``data`` that are
-    not given and that its kind of data reads."""
+    """Return the data section of one entry of ``data.validation``. Keys that the entry does not set
+    are inherited from ``data`` if the kind of data reads them."""
     own = replace(
         data,
         name=entry.get("name", data.name),
@@ -171,7 +171,7 @@ def validation_set(data: DataConfig, entry: dict[str, Any]) -> DataConfig:
     for item in fields(own):
         if not is_read(own, item):
             setattr(own, item.name, default_of(item))
-    # Either of the two says what is read.
+    # Either path or mixture names the data, so the entry replaces both.
     if "path" in entry:
         own.mixture = []
     elif "mixture" in entry:
@@ -183,8 +183,8 @@ _SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:
-    """Yields a line for each contradiction between keys of ``data``, and for each problem of a set
-    of ``data.validation``."""
+    """Yield a line for each contradiction between keys of ``data``, and for each problem of an
+    entry of ``data.validation``."""
     if data.name == "tokens" and bool(data.path) == bool(data.mixture):
         yield (
             "data=tokens needs either data.path, a prepared folder, or data.mixture=[{path: A, "

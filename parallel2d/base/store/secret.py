@@ -1,4 +1,4 @@
-"""The secret by which processes of a job know each other: `find_secret`, `write_secret`."""
+"""Shared secret of the processes of a job: `find_secret`, `write_secret`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import stat
 from parallel2d.base.errors import ConfigError
 
 VARIABLE = "PARALLEL2D_SECRET"
-# no secret: every process that reaches the store takes part
+# Stands for no secret: every process that reaches the store is trusted.
 NOBODYS = "launch.insecure=true: everybody knows this one"
 _SHORTEST, _LONGEST = 32, 4096  # characters
 _HOW = (
@@ -20,12 +20,13 @@ _HOW = (
 
 
 def new_secret() -> str:
-    """64 random hexadecimal digits."""
+    """Return 64 random hexadecimal digits."""
     return secrets.token_hex(32)
 
 
 def write_secret(path: str) -> None:
-    """Makes a file that its owner alone can read. Raises `ConfigError` where it exists."""
+    """Write a new secret to a file that only its owner can read. Raises `ConfigError` if the file
+    exists."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except OSError as error:
@@ -36,10 +37,14 @@ def write_secret(path: str) -> None:
 
 
 def read_secret(path: str) -> str:
-    """The secret in a file. Raises `ConfigError` unless it is regular and this user's alone, or
-    root's and not for all."""
+    """Read the secret from a file.
+
+    Raises:
+        ConfigError: unless the file is regular, and readable by this user only or owned by root and
+            not readable by all users.
+    """
     try:
-        # a pipe without a writer is refused below
+        # A pipe without a writer is refused below.
         descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(f"launch.secret_file={path}: {error.strerror}") from None
@@ -51,7 +56,7 @@ def read_secret(path: str) -> str:
             raise ConfigError(
                 f"launch.secret_file={path} belongs to user {status.st_uid}, not to {os.getuid()}"
             )
-        # What root mounts for a container is read through a group of its own.
+        # Files that root mounts into a container are read through a separate group.
         others = 0o077 if status.st_uid == os.getuid() else 0o027
         if status.st_mode & others:
             raise ConfigError(f"launch.secret_file={path} can be read by others: chmod 600 {path}")
@@ -61,8 +66,8 @@ def read_secret(path: str) -> str:
 
 
 def find_secret(secret_file: str | None, insecure: bool = False) -> str:
-    """Finds the secret of a job on several nodes: in ``secret_file``, otherwise in the environment,
-    otherwise `NOBODYS` if ``insecure``. Raises `ConfigError` where there is none."""
+    """Return the secret of a job on several nodes: from ``secret_file``, otherwise from the
+    environment, otherwise `NOBODYS` if ``insecure``. Raises `ConfigError` if none is given."""
     if secret_file is not None:
         return read_secret(secret_file)
     given = os.environ.get(VARIABLE)
@@ -77,7 +82,8 @@ def find_secret(secret_file: str | None, insecure: bool = False) -> str:
 
 
 def checked(text: str, where: str) -> str:
-    """``text`` without white space around it. Raises `ConfigError` for a wrong length."""
+    """Return ``text`` without surrounding white space. Raises `ConfigError` for an invalid
+    length."""
     text = text.strip()
     if not _SHORTEST <= len(text) <= _LONGEST:
         raise ConfigError(
