@@ -39,8 +39,8 @@ class RankedLayout:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search. ``ranked``: layouts, fastest first. ``refusals``: overrides of the
-    layouts that cannot run -> reason."""
+    """Result of a search: ``ranked`` has the layouts, fastest first, and ``refusals`` the overrides
+    and reasons of layouts that cannot run."""
 
     chosen: RankedLayout
     ranked: tuple[RankedLayout, ...]

@@ -1,1 +1,2 @@
-"""What a layout costs, as arithmetic: bytes per axis and FLOPs. Nothing here measures."""
+"""Cost of a layout as arithmetic: bytes per axis, memory, seconds and FLOPs. No module of this
+package measures a run."""

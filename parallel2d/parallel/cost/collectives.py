@@ -1,14 +1,13 @@
 """Bytes that a rank sends in a collective (`sent_bytes`), their sums over one mesh axis
 (`CollectiveTally`), and the seconds of a collective (`collective_seconds`).
 
-[Note: collectives in time] Ring algorithms, with the latencies that NCCL's own model counts
-(``src/graph/tuning.cc``). A ring through the ranks of a group passes each host once, so a host
-sends over its own link what one rank of the group sends, once for each group that it has ranks of:
-eight groups that each have one rank on a host share its link, one group that has eight ranks there
-does not. An all-gather or reduce-scatter over n ranks on m hosts has m - 1 steps between hosts and
-n - m inside them, an all-reduce twice as many; for few bytes an all-reduce uses a tree instead, of
-2 log2(m) steps between hosts. On CPU gloo reduces by rings alone, and a reduce-scatter takes the
-steps of the all-reduce that it is.
+[Note: collectives in time] The model has ring algorithms with the latencies of NCCL's cost model
+(``src/graph/tuning.cc``). A ring through the ranks of a group passes each host once, so per group
+the link of a host carries the bytes of one rank. Eight groups with one rank each on a host share
+its link; one group with eight ranks on the host does not. An all-gather or reduce-scatter over n
+ranks on m hosts has m - 1 steps between hosts and n - m steps inside hosts, an all-reduce twice as
+many. For few bytes an all-reduce uses a tree with 2 log2(m) steps between hosts. On CPU gloo uses
+only rings, and its reduce-scatter has the steps of an all-reduce.
 """
 
 from __future__ import annotations
@@ -24,18 +23,23 @@ from parallel2d.parallel.mesh_sizes import groups_along
 
 
 def sent_bytes(collective: str, whole_bytes: float, size: int, device_type: str) -> float:
-    """Bytes that one rank sends, mean over the ranks of a group of ``size``.
+    """Return the bytes that one rank sends, as the mean over the ranks of a group.
 
-    ``whole_bytes``: the larger side of the collective: the output of ``all_gather``, the input of
-    ``reduce_scatter`` and ``all_to_all``, the tensor of ``all_reduce``. Bandwidth-optimal
-    algorithms (ring; Thakur et al. 2005) send (n-1)/n of it, and an all-reduce twice that. Gloo
-    (CPU tensors) reduces and scatters by an all-reduce. Raises KeyError for another collective.
+    Bandwidth-optimal algorithms (ring; Thakur et al. 2005) send (n-1)/n of ``whole_bytes``, and an
+    all-reduce twice as much. Gloo (CPU tensors) implements reduce-scatter by an all-reduce.
+
+    Args:
+        collective: name of the collective. Raises KeyError for an unknown one.
+        whole_bytes: the larger side of the collective: the output of ``all_gather``, the input of
+            ``reduce_scatter`` and ``all_to_all``, the tensor of ``all_reduce``.
+        size: number of ranks of the group.
+        device_type: of the tensors.
     """
     return _passes(collective, device_type) * (size - 1) / size * whole_bytes
 
 
 def _passes(collective: str, device_type: str) -> int:
-    """How often a ring through the ranks is gone round."""
+    """Return the number of passes around a ring through the ranks."""
     reduce_scatter = 2 if device_type == "cpu" else 1
     passes = {"all_gather": 1, "all_to_all": 1, "reduce_scatter": reduce_scatter, "all_reduce": 2}
     return passes[collective]
@@ -70,8 +74,8 @@ class GroupPlacement:
     """Placement of the groups of one mesh axis."""
 
     ranks: int
-    hosts: int  # the most on which one group has ranks
-    groups_per_host: int  # the most that have ranks on one host and on others
+    hosts: int  # largest number of hosts of a group
+    groups_per_host: int  # largest number of groups that connect one host with others
 
     @property
     def is_inside(self) -> bool:
@@ -79,15 +83,15 @@ class GroupPlacement:
 
 
 def placement_of(ranks: torch.Tensor, axis: str, topology: Topology) -> GroupPlacement:
-    """Of the groups of ``axis``, as of `groups_along`."""
+    """Return the placement of the groups of ``axis``; see `groups_along`."""
     numbers = {host: number for number, host in enumerate(topology.ranks_by_host)}
     host_of = torch.tensor([numbers[host] for host in topology.hosts])
-    # [group, rank of it], hosts as numbers in ascending order.
+    # [group, rank in the group]: hosts as numbers in ascending order
     hosts = host_of[groups_along(ranks, axis)].sort(dim=1).values
     is_first = torch.ones_like(hosts, dtype=torch.bool)
     is_first[:, 1:] = hosts[:, 1:] != hosts[:, :-1]
     hosts_of_group = is_first.sum(dim=1)
-    # Each host of each group that is on several, once.
+    # Each host, once, of each group on several hosts
     crosses = hosts_of_group > 1
     crossed = hosts[crosses][is_first[crosses]]
     most = int(crossed.bincount().max()) if crossed.numel() else 0
@@ -95,7 +99,7 @@ def placement_of(ranks: torch.Tensor, axis: str, topology: Topology) -> GroupPla
 
 
 def placements(ranks: torch.Tensor, topology: Topology) -> dict[str, GroupPlacement]:
-    """Of the groups of each axis, by its name."""
+    """Return axis name -> placement of its groups."""
     return {axis: placement_of(ranks, axis, topology) for axis in AXES}
 
 
@@ -106,11 +110,15 @@ def collective_seconds(
     cluster: ClusterConfig,
     device_type: str = "cuda",
 ) -> float | None:
-    """Seconds of one collective in which each rank sends ``sent`` bytes (`sent_bytes`), while all
-    groups of its axis run the same. None where a link that it uses is not known.
+    """Return the seconds of one collective while all groups of its axis run the same collective;
+    None if a used link is not known.
 
-    ``collective``: ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``all_reduce``.
-    ``device_type``: decides which algorithms run, ``cuda`` (NCCL) or ``cpu`` (gloo).
+    Args:
+        collective: ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``all_reduce``.
+        sent: bytes that each rank sends (`sent_bytes`).
+        placement: of the groups of the axis.
+        cluster: the links.
+        device_type: selects the algorithms of ``cuda`` (NCCL) or ``cpu`` (gloo).
     """
     if placement.ranks == 1:
         return 0.0
@@ -123,7 +131,7 @@ def collective_seconds(
     between, outer_s = cluster.between_nodes.bytes_per_s, cluster.between_nodes.latency_us
     if between is None or outer_s is None:
         return None
-    # Both kinds of links are used at once, and the slower of the two decides.
+    # Both kinds of links are used at the same time, and the slower one decides.
     transfer = max(sent / inside, placement.groups_per_host * sent / between)
     latency = outer * outer_s + inner * inner_s
     if collective == "all_reduce" and device_type == "cuda":
@@ -136,6 +144,7 @@ def collective_seconds(
 def collective_steps(
     collective: str, placement: GroupPlacement, device_type: str
 ) -> tuple[int, int]:
-    """Steps of a ring between hosts, and inside them; each costs one latency of its link."""
+    """Return the steps of a ring between hosts, and inside hosts. Each step costs one latency of
+    its link."""
     passes = _passes(collective, device_type)
     return passes * (placement.hosts - 1), passes * (placement.ranks - placement.hosts)

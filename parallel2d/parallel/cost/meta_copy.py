@@ -1,6 +1,6 @@
-"""A copy of the model on meta, split over the context and tensor axes as the model itself will be,
-but not sharded: `meta_copy`. What it computes costs nothing, and what it would send over these
-axes can be counted: `count_tensor_axis`.
+"""A copy of the model on meta, split over the context and tensor axes like the model itself, but
+not sharded: `meta_copy`. Its computation costs nothing, and its bytes over these axes can be
+counted: `count_tensor_axis`.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from parallel2d.parallel.parallelize.tensor_parallel import split_layers
 from parallel2d.parallel.weights.geometry import as_part
 
 ALL_AT_ONCE = 2**62  # logits
-LossOfBatch = Callable[[nn.Module, Any, Any], Tensor]  # of a model, inputs and targets
+LossOfBatch = Callable[[nn.Module, Any, Any], Tensor]  # (model, inputs, targets) -> loss
 
 log = logging.getLogger(__name__)
 
 
 def meta_copy(model: nn.Module, mesh: DeviceMesh | None, layout: Layout) -> nn.Module:
-    """A copy of ``model``, which is plain and on meta. It stays whole without a mesh. It computes
-    in the dtypes that sharding would cast to, and its blocks are recomputed as
-    ``activation_checkpointing`` says."""
+    """Return a copy of ``model``, which is plain and on meta. Without a mesh the copy is not split.
+    It computes in the dtypes that sharding casts to, and recomputes its blocks according to
+    ``activation_checkpointing``."""
     copied = without_storage(model)
     precision = Precision.of(layout.config.precision, copied)
     cast_storage(copied, dataclasses.replace(precision, storage=precision.param))
@@ -67,15 +67,15 @@ def meta_copy(model: nn.Module, mesh: DeviceMesh | None, layout: Layout) -> nn.M
 
 @contextmanager
 def on_fake_tensors(copied: nn.Module, device_type: str) -> Iterator[None]:
-    """Inside, parameters, buffers and whatever is made have no storage, and their ``device`` is
-    ``device_type``: some models refuse to run on plain meta tensors, which are twice as fast.
-    ``copied``, all of it on meta, cannot be used outside any more."""
+    """Context that makes parameters, buffers and new tensors fake tensors on ``device_type``.
+    Some models refuse to run on plain meta tensors, which are twice as fast. ``copied``, which is
+    on meta, cannot be used after the context."""
     made: dict[int, Any] = {}
     with FakeTensorMode():
         for module in copied.modules():
             for owned in (module._parameters, module._buffers):
                 for name, value in owned.items():
-                    # Once for each tensor: tied parameters stay tied.
+                    # Once per tensor, so that tied parameters remain tied.
                     if value is not None and id(value) not in made:
                         made[id(value)] = _fake(value, device_type)
                     owned[name] = made.get(id(value))
@@ -83,7 +83,8 @@ def on_fake_tensors(copied: nn.Module, device_type: str) -> Iterator[None]:
 
 
 def _fake(value: Tensor, device_type: str) -> Tensor:
-    """A parameter for a parameter, a `DTensor` for a `DTensor`."""
+    """Return a fake tensor of the same kind: a parameter for a parameter, a `DTensor` for a
+    `DTensor`."""
     local = value._local_tensor if isinstance(value, DTensor) else value
     fake: Tensor = torch.empty(local.shape, dtype=local.dtype, device=device_type)
     if isinstance(value, DTensor):
@@ -94,7 +95,7 @@ def _fake(value: Tensor, device_type: str) -> Tensor:
 
 
 def _cast_at_its_border(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Casts what goes in and out as sharding does for a group."""
+    """Install hooks that cast inputs and outputs of ``module``, as sharding does for a group."""
 
     def enter(_module: nn.Module, given: Any, named: Any) -> tuple[Any, Any]:
         return _cast(given, policy.param_dtype), _cast(named, policy.param_dtype)
@@ -116,10 +117,9 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
 
 
 class TensorTraffic(NamedTuple):
-    """Over the tensor axis: bytes that a rank sends in forward and backward of one micro-batch, and
-    how often its collectives go round a ring. Then the same of what sharding adds before it
-    reduces: gradients of weights that stayed whole while their inputs were split are summed. And
-    what a micro-batch sends over the context axis."""
+    """Bytes that a rank sends, and ring passes of its collectives, in one micro-batch: over the
+    tensor axis in forward and backward; over the tensor axis for the sums before the reduction,
+    which add gradients of replicated weights with sharded inputs; and over the context axis."""
 
     passes_bytes: float
     ring_passes: float
@@ -129,8 +129,8 @@ class TensorTraffic(NamedTuple):
     context_ring_passes: float = 0.0
 
     def of_step(self, layout: Layout) -> dict[str, tuple[float, float]]:
-        """Bytes and ring passes of a step over each axis. Sums come in every backward, or once with
-        ``sync.during_accumulation=none``."""
+        """Return bytes and ring passes of a step over each axis. The sums run in every backward, or
+        once with ``sync.during_accumulation=none``."""
         passes = layout.workload.accumulation
         sums = 1 if layout.config.sync.during_accumulation == "none" else passes
         return {
@@ -143,7 +143,7 @@ class TensorTraffic(NamedTuple):
 
 
 _FUNCTIONAL, _C10D = torch.ops._c10d_functional, torch.ops.c10d
-# Operators, their collective, and the position of the group in their arguments
+# Operator -> its collective, and the position of the group in its arguments
 _COUNTED = {
     _FUNCTIONAL.all_reduce.default: ("all_reduce", 2),
     _FUNCTIONAL.all_gather_into_tensor.default: ("all_gather", 2),
@@ -157,11 +157,12 @@ _COUNTED = {
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives of tensors without storage, over the axes of ``mesh``. Such a
-    collective sends nothing, and therefore reaches no hook of its process group.
+    """Counts the collectives of fake tensors over the axes of ``mesh``. These collectives send
+    nothing, so hooks of the process group do not see them.
 
     Args:
-        device_type: the device whose bytes are counted.
+        mesh: the axes.
+        device_type: device type for the bytes of a collective.
     """
 
     def __init__(self, mesh: DeviceMesh, device_type: str) -> None:
@@ -177,14 +178,14 @@ class CollectiveCounter(TorchDispatchMode):
             traffic.reset()
 
     def over(self, axis: str) -> tuple[float, int]:
-        """Bytes and ring passes over ``axis`` since `start`; zeros where the mesh lacks it."""
+        """Return bytes and ring passes over ``axis`` since `start`; zeros for a missing axis."""
         traffic = self._axes.get(axis)
         return (traffic.bytes, traffic.ring_passes) if traffic else (0.0, 0)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # The collectives of a `DTensor` are those of its local tensors, which come later.
+        # The collectives of a `DTensor` run later, on its local tensors.
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         result = function(*args, **(kwargs or {}))
@@ -197,7 +198,7 @@ class CollectiveCounter(TorchDispatchMode):
         return result
 
     def _axis_of(self, group: Any) -> str:
-        """The axis of ``group``, as operators take it; empty for another or a destroyed one."""
+        """Return the axis of an operator's ``group``; empty for an unknown or destroyed group."""
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
         with contextlib.suppress(RuntimeError, ValueError, KeyError):
@@ -208,13 +209,13 @@ class CollectiveCounter(TorchDispatchMode):
 def count_tensor_axis(
     copied: nn.Module, mesh: DeviceMesh, layout: Layout, loss: LossOfBatch
 ) -> TensorTraffic | None:
-    """``copied``: from `meta_copy`. It runs forward and backward of one micro-batch of ``layout``
-    on tensors without storage, on every rank alike. None, and the reason logged, where it cannot
-    run.
+    """Count the traffic of one micro-batch of ``layout``: run forward and backward of ``copied``,
+    from `meta_copy`, on fake tensors, equally on every rank. Return None, and log the reason, if
+    the copy cannot run.
     """
     problem: Exception | None = None
-    # Meta tensors are twice as fast, and some models only run on tensors with a real device. So
-    # does the kernel of attention that tells what a context axis gathers again in backward.
+    # Meta tensors are twice as fast, but some models only run on tensors with a real device. The
+    # attention kernel that decides the all-gathers of a context axis in backward needs one too.
     for device_type in ("meta", mesh.device_type)[layout.shape.context > 1 :]:
         pretend = nullcontext() if device_type == "meta" else on_fake_tensors(copied, device_type)
         counter = CollectiveCounter(mesh, layout.workload.device_type)
@@ -222,7 +223,8 @@ def count_tensor_axis(
             with pretend, loss_chunks(ALL_AT_ONCE), preserve_rng_states(), counter:
                 inputs, targets = layout.workload.example(device_type)
                 if layout.shape.context > 1:
-                    # The first forward is preceded by others, which learn what can be cut.
+                    # The first forward runs additional forwards, which learn the inputs that can be
+                    # split.
                     with torch.no_grad():
                         loss(copied, inputs, targets)
                 counter.start()
@@ -248,7 +250,7 @@ def _sum_partial_gradients(model: nn.Module, layout: Layout) -> None:
             continue
         if gradient.placements == parameter.placements:
             continue
-        # The engine adds the parts of a gradient in fp32 at least.
+        # The engine adds partial gradients in fp32 at least.
         sent: Any = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        # The counter sees the collective that this takes; its result is not needed.
+        # The counter sees the collective; the result is not needed.
         sent.redistribute(placements=parameter.placements)

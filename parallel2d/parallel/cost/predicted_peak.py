@@ -1,16 +1,16 @@
-"""The peak of a step as arithmetic: `predict_peak`.
+"""Peak memory of a step as arithmetic: `predict_peak`.
 
-To the activations of a model that is not sharded (`cost.activation_profile`) it adds
-what sharding allocates at each moment.
+The peak is the maximum over the step of the activations of the unsharded model
+(`cost.activation_profile`) plus the allocations of sharding.
 
-[Note: what sharding holds] A gathered group has its whole parameters in memory, but for a shard
-axis of one rank without casts, whose sharded parameters are the gathered ones. What the last
-all-gather returned stays until the next one; in backward the next groups are gathered ahead, as
-many as ``prefetch.backward`` says. Whole gradients of a group are copied to be reduced; that copy
-stays until the next group's. The root's parameters are freed after forward too, and gathered again
-before the first gradient. Sums of gradients appear group by group in the first micro-batch, and
-stay. Where replicas exchange gradients in another form, or each updates a part of them, two buckets
-are in memory as they are sent and as they are received.
+[Note: allocations of sharding] An unsharded group has its full parameters in memory, except on a
+shard axis of one rank without casts, where the sharded parameters are the unsharded ones. The
+output of an all-gather stays allocated until the next all-gather. In backward ``prefetch.backward``
+further groups are unsharded. The unsharded gradients of a group are copied for the reduction, and
+the copy stays until the copy of the next group. The root's parameters are freed after forward too,
+and all-gathered again before the first gradient. Sums of gradients are allocated group by group in
+the first micro-batch, and stay. If replicas exchange gradients in another communication format, or
+split updates, two buckets are in memory in their sent and received formats.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from parallel2d.parallel.parallelize.precision import DTYPES
 
 @dataclass(frozen=True)
 class PredictedMemory:
-    """Bytes of one rank at the peak of a step. ``by_kind``: their sum is ``peak``."""
+    """Bytes of one rank at the peak of a step. ``peak`` is the sum of ``by_kind``."""
 
     peak: int
     by_kind: Mapping[str, int]
 
 
 class _Group(NamedTuple):
-    """Bytes of a group: whole parameters, whole gradients as made and as reduced, own sums."""
+    """Bytes of a group: unsharded parameters, unsharded gradients as computed and as reduced, local
+    sums."""
 
     gathered: int
     made: int
@@ -55,24 +56,24 @@ class _Group(NamedTuple):
 
 @dataclass
 class _Held:
-    """What sharding holds at a moment."""
+    """Allocations of sharding at a point of the step."""
 
-    gathered: int = 0  # whole parameters
-    returned: int = 0  # by the last all-gathers
-    sent: int = 0  # to be reduced
-    sums: int = 0  # of gradients
-    whole: int = 0  # gradients that wait for the last micro-batch
-    bucket: int = 0  # between replicas
+    gathered: int = 0  # unsharded parameters
+    returned: int = 0  # outputs of the last all-gathers
+    sent: int = 0  # inputs of reductions
+    sums: int = 0  # sums of gradients
+    whole: int = 0  # unsharded gradients that wait for the last micro-batch
+    bucket: int = 0  # buckets between replicas
 
 
 def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemory:
-    """``events``: from `profile_activations`, of the config, the size of the tensor axis and the
-    micro-batch of ``layout``. See [Note: what sharding holds]."""
+    """Return the predicted peak of ``layout``. ``events``: from `profile_activations`, for the same
+    config, tensor axis and micro-batch. See [Note: allocations of sharding]."""
     states = state_bytes(layout)
     accumulation = layout.workload.accumulation
     step = _Step(events, layout)
     step.run(adds_sums=True, is_last=accumulation == 1)
-    # All micro-batches after the first are alike, but for the exchange of replicas in the last.
+    # All micro-batches after the first are equal, except for the exchange of replicas in the last.
     if accumulation > 1:
         step.run(adds_sums=False, is_last=True)
     held = step.at_peak
@@ -86,7 +87,7 @@ def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemo
         "optimizer state": states.optimizer,
         "unrounded rows": states.masters,
         "outer parameters and averages": states.outer,
-        # What is kept, and what takes its place at the update
+        # The residuals, and their replacements at the update
         "what was not sent yet": 2 * states.residuals,
     }
     shown = {name: size for name, size in by_kind.items() if size}
@@ -111,8 +112,8 @@ class _Step:
                     self._groups[number] = self._groups[number]._replace(gathered=0)
         self._root = len(self._groups) - 1
         reduce = DTYPES[config.precision.reduce]
-        # Of two buckets between replicas, as they are received and, where that is another form, as
-        # they are sent; sums that are reduced in place need none.
+        # Two buckets between replicas, in the received and, if it differs, the sent format. Sums
+        # that are reduced in place need no bucket.
         sums = [group.sums for group in self._groups]
         self._bucket = layout.method.buffer_bytes(sums, reduce.itemsize)
         self._held = _Held()
@@ -123,11 +124,12 @@ class _Step:
         self._most = -1
 
     def run(self, *, adds_sums: bool, is_last: bool) -> None:
-        """A micro-batch. ``adds_sums``: none came before it."""
+        """Follow one micro-batch. ``adds_sums``: True for the first one, which allocates the
+        sums."""
         held = self._held
         held.gathered = held.returned = 0
         self._gathered_order = []
-        # Without a reduction in each micro-batch the last one makes the sums.
+        # Without a reduction in each micro-batch the last one allocates the sums.
         self._adds_sums = adds_sums or not self._reduces_each
         self._reduces = is_last or self._reduces_each
         self._is_last = is_last
@@ -158,16 +160,16 @@ class _Step:
         if not self._frees:
             self._held.returned = 0
             return
-        # Once by recomputation, once by the gradient of its output.
+        # Called twice: by recomputation and by the gradient of the output.
         if number in self._whole:
             return
         self._whole.add(number)
         self._held.gathered += group.gathered
-        # Nothing gathers the root ahead. What an all-gather returned stays until it is copied.
+        # The root is not prefetched. The output of an all-gather stays until it is copied.
         if number == self._root:
             self._held.returned = group.gathered
         self._see(activations)
-        # The groups that ran before this one come next; before the root, which begins first, all.
+        # The next groups ran before this one in forward; for the root, which begins first, all.
         before = self._gathered_order
         if number != self._root:
             before = before[: before.index(number)]
@@ -177,13 +179,13 @@ class _Step:
                 self._held.returned += self._groups[each].gathered
 
     def _reduce(self, number: int, group: _Group, activations: int) -> None:
-        """The whole gradients of the group are among ``activations`` until now."""
+        """Reduce a group. Its unsharded gradients are part of ``activations`` until this point."""
         self._whole.discard(number)
         self._held.gathered -= group.gathered
         if not self._reduces:
             self._held.whole += group.made
             return
-        # The copy of the group before is gone, and the new one is there beside the gradients.
+        # The copy of the previous group is freed; the new copy exists next to the gradients.
         self._held.sent = group.reduced
         if self._adds_sums:
             self._held.sums += group.sums

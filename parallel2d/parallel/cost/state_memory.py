@@ -1,7 +1,8 @@
-"""Bytes of what a rank keeps from step to step: parameters, gradients, optimizer state, buffers.
+"""Bytes of the persistent state of a rank: parameters, gradients, optimizer state, buffers.
 
-`state_bytes` computes those of the fullest rank ([Note: the peak-memory rank] in `layout.py`)
-from shapes alone. Activations, gathered parameters and memory of collectives are not in them.
+`state_bytes` computes the bytes of the peak-memory rank ([Note: the peak-memory rank] in
+`layout.py`) from shapes. They do not include activations, unsharded parameters and memory of
+collectives.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from parallel2d.parallel.parallelize.layout import Layout, ParameterShape, first
 from parallel2d.parallel.sync.methods.error_feedback import stored_bytes
 from parallel2d.parallel.sync.methods.owned_parameters import owned_shapes
 
-_STEP_BYTES = 4  # torch's optimizers count the steps of each parameter in an fp32 tensor
+_STEP_BYTES = 4  # torch's optimizers store the step count of each parameter as an fp32 tensor
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,9 @@ class StateBytes:
     """
 
     parameters: int
-    masters: int  # hybrid_full, rounded: unrounded rows of this replica, and those sent last
+    masters: (
+        int  # hybrid_full with rounding: unrounded rows of this replica, and the last sent ones
+    )
     gradients: int
     optimizer: int
     outer: int  # diloco: outer parameters, momentum, error feedback; train.ema: averages
@@ -40,9 +43,9 @@ class StateBytes:
 
 
 def state_bytes(layout: Layout) -> StateBytes:
-    """What the fullest rank keeps.
+    """Return the bytes of the persistent state of the peak-memory rank.
 
-    Every trained parameter is taken to have a gradient, and the optimizer to have made a step.
+    They assume that every trained parameter has a gradient, and that the optimizer has made a step.
     """
     shape, method = layout.shape.sharding, layout.method
     parameters = masters = gradients = state = outer = residuals = 0
@@ -72,17 +75,18 @@ def state_bytes(layout: Layout) -> StateBytes:
 def _optimizer_bytes(
     updated: tuple[int, ...], parameter: ParameterShape, optimizer: OptimizerConfig
 ) -> int:
-    """Bytes of the state of one parameter, of which this rank updates a part of this shape."""
+    """Return the bytes of the optimizer state of one parameter. ``updated``: shape of the part that
+    this rank updates."""
     numel = math.prod(updated)
     match optimizer.name:
-        # The first gradient is copied, in its own dtype.
+        # The momentum is a copy of the first gradient, in the same dtype.
         case "sgd":
             return numel * parameter.gradient if optimizer.momentum else 0
         case "muon" if parameter.by_muon:
             return numel * parameter.gradient
-        # What somebody else keeps is not known, as the plan says.
+        # The state of a custom optimizer is not known; the plan states this.
         case "custom":
             return 0
-    # Adam, AdamW, and what Muon leaves to AdamW: two moments, or three.
+    # Adam, AdamW, and the parameters that Muon leaves to AdamW: two or three moments
     moments = 3 if optimizer.amsgrad and optimizer.name != "muon" else 2
     return _STEP_BYTES + moments * numel * parameter.stored

@@ -1,7 +1,7 @@
-"""Bytes that the optimizer itself sends per update, from shapes: `predict_updates`.
+"""Bytes that the optimizer sends per update, from shapes: `predict_updates`.
 
-AdamW, Adam and SGD send nothing. Muon sends each matrix to one rank and the result to all
-(`owner_bytes`). What an optimizer of one's own sends is not known.
+AdamW, Adam and SGD send nothing. Muon sends each matrix to one rank and the result to all ranks
+(`owner_bytes`). The bytes of a custom optimizer are not known.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _MUON_ITEM = 2  # matrices and results are sent in bf16
 
 
 def predict_updates(layout: Layout) -> dict[str, float]:
-    """Bytes that the first rank, with Muon a rank on average, sends per update over each mesh axis,
-    ``{axis: bytes}``; empty when updates are local."""
+    """Return the bytes that the first rank, or with Muon a rank on average, sends per update over
+    each mesh axis, ``{axis: bytes}``; empty if updates are local."""
     found: dict[str, float] = defaultdict(float)
     if layout.workload.optimizer.name != "muon":
         return found
@@ -28,7 +28,7 @@ def predict_updates(layout: Layout) -> dict[str, float]:
     for group, count in layout.equal_groups:
         for parameter in group:
             if parameter.is_trained and parameter.by_muon:
-                # The tensor axis comes first: sharding splits the rest.
+                # The tensor axis is first: sharding splits its local shards.
                 axes = [("tensor", shape.tensor, parameter.tensor_dim), *rows]
                 for axis, size in owner_bytes(parameter.whole, axes).items():
                     found[axis] += count * size
@@ -38,15 +38,17 @@ def predict_updates(layout: Layout) -> dict[str, float]:
 def owner_bytes(
     shape: Sequence[int], axes: Sequence[tuple[str, int, int | None]]
 ) -> dict[str, float]:
-    """Bytes over each axis to bring one matrix to the rank that works on it and the result to all,
-    mean over the ranks; see [Note: one owner per matrix] in `optimizer/matrix_owners.py`.
+    """Return the bytes over each axis to gather one matrix on its owner and to scatter the result,
+    as the mean over the ranks; see [Note: one owner per matrix] in `optimizer/matrix_owners.py`.
 
-    ``shape``: of the whole. ``axes``: (name, ranks, the dim that the axis splits or None where its
-    ranks hold copies), from the inside out.
+    Args:
+        shape: of the unsharded matrix.
+        axes: (name, ranks, dim that the axis splits or None if its ranks hold copies), from the
+            inside out.
     """
     ranks = math.prod(size for _, size, _ in axes)
     part = list(shape)
-    # Rows of ranks along an axis over which parts are sent, to the owner and from it.
+    # Numbers of rank rows along an axis that send shards to the owner and from it
     gathering = scattering = 1
     sent: dict[str, float] = {}
     for name, size, dim in axes:
