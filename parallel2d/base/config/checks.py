@@ -52,7 +52,7 @@ _PARALLEL_CONFLICTS: _Conflicts = (
     (
         "sync.wire=int4",
         "sync.during_accumulation=full",
-        "what was not sent before is sent once in a global batch; use reduce_scatter_only or none",
+        "error feedback is sent once in a global batch; use reduce_scatter_only or none",
     ),
 )
 _JOB_CONFLICTS: _Conflicts = (
@@ -271,7 +271,8 @@ def _memory_budget(config: TrainConfig | ParallelConfig) -> _Problems:
     yield (
         config.activation_checkpointing.name == "budget" and not compiles,
         "activation_checkpointing=budget needs compile=block with "
-        f"compile.backend={' or '.join(_PARTITIONING)}: the compiler chooses what is recomputed",
+        f"compile.backend={' or '.join(_PARTITIONING)}: the compiler chooses the recomputed "
+        "activations",
     )
 
 
@@ -359,7 +360,7 @@ def _nodes(config: TrainConfig) -> _Problems:
         launch.min_replicas > 1
         and (config.strategy.placement.splits_updates or not config.replicas_survive),
         f"launch.min_replicas={launch.min_replicas} has no effect here: this job needs all of its "
-        "replicas (docs/failures.md says which do not)",
+        "replicas (docs/failures.md lists jobs that do not)",
     )
     try:
         _, largest = launch.node_range

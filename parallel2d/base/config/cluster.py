@@ -62,7 +62,7 @@ class ClusterConfig:
     """The machines that `python -m parallel2d.plan` plans for; training uses the machines that it
     detects."""
 
-    name: str = option("local", "What reports call these machines")
+    name: str = option("local", "Name of these machines in reports")
     nodes: int | str = option("auto", "Number of nodes; auto = the largest of launch.nnodes", min=1)
     ranks_per_node: int | str = option("auto", "Ranks of each; auto = launch.nproc_per_node", min=1)
     device: DeviceConfig = field(default_factory=DeviceConfig)

@@ -28,7 +28,7 @@ WIDTH = 100
 _COLUMN = 34  # of the descriptions
 _OPTIONS = {
     "--help all": "every key with its value and meaning",
-    "--help KEY or GROUP": "what a key means, or all keys of a group: --help optimizer",
+    "--help KEY or GROUP": "meaning of a key, or all keys of a group: --help optimizer",
     "-m, --multirun": "one job per combination of values: -m strategy=ddp,zero3",
     "--cfg job": "print the composed configuration as YAML and end",
     "--config-dir DIR": "your own files: DIR/experiment/big.yaml is experiment=big",

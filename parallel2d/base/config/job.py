@@ -142,8 +142,8 @@ class LoopConfig:
     )
     loss_is: str = option(
         "auto",
-        "What such a loss is. auto: the sum or mean that it shows on three samples; "
-        "mean_per_micro_batch: more, which depends on the layout",
+        "Kind of this loss. auto: a sum or a mean, detected on three samples; "
+        "mean_per_micro_batch: any other, which depends on the layout",
         choices=("auto", "mean_per_micro_batch"),
     )
     loss_chunk: int | None = option(None, "Tokens whose logits exist at a time; null: all", min=1)
@@ -162,7 +162,7 @@ class LoopConfig:
         "Classes called as the run goes: [package.module:Class]. Or {hook: package.module:Class, "
         "and its arguments} (docs/hooks.md)",
     )
-    objective: str = option("validation/loss", "Metric whose last value a sweep compares")
+    objective: str = option("validation/loss", "Metric that a sweep compares, by its last value")
     certify: bool = option(False, "Compare a few steps with one process first; end if they differ")
     certify_only: bool = option(False, "Do not train then; `python -m parallel2d.certify` sets it")
 
@@ -196,11 +196,11 @@ class CheckpointConfig:
     every: int = option(100, "Steps between saves, most that a crash loses; 0: not by steps", min=0)
     every_minutes: float = option(0.0, "Minutes between saves, of rank 0; 0: not by time", min=0)
     on_first_step: bool = option(False, "Save after the first step too, which shows that it works")
-    asynchronous: bool = option(True, "Write while training goes on; false: wait, no CPU copy")
+    asynchronous: bool = option(True, "Write while training continues; false: wait, no CPU copy")
     keep_last: int = option(3, "Newest checkpoints kept, with AdamW 3x parameters; 0: all", min=0)
     keep_every: int = option(0, "Checkpoints of its multiples are never deleted; 0: none", min=0)
     keep_best: str | None = option(
-        None, "Metric whose best step is kept beside the newest; checkpoints/best.json names it"
+        None, "Metric of the best step, kept with the newest ones; checkpoints/best.json names it"
     )
     keep_best_mode: str = option(
         "min", "Whether small or large values are better", choices=("min", "max"), needs="keep_best"
@@ -217,7 +217,7 @@ class CheckpointConfig:
     )
     resume: str = option("auto", "auto: the run dir's newest sound one; never: afresh; or a path")
     load: str = option(
-        "all", "What is resumed; model_only: no optimizer", choices=("all", "model_only")
+        "all", "State that is resumed; model_only: no optimizer", choices=("all", "model_only")
     )
     strict: bool = option(True, "Refuse names and shapes that differ; false: skip and list them")
 
@@ -228,7 +228,9 @@ class LaunchConfig:
     same command."""
 
     nproc_per_node: int | str = option("auto", "Ranks of a node; auto: one per GPU, else 4", min=1)
-    nnodes: int | str = option(1, "Nodes; 2:4: go on with fewer, grow again, with one loss curve")
+    nnodes: int | str = option(
+        1, "Nodes; 2:4: continue with fewer, grow again, with one loss curve"
+    )
     rdzv_endpoint: str | None = option(
         None, "HOST:PORT where nodes meet: an address of one of them, or of a store outside of them"
     )
@@ -240,7 +242,7 @@ class LaunchConfig:
         "File with the secret of the job's nodes; null: it is in PARALLEL2D_SECRET. `python -m "
         "parallel2d.launch secret` makes one",
     )
-    insecure: bool = option(False, "No secret: whoever reaches the endpoint decides what runs")
+    insecure: bool = option(False, "No secret: any process that reaches the endpoint can run code")
     rendezvous_timeout: float = option(600.0, "Seconds to wait for a store and enough nodes", min=1)
     max_restarts: int | str = option(
         "auto", "Failures without a step in between. auto: 0 on one node, 5 on several", min=0

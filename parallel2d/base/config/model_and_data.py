@@ -24,7 +24,7 @@ class LlamaModel:
     n_heads: int = option(8, "Number of attention heads; divides dim", min=1)
     n_kv_heads: int = option(4, "Key and value heads; fewer: grouped-query attention", min=1)
     hidden_dim: int = option(352, "Width inside the SwiGLU feed-forward", min=1)
-    vocab_size: int = option(320, "Rows of the embedding; spare ones are no targets", min=1)
+    vocab_size: int = option(320, "Rows of the embedding; spare rows are never targets", min=1)
     max_seq_len: int = option(2048, "Longest sequence, in tokens", min=1)
     norm_eps: float = option(1e-05, "Added to the mean square inside RMSNorm", above=0)
     rope_theta: float = option(500000.0, "Base of the rotary position embedding", above=0)
@@ -68,10 +68,12 @@ class HuggingFaceModel:
         "Which of the library's models is built; auto: that of config.json, or the first",
         choices=("auto", "causal_lm", "masked_lm", "seq2seq_lm", "image_classification", "base"),
     )
-    load_weights: bool = option(True, "Load the weights of the folder; false: those of the seed")
+    load_weights: bool = option(
+        True, "Load the weights of the folder; false: draw them from the seed"
+    )
     tensor_plan: Any = option(None, "As of model=custom; null: the library's own plan, if any")
     adapter: Any = option(
-        None, "Trained beside the frozen model: {r: 8, target_modules: [q_proj]} of peft.LoraConfig"
+        None, "Adapter of the frozen model: {r: 8, target_modules: [q_proj]} of peft.LoraConfig"
     )
 
 
@@ -93,7 +95,7 @@ class DataConfig:
     name: str = option("stdlib", choices=("stdlib", "text", "tokens", "hf", "bin", "custom"))
     path: str | None = option(
         None,
-        "What is read. text: a file, folder or glob of text, .jsonl or .parquet (.gz and .zst "
+        "Data to read. text: a file, folder or glob of text, .jsonl or .parquet (.gz and .zst "
         "too); tokens: a folder of `python -m parallel2d.data prepare`; hf: a data set's name, or "
         "a saved one; bin: a file of token ids as uint16",
         read_by=("text", "tokens", "hf", "bin"),
@@ -204,7 +206,7 @@ def data_problems(data: DataConfig) -> Iterator[str]:
 
 def _validation_set_problems(data: DataConfig, where: str, name: str, entry: Any) -> Iterator[str]:
     if not _SET_NAME.fullmatch(name):
-        yield f"{where}: a set's name has letters, digits, '_', '.' and '-' alone"
+        yield f"{where}: a set's name has only letters, digits, '_', '.' and '-'"
     if not isinstance(entry, dict):
         yield f"{where}={entry} must have the form {{path: PATH, name: text}}, with keys of data.*"
         return

@@ -53,9 +53,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
             f"{name}=VALUE if that is one; --help all lists them"
         )
     if parsed.experimental_rerun:
-        _refuse("--experimental-rerun is refused: it executes what the file contains")
+        _refuse("--experimental-rerun is refused: it executes the contents of the file")
     if parsed.config_path:
-        _refuse("--config-path is refused: --config-dir has files beside ours")
+        _refuse("--config-path is refused: --config-dir adds a folder of files")
     from_files: list[str] = []
     words: list[str] = []
     for word in parsed.overrides:

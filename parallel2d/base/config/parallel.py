@@ -186,14 +186,14 @@ class ActivationCheckpointingConfig:
             *("mm", "bmm", "addmm", "scaled_dot_product_*"),
             *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"),
         ],
-        "Operators whose results stay in memory. By default those that are expensive to compute, "
-        "small against what they save",
+        "Operators whose results stay in memory. By default operators that are expensive to "
+        "compute and small in memory",
         read_by=("selective",),
     )
     memory_budget: float = option(
         0.5, "Share of activations kept; 0: none, 1: all", between=(0, 1), read_by=("budget",)
     )
-    blocks: list[str] = _blocks([], "Class names of what is checkpointed, if not bucketing.blocks")
+    blocks: list[str] = _blocks([], "Class names of checkpointed blocks, if not bucketing.blocks")
     policy: Any = _blocks(None, "Which modules, as bucketing.policy, not blocks", reference=True)
 
     @property
@@ -226,9 +226,9 @@ class SyncConfig:
     name: str = option("every_step", choices=("every_step", "diloco"))
     wire: str = option(
         "auto",
-        "Form in which replicas send, whatever the shard axis does. auto = precision.reduce with "
-        "every_step, fp32 with diloco; bf16 = half the bytes of fp32; int8 = a quarter, rounded "
-        "at random in blocks of 256; int4 = an eighth, with what was not sent in the next message",
+        "Communication format between replicas, independent of the shard axis. auto = "
+        "precision.reduce with every_step, fp32 with diloco; bf16 = half the bytes of fp32; int8 = "
+        "a quarter, rounded at random in blocks of 256; int4 = an eighth, with error feedback",
         choices=("auto", "fp32", "bf16", "int8", "int4"),
     )
     warmup: float | int = option(
@@ -240,7 +240,7 @@ class SyncConfig:
     )
     every: int = _diloco(30, "Steps between two exchanges of the same parameters", min=1)
     fragments: int = _diloco(1, "Parts of the model exchanged in turn, not all at once", min=1)
-    delay: int = _diloco(0, "Steps that training goes on while a fragment is exchanged", min=0)
+    delay: int = _diloco(0, "Steps of training while a fragment is exchanged", min=0)
     mix: float | int | str = _diloco(
         "auto", "Share kept of its own parameters; auto = 0, or 0.5 with a delay", between=(0, 1)
     )
@@ -255,7 +255,7 @@ class SyncConfig:
     )
     during_accumulation: str = option(
         "reduce_scatter_only",
-        "What each micro-batch reduces. full = over both axes (most bytes); reduce_scatter_only = "
+        "Reduction in each micro-batch. full = over both axes (most bytes); reduce_scatter_only = "
         "over shards; none = nothing before the last one (whole gradients in memory)",
         choices=("full", "reduce_scatter_only", "none"),
     )

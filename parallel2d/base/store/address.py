@@ -27,8 +27,8 @@ _BACKLOG = 4096
 _FAILURES: dict[int | None, str] = {
     errno.ECONNREFUSED: "connection refused (the machine answers, nothing listens on the port)",
     errno.ETIMEDOUT: "connection timed out (a firewall drops it, or the machine is down)",
-    errno.EHOSTUNREACH: "no route to host (no route, or nobody has this address)",
-    errno.ENETUNREACH: "network is unreachable (no route, or nobody has this address)",
+    errno.EHOSTUNREACH: "no route to host (no route, or no machine has this address)",
+    errno.ENETUNREACH: "network is unreachable (no route, or no machine has this address)",
 }
 
 

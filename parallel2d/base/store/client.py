@@ -224,7 +224,7 @@ class _Connection:
             ) from None
         except Untrusted:
             raise ConfigError(
-                f"the store at {address} does not know this job's secret: it is somebody else's"
+                f"the store at {address} does not know this job's secret: it belongs to another job"
             ) from None
         return channel
 

@@ -10,12 +10,12 @@ from parallel2d.base.errors import ConfigError
 
 VARIABLE = "PARALLEL2D_SECRET"
 # Stands for no secret: every process that reaches the store is trusted.
-NOBODYS = "launch.insecure=true: everybody knows this one"
+PUBLIC_SECRET = "launch.insecure=true: this secret is public"
 _SHORTEST, _LONGEST = 32, 4096  # characters
 _HOW = (
     "make one with `python -m parallel2d.launch secret FILE`, give every node the file as "
-    f"launch.secret_file=FILE or its content as {VARIABLE}, or say launch.insecure=true where "
-    "nobody else reaches the network"
+    f"launch.secret_file=FILE or its content as {VARIABLE}, or set launch.insecure=true where "
+    "no other user reaches the network"
 )
 
 
@@ -67,17 +67,18 @@ def read_secret(path: str) -> str:
 
 def find_secret(secret_file: str | None, insecure: bool = False) -> str:
     """Return the secret of a job on several nodes: from ``secret_file``, otherwise from the
-    environment, otherwise `NOBODYS` if ``insecure``. Raises `ConfigError` if none is given."""
+    environment, otherwise `PUBLIC_SECRET` if ``insecure``. Raises `ConfigError` if none is
+    given."""
     if secret_file is not None:
         return read_secret(secret_file)
     given = os.environ.get(VARIABLE)
     if given:
         return checked(given, VARIABLE)
     if insecure:
-        return NOBODYS
+        return PUBLIC_SECRET
     raise ConfigError(
-        "ranks on several nodes need a secret, since whoever reaches their store decides what they "
-        f"run: {_HOW}"
+        "ranks on several nodes need a secret, because any process that reaches their store can "
+        f"run code on them: {_HOW}"
     )
 
 

@@ -66,9 +66,9 @@ def shortage(config: TrainConfig, cost: LayoutCost) -> str | None:
         return None
     what = "at its peak"
     if not cost.has_peak:
-        what = "for parameters, gradients, optimizer state and buffers alone"
+        what = "for parameters, gradients, optimizer state and buffers, without activations"
     return (
-        f"does not fit: the fullest rank needs {much} {what}; shard over more ranks, recompute "
+        f"does not fit: the peak-memory rank needs {much} {what}; shard over more ranks, recompute "
         "more (activation_checkpointing=full) or take a smaller train.micro_batch_size"
     )
 
@@ -76,7 +76,7 @@ def shortage(config: TrainConfig, cost: LayoutCost) -> str | None:
 def _memory_lines(config: TrainConfig, cost: LayoutCost) -> list[str]:
     where = ", in the memory of the host but for buffers" if config.cpu_offload else ""
     lines = [
-        f"memory      {_size(cost.states.total)} from step to step on the fullest rank{where}",
+        f"memory      {_size(cost.states.total)} from step to step on the peak-memory rank{where}",
         f"{_INDENT}{_listed(dataclasses.asdict(cost.states))}",
     ]
     if config.optimizer.name == "custom":

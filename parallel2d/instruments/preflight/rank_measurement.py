@@ -131,7 +131,7 @@ class RankMeasurement:
             if not place.is_inside and place.ranks > place.hosts:
                 raise ConfigError(
                     f"--write: groups of the {axis} axis use links inside nodes and between them, "
-                    "which cannot be told apart: omit strategy and mesh"
+                    "which cannot be distinguished: omit strategy and mesh"
                 )
             found["inside_node" if place.is_inside else "between_nodes"] = axis
         # With one rank per node no group uses links inside a node.

@@ -65,7 +65,7 @@ class NodeFacts:
             free, whole = free_and_total_bytes(torch.device(kind, index))
             if free < 0.9 * whole:
                 text = f"{host}: GPU {index} ({gpu.name}) has {free / _GIB:.3g} GiB free"
-                faults.append(Finding("yellow", "devices", f"{text}: somebody uses it"))
+                faults.append(Finding("yellow", "devices", f"{text}: another process uses it"))
         ram = psutil.virtual_memory().total
         with contextlib.suppress(OSError, ValueError):  # a container may have less memory
             ram = min(ram, int(Path("/sys/fs/cgroup/memory.max").read_text()))

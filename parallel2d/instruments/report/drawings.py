@@ -56,7 +56,7 @@ def drawings(runs: Sequence[Run]) -> dict[str, go.Figure]:
     parts = parts_of(*runs)
     waits = {"waits for data": PHASES["data"], **WAITS}
     spent = {"useful": keys.USEFUL_S, **LOST}
-    compute = "compute, and what was not measured"
+    compute = "compute, and unmeasured parts"
     found = {
         "Curves": _curves(runs),
         "Where a step's time goes (means)": _split(parts, Run.mean, keys.STEP_S, waits, compute),

@@ -41,7 +41,7 @@ def describe_runs(runs: Sequence[Run]) -> list[str]:
         found += broken_steps(run) + low_goodput(run)
     for part in parts_of(*runs):
         found += waits(part) + slow_rank(part)
-    return found or ["Nothing that somebody should act on."]
+    return found or ["No findings that need action."]
 
 
 def equal_losses(runs: Sequence[Run]) -> list[str]:

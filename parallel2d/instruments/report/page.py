@@ -31,7 +31,7 @@ BUTTONS = ["toImage", "zoom2d", "pan2d", "resetScale2d"]
 
 def markdown(runs: Sequence[Run]) -> str:
     """Return the sentences and tables of the report as Markdown."""
-    lines = ["# parallel2d report", "", "## What these runs show", ""]
+    lines = ["# parallel2d report", "", "## Findings", ""]
     lines += [*(f"* {_escaped(sentence)}" for sentence in describe_runs(runs)), ""]
     for heading, rows in tables(runs).items():
         lines += [f"## {heading}", ""]
@@ -55,7 +55,7 @@ def page(runs: Sequence[Run]) -> str:
         f'<meta http-equiv=Content-Security-Policy content="{POLICY}">',
         "<meta name=viewport content='width=device-width, initial-scale=1'>",
         f"<title>parallel2d report</title><style>{STYLE}</style>",
-        "<h1>parallel2d report</h1><h2>What these runs show</h2><ul>",
+        "<h1>parallel2d report</h1><h2>Findings</h2><ul>",
         *(f"<li>{html.escape(sentence)}" for sentence in describe_runs(runs)),
     ]
     compared, *others = [_html_table(*table) for table in tables(runs).items()]

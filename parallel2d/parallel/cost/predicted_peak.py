@@ -88,7 +88,7 @@ def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemo
         "unrounded rows": states.masters,
         "outer parameters and averages": states.outer,
         # The residuals, and their replacements at the update
-        "what was not sent yet": 2 * states.residuals,
+        "error feedback": 2 * states.residuals,
     }
     shown = {name: size for name, size in by_kind.items() if size}
     return PredictedMemory(sum(shown.values()), shown)

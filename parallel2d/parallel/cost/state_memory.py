@@ -28,9 +28,7 @@ class StateBytes:
     """
 
     parameters: int
-    masters: (
-        int  # hybrid_full with rounding: unrounded rows of this replica, and the last sent ones
-    )
+    masters: int  # hybrid_full with rounding: this replica's unrounded rows, and the last sent ones
     gradients: int
     optimizer: int
     outer: int  # diloco: outer parameters, momentum, error feedback; train.ema: averages

@@ -1,9 +1,9 @@
-"""How a model is laid over the ranks, decided before anything changes: `resolve` makes a `Layout`.
-`parallelize` applies it, `cost` computes from it, and a run describes itself by it.
+"""Layout of a model over the ranks, decided before the model is changed: `resolve` returns a
+`Layout`. `parallelize` applies it, `cost` computes from it, and a run is described by it.
 
 [Note: the peak-memory rank] Every axis splits a dim into parts of ceil(size / ranks) rows, of which
 the last ones are smaller or empty. So the rank that is first on every axis holds at least as much
-of each parameter as any other one, and what it holds is what the fullest rank holds.
+of each parameter as any other one, and what it stores is the memory of the peak-memory rank.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Layout:
 
     @property
     def local_parameters(self) -> int:
-        """Elements on the fullest rank."""
+        """Elements on the peak-memory rank."""
         numel = sum(math.prod(parameter.shape) for parameter in self.whole)
         for group, count in self.equal_groups:
             parts = [first_part(parameter.shape, self.shape.sharding.shard) for parameter in group]
