@@ -1,11 +1,10 @@
-"""Adafactor (Shazeer and Stern 2018) as an optimizer of one's own for the train command.
+"""Adafactor (Shazeer and Stern 2018) as a custom optimizer of the train command.
 
     PYTHONPATH=examples python -m parallel2d.train optimizer=custom \
         optimizer.target=adafactor:build optimizer.lr=1e-2 optimizer.arguments.beta2_decay=-0.8
 
-The update is that of ``torch.optim.Adafactor``, which itself does not run on sharded parameters.
-Sums over rows, columns and whole matrices are those of `DTensor`, up to five small all-reduces for
-each parameter.
+The update equals ``torch.optim.Adafactor``, which does not run on sharded parameters. `DTensor`
+computes the sums over rows, columns and matrices, with up to five small all-reduces per parameter.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 def build(groups: list[dict[str, Any]], **arguments: Any) -> torch.optim.Optimizer:
-    """What ``optimizer.target`` names. ``groups``: the parameters, with lr and weight decay."""
+    """Return the optimizer. ``groups`` are parameter groups with lr and weight decay."""
     return Adafactor(groups, **arguments)
 
 
 class Adafactor(torch.optim.Optimizer):
-    """State is there from the start, so that a checkpoint can be loaded before the first step."""
+    """Adafactor with its state from the start: a checkpoint can be loaded before the first step."""
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """One update. Collective where parameters are sharded."""
+        """Update all parameters. Collective if parameters are sharded."""
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -78,16 +77,16 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def mean(tensor: Tensor, dim: int) -> Tensor:
-    """Over ``dim``, which stays with size 1."""
-    return whole_sum(tensor.sum(dim, keepdim=True)) / tensor.shape[dim]
+    """Return the mean over ``dim``, which keeps size 1."""
+    return full_sum(tensor.sum(dim, keepdim=True)) / tensor.shape[dim]
 
 
 def root_mean_square(tensor: Tensor) -> float:
-    return (whole_sum(tensor.square().sum()).item() / max(tensor.numel(), 1)) ** 0.5
+    return (full_sum(tensor.square().sum()).item() / max(tensor.numel(), 1)) ** 0.5
 
 
-def whole_sum(tensor: Tensor) -> Tensor:
-    """Adds the parts of a sum over the axes whose ranks hold them."""
+def full_sum(tensor: Tensor) -> Tensor:
+    """Return the sum with all partial sums of other ranks added."""
     if not isinstance(tensor, DTensor):
         return tensor
     placements = [Replicate() if each.is_partial() else each for each in tensor.placements]

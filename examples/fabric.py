@@ -1,5 +1,5 @@
-"""parallel2d inside Lightning Fabric: Fabric starts the processes and moves the data, parallel2d's
-functions shard the model.
+"""parallel2d in Lightning Fabric: Fabric starts the processes and moves the data, parallel2d shards
+the model.
 
 pip install 'parallel2d[lightning]'
 python examples/fabric.py --devices 4
@@ -36,7 +36,7 @@ VOCAB, SEQ, GLOBAL_BATCH, MICRO_BATCHES = 64, 32, 16, 2
 
 
 def sequences(steps: int) -> TensorDataset:
-    """int64 [steps * GLOBAL_BATCH, SEQ + 1]: the global batches of all steps, one after another."""
+    """Return the global batches of all steps: int64 [steps * GLOBAL_BATCH, SEQ + 1]."""
     start = torch.randint(
         0, VOCAB, (steps * GLOBAL_BATCH, 1), generator=torch.Generator().manual_seed(0)
     )
@@ -44,11 +44,11 @@ def sequences(steps: int) -> TensorDataset:
 
 
 def parallelize_fn(model: nn.Module, fabric_mesh: DeviceMesh, strategy: str) -> nn.Module:
-    """What Fabric calls with the model and its own mesh, whose axes are ``data_parallel`` and
+    """Shard the model; Fabric calls this with its mesh of the axes ``data_parallel`` and
     ``tensor_parallel``.
 
-    Fabric has one data axis. `build_mesh` splits it into replicate and shard by the nodes that it
-    finds; tensor ranks stay next to each other on both meshes, so Fabric's sampler gives all of
+    Fabric has one data axis. `build_mesh` splits this axis into replicate and shard by the detected
+    nodes. Tensor ranks stay next to each other on both meshes, so Fabric's sampler gives all of
     them the same data.
     """
     tensor = fabric_mesh["tensor_parallel"].size()
@@ -89,7 +89,7 @@ def main() -> None:
             vocab_size=VOCAB,
             max_seq_len=SEQ,
         )
-    # calls parallelize_fn; `model` itself is sharded, `wrapped` is Fabric's shell around it
+    # This calls parallelize_fn: `model` is sharded, and `wrapped` is Fabric's wrapper.
     wrapped = fabric.setup(model)
     # after sharding
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))

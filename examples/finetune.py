@@ -1,5 +1,5 @@
-"""Fine-tunes a local ``transformers`` checkpoint, sharded, in one's own loop, and saves it as one
-again.
+"""Fine-tune a local ``transformers`` checkpoint, sharded, in a custom loop, and save it in the same
+format.
 
 pip install 'parallel2d[hf]'
 torchrun --nproc-per-node=4 examples/finetune.py --model FOLDER --save NEW_FOLDER
@@ -7,8 +7,7 @@ torchrun --nproc-per-node=4 examples/finetune.py --model FOLDER --save NEW_FOLDE
 
 With --lora the saved weights have the adapters merged.
 
-Without --model a small Llama with random weights is made in a temporary folder, so that the example
-runs as it stands.
+Without --model the example creates a small Llama with random weights in a temporary folder.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ from parallel2d import (
 from parallel2d.models import huggingface
 
 SEQ, GLOBAL_BATCH, MICRO_BATCH = 32, 16, 2
-ADAPTED = ("q_proj", "v_proj")  # whose outputs the adapters add to
+ADAPTED = ("q_proj", "v_proj")  # the adapters add to their outputs
 
 
 class Adapter(nn.Module):
-    """up(down(x)), of low rank; ``up`` starts at zero, so that the model starts as it was."""
+    """Low-rank product up(down(x)). ``up`` starts at zero, so that the model starts unchanged."""
 
     def __init__(self, inputs: int, outputs: int, rank: int) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ class Adapter(nn.Module):
 
 
 class AdaptedLinear(nn.Linear):
-    """A Linear with an adapter beside it; its own parameters keep their names."""
+    """A Linear plus an adapter; the parameters of the Linear keep their names."""
 
     adapter: Adapter
 
@@ -76,8 +75,7 @@ class AdaptedLinear(nn.Linear):
 
 
 def add_adapters(model: nn.Module, rank: int) -> None:
-    """Freezes ``model`` and puts an adapter beside every Linear whose name ends in one of
-    `ADAPTED`."""
+    """Freeze ``model`` and add an adapter to every Linear with a name in `ADAPTED`."""
     model.requires_grad_(False)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name.endswith(ADAPTED):
@@ -86,7 +84,7 @@ def add_adapters(model: nn.Module, rank: int) -> None:
 
 
 def merged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole weights without adapters: W + up @ down where there was one."""
+    """Return full weights without adapters: W + up @ down for adapted layers."""
     found = {name: tensor for name, tensor in state.items() if ".adapter." not in name}
     for name, down in state.items():
         linear, adapter, leaf = name.rpartition(".adapter.")
@@ -98,7 +96,7 @@ def merged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def build_small_llama(path: str) -> None:
-    """A folder as a download would leave it."""
+    """Write a folder in the format of a download."""
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 64,
@@ -113,8 +111,8 @@ def build_small_llama(path: str) -> None:
 
 
 def train(model: nn.Module, steps: int, lr: float) -> list[dict[str, float]]:
-    """``steps`` steps on a small artificial language; ``step``, ``loss`` and ``grad_norm`` of each,
-    on every rank."""
+    """Train ``steps`` steps on a small artificial language. Return ``step``, ``loss`` and
+    ``grad_norm`` of each step, on every rank."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=lr, weight_decay=0.0)
     mesh = next(model.parameters()).device_mesh
@@ -140,15 +138,15 @@ def train(model: nn.Module, steps: int, lr: float) -> list[dict[str, float]]:
 def finetune(
     path: str, save: str | None, *, strategy: str, lora: int, steps: int, lr: float
 ) -> list[dict[str, float]]:
-    """Loads the folder ``path`` into shards, trains, and writes the folder ``save``. Collective;
-    the rows of `train`."""
+    """Load the folder ``path`` into shards, train, and write the folder ``save``. Return the rows
+    of `train`. Collective."""
     mesh = build_mesh(strategy=strategy)
     with build_on_meta():
         model = huggingface.build(path=path)
         if lora:
             add_adapters(model, lora)
-    # Every rank reads its own rows of the folder. Adapters are not in it: they are drawn from the
-    # seed.
+    # Every rank reads only its rows of the folder. The folder has no adapters: they are drawn from
+    # the seed.
     weights = partial(load_pretrained, path=path, fresh=("*.adapter.*",) if lora else ())
     model = parallelize(model, mesh, ParallelConfig(strategy), seed=0, weights=weights)
     rows = train(model, steps, lr)

@@ -1,5 +1,5 @@
-"""Trains on a folder of images with one subfolder per class, as data of one's own for the train
-command, with a model of `transformers` or with the small one below.
+"""Train on a folder of images with one subfolder per class, as a custom data set of the train
+command, with a model of `transformers` or with the small model below.
 
     PYTHONPATH=examples python -m parallel2d.train data=custom data.target=images:build \
         data.arguments.folder=PICTURES data.arguments.size=32 \
@@ -8,8 +8,8 @@ command, with a model of `transformers` or with the small one below.
 
     ... model=custom model.target=images:Network model.arguments.classes=10
 
-Needs Pillow (``pip install pillow``). Images are decoded each time they are read, in
-``data.workers`` threads of each rank.
+This needs Pillow (``pip install pillow``). Every read decodes an image, in ``data.workers`` threads
+of each rank.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")
 
 
 def build(folder: str, size: int, held_out: bool = False, share: float = 0.02) -> ImageFolder:
-    """What ``data.target`` names: the images of a folder, or the ``share`` that is held out."""
+    """Return the training images of a folder, or the held-out ``share``, for ``data.target``."""
     return ImageFolder(folder, size, held_out, share)
 
 
 class ImageFolder:
-    """(float32 [3, size, size] in [-1, 1], number of the class). Classes are the subfolders in the
-    order of their names; which images are held out follows from their paths alone."""
+    """Samples (float32 [3, size, size] in [-1, 1], number of the class). Classes are the subfolders
+    in the order of their names. The held-out images depend only on their paths."""
 
     def __init__(self, folder: str, size: int, held_out: bool, share: float) -> None:
         root, self.size = Path(folder).expanduser(), size
@@ -52,7 +52,7 @@ class ImageFolder:
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, number = self.images[index]
         with Image.open(path) as image:
-            # The square in the middle.
+            # The square in the middle
             side = min(image.size)
             left, top = (image.width - side) / 2, (image.height - side) / 2
             box = (left, top, left + side, top + side)
@@ -74,7 +74,7 @@ class Network(nn.Module):
         self.head = nn.Linear(sizes[-1], classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [n, classes]."""
+        """Return logits [n, classes]."""
         for block in self.blocks:
             images = block(images)
         return self.head(images.mean((2, 3)))

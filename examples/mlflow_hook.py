@@ -1,10 +1,10 @@
-"""Logs a run to MLflow, with MLflow's own client.
+"""Log a run to MLflow, with MLflow's client.
 
     PYTHONPATH=examples python -m parallel2d.train 'train.hooks=[mlflow_hook:MLflowHook]'
 
-Without ``uri`` a local file is written, ``mlflow.db`` in the run directory:
-``mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db``. A run that is resumed or restarted goes
-on in the same MLflow run. Needs ``pip install 'parallel2d[mlflow]'``.
+Without ``uri`` the hook writes a local file, ``mlflow.db`` in the run directory:
+``mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db``. A resumed or restarted run continues the
+same MLflow run. This needs ``pip install 'parallel2d[mlflow]'``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from parallel2d.hooks import Hook, RunView
 
 
 class MLflowHook(Hook):
-    """``uri``: of a tracking server; ``every``: steps between logged training metrics."""
+    """Log metrics to MLflow.
+
+    Args:
+        uri: address of a tracking server; None: ``mlflow.db`` in the run directory.
+        experiment: name of the MLflow experiment.
+        every: steps between logged training metrics.
+    """
 
     def __init__(self, uri: str | None = None, experiment: str = "parallel2d", every: int = 10):
         self.uri = uri

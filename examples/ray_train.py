@@ -1,11 +1,11 @@
-"""parallel2d under Ray Train: Ray starts the workers and their process group, parallel2d's
-functions shard the model and train it.
+"""parallel2d in Ray Train: Ray starts the workers and their process group, parallel2d shards and
+trains the model.
 
 pip install 'parallel2d[ray]'
 python examples/ray_train.py --workers 4
 torchrun --nproc-per-node=4 examples/ray_train.py --no-ray
 
-The last is the same loop, started by torchrun, with the same losses.
+The last command runs the same loop under torchrun, with the same losses.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ def build_model() -> nn.Module:
 
 
 def global_batch(step: int, size: int) -> torch.Tensor:
-    """Token ids, int64 [size, SEQ + 1]; the same for a step on any number of workers."""
+    """Return token ids, int64 [size, SEQ + 1]; the same for a step on any number of workers."""
     start = torch.randint(0, VOCAB, (size, 1), generator=torch.Generator().manual_seed(step))
     return (start + 3 * torch.arange(SEQ + 1)) % VOCAB
 
 
 def train_steps(config: dict[str, Any]) -> list[dict[str, float]]:
-    """``config["steps"]`` steps on the default process group. Returns ``step``, ``loss`` and
-    ``grad_norm`` of each, on every rank.
+    """Train on the default process group. Return ``step``, ``loss`` and ``grad_norm`` of each step,
+    on every rank.
 
-    ``shard``: ranks of a shard group, ``auto`` for those of a node. ``global_batch``,
-    ``micro_batch``: in sequences, micro per rank.
+    ``config`` has the keys ``steps``, ``precision``, ``shard`` (ranks of a shard group; ``auto`` is
+    the ranks of a node), ``global_batch`` and ``micro_batch`` (sequences; the latter per rank).
     """
     mesh = build_mesh(MeshSpec(shard=config["shard"]), strategy="hybrid")
     with build_on_meta():
         model = build_model()
     parallel = ParallelConfig(strategy="hybrid", bucketing="block", precision=config["precision"])
-    # not ray.train.torch.prepare_model, which would wrap it in DDP once more
+    # Do not call ray.train.torch.prepare_model: it would also wrap the model in DDP.
     model = parallelize(model, mesh, parallel, seed=0)
-    # after sharding: it must see the sharded parameters
+    # Build the optimizer after sharding: it must see the sharded parameters.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     rank, data_ranks = data_coordinate(mesh), mesh_shape(mesh).data_ranks
     rows = []
@@ -85,12 +85,12 @@ def train_steps(config: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> list[dict[str, float]]:
-    """What Ray runs on each worker. Ray has formed the process group and chosen the device."""
+    """Train; Ray calls this on each worker, with the process group and the device ready."""
     import ray.train
 
     rows = train_steps(config)
-    ray.train.report(rows[-1])  # every worker reports as often as the others
-    return rows  # Ray keeps what rank 0 returns
+    ray.train.report(rows[-1])  # all workers must report equally often
+    return rows  # Ray keeps the return value of rank 0
 
 
 def main() -> None:
@@ -100,7 +100,7 @@ def main() -> None:
     words.add_argument("--workers", type=int, default=4)
     words.add_argument("--steps", type=int, default=10)
     words.add_argument(
-        "--shard", default="auto", help="ranks of a shard group (default: those of a node)"
+        "--shard", default="auto", help="ranks of a shard group (default: the ranks of a node)"
     )
     words.add_argument("--precision", default="fp32")
     words.add_argument(
@@ -128,17 +128,17 @@ def main() -> None:
 def run_with_ray(
     config: dict[str, Any], workers: int, gpu: bool, storage: str | None
 ) -> list[dict[str, float]]:
-    """Trains on ``workers`` Ray workers; the rows of rank 0."""
+    """Train on ``workers`` Ray workers; return the rows of rank 0."""
     import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    # A cluster tells its CPUs; on one machine with fewer than workers, Ray would wait for more for
-    # ever.
+    # A cluster reports its CPUs. On one machine with fewer CPUs than workers, Ray would wait
+    # without end.
     cpus = None if "RAY_ADDRESS" in os.environ else max(workers + 1, os.cpu_count() or 1)
     ray.init(num_cpus=cpus, ignore_reinit_error=True, log_to_driver=False)
-    # With GPUs: gloo beside NCCL, for what parallel2d exchanges on the CPU (which ranks share a
-    # node, checkpoints).
+    # With GPUs, parallel2d also needs gloo for exchanges of CPU tensors (ranks of a node,
+    # checkpoints).
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     trainer = TorchTrainer(
         train_loop_per_worker,
@@ -153,7 +153,7 @@ def run_with_ray(
 
 
 def run_without_ray(config: dict[str, Any], gpu: bool) -> list[dict[str, float]]:
-    """The same steps on torchrun's ranks, or alone. The rows on rank 0, nothing elsewhere."""
+    """Train on the ranks of torchrun, or in one process. Return the rows on rank 0."""
     for name, value in (
         ("RANK", "0"),
         ("WORLD_SIZE", "1"),

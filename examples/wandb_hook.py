@@ -1,9 +1,9 @@
-"""Logs a run to Weights & Biases, with its own client.
+"""Log a run to Weights & Biases, with its client.
 
     PYTHONPATH=examples python -m parallel2d.train 'train.hooks=[wandb_hook:WandbHook]'
 
-``WANDB_MODE=offline`` writes to ``wandb/`` in the run directory alone; ``wandb sync`` uploads that
-later. A run that is resumed or restarted goes on under the same id. Needs
+``WANDB_MODE=offline`` writes only to ``wandb/`` in the run directory; ``wandb sync`` uploads this
+folder later. A resumed or restarted run keeps its id. This needs
 ``pip install 'parallel2d[wandb]'``.
 """
 
@@ -20,7 +20,12 @@ from parallel2d.hooks import Hook, RunView
 
 
 class WandbHook(Hook):
-    """``project``: of Weights & Biases; ``every``: steps between logged training metrics."""
+    """Log metrics to Weights & Biases.
+
+    Args:
+        project: name of the project.
+        every: steps between logged training metrics.
+    """
 
     def __init__(self, project: str = "parallel2d", every: int = 10):
         self.project = project

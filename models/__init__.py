@@ -1,2 +1,4 @@
-"""Plain ``nn.Module`` models, each with its tensor-parallel plan beside it. Of parallel2d they use
-only the checked reading of JSON files."""
+"""Plain ``nn.Module`` models, each with its tensor-parallel plan.
+
+Of parallel2d they use only the checked reading of JSON files.
+"""

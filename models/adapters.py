@@ -1,8 +1,8 @@
 """Adapters of the ``peft`` library (LoRA) on a model: `add_adapter`.
 
-An adapted model is the library's ``PeftModel`` around the base model: the base is frozen, and its
-layers are renamed. The functions here know these names; none needs the library itself, except those
-that make an adapter or its configuration.
+An adapted model is the library's ``PeftModel`` around the base model. The base is frozen, and its
+layers are renamed. The functions here use these names. Only functions that create an adapter or its
+configuration import the library.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-# Arguments of peft.LoraConfig that do not depend on the values of the base, and change nothing but
-# the layers that they name. The rest would need whole weights, or tensors that are not saved.
+# Arguments of peft.LoraConfig that do not depend on the values of the base and change only the
+# named layers. The other arguments would need unsharded weights, or tensors that are not saved.
 ARGUMENTS = (
     "r",
     "lora_alpha",
@@ -34,7 +34,7 @@ ARGUMENTS = (
     "init_lora_weights",
     "task_type",
 )
-# What the library writes of its own accord, without meaning for the weights.
+# Entries that the library writes in addition, without effect on the weights.
 _DESCRIPTIVE = (
     "peft_type",
     "peft_version",
@@ -46,7 +46,7 @@ _DESCRIPTIVE = (
 
 
 def library() -> Any:
-    """The ``peft`` module. Raises ImportError naming the extra that installs it."""
+    """Return the ``peft`` module. Raise ImportError with the extra that installs it."""
     try:
         import peft
     except ImportError as error:
@@ -57,20 +57,22 @@ def library() -> Any:
 
 
 def lora_settings(arguments: Mapping[str, Any]) -> Any:
-    """The ``peft.LoraConfig`` of these arguments. Raises ValueError for arguments that are not in
-    `ARGUMENTS`, and for values that the library does not take."""
+    """Return the ``peft.LoraConfig`` of these arguments.
+
+    Raises ValueError for arguments outside of `ARGUMENTS`, and for values that the library refuses.
+    """
     unknown = [str(name) for name in arguments if name not in ARGUMENTS]
     if unknown:
         raise ValueError(
-            f"{', '.join(unknown)}: an adapter is LoRA with {', '.join(ARGUMENTS)}; whatever else "
-            "peft has (DoRA, other initial values, trained biases) is not supported"
+            f"{', '.join(unknown)}: an adapter is LoRA with {', '.join(ARGUMENTS)}; other "
+            "features of peft (DoRA, other initial values, trained biases) are not supported"
         )
     initial = arguments.get("init_lora_weights", True)
-    # Not with `in`: 1 is equal to True.
+    # Not with `in`: 1 equals True.
     if initial is not True and initial != "gaussian":
         raise ValueError(
             f"init_lora_weights={initial} must be true or gaussian: others are computed from the "
-            "base's weights, which no rank holds"
+            "base's unsharded weights, which no rank has"
         )
     rank = arguments.get("r", 8)
     if type(rank) is not int or rank < 1:
@@ -82,27 +84,36 @@ def lora_settings(arguments: Mapping[str, Any]) -> Any:
 
 
 def add_adapter(model: nn.Module, arguments: Mapping[str, Any], path: str) -> nn.Module:
-    """``model`` frozen, with a LoRA adapter called ``default``. Parameters of the adapter are on
-    meta where ``model``'s are. ``path``: the folder of the base, for the adapter's configuration.
+    """Freeze ``model`` and return it with a LoRA adapter called ``default``.
 
-    Raises ValueError for what `lora_settings` refuses and for modules that ``model`` does not have,
-    ImportError without the library.
+    Parameters of the adapter are on meta where the parameters of ``model`` are.
+
+    Args:
+        model: the base model.
+        arguments: arguments of peft.LoraConfig.
+        path: folder of the base, for the adapter's configuration.
+
+    Raises:
+        ValueError: see `lora_settings`, and for modules that ``model`` does not have.
+        ImportError: the library is missing.
     """
     settings = lora_settings(arguments)
-    # By its task the library would choose a class whose forward names its arguments differently.
+    # With a task the library would choose a class with other argument names in its forward.
     task, settings.task_type = settings.task_type, None
     adapted: Any = library().get_peft_model(model, settings)
     made = adapted.peft_config["default"]
     made.task_type = task
     made.base_model_name_or_path = os.path.abspath(path)
-    # The library may have added to the settings, such as whole parameters to adapt.
+    # The library may have added settings, such as base parameters to adapt.
     checked_settings(plain_settings(made))
     return adapted
 
 
 def base_of(model: Any) -> tuple[nn.Module, str]:
-    """The model that is adapted, and what its names begin with in ``model``; of any other model,
-    itself and ""."""
+    """Return the base model, and the prefix of its names in ``model``.
+
+    For a model without adapters, ``model`` and "".
+    """
     # Sharding makes a subclass of the model's class.
     if not any(kind.__module__.startswith("peft.peft_model") for kind in type(model).__mro__):
         return model, ""
@@ -112,8 +123,10 @@ def base_of(model: Any) -> tuple[nn.Module, str]:
 
 
 def base_name(name: str, prefix: str) -> str | None:
-    """The name that a parameter has in the base without adapters; None for one that only the
-    adapter has. ``prefix``: from `base_of`."""
+    """Return the name of a parameter in the base without adapters; None for adapter parameters.
+
+    ``prefix``: from `base_of`.
+    """
     if not prefix:
         return name
     kept: list[str] = []
@@ -121,7 +134,7 @@ def base_name(name: str, prefix: str) -> str | None:
     for part in parts:
         if part.startswith("lora_"):
             return None
-        # A layer that has an adapter, and one that is trained as a copy, are a level deeper.
+        # Layers with an adapter, and layers that are trained as a copy, are one level deeper.
         if part in ("base_layer", "original_module"):
             continue
         if part == "modules_to_save":
@@ -132,10 +145,10 @@ def base_name(name: str, prefix: str) -> str | None:
 
 
 def saved_name(name: str, adapter: str) -> str | None:
-    """The name that peft saves a parameter of ``adapter`` under; None for what it does not save."""
+    """Return the name of a parameter in peft's file of ``adapter``; None if peft omits it."""
     parts = name.split(".")
     for at, (part, following) in enumerate(pairwise(parts)):
-        # A layer that is trained as a copy is saved under the name of the layer itself.
+        # A layer that is trained as a copy is saved under the layer's own name.
         is_copy = part == "modules_to_save"
         if following == adapter and (is_copy or part.startswith("lora_")):
             return ".".join(parts[: at + (not is_copy)] + parts[at + 2 :])
@@ -143,13 +156,13 @@ def saved_name(name: str, adapter: str) -> str | None:
 
 
 def settings_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Name of an adapter -> its configuration as plain values; empty for a model without any."""
+    """Map each adapter to its configuration as plain values; empty for a model without adapters."""
     return {name: plain_settings(settings) for name, settings in _adapters_in(model).items()}
 
 
 def _adapters_in(model: nn.Module) -> dict[str, Any]:
     for module in model.modules():
-        # Looked up in the module itself: the library's models hand other names on to their base.
+        # `vars`: the library's models forward other attributes to their base.
         settings = vars(module).get("peft_config")
         if isinstance(settings, dict):
             return settings
@@ -157,35 +170,38 @@ def _adapters_in(model: nn.Module) -> dict[str, Any]:
 
 
 def plain_settings(settings: Any) -> dict[str, Any]:
-    """A configuration of peft's as values that JSON has; sets become sorted lists."""
+    """Return a peft configuration as JSON values; sets become sorted lists."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, set | frozenset):
             return sorted(map(str, value))
-        return str(getattr(value, "value", value))  # of an enumeration, its word
+        return str(getattr(value, "value", value))  # the value of an enum member
 
-    # What JSON has no form for is given to `plain`.
+    # `plain` handles the values that JSON does not support.
     return json.loads(json.dumps(settings.to_dict(), default=plain))
 
 
 def checked_settings(plain: Mapping[str, Any]) -> Any:
-    """The ``peft.LoraConfig`` of which `plain_settings` were read from a file. Raises ValueError
-    for another method, and for an argument outside of `ARGUMENTS` that is not the default."""
+    """Return the ``peft.LoraConfig`` of ``plain``, as read from a file; see `plain_settings`.
+
+    Raises ValueError for another method, and for an argument outside of `ARGUMENTS` with another
+    value than its default.
+    """
     if plain.get("peft_type") != "LORA":
         raise ValueError(f"peft_type={plain.get('peft_type')}: only LORA is converted")
     defaults = plain_settings(library().LoraConfig())
     for key in plain.keys() - {*ARGUMENTS, *_DESCRIPTIVE}:
-        # An empty list and None both mean that something is not used.
+        # An empty list and None both mean that a feature is not used.
         if (plain[key] or None) != (defaults.get(key) or None):
             raise ValueError(f"{key}={plain[key]}: adapters of this kind are not converted")
     return lora_settings({key: plain[key] for key in ARGUMENTS if key in plain})
 
 
 def reset_adapter(layer: Any, model: nn.Module) -> None:
-    """Gives the adapters of a layer of ``model``, if it has any, their initial values by peft's own
-    rule: one factor is drawn, the other is zero.
+    """Initialize the adapters of a layer of ``model``, if any, by peft's own rule.
 
-    Raises ValueError for adapters whose initial values follow from those of the base.
+    One factor is random, the other is zero. Raises ValueError for adapters with initial values that
+    are computed from the base's weights.
     """
     if not hasattr(layer, "reset_lora_parameters"):
         return
@@ -202,8 +218,7 @@ def reset_adapter(layer: Any, model: nn.Module) -> None:
 
 
 def initialized_modules(model: nn.Module, given: set[str]) -> Iterator[nn.Module]:
-    """The modules in ``model`` of which all parameters are ``given``, by name, and no buffer is on
-    meta."""
+    """Yield modules of ``model`` with all parameters in ``given``, by name, and no meta buffer."""
     for name, module in model.named_modules():
         names = dict(module.named_parameters(prefix=name)).keys()
         on_meta = any(buffer.is_meta for buffer in module.buffers())

@@ -1,5 +1,7 @@
-"""Grouped-query attention where the fused kernels of a device want as many heads of keys as of
-queries."""
+"""Grouped-query attention: `grouped_attention`.
+
+Some fused kernels need as many key heads as query heads; heads are repeated only for these.
+"""
 
 from typing import Any
 
@@ -12,20 +14,23 @@ from torch.overrides import handle_torch_function, has_torch_function
 def grouped_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` with a fused kernel.
+    """Run ``F.scaled_dot_product_attention`` with a fused kernel.
+
+    Of the fused kernels on accelerators, only flash attention supports fewer key heads than query
+    heads, in half precision and without a mask. For other calls torch would choose the math kernel,
+    which keeps all [queries, keys] scores. In these calls keys and values are repeated for each
+    query head.
 
     Args:
         query: [batch, heads, queries, dim].
-        key, value: [batch, heads, keys, dim]; with ``enable_gqa`` they may have fewer heads.
+        key: [batch, heads, keys, dim]; with ``enable_gqa`` it may have fewer heads.
+        value: shaped like ``key``.
         attn_mask: broadcasts to [batch, heads, queries, keys].
         options: further arguments of ``F.scaled_dot_product_attention``.
-
-    Of the fused kernels on accelerators, flash attention takes fewer heads of keys, in half
-    precision and without a mask. For other calls torch would choose the math kernel, which keeps
-    all [queries, keys] scores; keys and values are repeated for each query head then.
     """
     tensors = (query, key, value)
-    # A function mode sees one call. The mode of a context axis exchanges the fewer heads.
+    # A function mode intercepts one call, so the mode of a context axis exchanges the unrepeated
+    # heads.
     if has_torch_function(tensors):
         given = {"attn_mask": attn_mask, **options}
         return handle_torch_function(grouped_attention, tensors, *tensors, **given)

@@ -1,9 +1,9 @@
-"""Hugging Face ``transformers`` models from a configuration alone: nothing is downloaded and no
-code of a model's folder is run. Start at `build`.
+"""Hugging Face ``transformers`` models from a configuration: `build`.
 
-The configuration is that of a local folder with a ``config.json``, or that of an architecture with
-arguments. The class is the one that the configuration names, or the library's language,
-sequence-to-sequence, masked or image-classification model for that architecture.
+Nothing is downloaded, and no code from a model's folder runs. The configuration comes from a local
+folder with a ``config.json``, or from an architecture with arguments. The configuration names the
+class, or the class is the library's language, sequence-to-sequence, masked or image-classification
+model for that architecture.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ WORDS = (
     "embedding_rowwise",
     "replicated_with_grad_allreduce",
 )
-# Fields of configurations that hold a number of layers.
+# Configuration fields with a number of layers.
 _LAYERS = re.compile(r"(num_|n_)?((hidden|encoder|decoder)_)?layers?")
 _MOST_LAYERS = 10_000
 _EXPERT_WORDS = ("packed_", "moe_", "grouped_gemm", "ep_router")
-# Looked through in this order when neither the configuration nor the caller names a class: an
-# encoder that could also decode (BERT) is a masked model, and a pair of both (T5, BART) translates.
+# Searched in this order if neither the configuration nor the caller names a class: an encoder that
+# can also decode (BERT) is a masked model, and an encoder-decoder (T5, BART) translates.
 _MAPPINGS = {
     "seq2seq_lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "masked_lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -45,7 +45,7 @@ _MAPPINGS = {
 
 
 def library() -> Any:
-    """The ``transformers`` module. Raises ImportError naming the extra that installs it."""
+    """Return the ``transformers`` module. Raise ImportError with the extra that installs it."""
     try:
         import transformers
     except ImportError as error:
@@ -56,12 +56,11 @@ def library() -> Any:
 
 
 def saved_config(path: str | None, architecture: str | None, arguments: Mapping[str, Any]) -> Any:
-    """The configuration of a local folder, or of an architecture (``llama``, ``gpt2``, ...), with
-    ``arguments`` set on it, as a saved model has it.
+    """Return the configuration of a local folder or an architecture, with ``arguments`` set.
 
-    Raises ValueError for a folder without config.json, an architecture that the library does not
-    have, and an argument that the configuration does not have: the library itself would keep that
-    one and never read it.
+    Architectures are ``llama``, ``gpt2`` and others. Raises ValueError for a folder without
+    config.json, an architecture that the library does not have, and an argument that the
+    configuration does not have: the library would store this argument and never read it.
     """
     transformers = library()
     known = transformers.CONFIG_MAPPING
@@ -76,7 +75,7 @@ def saved_config(path: str | None, architecture: str | None, arguments: Mapping[
             f"transformers {transformers.__version__} has no architecture {architecture!r}; near: "
             f"{near}"
         )
-    # attn_implementation and the like are kept under a private name.
+    # attn_implementation and others have a private attribute.
     unknown = [
         name for name in arguments if not (hasattr(config, name) or hasattr(config, f"_{name}"))
     ]
@@ -87,8 +86,8 @@ def saved_config(path: str | None, architecture: str | None, arguments: Mapping[
         )
     if not arguments:
         return config
-    # Made anew rather than set one by one: other values of a configuration follow from these
-    # (layer kinds, head sizes).
+    # Rebuilt instead of set field by field: other fields are derived from these (layer kinds, head
+    # sizes).
     given = config.to_diff_dict() if path is not None else {}
     given = {**given, **arguments}
     given.pop("model_type", None)
@@ -102,8 +101,8 @@ def _config_of_folder(transformers: Any, path: str) -> Any:
             f"{path} holds no config.json; it must be the folder of a saved model, nothing is "
             "downloaded"
         )
-    # Checked before the library reads the file, which accepts any size, depth and layer count.
-    # Files of the Hub's cache are links, and these are followed.
+    # Checked before the library reads the file without limits of size, depth and layer count. Files
+    # in the Hub's cache are links, and links are followed.
     try:
         _check_layers(read_json(os.path.realpath(file)))
     except OSError as error:
@@ -114,9 +113,10 @@ def _config_of_folder(transformers: Any, path: str) -> Any:
 
 
 def _check_layers(settings: Any) -> None:
-    """Raises ValueError for more layers than any model has: the library would build them for
-    minutes, without a message. ``settings``: a mapping, which may hold others; anything else has no
-    layers."""
+    """Raise ValueError for more layers than any model has; the library would build for minutes.
+
+    ``settings``: a mapping, possibly nested; other values are ignored.
+    """
     entries = settings if isinstance(settings, Mapping) else {}
     for name, value in entries.items():
         _check_layers(value)
@@ -126,27 +126,27 @@ def _check_layers(settings: Any) -> None:
 
 
 def model_class(config: Any, head: str) -> type[nn.Module]:
-    """The class of the model. Raises ValueError for an unknown head, and when the library has no
-    model with that head for this architecture."""
+    """Return the class of the model. Raises ValueError for an unknown head, and if the library has
+    no model with that head for this architecture."""
     known = ("auto", *_MAPPINGS)
     if head not in known:
         raise ValueError(f"head {head!r} is not one of {', '.join(known)}")
     transformers = library()
     from transformers.models.auto import modeling_auto
 
-    # A saved model names its class; one of a folder's own code is not in the library.
+    # A saved model names its class; a class from a folder's own code is not in the library.
     if head == "auto":
         for name in getattr(config, "architectures", None) or []:
             if hasattr(transformers, name):
                 return getattr(transformers, name)
-    # Else the class follows from the head; `auto` is the first head that the architecture has.
+    # Otherwise the head selects the class; `auto` is the first head of the architecture.
     classes: dict[str, str] = {}
     for each, mapping in _MAPPINGS.items():
         names = getattr(modeling_auto, mapping).get(config.model_type)
         if isinstance(names, str):
             classes[each] = names
         elif names:
-            classes[each] = names[0]  # some architectures have several names; the first counts
+            classes[each] = names[0]  # some architectures have several names
     if head == "auto":
         head = next(iter(classes), "base")
     if head not in classes:
@@ -161,11 +161,10 @@ def build(
     arguments: Mapping[str, Any] | None = None,
     head: str = "auto",
 ) -> nn.Module:
-    """The model with fresh weights (none, under a context that keeps parameters on meta), in
-    training mode.
+    """Return the model in training mode, with initial weights or on meta.
 
-    Raises ValueError for what `saved_config` and `model_class` refuse, ImportError without the
-    library.
+    The weights are on meta under a context such as `parallel2d.build_on_meta`. Raises ValueError
+    for arguments that `saved_config` and `model_class` refuse, ImportError without the library.
     """
     config = saved_config(path, architecture, arguments or {})
     _disable_cache(config)
@@ -173,8 +172,10 @@ def build(
 
 
 def _disable_cache(config: Any) -> None:
-    """Disables the cache of keys and values for generation, also in nested configurations: layers
-    that are recomputed must not fill it."""
+    """Disable the key-value cache for generation, also in nested configurations.
+
+    Recomputed layers must not fill it.
+    """
     if hasattr(config, "use_cache"):
         config.use_cache = False
     for name in getattr(config, "sub_configs", ()):
@@ -182,33 +183,32 @@ def _disable_cache(config: Any) -> None:
 
 
 def has_tensor_plan(model: nn.Module) -> bool:
-    """Whether the library ships a tensor-parallel plan with the model."""
+    """Return True if the library has a tensor-parallel plan for the model."""
     return bool(getattr(model, "_tp_plan", None))
 
 
 def tensor_words(model: nn.Module) -> dict[str, str]:
-    """The model's own tensor-parallel plan, module pattern -> word, as the library ships it; empty
-    when it ships none.
+    """Return the library's tensor-parallel plan, module pattern -> word; empty without a plan.
 
-    Expert layers, whose parameters belong to no Linear, are omitted and so stay whole: every
-    tensor rank computes them, which is right though not split. Raises ValueError for a plan with
-    other words that would have to be translated.
+    Expert layers are omitted and stay replicated, because their parameters belong to no Linear.
+    Every tensor rank computes them, which is correct but not split. Raises ValueError for a plan
+    with words that this package does not translate.
     """
     modules = [name for name, _ in model.named_modules()]
     plan = dict(getattr(model, "_tp_plan", None) or {})
     experts = tuple(pattern for pattern, word in plan.items() if word.startswith(_EXPERT_WORDS))
     found: dict[str, str] = {}
     for pattern, word in plan.items():
-        # What is inside the experts stays whole with them.
+        # Modules inside the experts stay replicated with them.
         if pattern.startswith(experts):
             continue
-        # The plan of a class also names modules that a model of this configuration does not have.
+        # A plan belongs to a class, and may name modules that this configuration does not have.
         if not fnmatch.filter(modules, pattern):
             continue
         if word not in WORDS:
             raise ValueError(
                 f"{type(model).__name__} ships a tensor-parallel plan with {pattern}: {word}, "
-                "which is not translated; give one with model.tensor_plan={pattern: word} or "
+                "which is not translated; set model.tensor_plan={pattern: word} or "
                 "package.module:function, or set mesh.tensor=1"
             )
         found[pattern] = word
@@ -216,24 +216,25 @@ def tensor_words(model: nn.Module) -> dict[str, str]:
 
 
 def context_of(seq_len: int) -> int:
-    """Positions at the start of a sequence for which an encoder and a decoder give no output: see
-    `read_prefix_and_suffix`."""
+    """Return the number of first positions without an output in an encoder-decoder.
+
+    See `read_prefix_and_suffix`.
+    """
     return max(0, seq_len // 2 - 1)
 
 
 def read_prefix_and_suffix(model: nn.Module) -> None:
-    """Makes an encoder-decoder take one sequence of token ids, int64 [n, T], as a decoder alone
-    would.
+    """Make an encoder-decoder take one sequence of token ids, int64 [n, T], like a decoder.
 
-    The prefix language model objective (Raffel et al. 2020, section 3.2): the encoder reads the
-    first h = T // 2 tokens, in both directions; the decoder is given its start token and then
-    tokens h to T - 1, and predicts the token after each. Logits have the shape [n, T - h + 1,
-    vocabulary] and belong to the targets of positions h - 1 to T - 1; earlier targets have none.
+    The prefix language model objective (Raffel et al. 2020, section 3.2). The encoder reads the
+    first h = T // 2 tokens in both directions. The decoder gets its start token and then tokens h
+    to T - 1, and predicts the token after each. Logits have the shape [n, T - h + 1, vocabulary]
+    and belong to the targets of positions h - 1 to T - 1; earlier targets have no logits.
 
-    Raises ValueError when the model names no token to start with, or its head gives no logits.
+    Raises ValueError if the model has no start token, or its head has no logits.
     """
     config: Any = model.config
-    # The token that the decoder is given in place of the one before its first.
+    # The start token of the decoder.
     start = getattr(config, "decoder_start_token_id", None)
     if start is None:
         start = getattr(config, "pad_token_id", None)  # as T5 does
@@ -244,14 +245,14 @@ def read_prefix_and_suffix(model: nn.Module) -> None:
         )
     if model_class(config, "seq2seq_lm") is not _library_class(model):
         raise ValueError(
-            f"{type(model).__name__} is no sequence-to-sequence language model; set "
+            f"{type(model).__name__} is not a sequence-to-sequence language model; set "
             "model.head=seq2seq_lm"
         )
 
     def split(
         _model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]] | None:
-        # Any other call gives the encoder and the decoder what they take already.
+        # Other calls pass the inputs of encoder and decoder separately.
         if len(inputs) != 1 or options:
             return None
         (tokens,) = inputs
@@ -265,21 +266,21 @@ def read_prefix_and_suffix(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class StoredForm:
-    """The rule by which a parameter is put together from stored tensors."""
+    """The rule that builds one parameter from the stored tensors."""
 
     names: list[list[str]]  # groups of stored tensors
     stacked: bool  # each group is stacked along a new dim 0
-    dim: int | None  # the dim along which groups are concatenated; None: there is one group
+    dim: int | None  # dim of the concatenation of groups; None for one group
 
 
 def stored_forms(model: nn.Module, stored: Collection[str]) -> dict[str, StoredForm]:
-    """What the library makes of the tensor names ``stored`` when it reads them into ``model``:
-    parameter name -> form.
+    """Return parameter name -> form for the tensor names ``stored``.
 
-    Saved folders hold the names and forms in which a model was first published, and the library
-    renames, stacks and concatenates on the way in (transformers 5: experts of Mixtral, Qwen-MoE,
-    DeepSeek). Only names that differ from a stored one are listed; empty for a model that is not
-    the library's. Raises ValueError for a parameter that is made in another way.
+    Saved folders have the names and forms of a model's first publication, and the library renames,
+    stacks and concatenates tensors when it loads them (transformers 5: experts of Mixtral,
+    Qwen-MoE, DeepSeek). Only parameters with other names or forms are listed; the result is empty
+    for a model outside of the library. Raises ValueError for a parameter that is built in another
+    way.
     """
     config = getattr(model, "config", None)
     kind = _library_class(model)
@@ -288,13 +289,13 @@ def stored_forms(model: nn.Module, stored: Collection[str]) -> dict[str, StoredF
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
-    # The library looks its rules up by class, and sharding changes the classes of ``model``.
+    # The library finds rules by class, and sharding changes the classes of ``model``.
     with torch.device("meta"):
         twin: Any = kind(config)
     rules: list[Any] = get_model_conversion_mapping(twin)
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
-    # Where two rules have a pattern, the later one counts, as in the library.
+    # Of two rules with one pattern the later rule wins, as in the library.
     by_pattern: dict[str, Any] = {}
     for rule in converters:
         by_pattern |= dict.fromkeys(rule.source_patterns, rule)
@@ -303,7 +304,7 @@ def stored_forms(model: nn.Module, stored: Collection[str]) -> dict[str, StoredF
         if None in groups:  # renamed only
             found[target] = StoredForm([groups[None]], stacked=False, dim=None)
         else:
-            # All stored names of one parameter go through one converter.
+            # One converter handles all stored names of one parameter.
             rule = by_pattern[str(next(iter(groups)))]
             found[target] = _converted_form(target, groups, rule)
     return found
@@ -312,8 +313,10 @@ def stored_forms(model: nn.Module, stored: Collection[str]) -> dict[str, StoredF
 def _collected(
     twin: Any, stored: Collection[str], renamings: list[Any], converters: list[Any]
 ) -> dict[str, dict[str | None, list[str]]]:
-    """Parameter name -> pattern of a converter, or None where the name alone changes -> the stored
-    names that go into it, in the library's order."""
+    """Return parameter name -> pattern of its converter -> stored names, in the library's order.
+
+    The pattern is None if only the name changes.
+    """
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     names_here = twin.state_dict()
@@ -329,21 +332,23 @@ def _collected(
 
 
 def _converted_form(target: str, groups: Mapping[Any, list[str]], rule: Any) -> StoredForm:
-    """What a converter makes of the stored names in ``groups``: stacked, concatenated or both, in
-    this order. Raises ValueError for anything else."""
+    """Return the form that a converter makes of the stored names in ``groups``.
+
+    The names are stacked, concatenated, or both in this order. Raises ValueError for other forms.
+    """
     operations = [type(operation).__name__ for operation in rule.operations]
     dims = [getattr(operation, "dim", None) for operation in rule.operations]
     stacked = operations[:1] == ["MergeModulelist"] and dims[0] == 0
     rest = operations[1:] if stacked else operations
     targets = len(rule.target_patterns)
-    # One parameter made of several tensors; a converter may also split a tensor into several.
+    # Only many-to-one rules; a converter may also split a tensor into several.
     if targets != 1 or rest not in ([], ["Concatenate"]):
         raise ValueError(
-            f"{target} is stored in a form that is not read in parts ({', '.join(operations)} of "
-            f"{targets}); save the model's own state_dict() with safetensors, which has no such "
-            "form"
+            f"{target} is stored in a form that cannot be read in parts "
+            f"({', '.join(operations)} of {targets}); save the "
+            "model's own state_dict() with safetensors, in the model's own form"
         )
-    # In the rule's order, which is that of the concatenation.
+    # In the order of the rule, which is the order of the concatenation.
     names = [groups[pattern] for pattern in rule.source_patterns if pattern in groups]
     dim = None
     if rest:
@@ -352,8 +357,7 @@ def _converted_form(target: str, groups: Mapping[Any, list[str]], rule: Any) -> 
 
 
 def _library_class(model: nn.Module) -> type[nn.Module] | None:
-    """The class of the ``transformers`` model that ``model`` is, or was before it was sharded; None
-    for any other module."""
+    """Return the ``transformers`` class of ``model`` before sharding; None for other models."""
     for kind in type(model).__mro__:
         if kind.__module__.startswith("transformers.models."):
             return kind

@@ -1,10 +1,10 @@
-"""A Llama-3-style decoder and, beside it, the plan that splits it over a tensor axis.
+"""A Llama-3-style decoder with its tensor-parallel plan: `Llama`, `tensor_plan`.
 
 RMSNorm before each sub-layer, rotary position embedding, grouped-query attention, SwiGLU
 feed-forward, optional weight tying (Dubey et al. 2024, "The Llama 3 Herd of Models"). The model is
-`Llama`, its plan `tensor_plan`. Plain PyTorch: nothing here depends on how the model is trained,
-and no shape is taken from the configuration where it can be taken from the tensor, so that a module
-whose weights hold a slice of the heads computes those heads.
+plain PyTorch: nothing here depends on the training framework. If a shape is available from both a
+tensor and the configuration, the code reads the tensor, so that a module with the weights of some
+of the heads computes exactly these heads.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from parallel2d.models.attention import grouped_attention
 
 
 def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotation angles, each fp32 of shape [seq, head_dim / 2] (Su et al.
-    2021, RoFormer).
+    """Return cosine and sine of the rotation angles, each fp32 [seq, head_dim / 2].
 
-    Computed where they are used, from integer ``positions`` [seq]: a cached table of floats would
-    be rounded to bf16 on its way into a block by any mixed-precision wrapper that casts inputs, and
-    integers are not.
+    RoFormer (Su et al. 2021). The angles are computed at each use, from integer ``positions``
+    [seq]. A cached table of floats would be rounded to bf16 by mixed-precision wrappers that cast
+    the inputs of a block; integers are not cast.
     """
     exponents = (
         torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
@@ -32,11 +31,15 @@ def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tenso
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the two halves of the last dim against each other.
+    """Rotate the two halves of the last dim against each other.
 
-    ``x``: [batch, heads, seq, head_dim]; ``cos``, ``sin``: [seq, head_dim / 2]. Computed in fp32 at
-    least, returned in the dtype of ``x``. The half-split pairing is the one of Hugging Face
-    checkpoints.
+    Computed in fp32 at least, returned in the dtype of ``x``. The pairing by halves matches Hugging
+    Face checkpoints.
+
+    Args:
+        x: [batch, heads, seq, head_dim].
+        cos: [seq, head_dim / 2].
+        sin: [seq, head_dim / 2].
     """
     first, second = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -55,8 +58,13 @@ class Attention(nn.Module):
         self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        """``x``: [batch, seq, dim]; ``positions``: int64 [seq]; ``mask``: bool [batch, 1, seq, seq]
-        or None (causal)."""
+        """Attend over the sequence.
+
+        Args:
+            x: [batch, seq, dim].
+            positions: int64 [seq].
+            mask: bool [batch, 1, seq, seq]; None: causal.
+        """
         batch, seq, _ = x.shape
         query, key, value = (
             projection(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
@@ -89,8 +97,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer: attention and feed-forward, each with its norm before and its residual
-    around."""
+    """One pre-norm decoder layer: attention and feed-forward, each with a residual."""
 
     def __init__(
         self,
@@ -113,7 +120,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The decoder. Keyword arguments are those of the ``model`` config group."""
+    """The decoder. Keyword arguments are the keys of the ``model`` config group."""
 
     def __init__(
         self,
@@ -142,10 +149,12 @@ class Llama(nn.Module):
             self.output.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """``tokens``: int64 [batch, seq]; returns logits [batch, seq, vocab_size].
+        """Return logits [batch, seq, vocab_size].
 
-        ``document_ids``: int64 [batch, seq]; when given, a token attends only to earlier tokens of
-        its own document.
+        Args:
+            tokens: int64 [batch, seq].
+            document_ids: int64 [batch, seq]; if given, a token attends only to earlier tokens of
+                its own document.
         """
         seq = tokens.shape[1]
         mask = None
@@ -159,9 +168,11 @@ class Llama(nn.Module):
         return self.output(self.norm(x))
 
     def init_weights(self, module: nn.Module, name: str) -> None:
-        """Sets the parameters that ``module``, called ``name``, owns itself: normal with deviation
-        0.02, the projections that write into the residual stream scaled down by the depth (Radford
-        et al. 2019), norms one."""
+        """Set the parameters that ``module``, called ``name``, owns directly.
+
+        Weights are normal with deviation 0.02; the projections into the residual stream are scaled
+        down by the depth (Radford et al. 2019). Norms are one.
+        """
         if isinstance(module, nn.Linear | nn.Embedding):
             residual = name.endswith((".wo", ".w2"))
             nn.init.normal_(
@@ -172,12 +183,12 @@ class Llama(nn.Module):
 
 
 def tensor_plan(model: Llama, tensor: int) -> dict[str, object]:
-    """Module pattern -> parallel style, for a tensor axis of ``tensor`` ranks.
+    """Return module pattern -> parallel style for a tensor axis of ``tensor`` ranks.
 
-    Column- then row-parallel matrices, so that each sub-layer needs one all-gather and one
-    reduce-scatter; norms and residuals run on a slice of the sequence (Korthikanti et al. 2022);
-    logits stay split over the vocabulary for the loss to consume. Raises ValueError when the heads
-    do not divide.
+    Column-parallel then row-parallel matrices, so that each sub-layer needs one all-gather and one
+    reduce-scatter. Norms and residuals run on a slice of the sequence (Korthikanti et al. 2022).
+    Logits stay split over the vocabulary for the loss. Raises ValueError if ``tensor`` does not
+    divide the heads.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (

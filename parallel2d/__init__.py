@@ -1,7 +1,7 @@
 """parallel2d: hybrid 2-D parallel training. Shard inside a node, replicate across nodes; the loss
 does not depend on the mesh.
 
-The names below are imported when first used, so that commands which do not train start without
+The names below are imported at their first use, so that commands without training start without
 loading torch.
 """
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         BucketingConfig,
         CheckpointConfig,
         ChecksConfig,
+        FSDPConfig,
         MeshConfig,
         OptimizerConfig,
         ParallelConfig,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from parallel2d.instruments.parity_check.custom_loop import certify
     from parallel2d.parallel.chunked_head import ChunkedHead
     from parallel2d.parallel.chunked_loss import cross_entropy_from_hidden
+    from parallel2d.parallel.feature_gather import all_gather
     from parallel2d.parallel.gradients import clip_gradient_norm, clip_gradient_value
     from parallel2d.parallel.loss import cross_entropy_sum, token_weight
     from parallel2d.parallel.mesh import build_mesh, data_coordinate, mesh_shape
@@ -72,17 +74,19 @@ if TYPE_CHECKING:
     )
     from parallel2d.training.checkpoint import Checkpointer
     from parallel2d.training.checkpoint.full_file import load_full, save_full
+    from parallel2d.training.data.together import together
     from parallel2d.training.hooks import Hook, HookResult, RunView
     from parallel2d.training.optimizer import build_optimizer, set_learning_rate, whole_matrices
     from parallel2d.training.own_loop import Replicas
 
     __version__: str
 
-# Where each public name is
+# Module of each public name
 _NAMES = {
     "base.config": (
-        "BucketingConfig", "CheckpointConfig", "ChecksConfig", "MeshConfig", "OptimizerConfig",
-        "ParallelConfig", "PrecisionConfig", "PrefetchConfig", "StrategyConfig", "SyncConfig",
+        "BucketingConfig", "CheckpointConfig", "ChecksConfig", "FSDPConfig", "MeshConfig",
+        "OptimizerConfig", "ParallelConfig", "PrecisionConfig", "PrefetchConfig", "StrategyConfig",
+        "SyncConfig",
     ),
     "base.errors": ("ConfigError",),
     "base.exchange": ("reduce",),
@@ -91,6 +95,7 @@ _NAMES = {
     "instruments.parity_check.custom_loop": ("certify",),
     "parallel.chunked_head": ("ChunkedHead",),
     "parallel.chunked_loss": ("cross_entropy_from_hidden",),
+    "parallel.feature_gather": ("all_gather",),
     "parallel.gradients": ("clip_gradient_norm", "clip_gradient_value"),
     "parallel.loss": ("cross_entropy_sum", "token_weight"),
     "parallel.mesh": ("build_mesh", "data_coordinate", "mesh_shape"),
@@ -111,6 +116,7 @@ _NAMES = {
     "parallel.weights.unsharded_tensors": ("apply_full", "sharded_modules", "summon_full_params"),
     "training.checkpoint": ("Checkpointer",),
     "training.checkpoint.full_file": ("load_full", "save_full"),
+    "training.data.together": ("together",),
     "training.hooks": ("Hook", "HookResult", "RunView"),
     "training.optimizer": ("build_optimizer", "set_learning_rate", "whole_matrices"),
     "training.own_loop": ("Replicas",),
@@ -121,10 +127,11 @@ for _module, _names in _NAMES.items():
 
 __all__ = [
     "BucketingConfig", "CheckpointConfig", "Checkpointer", "ChecksConfig", "ChunkedHead",
-    "ConfigError", "Hook", "HookResult", "MeshConfig", "MeshSpec", "OptimizerConfig",
+    "ConfigError", "FSDPConfig", "Hook", "HookResult", "MeshConfig", "MeshSpec", "OptimizerConfig",
     "ParallelConfig", "PrecisionConfig", "PrefetchConfig", "Replicas", "RunView", "Runtime",
     "StrategyConfig", "SyncConfig", "Topology",
-    "__version__", "accumulate", "apply_full", "attach_optimizer", "average_buffers", "barrier",
+    "__version__", "accumulate", "all_gather", "apply_full", "attach_optimizer",
+    "average_buffers", "barrier",
     "build_mesh", "build_on_meta", "build_optimizer", "certify", "clip_gradient_norm",
     "clip_gradient_value", "compare_replicas", "cross_entropy_from_hidden", "cross_entropy_sum",
     "data_coordinate", "finish_updates", "full_state", "limit_waiting", "load_full",
@@ -132,7 +139,8 @@ __all__ = [
     "model_sharded_context", "no_sync", "outer_parameters", "parallelize", "reduce",
     "register_sync_hook", "rekey_optimizer_state", "replicate_group", "save_full",
     "set_learning_rate", "set_step", "setup", "sharded_copy", "sharded_modules", "sharded_state",
-    "summon_full_params", "teardown", "token_weight", "updated_parameters", "whole_matrices",
+    "summon_full_params", "teardown", "together", "token_weight", "updated_parameters",
+    "whole_matrices",
 ]  # fmt: skip
 
 
@@ -141,7 +149,7 @@ def __dir__() -> list[str]:
 
 
 def _load(name: str) -> Any:
-    """The value of a public name. Raises AttributeError for any other."""
+    """Return the value of a public name. Raise AttributeError for other names."""
     if name == "__version__":
         return metadata.version("parallel2d")
     if name not in _MODULES:
@@ -149,16 +157,16 @@ def _load(name: str) -> Any:
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
-# Type checkers would take any name for one of ours if they saw it.
+# With a visible `__getattr__`, type checkers would accept any name.
 if not TYPE_CHECKING:
     __getattr__ = _load
 
 
 class _Face(ModuleType):
-    """This module, in which `certify` is the function whatever was imported before.
+    """This module, with the function `certify` in place of the command's module.
 
-    The command has the same name. Python sets a package's attribute when a module inside it is
-    imported, which would hide the function; a property cannot be hidden.
+    The command has the same name. Python sets a package's attribute when a submodule is imported,
+    which would replace the function; a property is not replaced.
     """
 
     @property
@@ -167,7 +175,7 @@ class _Face(ModuleType):
 
     @certify.setter
     def certify(self, _command: ModuleType) -> None:
-        """What an import of the command sets is not kept; imports find it without."""
+        """Ignore the attribute that an import of the command sets; imports work without it."""
 
 
 sys.modules[__name__].__class__ = _Face

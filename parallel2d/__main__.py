@@ -1,5 +1,7 @@
-"""The command ``parallel2d``, also ``python -m parallel2d``: ``parallel2d train`` is
-``python -m parallel2d.train``, and so are the others. Start at `main`."""
+"""The command ``parallel2d``, also ``python -m parallel2d``: `main`.
+
+``parallel2d train`` equals ``python -m parallel2d.train``, and likewise for the other commands.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from collections.abc import Sequence
 
 from parallel2d.base.errors import ConfigError, did_you_mean
 
-# Command, which is a module of this package too, and its purpose
+# Each command, which is also a module of this package, with its purpose
 COMMANDS = {
     "train": "train a model; its arguments are groups and keys",
     "certify": "compare a layout of train with one process, step by step",
@@ -24,11 +26,11 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "parallel2d") -> int:
-    """Runs one command and returns its exit code; 2 for a command that does not exist."""
+    """Run one command and return its exit code; 2 for an unknown command."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     first = "".join(words[:1])
     if first not in COMMANDS:
-        # Imported here because Hydra comes with it, which most commands do not need.
+        # Imported here because it loads Hydra, which most commands do not need.
         from parallel2d.base.config.help_page import show
         from parallel2d.launching.launcher import exit_code_of
 
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "parallel2d") ->
 
 
 def _information(first: str, program: str) -> str:
-    """What an option in the place of a command asks for. Raises `ConfigError` for others."""
+    """Return the text of an option such as --help. Raise `ConfigError` for unknown commands."""
     if first in ("-h", "--help"):
         return _help(program)
     if first == "--version":

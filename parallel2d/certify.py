@@ -1,5 +1,7 @@
-"""``python -m parallel2d.certify <overrides of train>``: 0 where the layout computes what one
-process computes, 1 otherwise."""
+"""``python -m parallel2d.certify <overrides of train>``: parity check of a layout.
+
+The exit code is 0 if the layout computes the results of a reference run in one process, else 1.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from parallel2d import train
 
 _PURPOSE = (
     "Compares a few steps of the job that the arguments describe with one process, parameter by "
-    "parameter. Exit code 0: the layout computes what one process computes."
+    "parameter. Exit code 0: the layout computes the results of one process."
 )
 
 
 def main(
     arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.certify"
 ) -> int:
-    """Returns the exit code: 0 certified, 1 not, or it cannot run, 130 interrupted."""
+    """Return the exit code: 0 certified, 1 not certified or impossible, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = train.main([*words, "train.certify_only=true"], program, _PURPOSE)
     return code if code in (0, 130) else 1

@@ -1,9 +1,7 @@
-"""``python -m parallel2d.checkpoint inspect|verify|convert``: prints what a checkpoint holds,
-checks that it is sound, and writes it in another format. Start at `main`.
+"""``python -m parallel2d.checkpoint inspect|verify|convert``: show, verify or convert a checkpoint.
 
-`Checkpointer` may be imported from here.
-
-A fault is one message on standard error and exit code 1.
+`main` is the entry point of the command. `Checkpointer` may be imported from here. A fault prints
+one message on standard error, with exit code 1.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from parallel2d.training.checkpoint.storage import find_checkpoint
 def main(
     arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.checkpoint"
 ) -> int:
-    """Runs one command; returns the exit code."""
+    """Run one command and return the exit code."""
     options = _parser(program).parse_args(arguments)
     return exit_code_of(lambda: options.run(options), faults=(ConfigError, OSError), invalid=1)
 
@@ -67,12 +65,12 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--to", choices=FORMATS, help="format of the target; a file's ending tells it too")
     add("--dtype", choices=tuple(DTYPE_CHOICES), help="of the weights; default: as they are")
     add("--optimizer", action="store_true", help="carry optimizer state and position too")
-    add("--ema", action="store_true", help="averages of train.ema in the place of the weights")
+    add("--ema", action="store_true", help="EMA weights of train.ema instead of the weights")
     add("--shard-gib", type=float, default=5.0, help="size of a folder's data files (default 5)")
     add(
         "--model", action="append", default=[], metavar="KEY=VALUE",
-        help="for --to hf, what the source does not tell: n_heads, n_kv_heads, norm_eps ...; of a "
-        "run with model=hf, where what it began with is now: path, tokenizer",
+        help="for --to hf, settings that the source lacks: n_heads, n_kv_heads, norm_eps ...; of a "
+        "run with model=hf, the location of its base model: path, tokenizer",
     )  # fmt: skip
     command.set_defaults(run=run_convert)
     return parser
@@ -83,7 +81,7 @@ _Row = tuple[str, str, tuple[int, ...], int]
 
 
 def inspect(options: argparse.Namespace) -> None:
-    """Prints what a checkpoint holds; values are not read."""
+    """Print the contents of a checkpoint without reading values."""
     path = find_checkpoint(options.path)
     try:
         manifest = Checkpoint.open(path).manifest
@@ -139,7 +137,7 @@ def _size(count: float) -> str:
 
 
 def verify(options: argparse.Namespace) -> None:
-    """Reads every file through; prints what was found sound."""
+    """Read every file and compare checksums; print the sound checkpoint."""
     path = find_checkpoint(options.path)
     checkpoint = Checkpoint.open(path, mapped=False)
     manifest = checkpoint.manifest
@@ -150,7 +148,7 @@ def verify(options: argparse.Namespace) -> None:
 
 
 def run_convert(options: argparse.Namespace) -> None:
-    """Writes the target; prints how to train on from it where that is known."""
+    """Write the target; print the command that trains from it, if known."""
     if not options.shard_gib > 0:
         raise ConfigError(f"--shard-gib {options.shard_gib} must be above 0")
     target_format = options.to or guess_format(options.target)
@@ -173,7 +171,7 @@ def run_convert(options: argparse.Namespace) -> None:
         )
     print(f"{options.target}: {written} tensors")
     if _of_kind(rows, "ema") and not options.ema:
-        print("not written: the averages of train.ema, which --ema takes in the place of weights")
+        print("not written: the EMA weights of train.ema; --ema writes them instead of the weights")
     model = llama_arguments(source.layout)
     if target_format == "parallel2d" and model:
         words = [f"model.{key}={str(value).lower()}" for key, value in model.items()]
@@ -185,7 +183,7 @@ def run_convert(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Progress | None]:
-    """A bar on a terminal, nothing elsewhere."""
+    """Show a progress bar on a terminal, nothing elsewhere."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,5 +1,5 @@
-"""Prepares, inspects and verifies folders of token shards from the command line:
-``python -m parallel2d.data prepare | inspect | verify``.
+"""``python -m parallel2d.data prepare | inspect | verify``: prepare, inspect and verify folders of
+token shards.
 
 An error prints one message and exits with code 2.
 """
@@ -45,12 +45,12 @@ _OPTIONS = {
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.data") -> int:
-    """Runs one command and returns the exit code."""
+    """Run one command and return the exit code."""
     options = _parser(program).parse_args(arguments)
     return exit_code_of(
         lambda: options.run(options),
         faults=(ConfigError, OSError, RuntimeError),
-        interrupted="stopped; finished parts are kept, start again to go on",
+        interrupted="stopped; finished parts are kept, start again to continue",
     )
 
 
@@ -119,7 +119,7 @@ def _verify(options: argparse.Namespace) -> None:
     print(f"{options.folder}: {store.verify(options.folder):,} bytes, every checksum is right")
 
 
-# What a loop of one's own imports from here, and where it is
+# Names for custom training loops, with their modules
 _LIBRARY = {
     **dict.fromkeys(("IGNORED", "Batch"), "batch"),
     **dict.fromkeys(("BatchFeed", "BatchPlan", "EndOfData", "StepBatch"), "feed"),
@@ -129,7 +129,7 @@ _LIBRARY = {
 
 
 def __getattr__(name: str) -> Any:
-    """The names of the library, imported when they are used: a command does not load torch."""
+    """Import a name of the library at its first use: commands do not load torch."""
     if name not in _LIBRARY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"parallel2d.training.data.{_LIBRARY[name]}")

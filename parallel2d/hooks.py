@@ -1,4 +1,4 @@
-"""What a hook of one's own imports (docs/hooks.md), and the hook `SampleText`."""
+"""The classes that a custom hook imports (docs/hooks.md), and the hook `SampleText`."""
 
 from parallel2d.training.hooks import Hook, HookResult, RunView, SampleText
 

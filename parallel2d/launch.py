@@ -1,6 +1,8 @@
-"""``python -m parallel2d.launch store`` runs a rendezvous store outside of the nodes, so that any
-node may fail; ``python -m parallel2d.launch secret`` makes the secret of a job; ``python -m
-parallel2d.launch run`` starts a training script of one's own."""
+"""``python -m parallel2d.launch store | secret | run``.
+
+``store`` runs a rendezvous store outside of the nodes of a job, so that any node may fail.
+``secret`` makes the secret that the nodes of a job share. ``run`` starts a custom training script.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +19,30 @@ from parallel2d.launching.launcher import exit_code_of
 def main(
     arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.launch"
 ) -> int:
-    """Returns the exit code: 0; 2 for words, an address or a secret that cannot be used; otherwise
-    as of the train command."""
+    """Run one command and return the exit code.
+
+    0 on success; 2 for arguments, an address or a secret that cannot be used; otherwise the exit
+    codes of the train command.
+    """
     parser = argparse.ArgumentParser(
         prog=program,
         description="Runs a training script on every rank, keeps the rendezvous of jobs outside of "
         "the nodes, or makes the secret that the nodes of a job share.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    text = "keep the rendezvous of jobs; holds no data of theirs, needs next to nothing"
+    text = "keep the rendezvous of jobs; stores no other data, needs few resources"
     add = commands.add_parser("store", help=text).add_argument
     add("--host", required=True, help="name or address to listen on; no other interface is opened")
     add("--port", type=int, default=29500, help="0: any free one (default: 29500)")
     text = "that the jobs have too (default: from PARALLEL2D_SECRET)"
     add("--secret-file", metavar="FILE", help=text)
-    text = "without a secret: whoever reaches it decides what the jobs run"
+    text = "without a secret: any process that reaches it controls the jobs"
     add("--insecure", action="store_true", help=text)
     text = "make a new secret, in a file that only you can read"
     add = commands.add_parser("secret", help=text).add_argument
     text = "to write to, for launch.secret_file; printed without it"
     add("file", nargs="?", metavar="FILE", help=text)
-    text = "run a training script on every rank, and start what is lost again"
+    text = "run a training script on every rank, and restart failed ranks"
     words = "launch.KEY=VALUE, as of train; then the script and its arguments"
     add = commands.add_parser("run", help=text).add_argument
     add("words", nargs=argparse.REMAINDER, metavar="...", help=words)

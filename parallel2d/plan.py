@@ -1,6 +1,9 @@
-"""``python -m parallel2d.plan <overrides of train>``: the fastest layout of that job that fits on a
-cluster, and what it would cost. With ``plan.dry_run=true`` the layout that is given, as with the
-train command; with ``plan.scaling`` the best ones on 8 to 16,384 ranks. Nothing is started."""
+"""``python -m parallel2d.plan <overrides of train>``: find the fastest layout that fits a cluster.
+
+Prints the layout and its cost. With ``plan.dry_run=true`` it prints the cost of the given layout,
+like the train command; with ``plan.scaling`` the best layouts on 8 to 16,384 ranks. Nothing is
+started.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _PURPOSE = (
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.plan") -> int:
-    """Returns 0 planned, 1 the given layout does not fit, 2 nothing can run, 130 interrupted."""
+    """Return 0 planned, 1 the given layout does not fit, 2 nothing can run, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     return exit_code_of(lambda: _run(words, program))
 
@@ -45,9 +48,11 @@ def _plan(composition: Composition) -> None:
     from parallel2d.instruments.planner.layout_cost import seconds_in_bf16
     from parallel2d.instruments.planner.layout_search import command_line, fixed_keys, search
     from parallel2d.instruments.planner.scaling import scale
+    from parallel2d.training.device_defaults import resolved_for_plan
 
     torch.set_num_threads(1)
-    config, given = composition.config, composition.words
+    given = composition.words
+    config = resolved_for_plan(composition.config)
     if config.plan.scaling is not None:
         points = scale(config, fixed_keys(given))
         text = plan_text.scaling_json(points, config)

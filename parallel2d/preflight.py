@@ -1,5 +1,7 @@
-"""``python -m parallel2d.preflight``: started as the train command, once on every node or, by
-torchrun or srun, as every rank."""
+"""``python -m parallel2d.preflight``: check a cluster before training.
+
+Started like the train command: once on every node, or as every rank by torchrun or srun.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from parallel2d.launching.rank_processes import start_server
 
 # Option -> key of train, type, meaning.
 _LAUNCHING: dict[str, tuple[str, type, str]] = {
-    "nnodes": ("launch.nnodes", int, "number of nodes (default 1: this machine alone)"),
+    "nnodes": ("launch.nnodes", int, "number of nodes (default 1: only this machine)"),
     "endpoint": ("launch.rdzv_endpoint", str, "HOST:PORT where nodes meet, an address of one"),
     "nproc": ("launch.nproc_per_node", int, "ranks per node (default: one per GPU, 4 without)"),
     "timeout": ("launch.rendezvous_timeout", float, "seconds to wait for others (default 60)"),
@@ -35,7 +37,7 @@ _LAUNCHING: dict[str, tuple[str, type, str]] = {
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    """The arguments of the command, which was called as ``program``."""
+    """Return the argument parser; ``program`` is the name of the command."""
     words = argparse.ArgumentParser(
         prog=program,
         allow_abbrev=False,
@@ -55,7 +57,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     words.add_argument("--strict", action="store_true", help="warnings count as not fit")
     words.add_argument("--self-check", action="store_true", help="check training here instead")
     words.add_argument("--only", metavar="CHECK,...", help="these checks of the self-check")
-    # The file in which a rank tells its launcher the exit code.
+    # File for the exit code of the ranks, read by their launcher.
     words.add_argument("--verdict", help=argparse.SUPPRESS)
     return words
 
@@ -63,7 +65,7 @@ def parser(program: str) -> argparse.ArgumentParser:
 def main(
     arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.preflight"
 ) -> int:
-    """Returns the exit code: 0 fit, 1 not fit, 2 wrong arguments, 130 interrupted."""
+    """Return the exit code: 0 fit, 1 not fit, 2 wrong arguments, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     open_standard_streams()
     try:
@@ -86,7 +88,7 @@ def main(
 
 
 def understand(words: Sequence[str], program: str) -> tuple[argparse.Namespace, TrainConfig]:
-    """The arguments, and the job that they describe. Raises `ConfigError`."""
+    """Return the arguments and the job that they describe. Raises `ConfigError`."""
     given = parser(program).parse_intermixed_args(words)
     keys = ["launch.rendezvous_timeout=60", "launch.insecure=true", *given.words]
     for key, _, _ in _LAUNCHING.values():
@@ -114,15 +116,15 @@ def understand(words: Sequence[str], program: str) -> tuple[argparse.Namespace, 
     chosen_checks(given.only)
     composition = compose(keys)
     if composition is None:
-        raise ConfigError("the check is for one job: give each key one value")
+        raise ConfigError("the check is for one job: use one value for each key")
     settings = composition.config.launch
-    # All nodes are checked, and a rank that failed would fail again.
+    # All nodes are checked, and a restart would fail again.
     settings.nnodes, settings.max_restarts = settings.node_range[1], 0
     return given, composition.config
 
 
 def _start_ranks(words: Sequence[str], config: TrainConfig) -> int:
-    """Starts this node's ranks as train does, and returns the exit code when they have ended."""
+    """Start this node's ranks like train does. Return the exit code after they end."""
     start_server()
     workers = workers_per_node(config.launch)
     with tempfile.TemporaryDirectory(prefix="parallel2d-") as folder:
@@ -133,7 +135,7 @@ def _start_ranks(words: Sequence[str], config: TrainConfig) -> int:
 
 
 def _check_training(words: Sequence[str], given: argparse.Namespace, config: TrainConfig) -> int:
-    """The self-check in this node's ranks, then with the train command. Returns the exit code."""
+    """Run the self-check in this node's ranks, then by the train command. Return the exit code."""
     try:
         code = _start_ranks(words, config)
     except WorkersFailed as error:
@@ -147,7 +149,7 @@ def _check_training(words: Sequence[str], given: argparse.Namespace, config: Tra
 
 
 def _take_part(identity: RankIdentity, given: argparse.Namespace, config: TrainConfig) -> int:
-    """This process is a rank: checks with all others. Returns the exit code."""
+    """Run the checks as one rank, together with the others. Return the exit code."""
     from torch.distributed import DistError
 
     from parallel2d.base.runtime import connect, process_group

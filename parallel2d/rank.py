@@ -1,7 +1,7 @@
-"""One rank of a job, from finding the others to its exit code: `rank_main`.
+"""One rank of a job, from rendezvous to exit code: `rank_main`.
 
-Our launcher forks processes that call it; torchrun and srun start the train command, which does.
-The ranks agree on the job, build its parts and run the `Trainer`.
+The launcher of parallel2d forks processes that call `rank_main`. torchrun and srun start the train
+command, which calls it. The ranks agree on the job, build its parts and run the `Trainer`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ if TYPE_CHECKING:
 
 
 def rank_main(words: Sequence[str]) -> int:
-    """Runs this rank of the job that ``words`` describe, or that our launcher has composed. Returns
-    the exit code: 0 done, ``launch.requeue_exit_code`` stopped and saved. After an exception the
-    process exits with 1, and one rank or the launcher has said why."""
+    """Run this rank of the job. Return the exit code.
+
+    ``words`` are the arguments of the job, unless the launcher of parallel2d has composed it. The
+    exit code is 0 when done, and ``launch.requeue_exit_code`` when stopped and saved. After an
+    exception the process exits with 1, and one rank or the launcher has reported the cause.
+    """
     identity = find_rank()
     assert identity is not None, "launchers set the variables of a rank"
     composition = None
@@ -43,7 +46,7 @@ def rank_main(words: Sequence[str]) -> int:
     with failures_reported_once(identity, None):
         from parallel2d.base.runtime import connect
 
-        if identity.launcher == "srun":  # the configuration says where the secret is
+        if identity.launcher == "srun":  # the configuration has the path of the secret
             composition = compose(words)
         store = connect(identity, composition.config.launch if composition else None)
     with failures_reported_once(identity, store):
@@ -58,24 +61,29 @@ def rank_main(words: Sequence[str]) -> int:
 
 
 def check_main(words: Sequence[str]) -> int:
-    """Checks a job before its ranks start, as one process of ours that reports as a rank does.
-    ``words``: its configuration as YAML, the number of nodes, and of workers on each."""
+    """Check a job before its ranks start, in one process that reports errors like a rank.
+
+    ``words``: the configuration as YAML, the number of nodes, and the number of workers per node.
+    """
     text, nodes, workers = words
     with failures_reported_once(RankIdentity(0, 1, 0, 0, 1, "self"), None):
         from parallel2d.training.assemble import check
+        from parallel2d.training.device_defaults import resolved_here
 
-        check(from_yaml(text), Topology.equal_hosts(int(nodes), int(workers)))
+        check(resolved_here(from_yaml(text)), Topology.equal_hosts(int(nodes), int(workers)))
     return 0
 
 
 def choose_layout(
     config: TrainConfig, words: Sequence[str], nodes: int, ranks: int, stream: TextIO | None = None
 ) -> TrainConfig:
-    """``config`` with the layout that the planner chooses for these ranks, where it is to. Says
-    why, on ``stream`` (default: standard error, as a run does)."""
+    """Return ``config`` with the planner's layout for these ranks, if the layout is automatic.
+
+    The reasons are printed on ``stream`` (default: standard error, as in a run).
+    """
     if not config.is_automatic:
         return config
-    # Imported here because most jobs need none of it.
+    # Imported here because most jobs do not need the planner.
     from parallel2d.instruments.planner.automatic import with_chosen_layout
 
     config, lines = with_chosen_layout(config, words, nodes, ranks)
@@ -87,9 +95,12 @@ def choose_layout(
 def _choose_size(
     config: TrainConfig, words: Sequence[str], identity: RankIdentity, sizes: Sequence[int]
 ) -> tuple[TrainConfig, Mapping[str, int] | None]:
-    """``config`` with the layout for the ranks of all nodes, and the sizes of its mesh, where the
-    replicas of nodes that are not there count as lost; else with that for the ranks that are there,
-    and None. ``sizes``: the ranks of each node that is there."""
+    """Return ``config`` with its layout, and the mesh sizes that count missing nodes as failed.
+
+    If the replicas of missing nodes can count as failed, the layout is for the ranks of all nodes.
+    Otherwise it is for the live ranks, and the sizes are None. ``sizes``: number of ranks of each
+    live node.
+    """
     nodes = config.launch.node_range[1]
     if identity.launcher == "nodes" and len(set(sizes)) == 1:
         whole = choose_layout(config, words, nodes, nodes * sizes[0])
@@ -103,8 +114,10 @@ def _choose_size(
 def _sizes_with_missing_nodes(
     config: TrainConfig, identity: RankIdentity, nodes: int, local: int
 ) -> Mapping[str, int] | None:
-    """Return the sizes of the mesh over all nodes if replicas may be lost and none lies on two of
-    the nodes, else None."""
+    """Return the mesh sizes over all nodes if replicas may fail and none spans two nodes.
+
+    Otherwise None.
+    """
     from parallel2d.base.device import accelerator_type
     from parallel2d.parallel.mesh_sizes import resolve_mesh
 
@@ -120,6 +133,7 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
     from parallel2d.base.exchange import check_shared
     from parallel2d.base.runtime import process_group
     from parallel2d.launching import rank_signals
+    from parallel2d.training.device_defaults import resolved_on_ranks
 
     rank_signals.listen()
     _log_to(job.run_dir, identity)
@@ -136,10 +150,11 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
         first_timeout_s=settings.longest_wait,
         together=together,
     ) as runtime:
-        # inside, so that nothing waits for peers on the way out
+        # Inside the process group, so that nothing waits for peers on the way out.
         with failures_reported_once(identity, store, job.run_dir):
             try:
                 check_shared(job.run_dir)
+                job = dataclasses.replace(job, config=resolved_on_ranks(job.config))
                 report = _certify(job, runtime)
                 stopped = False
                 if not job.config.train.certify_only:
@@ -153,14 +168,17 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
 
 
 def _survives(config: TrainConfig, identity: RankIdentity) -> bool:
-    """Whether a lost replica leaves the others training: our launcher starts it again."""
+    """Return True if the other replicas continue when a replica fails: the launcher restarts it."""
     starts_again = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     return starts_again and identity.launcher in ("self", "nodes") and config.replicas_survive
 
 
 def _certify(job: Job, runtime: Runtime) -> ParityReport | None:
-    """The certificate of the job's layout, written where no training follows; None where none is
-    asked for. Raises `ConfigError` for a layout that computes something else. Collective."""
+    """Run the parity check of the job's layout. Collective.
+
+    Returns the certificate, written here if no training follows; None if no check is requested.
+    Raises `ConfigError` for a layout with other results than the reference run.
+    """
     loop = job.config.train
     if not loop.certify_only and (not loop.certify or job.restarted):
         return None
@@ -170,7 +188,7 @@ def _certify(job: Job, runtime: Runtime) -> ParityReport | None:
     passed = report.passed
     if runtime.is_first:
         print(report.table(), flush=True)
-        # Not in the place of the certificate of a start that has trained.
+        # Do not replace the certificate of a start that has trained.
         is_kept = not passed and read_segments(job.run_dir)
         if loop.certify_only or not passed:
             report.write(os.path.join(job.run_dir, "refused" if is_kept else ""))
@@ -180,7 +198,8 @@ def _certify(job: Job, runtime: Runtime) -> ParityReport | None:
 
 
 def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) -> bool:
-    """Trains to the end; returns whether the run was asked to stop before."""
+    """Train to the end. Return True if the run was preempted."""
+    from parallel2d.base.device import attention_kernels, use_tf32
     from parallel2d.base.runtime import limit_waiting
     from parallel2d.launching import rank_signals
     from parallel2d.training.assemble import build_trainer
@@ -193,7 +212,11 @@ def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) 
     host = hosts[identity.rank]
     if report is not None:
         job = dataclasses.replace(job, certified=True)
-    with out_of_memory_named(identity.rank, host, run_dir, runtime.device, history=history):
+    kind = runtime.device.type
+    if job.config.precision.tf32:
+        use_tf32(kind)
+    named = out_of_memory_named(identity.rank, host, run_dir, runtime.device, history=history)
+    with named, attention_kernels(kind):
         trainer = build_trainer(job, runtime)
         if report is not None and runtime.is_first:
             report.write(run_dir)
@@ -207,7 +230,7 @@ def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) 
             def first_step_done() -> None:
                 limit_waiting(settings.timeout)
                 monitor.limit(settings.timeout)
-                if job.config.checkpoint.enabled:  # there is something to save
+                if job.config.checkpoint.enabled:  # an interrupt can save a checkpoint
                     rank_signals.listen_to_interrupts()
 
             def take_over() -> None:
@@ -230,7 +253,7 @@ def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) 
             )
         elif runtime.is_first:
             lines = summarize(
-                # Steps of train.epochs are known there.
+                # The trainer's configuration has the number of steps of train.epochs.
                 dataclasses.replace(job, config=trainer.config),
                 stopped=trainer.preempted,
                 checkpoint=trainer.checkpointer.newest(),
@@ -244,16 +267,19 @@ def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) 
 
 
 class _Escaped(logging.Formatter):
-    """A file of log lines is printed on terminals."""
+    """Formatter that escapes control characters: log files are printed on terminals."""
 
     def format(self, record: logging.LogRecord) -> str:
         return files.for_terminal(super().format(record))
 
 
 def _log_to(run_dir: str, identity: RankIdentity) -> None:
-    """Rank 0 logs to ``train.log``; every rank shows errors. All else goes through the display."""
-    logging.getLogger().handlers.clear()  # Hydra's, where this process composed
-    logging.raiseExceptions = False  # a line that a full disk refuses is no traceback
+    """Log rank 0 to ``train.log``, and errors of every rank to standard error.
+
+    All other output goes through the display.
+    """
+    logging.getLogger().handlers.clear()  # handlers of Hydra, if this process composed
+    logging.raiseExceptions = False  # a full disk must not print a traceback per log line
     errors = logging.StreamHandler(sys.stderr)
     errors.setLevel(logging.ERROR)
     logging.getLogger().addHandler(errors)

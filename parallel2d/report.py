@@ -1,5 +1,7 @@
-"""``python -m parallel2d.report RUN [RUN ...]``: writes ``report.md`` and ``report.html`` about one
-run, several, or all of a folder."""
+"""``python -m parallel2d.report RUN [RUN ...]``: write ``report.md`` and ``report.html``.
+
+The report covers one run, several runs, or all runs of a folder.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,23 @@ from parallel2d.instruments.report.page import markdown, page
 from parallel2d.instruments.report.runs import Run, find_runs, read_run
 from parallel2d.launching.launcher import exit_code_of
 
-_MOST_RUNS = 24  # that can be told apart on one page
+_MOST_RUNS = 24  # more runs cannot be distinguished on one page
 
 
 def main(
     arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.report"
 ) -> int:
-    """Writes the report and returns the exit code. It is 2, with one message, for a folder that is
-    not a run directory or cannot be written to."""
+    """Write the report and return the exit code.
+
+    The code is 2, with one message, for a folder that is not a run directory or cannot be written.
+    """
     parser = argparse.ArgumentParser(
         prog=program, description="Writes report.md and report.html about one run or several."
     )
     run_help = "run directory, or a folder with runs below it; the first given is the first shown"
     parser.add_argument("runs", nargs="+", metavar="RUN", help=run_help)
     parser.add_argument("--out", help="folder of the report; default: RUN, or . for several")
-    parser.add_argument("--markdown", action="store_true", help="report.md alone, without plotly")
+    parser.add_argument("--markdown", action="store_true", help="only report.md, without plotly")
     options = parser.parse_args(arguments)
     return exit_code_of(lambda: _write(options))
 
@@ -37,7 +41,7 @@ def main(
 def _write(options: argparse.Namespace) -> None:
     folder = options.out or (options.runs[0] if len(options.runs) == 1 else ".")
     runs = _read(options.runs)
-    # All is made before the first is written, so a failure leaves no incomplete report.
+    # Both texts exist before the first is written, so a failure leaves no incomplete report.
     texts = {"report.md": markdown(runs)}
     if not options.markdown:
         texts["report.html"] = page(runs)
@@ -53,8 +57,10 @@ def _write(options: argparse.Namespace) -> None:
 
 
 def _read(given: Sequence[str]) -> list[Run]:
-    """The runs that were named, and those below folders; of these, one that cannot be read or has
-    no finished step yet is omitted, with a message. Raises `ConfigError`."""
+    """Read the given runs and the runs below given folders. Raise `ConfigError` on failure.
+
+    A run below a folder that cannot be read or has no finished step is omitted, with a message.
+    """
     paths = find_runs(given)
     if len(paths) > _MOST_RUNS:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """``python -m parallel2d.train``: from the command line to a finished run.
 
-This process composes the job, checks all that can be checked before a rank exists, and starts the
-ranks, each of which runs `parallel2d.rank.rank_main`. Under torchrun and srun it is a rank itself.
+This process composes the job, checks as much as possible before a rank exists, and starts the
+ranks, which run `parallel2d.rank.rank_main`. Under torchrun and srun this process is a rank.
 """
 
 from __future__ import annotations
@@ -42,9 +42,17 @@ def main(
     program: str = "python -m parallel2d.train",
     purpose: str = _PURPOSE,
 ) -> int:
-    """Runs the job that the words describe. ``program`` and ``purpose``: how the command was called
-    and what it does, for ``--help``. Returns the exit code: 0 done, 1 failed or planned and too
-    large, 2 a configuration that cannot run, 130 interrupted."""
+    """Run the job of the command line and return the exit code.
+
+    Args:
+        arguments: the command line; default: ``sys.argv``.
+        program: name of the command, for ``--help``.
+        purpose: description of the command, for ``--help``.
+
+    Returns:
+        0 done; 1 failed, or planned and too large; 2 a configuration that cannot run; 130
+        interrupted.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     open_standard_streams()
     keep_others_from_writing()
@@ -68,7 +76,7 @@ def _run(words: list[str], program: str, purpose: str) -> int:
     elif composition.config.plan.dry_run:
         return _plan(composition)
     elif composition.config.launch.node_range != (1, 1):
-        # Each node checks for itself, rank 0 of the job composes.
+        # Each node runs its own check, and rank 0 of the job composes.
         config = composition.config
         workers, nodes = workers_per_node(config.launch), config.launch.node_range[1]
         _prepare_launch(config, nodes, workers)
@@ -80,17 +88,19 @@ def _run(words: list[str], program: str, purpose: str) -> int:
 
 
 def _plan(composition: Composition) -> int:
-    """Prints what the job would cost; 1 where it does not fit."""
+    """Print the cost of the job. Return 1 if the job does not fit."""
     import torch
 
     from parallel2d.instruments.planner.layout_cost import cost_of, planned_topology
     from parallel2d.instruments.planner.plan_text import shortage, summary
+    from parallel2d.training.device_defaults import resolved_for_plan
 
     torch.set_num_threads(1)
     config = composition.config
     topology = planned_topology(config)
     nodes = len(topology.ranks_by_host)
     config = choose_layout(config, composition.words, nodes, topology.world_size, sys.stdout)
+    config = resolved_for_plan(config)
     cost = cost_of(config)
     for line in summary(config, cost):
         print(for_terminal(line))
@@ -102,12 +112,12 @@ def _plan(composition: Composition) -> int:
 
 
 def _launch(job: Job) -> float | None:
-    """Checks the job, then runs it on local workers. Returns the last ``train.objective``."""
+    """Check the job and run it on local workers. Return the last ``train.objective``."""
     settings = job.config.launch
     try:
         if job.config.plan.dry_run:
             raise ConfigError(
-                "plan.dry_run=true plans one job: give one value for each key, without -m"
+                "plan.dry_run=true plans one job: use one value for each key, without -m"
             )
         if settings.node_range != (1, 1):
             raise ConfigError(
@@ -131,9 +141,11 @@ def _launch(job: Job) -> float | None:
 
 
 def _prepare_launch(config: TrainConfig, nodes: int, workers: int) -> None:
-    """Starts the process that ranks are forked from, and imports what watches them meanwhile. A
-    mesh that cannot work is refused before, in a third of the time.
-    Ctrl-C waits for the imports: some libraries lose an interrupt there, or stay half imported."""
+    """Start the server process that forks ranks, and import the agent in the meantime.
+
+    An impossible mesh is refused before, in a third of the time. Ctrl-C waits for the imports: some
+    libraries lose an interrupt during an import, or stay half imported.
+    """
     open_files.prepare_rank(nodes * workers)
     open_files.prepare_launcher(workers)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -149,9 +161,11 @@ def _prepare_launch(config: TrainConfig, nodes: int, workers: int) -> None:
 
 
 def _check(config: TrainConfig, nodes: int, workers: int) -> None:
-    """Checks the job as far as one process can. The process that ranks are forked from has imported
-    what the check needs, so a fork of it checks."""
-    if not config.is_automatic:  # else rank 0 of the job chooses a layout, which is checked there
+    """Check the job as far as one process can, in a fork of the server process.
+
+    The server process has already imported the modules that the check needs.
+    """
+    if not config.is_automatic:  # otherwise rank 0 chooses a layout and checks it
         job = [to_yaml(config), str(nodes), str(workers)]
         run_once("parallel2d.rank:check_main", job)
 

@@ -10,6 +10,7 @@ from parallel2d.base.config import (
     ActivationCheckpointingConfig,
     BucketingConfig,
     CompileConfig,
+    FSDPConfig,
     ParallelConfig,
     PrecisionConfig,
     PrefetchConfig,
@@ -106,7 +107,7 @@ def test_full_recomputes_every_product_selective_none_and_keep_names_others():
 @pytest.mark.parametrize(("keep", "message"), [
     (["mm", "bnm"], "no operator is called bnm; did you mean bmm"),
     (["scaled_dot_produkt_*"], "no operator is called scaled_dot_produkt_"),
-    (["matmul"], "matmul is computed as other operators.*mm, bmm and addmm"),
+    (["matmul"], "matmul is decomposed into other operators.*mm, bmm and addmm"),
 ])  # fmt: skip
 def test_an_operator_that_cannot_be_kept_is_an_error(keep, message):
     with pytest.raises(ConfigError, match=f"activation_checkpointing.keep: .*{message}"):
@@ -176,14 +177,15 @@ RUNS = [
     ("ddp", 2, "block", selecting("mm", "all_reduce"), {}),
     ("ddp", 2, "block", ActivationCheckpointingConfig("full", blocks=["Attention"]), {}),
     ("hybrid", 1, "block", BUDGET, {"compile": AOT}),
-    ("hybrid", 1, "block", "none", {"compile": AOT}),
-    ("hybrid", 1, "block", "full", {"compile": AOT}),
+    ("hybrid", 2, "block", "none", {"compile": AOT}),
+    ("hybrid", 2, "block", "full", {"compile": AOT}),
+    ("zero3", 2, "layer", "selective", {"compile": CompileConfig("block", "inductor")}),
     ("hybrid", 1, "block", "selective", {"compile": AOT}),
     # Groups inside of what is recomputed gather in its forward, and may be there already when it is recomputed.
     ("hybrid", 1, "layer", "selective", {"prefetch": PrefetchConfig(1, 2)}),
     ("hybrid_zero2", 1, "size", "selective", {"prefetch": PrefetchConfig(1, 2)}),
     ("zero3", 1, "layer", "full", {"prefetch": PrefetchConfig(2, 3)}),
-    ("hybrid", 2, "block", "none", {"prefetch": PrefetchConfig(2, 3)}),
+    ("hybrid", 2, "block", "none", {"prefetch": PrefetchConfig(2, 3), "fsdp": FSDPConfig(2, True)}),
 ]
 
 

@@ -230,7 +230,7 @@ def test_what_the_source_does_not_tell_is_asked_for(trained, tmp_path, capsys):
     words = [f"--model={key}={ARGUMENTS[key]}" for key in asked]
     command("convert", bare, tmp_path / "hf", "--to", "hf", *words)
     other = ("convert", bare, tmp_path / "other", "--to", "hf", *words)
-    assert "is no number" in fails(capsys, *other, "--model=n_heads=many")
+    assert "is not a number" in fails(capsys, *other, "--model=n_heads=many")
     assert "is not one of dim, n_layers" in fails(capsys, *other, "--model=heads=4")
 
 
@@ -321,7 +321,7 @@ class Calls:
 def test_what_weights_do_not_need_is_not_read(tmp_path, capsys, value, zipped):
     torch.save({"a": value}, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
     text = fails(capsys, "convert", tmp_path / "w.pt", tmp_path / "w.safetensors")
-    assert "is not a file of weights alone" in text
+    assert "does not contain only weights" in text
 
 
 HARMFUL = {

@@ -140,13 +140,13 @@ def test_another_mesh_or_layout_goes_on_from_the_disk_and_says_so(cluster, undis
     shutil.copytree(cluster.run_dir, cluster.folder / "copied")
     less = cluster.run("AA", SHARDED, until=3)
     assert start(less) == 3
-    assert said(less, "step-00000004 from memory is of another mesh")
+    assert said(less, "step-00000004 from memory was saved on another mesh")
     # The same mesh, but replicas split the state now.
     full = {"strategy": "hybrid_full", "precision": "fp64"}
     cluster.run("AABB", until=5)
     lives = cluster.run("AABB", until=6, parallel=full)
     assert start(lives) == 3
-    assert said(lives, "the layout is another")
+    assert said(lives, "the layout differs")
     assert lives[0]["losses"][6] == pytest.approx(undisturbed[0]["losses"][6], rel=1e-10, abs=0)
     shutil.rmtree(cluster.run_dir / "checkpoints")
     with pytest.raises(WorkerError, match="checkpoint.resume=never starts again"):
@@ -169,9 +169,7 @@ def test_damage_is_named_and_an_older_copy_or_the_disk_is_used(cluster):
     cluster.damage("A", 4)
     lives = cluster.run("AABB", until=5)
     assert start(lives) == 2
-    assert said(
-        lives, "passing over the copy of step-00000004 in memory: step-00000004 from memory"
-    )
+    assert said(lives, "skipping step-00000004 in memory: step-00000004 from memory")
     cluster.lose("B")
     lives = cluster.run("AACC", until=1, fault=memory_runs.change_what_is_sent)
     assert start(lives) == 1, "nothing but the disk is left"
@@ -187,7 +185,7 @@ def test_the_newer_of_memory_and_disk_is_loaded_and_memory_when_they_are_equal(c
     lives = cluster.run("AABB", until=9, every=2)
     assert lives[0]["start"] == 8
     assert said(lives, "loaded step-00000008 from memory")
-    assert said(lives, "0 ranks were sent their parts"), "each node has its own"
+    assert said(lives, "0 ranks received their parts"), "each node has its own"
     assert lives[0]["age"] == 1, "the newest checkpoint on disk is of step 8"
 
 
@@ -232,7 +230,9 @@ def test_full_memory_turns_the_net_off_on_all_ranks_and_training_goes_on(cluster
     lives = cluster.run("AABB", until=6, fault=memory_runs.full_on_the_second_copy)
     assert [life["on"] for life in lives] == [False] * 4
     assert lives[0]["losses"] == undisturbed[0]["losses"]
-    (warning,) = [line for life in lives for line in life["log"] if "memory copies off" in line]
+    (warning,) = [
+        line for life in lives for line in life["log"] if "in-memory checkpoints off" in line
+    ]
     assert "No space left on device" in warning
     assert cluster.copies("A") == cluster.copies("B") == []
 
@@ -251,7 +251,7 @@ def small_tmpfs(cluster):
 def test_one_node_without_room_for_two_copies_turns_the_net_off(cluster, small_tmpfs):
     lives = cluster.run("AABB", until=4, llama={"dim": 128})
     assert [life["on"] for life in lives] == [False] * 4
-    assert said(lives, "MiB of shared memory to give, and two copies need")
+    assert said(lives, "MiB of shared memory are free, and two copies need")
     assert cluster.copies("A") == []
     assert not list(small_tmpfs.iterdir())
 
@@ -266,7 +266,7 @@ def test_a_run_that_ends_leaves_nothing(cluster):
 def test_a_folder_for_everybody_is_left_as_it_is(tmp_path, monkeypatch):
     tmp_path.chmod(0o1777)
     monkeypatch.setenv(MEMORY_DIR, str(tmp_path))
-    with pytest.raises(PermissionError, match="others may write to it"):
+    with pytest.raises(PermissionError, match="other users may write to it"):
         in_memory.open_place()
     assert tmp_path.stat().st_mode & 0o7777 == 0o1777
     monkeypatch.setenv(MEMORY_DIR, str(tmp_path / "mine"))
@@ -297,14 +297,14 @@ def test_a_manifest_that_was_made_up_is_passed_over(cluster):
         path.write_text(json.dumps({**content, "sha256": content_digest(content)}))
     lives = cluster.run("AA", SHARDED, until=4)
     assert lives[0]["start"] == 3
-    assert said(lives, "passing over the copy of step-00000004 in memory")
+    assert said(lives, "skipping step-00000004 in memory")
 
 
 def test_auto_is_on_where_workers_are_restarted(cluster):
     assert not any(life["on"] for life in cluster.run("AABB", until=1, every="auto"))
     answers = cluster.ranks.run(4, _auto, str(cluster.run_dir), str(cluster.node("A")), HYBRID)
     assert [life["on"] for life in answers] == [True] * 4
-    assert said(answers, "memory copies on: one every 10 steps")
+    assert said(answers, "in-memory checkpoints on: one every 10 steps")
 
 
 def _auto(run_dir, node, mesh):

@@ -159,7 +159,12 @@ def test_auto_steps_back_over_damaged_checkpoints_and_names_each(tmp_path):
     with Heard() as heard:
         assert small.restore()["step"] == 2
     text = "\n".join(heard)
-    for said in ("over step-00000004", "SHA-256", "over step-00000003", "manifest.json is missing"):
+    for said in (
+        "skipping step-00000004",
+        "SHA-256",
+        "skipping step-00000003",
+        "manifest.json is missing",
+    ):
         assert said in text
     small.train(2).checkpointer.finish()
     aside = ["aside-step-00000003-1", "aside-step-00000004-1"]
@@ -212,7 +217,7 @@ def test_a_path_of_another_run_is_loaded_once_and_one_that_is_not_there_refused(
     small.train(2).checkpointer.finish()
     again = Small(tmp_path / "b", resume=str(tmp_path / "a"))
     assert again.restore()["step"] == 5, "its own checkpoints come first"
-    message = "^checkpoint.resume=.*there is no such folder; it may be auto, never, or a path$"
+    message = "^checkpoint.resume=.*this folder does not exist; use auto, never, or a path$"
     with pytest.raises(ConfigError, match=message):
         Small(tmp_path, resume=str(tmp_path / "nowhere")).restore()
 

@@ -416,10 +416,10 @@ def test_settings_of_groups_are_matched_by_their_parameters():
 
     for wrong, says in (
         (state_of_two, "weight_decay=0.01 and weight_decay=0.5 for parameters that are one group"),
-        (changed(lr="high"), "its lr is 'high', no number"),
-        (changed(betas=0.5), "its betas is 0.5, no list"),
-        (changed(betas=[0.5, 0.6, 0.7]), "its betas is .0.5, 0.6, 0.7., no list of 2"),
-        (model.state_dict(), r'it has no model: give a state dict as \{"model": state_dict\}'),
+        (changed(lr="high"), "its lr is 'high', not a number"),
+        (changed(betas=0.5), "its betas is 0.5, not a list"),
+        (changed(betas=[0.5, 0.6, 0.7]), "its betas is .0.5, 0.6, 0.7., not a list of 2"),
+        (model.state_dict(), r'it has no model: pass a state dict as \{"model": state_dict\}'),
     ):
         with pytest.raises(ConfigError, match=says):
             load_full_state(model, one, wrong)

@@ -320,7 +320,7 @@ def different(model, hidden):
     (padded, "uses assignment to an index"),
     (lambda model, x: 1 - model.head(x), "uses a subtraction from a number"),
     (lambda model, x: model.head(x) + model.head(x), "uses add of two of them"),
-    (None, "is not what one call of value returned"),
+    (None, "is not the result of one call of value"),
     (different, "differs from the plain loss"),
     (lambda model, x: (model.head(x), model.head(x))[1], "2 calls"),
     (lambda model, x: model.head(x[:, 1:]), "each target needs one row"),
@@ -366,7 +366,7 @@ def test_a_model_without_a_plain_linear_as_head_is_refused():
         find_head(nn.Sequential(nn.Embedding(8, 4), Own(4, 8)))
     with pytest.raises(ConfigError, match="chunk=0"):
         ChunkedHead(_initial(Capped), 0)
-    with pytest.raises(ConfigError, match="no plain Linear"):
+    with pytest.raises(ConfigError, match="not a plain Linear"):
         ChunkedHead(_initial(Capped), 8, "embed")
 
 

@@ -1,4 +1,4 @@
-"""docs/coming-from.md is true: every equivalent and every script of ours in it runs, and does what its row says."""
+"""Every row of docs/coming-from.md and every script of docs/coming-from-scripts.md runs and has the effect that the page describes."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,9 @@ from coming_from_checks import CHECKS, run_cells
 import parallel2d
 from parallel2d.base.config import TrainConfig
 
-DOCUMENT = (Path(__file__).parent.parent / "docs" / "coming-from.md").read_text()
+DOCS = Path(__file__).parent.parent / "docs"
+TABLES = (DOCS / "coming-from.md").read_text()
+SCRIPTS = (DOCS / "coming-from-scripts.md").read_text()
 ORIGINS = ("thunder", "FullySharded", "fully_shard", "Lightning", "transformers", "torchtitan")
 WORDS = re.compile(r"[\w.]+=\S*(?: [\w.]+=\S*)*")
 ENTRY = re.compile(r"^\*\*([^\n]+)\*\*$(.*?)(?=^\*\*|\Z)", re.MULTILINE | re.DOTALL)
@@ -43,7 +45,7 @@ class Row(NamedTuple):
 def read_rows() -> list[Row]:
     """Of a section with tables, its rows; of one with entries in bold, what follows each of them."""
     rows: list[Row] = []
-    for section in DOCUMENT.split("\n## ")[1:]:
+    for section in TABLES.split("\n## ")[1:]:
         origin = next((word for word in ORIGINS if section.startswith(word)), None)
         if origin is None:
             continue
@@ -158,7 +160,7 @@ def test_words(folder, monkeypatch, origin):
 
 
 def block(name: str) -> str:
-    (found,) = re.findall(rf"<!-- {name} -->\n```\w*\n(.*?)```\n<!-- end -->", DOCUMENT, re.DOTALL)
+    (found,) = re.findall(rf"<!-- {name} -->\n```\w*\n(.*?)```\n<!-- end -->", SCRIPTS, re.DOTALL)
     return found
 
 

@@ -229,7 +229,7 @@ def test_a_run_that_is_stopped_in_any_way_continues_from_what_it_saved(folder):
             assert f"resumed after step {step}" in said
             saved = max(os.listdir(folder / "run" / "checkpoints"))
             assert f"parallel2d: interrupted; saved {saved}" in said
-            assert "go on       python -m parallel2d.train" in said
+            assert "continue    python -m parallel2d.train" in said
             assert "Traceback" not in said
             step = int(saved.removeprefix("step-"))
             assert rows(folder / "run")[-1]["step"] == step

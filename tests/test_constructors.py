@@ -215,7 +215,7 @@ REFUSED = {
     ): "head.weight: set inside build_on_meta by none of the constructors of Gpt",
     Empty: "no initializer sets more",
     OfRank: "ranks [0, 1] built the model under one seed and got different weights",
-    Growing: "built for real, the model has more: Linear; on meta it has wte.weight",
+    Growing: "built with values, the model has more: Linear; on meta it has wte.weight",
     Failing: "the model cannot be built for real: OSError: no table of words",
 }
 
@@ -248,4 +248,4 @@ def test_what_cannot_be_built_again_is_refused_by_name_on_every_rank(ranks):
     for text, expected in zip(told, REFUSED.values(), strict=True):
         assert expected in text
     assert memory.startswith("the model's constructor sets its values: 2 on ")
-    assert "are free; give model.init (init=)" in memory
+    assert "are free; set model.init (init=)" in memory

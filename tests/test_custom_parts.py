@@ -183,7 +183,7 @@ RULES = {
     "no targets": (lambda logits, _: logits.square().mean(), LossRule("samples", None)),
     "logits": (lambda logits, _: None, None),
     "batch": (lambda logits, _: logits.mean(0).square().mean(), "neither a sum nor a mean"),
-    "nothing": (lambda logits, _: logits.sum() * 0, "no number that shows what it was divided by"),
+    "nothing": (lambda logits, _: logits.sum() * 0, "not a number that shows its divisor"),
     "micro-batch": (lambda logits, _: logits.new_tensor(len(logits)).clamp(1, 2) - logits.mean() * 0 , "train.loss_is=mean_per_micro_batch"),
 }  # fmt: skip
 
@@ -251,7 +251,9 @@ def test_a_batch_reaches_forward_by_the_names_of_its_parameters():
     with pytest.raises(ConfigError, match="Own has no forward.*the module inside"):
         loss_of(nn.Module.forward)
     for word in ("train.z_loss=0.1", "train.loss_chunk=8"):
-        with pytest.raises(ConfigError, match="takes y and computes its own loss, which this"):
+        with pytest.raises(
+            ConfigError, match="takes y and computes its own loss, which ignores this key"
+        ):
             loss_of(lambda self, x, y: 0, word)
 
 
@@ -300,7 +302,10 @@ def test_a_file_of_token_ids_is_read_as_it_is(tmp_path):
         assert targets[:7].tolist() == whole[start + 1 : start + 8].tolist()
     assert batch.valid_tokens == 999
     (tmp_path / "odd.bin").write_bytes(b"abc")
-    for name, message in [("odd.bin", "3 bytes, which are no uint16 ids"), ("no.bin", "no file")]:
+    for name, message in [
+        ("odd.bin", "3 bytes, which are not uint16 ids"),
+        ("no.bin", "not a file"),
+    ]:
         with pytest.raises(ConfigError, match=message):
             open_data(DataConfig(name="bin", path=str(tmp_path / name)), seed=0, seq_len=8)
 

@@ -309,7 +309,7 @@ def test_shards_do_not_depend_on_the_number_of_workers(corpus, tmp_path, monkeyp
     (tmp_path / "killed").write_text("#!/bin/sh\nkill -9 $$\n")
     (tmp_path / "killed").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "killed"))
-    with pytest.raises(RuntimeError, match="was killed by signal 9; what is finished is kept"):
+    with pytest.raises(RuntimeError, match="was killed by signal 9; finished units are kept"):
         run(corpus, tmp_path / "out", workers=2)
 
 
@@ -424,7 +424,7 @@ def test_the_command_reports_one_message_and_a_code(tmp_path, capsys):
     out = ["--output", str(tmp_path / "out")]
     glob = str(tmp_path / "no" / "*.txt")
     for arguments, message in (
-        (["prepare", glob, *out], f"data.path={glob} is no file, no folder, and as a glob"),
+        (["prepare", glob, *out], f"data.path={glob} is not a file or folder, and as a glob"),
         (["prepare", "x", "--validation-fraction", "2", *out], "data.validation_fraction=2.0 must"),
         (["prepare", "x", "--workers", "many", *out], "data.workers=many must be a whole number"),
         (["verify", str(tmp_path)], "is not a prepared folder"),

@@ -4,14 +4,21 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from listening import free_port
+from torch import nn
 
 import parallel2d
+from parallel2d import ParallelConfig
 from parallel2d.base import device
+from parallel2d.base.config.composition import compose
 from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.mesh_sizes import MeshShape
+from parallel2d.parallel.parallelize.layout import Workload, resolve
+from parallel2d.training.device_defaults import resolved, resolved_for_plan
 
 PACKAGE = Path(parallel2d.__file__).parent
 # A feature that only CUDA has, by file
@@ -32,6 +39,45 @@ def test_kinds_of_accelerators_are_named_in_the_device_module_only():
         if name != "base/device.py" and (places := KINDS.findall(code)):
             found[name] = places
     assert set(found) == set(CUDA_ONLY)
+
+
+@pytest.mark.parametrize(
+    ("words", "fast_bf16", "precision"),
+    [
+        ((), False, ("fp32", "fp32", "fp32")),
+        ((), True, ("bf16", "bf16", "fp32")),
+        (("precision=fp32",), True, ("fp32", "fp32", "fp32")),
+        (("precision.storage=bf16",), True, ("fp32", "fp32", "fp32")),
+        (("precision=fp16",), True, ("fp16", "fp16", "fp32")),
+        (("precision.reduce=bf16",), True, ("bf16", "bf16", "bf16")),
+    ],
+)
+def test_precision_auto_is_resolved_by_the_device(words, fast_bf16, precision):
+    found = resolved(compose(list(words)).config, fast_bf16=fast_bf16).precision
+    assert (found.name, found.param, found.reduce) == precision
+
+
+@pytest.mark.parametrize(
+    ("cluster", "precision"), [("h100", "bf16"), ("commodity", "bf16"), ("local", "fp32")]
+)
+def test_plan_resolves_precision_by_the_devices_of_the_cluster(cluster, precision):
+    config = resolved_for_plan(compose([f"cluster={cluster}"]).config)
+    assert config.precision.name == precision
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="torch for CPUs comes without Triton")
+def test_compile_auto_compiles_repeated_blocks_on_a_gpu_and_nothing_else():
+    blocks = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+
+    def chosen(model, device_type, **axes):
+        workload = Workload(device_type=device_type)
+        config = ParallelConfig(compile="auto")
+        return resolve(config, MeshShape(1, 1, **axes), model, workload).config.compile.name
+
+    assert chosen(blocks, "cuda") == "block"
+    assert chosen(blocks, "cpu") == "none"
+    assert chosen(blocks, "cuda", context=2) == "none"
+    assert chosen(nn.Linear(2, 2), "cuda") == "none"
 
 
 def join(*ranks: tuple[int, str]) -> list[subprocess.CompletedProcess[str]]:

@@ -37,7 +37,7 @@ QUESTIONS = {
     "How do I use my own model?": "model=custom model.target=package.module:factory",
     "How do I use my own loop?": "build_mesh(strategy=",
     "How do I resume on fewer nodes?": "launch.nnodes=2:4",
-    "What happens when a node dies?": "the others go on without its replicas",
+    "What happens when a node dies?": "the others continue without its replicas",
     "How many bytes leave a node?": "1.5048",
     "What does hybrid_full cost?": "costs no more bytes than hybrid",
     "How do I export to Hugging Face?": "--to hf writes the folder that from_pretrained takes",

@@ -20,7 +20,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # Page and a word of the block's first line -> why it does not run here
 ELSEWHERE = {
-    ("coming-from.md", ""): "test_coming_from.py runs this page, and the scripts at its end",
+    ("coming-from.md", ""): "test_coming_from.py runs every row of this page",
+    ("coming-from-scripts.md", ""): "test_coming_from.py runs these scripts",
     ("cluster.md", "tools.cluster"): "needs network namespaces; test_cluster.py has these names",
     ("models.md", "functools"): "needs peft; test_adapters.py",
     ("tutorial.md", "import torch"): "reads the export of a long run; test_library_export.py",

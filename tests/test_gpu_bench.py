@@ -32,12 +32,13 @@ def test_the_table_of_a_checkpoint_has_steps_with_and_without():
     assert all(float(row[1]) > 0 for row in rows)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layouts", "ranks", "options"),
     [
-        (("zero3", "hybrid", "ddp"), 2, ()),
-        (("zero3", "hybrid"), 0, ("--precision", "bf16", "--compile")),
+        pytest.param(("zero3", "hybrid", "ddp"), 2, (), marks=pytest.mark.slow),
+        pytest.param(
+            *(("zero3", "hybrid"), 0, ("--precision", "bf16", "--compile")), marks=pytest.mark.soak
+        ),
     ],
 )
 def test_parallel2d_begins_no_collective_that_torch_does_not_begin(layouts, ranks, options):
@@ -52,8 +53,13 @@ def test_parallel2d_begins_no_collective_that_torch_does_not_begin(layouts, rank
         assert all(int(count) <= int(torchs.get(kind, 0)) for kind, count in ours.items())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--precision", "bf16", "--compile")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("--precision", "bf16", "--compile"), marks=pytest.mark.soak),
+    ],
+)
 def test_late_gradients_of_two_ranks_are_those_of_one_process(options):
     _, *rows = table_of("overlap.py", "--steps", "1", *options, ranks=2)
     assert [row[:2] for row in rows] == [["2 x 1", "equal"], ["1 x 2", "equal"]]

@@ -124,7 +124,8 @@ def runs(number, name):
 
 
 @pytest.mark.parametrize("number", [
-    1, *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 2, 3, 6, 7, 8, 10)),
+    1, *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 6, 10)),
+    *(pytest.param(number, marks=pytest.mark.soak) for number in (2, 3, 7, 8)),
     *(pytest.param(number, marks=pytest.mark.soak) for number in (4, 5, 9, 11)),
 ])  # fmt: skip
 def test_gradients_are_those_of_one_process(ranks, number):

@@ -29,6 +29,8 @@ class Giving(Hook):
 
     def step(self, run, step, metrics):
         given = {"rank": run.rank, "loss_twice": 2 * metrics["loss"], "level": float(step)}
+        # Of 1 and 3 samples, 1 and 0 are right.
+        given["accuracy"] = (1 - run.rank, 1 + 2 * run.rank)
         return given if run.rank == 0 else HookResult({**given, "only": torch.tensor(step)})
 
     def validation(self, run, step, metrics):
@@ -40,6 +42,7 @@ def test_a_metric_is_the_mean_over_the_ranks_that_gave_it(ranks, folder):
     ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
     rows = jobs.rows(folder / "run")
     assert [row["rank"] for row in rows] == [0.5] * 4
+    assert [row["accuracy"] for row in rows] == [1 / 4] * 4
     assert [row["only"] for row in rows] == [1.0, 2.0, 3.0, 4.0]
     assert [row["loss_twice"] for row in rows] == [2 * row["loss"] for row in rows]
     # What was given before the first step counts in it, unless the step gives it too.
@@ -201,7 +204,8 @@ def call_once(hooks):
     ([Returning({"validation/wiki/loss": 1})], "loss is one that the trainer measures"),
     ([Returning({"a": 1}), Returning({"a": 2})], "the metric a is given by two hooks"),
     ([Returning({"a": "b"})], "could not convert string to float: 'b'"),
-    ([Returning({1: 1})], "a metric has the name 1, which is no string"),
+    ([Returning({"a": (1, -1)})], "the metric a has the count -1, which must be at least 0"),
+    ([Returning({1: 1})], "a metric has the name 1, which is not a string"),
     ([Returning(7)], "it may return a dict of metrics, a HookResult or None"),
     ([Returning({}, "save")], "save returned {}; it may return nothing"),
 ])  # fmt: skip
@@ -216,7 +220,7 @@ def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
     (["nowhere:Hook"], "train.hooks=nowhere:Hook cannot be imported"),
     (["test_hooks:Nothing"], "has no attribute 'Nothing'"),
     (["test_hooks:SAMPLE"], "is not callable"),
-    (["test_hooks:call_once"], "is no class derived from parallel2d.hooks.Hook"),
+    (["test_hooks:call_once"], "is not a class derived from parallel2d.hooks.Hook"),
     ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),
     ([{"hook": "test_hooks:Noting", "x": 1}], "unexpected keyword argument 'x'|too many"),
     (

@@ -219,7 +219,7 @@ def test_a_broken_job_is_not_started_for_ever(tmp_path):
     assert done.stderr.count("ValueError: this model is broken\n") == 1
     assert "rank 1: ValueError: this model is broken. Restarting; 0 attempts left" in done.stderr
     assert "rank 1 failed first" in done.stderr
-    assert "1 restarts brought no step further" in done.stderr
+    assert "1 restarts made no progress" in done.stderr
     assert str(tmp_path / "run" / "logs") in done.stderr
 
 
@@ -409,7 +409,7 @@ def test_a_stuck_rank_that_is_aborted_leaves_the_explanation(tmp_path, monkeypat
     ):
         wait_for(lambda: read_waiting(str(report)))
         failure = RankFailure(0, -signal.SIGABRT, None, read_waiting(str(report)))
-        late = "late: rank 1 on two, which gave no sign of life"
+        late = "late: rank 1 on two, which timed out"
         assert str(failure).startswith(
             f"killed (SIGABRT) while rank 0 waited in all_reduce of step 3; {late}"
         )
@@ -482,7 +482,7 @@ def test_the_store_command_listens_where_it_is_told(store_command, server):
     process, address = store_command
     settings = LaunchConfig(nnodes="1", rdzv_endpoint=address)
     assert find_rendezvous(replace(settings, job_id="mine")).server is None
-    says = "serves more than one job: give yours a name with launch.job_id"
+    says = "serves more than one job: name yours with launch.job_id"
     with pytest.raises(ConfigError, match=says):
         find_rendezvous(settings)
     process.terminate()

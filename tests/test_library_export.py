@@ -194,7 +194,7 @@ def test_a_folder_that_was_moved_is_named(tmp_path, capsys):
     checkpoint = save(tmp_path / "run", model, path=str(tmp_path / "base"))
     (tmp_path / "base").rename(tmp_path / "moved")
     assert convert(checkpoint, tmp_path / "out") == 1
-    assert "is not here: say where it is with --model path=FOLDER" in capsys.readouterr().err
+    assert "does not exist here; give its path with --model path=FOLDER" in capsys.readouterr().err
     assert convert(checkpoint, tmp_path / "out", "--model", f"path={tmp_path / 'moved'}") == 0
     assert torch.equal(logits(loaded(tmp_path / "out", "gpt2"), "gpt2"), logits(model, "gpt2"))
 
@@ -213,7 +213,7 @@ HOSTILE = [
     ({"architecture": "someone/model"}, "has no architecture 'someone/model'"),
     ({"head": "os.system"}, "head 'os.system' is not one of auto, "),
     ({"head": ["causal_lm"]}, "head ['causal_lm'] is not one of auto, "),
-    ({"path": "someone/model"}, "which is not here"),
+    ({"path": "someone/model"}, "which does not exist here"),
     ({"architecture": "timm_wrapper", "arguments": {}}, "model_type=timm_wrapper stands for code"),
     ({"arguments": {"backbone": "resnet50"}}, "backbone=resnet50 stands for code"),
 ]  # fmt: skip

@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from parallel2d.parallel import loss as loss_module
-from parallel2d.parallel.loss import cross_entropy_sum, token_weight
+from parallel2d.parallel.loss import chunk_elements, cross_entropy_sum, loss_chunks, token_weight
 from parallel2d.parallel.mesh import build_mesh
 from parallel2d.parallel.mesh_sizes import MeshSpec
 
@@ -24,11 +23,11 @@ def case(dtype, rows=37, vocab=11):
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
 )
 @pytest.mark.parametrize("chunk", [1, 100, 10**9])
-def test_equals_torchs_cross_entropy(dtype, tolerance, chunk, monkeypatch):
-    monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", chunk)
+def test_equals_torchs_cross_entropy(dtype, tolerance, chunk):
     logits, targets = case(dtype)
-    ours = cross_entropy_sum(logits, targets)
-    (ours * 0.5).backward()
+    with loss_chunks(chunk):
+        ours = cross_entropy_sum(logits, targets)
+        (ours * 0.5).backward()
     gradient, logits.grad = logits.grad, None
     precise = logits.detach().double().requires_grad_()
     theirs = F.cross_entropy(precise, targets, reduction="sum")
@@ -68,14 +67,17 @@ def test_only_one_chunk_is_held_in_full_precision():
     rows, vocab = 4096, 512
     logits = torch.randn(rows, vocab, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(0, vocab, (rows,))
-    loss_module._CHUNK_ELEMENTS, before = 2**15, loss_module._CHUNK_ELEMENTS
-    try:
-        with torch.profiler.profile(profile_memory=True) as profile:
-            cross_entropy_sum(logits, targets).backward()
-    finally:
-        loss_module._CHUNK_ELEMENTS = before
+    with loss_chunks(2**15), torch.profiler.profile(profile_memory=True) as profile:
+        cross_entropy_sum(logits, targets).backward()
     largest = max(event.cpu_memory_usage for event in profile.events())
     assert largest < rows * vocab * 4  # a copy in fp32 would be this large
+
+
+def test_chunks_on_a_gpu_are_few():
+    """A micro-batch of 16,384 tokens and a vocabulary of 128,256: each chunk costs about 16 kernel launches."""
+    rows = chunk_elements("cuda") // 128_256
+    assert -(-16_384 // rows) <= 16
+    assert chunk_elements("cpu") == 2**22
 
 
 def _split_vocabulary(vocab):

@@ -183,7 +183,7 @@ def misbuilt() -> None:
     one = parallelize(odd_model(), first, ParallelConfig("zero3", precision="fp64"))
     other = parallelize(odd_model(), second, ParallelConfig("ddp", precision="fp64"))
     groups = [{"pattern": "*.up.weight", "algorithm": "muon"}]
-    with pytest.raises(ConfigError, match="on several meshes"):
+    with pytest.raises(ConfigError, match="on one mesh"):
         build_optimizer(nn.ModuleList([one, other]), replace(OPTIMIZERS["muon"], groups=groups))
 
 

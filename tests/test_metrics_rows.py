@@ -97,7 +97,7 @@ def test_a_stopped_rank_and_a_rank_behind_are_told_apart():
     after[2] = before[2]
     said = describe_late(before, after, HOSTS, 0)
     assert said.startswith("rank 0 waited in all_reduce over the replicate axis of step 7; ")
-    assert "late: rank 2 on node-b, which gave no sign of life" in said
+    assert "late: rank 2 on node-b, which timed out" in said
     after[2] = [12, 7, 3, where]
     said = describe_late(before, after, HOSTS, 0)
     assert "late: rank 2 on node-b, alive but behind, at step 7 after 3 collectives" in said

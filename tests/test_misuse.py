@@ -88,7 +88,7 @@ def _statistics_and_pickles():
         for _ in range(2):
             model.train()(x.chunk(4)[dist.get_rank()]).sum().backward()
     assert len(said) == (dist.get_rank() == 0)
-    assert all(line.startswith("codes: buffers that differ between ranks") for line in said)
+    assert all(line.startswith("codes: these buffers differ between ranks") for line in said)
     model.eval()
     average_buffers(model)
     twin = sharded_copy(model)
@@ -347,7 +347,7 @@ def test_calls_that_find_no_whole_parameters_say_what_to_do(ranks):
         assert inside.startswith("Encoder.project computes with parameters that only a call")
         assert "register_fsdp_forward_method(module, 'project')" in inside
         assert appending.startswith("blocks.")
-        assert " changed a list that it was given" in appending
+        assert " changed a list of its arguments" in appending
         assert twice.startswith("backward(create_graph=True) reached blocks.1")
         assert late.startswith("register_hook was called on a parameter")
 
@@ -392,8 +392,8 @@ def test_complex_and_integer_parameters_are_compared_and_set_as_a_whole(ranks):
     for told, dtype in ranks.run(2, _kinds_of_numbers):
         assert told[0].startswith("no initializer sets 0.weight")
         assert told[1].startswith("precision.param=bf16: 0.weight is complex")
-        assert told[2].startswith("ranks [1] hold other weights than rank 0")
-        assert told[3].startswith("ranks [1] hold other weights than rank 0")
+        assert told[2].startswith("ranks [1] hold different weights than rank 0")
+        assert told[3].startswith("ranks [1] hold different weights than rank 0")
         assert dtype == torch.complex128
 
 

@@ -182,7 +182,7 @@ def test_a_word_that_is_not_translated_matters_with_a_tensor_axis_alone():
     parts = SimpleNamespace(module=model, tensor_plan=_library_plan)
     config = TrainConfig(model=HuggingFaceModel())
     assert plan_tensor_axis(TrainConfig(), parts, 1) is None
-    says = "up_proj: sideways, which is not translated; give one with model.tensor_plan="
+    says = "up_proj: sideways, which is not translated; set model.tensor_plan="
     with pytest.raises(ConfigError, match=says):
         plan_tensor_axis(config, parts, 2)
     parts.tensor_plan = _configured_plan({"model.layers.*.mlp.up_proj": "replicate"})
@@ -258,7 +258,7 @@ def test_a_stored_form_that_cannot_be_read_in_parts_is_refused(tmp_path, monkeyp
     saved = {name.replace(computed, stored): value.clone() for name, value in state}
     save_file(saved, tmp_path / "model.safetensors")
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda _model: [rule])
-    says = r"down_proj.weight is stored in a form that is not read in parts \(Transpose of 1\)"
+    says = r"down_proj.weight is stored in a form that cannot be read in parts \(Transpose of 1\)"
     with pytest.raises(ConfigError, match=says):
         load_pretrained(_empty("llama"), str(tmp_path))
 
@@ -285,7 +285,7 @@ def test_a_new_head_is_drawn_and_a_missing_layer_is_an_error(tmp_path):
     ({"path": "/nowhere"}, "/nowhere holds no config.json"),
     ({"architecture": "llama", "arguments": {"num_hidden_layers": 10**9}}, "num_hidden_layers=1000000000 is more than 10,000 layers"),
     ({"architecture": "t5", "arguments": {"num_decoder_layers": 10**9}}, "num_decoder_layers=1000000000 is more than 10,000 layers"),
-    ({"architecture": "t5", "head": "base"}, "T5Model is no sequence-to-sequence language model; set model.head=seq2seq_lm"),
+    ({"architecture": "t5", "head": "base"}, "T5Model is not a sequence-to-sequence language model; set model.head=seq2seq_lm"),
 ])  # fmt: skip
 def test_a_library_model_that_cannot_be_built_is_one_clear_error(given, message):
     with pytest.raises(ConfigError) as error:

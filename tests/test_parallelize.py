@@ -287,7 +287,7 @@ def test_models_without_values_and_ranks_with_different_ones_are_refused(ranks):
     for no_seed, no_initializer, different in ranks.run(2, _without_values):
         assert "give the seed" in no_seed
         assert no_initializer.startswith("position: set inside build_on_meta by none of")
-        assert "ranks [1] hold other weights than rank 0" in different
+        assert "ranks [1] hold different weights than rank 0" in different
 
 
 def _mixed_norms(norm_types):

@@ -210,7 +210,7 @@ class Misuse(Training):
         late.backward()
 
 
-WRITTEN = "was written to while it was gathered"
+WRITTEN = "was written to while it was unsharded"
 MISPLACED = "is not the parameter that parallelize has sharded: torch.func.functional_call"
 HELD = "blocks.0.{} holds {}blocks.0.up.weight in a plain"
 REFUSED = {
@@ -219,21 +219,21 @@ REFUSED = {
     # Rank 0 of each shard group alone sees it, and the agreement tells the others.
     "a row": (Training.step, {"act": _fill_a_row}, f"blocks.[01].up.weight {WRITTEN}"),
     "frozen": (Training.step, {"act": _move_frozen}, f"blocks.0.frozen {WRITTEN}"),
-    "stash": (Training.step, {"act": _stash}, "blocks.[01].kept keeps blocks.[01].up.weight"),
-    "stash a parameter": (Training.evaluate, {"act": _stash_itself}, "blocks.[01].last keeps blocks.[01].up.bias"),
+    "stash": (Training.step, {"act": _stash}, "blocks.[01].kept keeps the unsharded blocks.[01].up.weight"),
+    "stash a parameter": (Training.evaluate, {"act": _stash_itself}, "blocks.[01].last keeps the unsharded blocks.[01].up.bias"),
     "data": (Misuse.set_data, {}, r".*\.data was set to another tensor"),
     "functional_call": (Misuse.call_with_others, {}, MISPLACED),
     "no bias": (Misuse.drop_bias, {}, f"head.bias {MISPLACED}"),
     "late": (Misuse.add, {}, "temperature was added or unfrozen after parallelize"),
     "layer": (Misuse.replace_layer, {}, "head.weight was added or unfrozen after parallelize"),
-    "number": (Misuse.number, {}, "a number was asked of a DTensor"),
+    "number": (Misuse.number, {}, "reads a number from a DTensor"),
     "row of data": (Misuse.zero_a_row, {}, r"zero_\(\) writes to rows or columns of a DTensor"),
     "rows": (Misuse.assign_rows, {}, r"__setitem__\(\) cannot be computed on a DTensor: .*apply_full"),
-    "random": (Misuse.draw, {}, r"uniform_\(\) would draw all parts of a DTensor alike"),
+    "random": (Misuse.draw, {}, r"uniform_\(\) would draw the same values for all shards of a DTensor"),
     "values": (Misuse.values, {}, r"numpy\(\) .* tensor.full_tensor\(\)"),
-    "another": (Misuse.train_another, {}, r"SGD has a parameter of shape \(2, 2\) that is of no parallelized model"),
-    "dict": (functools.partial(_write_into, dict), {}, "Writer changed a dict that it was given"),
-    "object": (functools.partial(_write_into, SimpleNamespace), {}, "Writer changed a SimpleNamespace that"),
+    "another": (Misuse.train_another, {}, r"SGD has a parameter of shape \(2, 2\) that belongs to no parallelized model"),
+    "dict": (functools.partial(_write_into, dict), {}, "Writer changed a dict of its arguments"),
+    "object": (functools.partial(_write_into, SimpleNamespace), {}, "Writer changed a SimpleNamespace of its arguments"),
     "same memory": (Training.step, {"prepare": _see_same_memory}, "head.weight and head.bias are two parameters in the same"),
     "hidden": (Training.step, {"prepare": _hide}, r"Stack.named_parameters\(\) omits head.weight"),
     "grad": (Misuse.grad, {}, r"torch.autograd.grad\(\) with inputs=blocks.0"),
@@ -386,7 +386,7 @@ def _results(strategy):
 
 @pytest.mark.parametrize(
     "strategy",
-    ["hybrid", *(pytest.param(each, marks=pytest.mark.slow) for each in ("zero3", "ddp"))],
+    ["hybrid", *(pytest.param(each, marks=pytest.mark.soak) for each in ("zero3", "ddp"))],
 )
 def test_misuse_of_parameters_is_right_or_refused_by_name(ranks, strategy):
     right = ("number", "row of data") if strategy == "ddp" else ()

@@ -86,7 +86,7 @@ def test_what_cannot_run_is_refused(capsys, tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=message):
             cost_of(jobs.config_of([*SMALL, *words]))
     assert plan.main(["-m", *SMALL, "strategy=ddp,zero3"]) == 2
-    assert "plans one job: give one value for each key, without -m" in capsys.readouterr().err
+    assert "plans one job: use one value for each key, without -m" in capsys.readouterr().err
 
 
 class Looking(nn.Module):

@@ -72,7 +72,7 @@ def test_a_plan_in_words_changes_nothing_and_says_what_stayed_whole(ranks):
     alone, split = ranks.run(1, _with_words, 1)[0], ranks.run(4, _with_words, 2)[0]
     assert split[:2] == pytest.approx(alone[:2], rel=1e-11)
     table = "\n".join(split[2])
-    assert "parameters are split; whole on every tensor rank:" in table
+    assert "parameters are split; replicated on every tensor rank:" in table
     assert "norm.weight: 1 x 32" in table
     assert "layers.*.attention_norm.weight: 1 x 32" in table
     assert "wq" not in table

@@ -128,7 +128,7 @@ def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path, sent, alone):
     assert "replicas   [1] of 2 are there: " in log
     assert "replicas   [0, 1] of 2 are there: from step" in log
     text = (tmp_path / "said.txt").read_text()
-    assert "Its replica starts again, the others go on" in text
+    assert "Its replica restarts, the others continue" in text
     assert "Traceback" not in text
     if alone:
         assert differs(tmp_path, "strategy=ddp", *alone) < 1e-10
@@ -311,7 +311,7 @@ def test_a_loop_of_ones_own_goes_on(tmp_path):
     finally:
         job.kill()
     text = (tmp_path / "slow.py.txt").read_text()
-    assert text.count("Its replica starts again, the others go on") == 2
+    assert text.count("Its replica restarts, the others continue") == 2
     assert "Traceback" not in text
     found, expected = losses("slow.py"), losses("plain.py")
     assert list(found) == list(expected) == [str(step) for step in range(1, 81)]

@@ -135,7 +135,7 @@ def test_a_run_ends_with_a_summary(tmp_path):
     assert read_objective(str(tmp_path)) == 3.75
     told = summarize(job, stopped=False, checkpoint=checkpoint, best="b/step-2", reason="no better")
     assert told[0].startswith("stopped ")
-    assert told[1] == "why         no better"
+    assert told[1] == "reason      no better"
     assert "best        b/step-2" in told
     assert not any(line.startswith("go on") for line in told)
     job.config.train.objective = "accuracy"

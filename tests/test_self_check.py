@@ -85,7 +85,7 @@ def test_gradient_that_is_read_before_it_is_written_fails(tmp_path, file, right,
     assert code == 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_run_that_begins_again_fails(tmp_path):
     forgets = package_with(
         tmp_path,

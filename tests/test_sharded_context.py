@@ -138,7 +138,7 @@ def build_with_other_noise():
 
 def test_buffer_that_ranks_draw_differently_is_refused_by_name(ranks):
     for message in ranks.run(2, build_with_other_noise):
-        assert message.startswith("ranks [1] hold other values of the buffer noise than rank 0")
+        assert message.startswith("ranks [1] hold different values of the buffer noise than rank 0")
 
 
 def test_context_replaces_no_attribute_of_modules_and_restores_profilers():

@@ -216,9 +216,20 @@ MUTATIONS = (
 )
 
 
-@pytest.mark.slow
+# These two run more than a hundred steps each.
+LONG = [("wait_stream", SYNC), ("work.wait", SYNC)]
+
+
 @pytest.mark.parametrize(
-    "mutations", [pytest.param(each, id=f"{each.operation}, {each.package}") for each in MUTATIONS]
+    "mutations",
+    [
+        pytest.param(
+            each,
+            id=f"{each.operation}, {each.package}",
+            marks=pytest.mark.soak if each[:2] in LONG else pytest.mark.slow,
+        )
+        for each in MUTATIONS
+    ],
 )
 def test_dropped_stream_operation_is_found(mutations):
     found: set[Site] = set()

@@ -526,12 +526,12 @@ UNFROZEN = r"3\.(weight|bias).*unfrozen after parallelize"
 @pytest.mark.parametrize(("mistake", "strategy", "sync", "message"), [
     (_without_attaching, "hybrid_full", {}, NOT_ATTACHED), (_without_attaching, "ddp", {"name": "diloco"}, NOT_ATTACHED),
     (_without_attaching, "ddp", {"wire": "int4", "warmup": 0}, NOT_ATTACHED),
-    (_without_attaching, "ddp", {"wire": "int4"}, "a share of train.steps, which a loop of your own does not have"),
+    (_without_attaching, "ddp", {"wire": "int4"}, "a share of train.steps, which a custom loop does not have"),
     (_on_whole_parameters, "hybrid_full", {}, r"parallel2d\.updated_parameters\(model\)"),
     (_whole_in_a_later_group, "hybrid_full", {}, r"AdamW has model\.parameters\(\)"),
     (_penalty_apart, "hybrid_full", {}, "0.weight.*a gradient of a backward outside of the model's forwards"),
     (_clipped_by_torch, "hybrid_full", {}, r"clip_grad_norm_\(\) of model\.parameters\(\)"),
-    (_stepped_in_no_sync, "ddp", {}, r"gradients of no_sync\(\) alone"),
+    (_stepped_in_no_sync, "ddp", {}, r"gradients from no_sync\(\) only"),
     (_unfrozen, "ddp", {"name": "diloco"}, UNFROZEN), (_unfrozen, "hybrid_full", {"wire": "bf16"}, UNFROZEN),
     # it would write over replicas that differ
     (_looked_at_from_rank_0, "ddp", {"name": "diloco"}, "use writeback=False"),

@@ -140,7 +140,7 @@ TOLD = (
     "Saving was called with a derivative of torch.autograd.forward_ad.*torch.func.jvp",
     "broadcast_from=0: edges is sparse",
     "a ModuleList has no forward.*parallelize each of its members",
-    r"model.to\(torch.float64\).*made for torch.float32.*ParallelConfig",
+    r"model.to\(torch.float64\).*updated in torch.float32.*ParallelConfig",
     r"save_pretrained\(...\) .*full_state.*checkpoint convert",
     r"parallelize\(...\) returns the model itself",
 )

@@ -122,7 +122,7 @@ OTHER_MODELS = (
     ("buffer", {"broadcast_from": 0}, "saved, a buffer in torch.float64 of shape (3,); not saved, a buffer in torch.float32"),
     ("order", {}, "the same in another order"),
     ("meta", {"broadcast_from": 1}, "broadcast_from=1: that rank has no values for layers.0.0.weight, layers.0.0.bias"),
-    (None, {"broadcast_from": 2}, "broadcast_from=2 is no rank: there are 2, counted from 0"),
+    (None, {"broadcast_from": 2}, "broadcast_from=2 is not a rank: use 0 to 1"),
 )  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def _models_that_differ():
 
 
 def test_ranks_with_different_models_are_told_what_differs(ranks):
-    start = "ranks [1] have another model than rank 0. Rank 1 has "
+    start = "ranks [1] have a different model than rank 0. Rank 1 has "
     for told in ranks.run(2, _models_that_differ):
         for text, (how, _, expected) in zip(told, OTHER_MODELS, strict=True):
             assert text.startswith(expected if how in ("meta", None) else start + expected)
@@ -307,7 +307,7 @@ def _summon(sizes):
         doubled = {torch.allclose(gradients_after[name], 2 * g) for name, g in gradients.items()}
         found.append((changed, doubled))
         model(tokens)  # still works
-    with summon_full_params(model), pytest.raises(ConfigError, match="is whole already"):
+    with summon_full_params(model), pytest.raises(ConfigError, match="is already unsharded"):
         summon_full_params(model).__enter__()
     dropped = []
     for rank0_only in (False, True):

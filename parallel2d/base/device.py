@@ -11,15 +11,17 @@ from this module, and streams are ordered by ``wait_stream``. The device module 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import weakref
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parallel2d.base.errors import ConfigError
 
@@ -32,6 +34,15 @@ DRIVERS = (
         ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     ),
 )
+# By the name that the log shows, in the order in which they are tried
+ATTENTION_KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+# Both names of the variable; a value that the user has set stays.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _HIDDEN = ("", "-1", "none", "void", "nodevfiles")
 _streams: weakref.WeakSet[torch.Stream] = weakref.WeakSet()  # created by `new_stream`, in use
 
@@ -78,6 +89,10 @@ def choose_device(local_rank: int) -> torch.device:
             f"LOCAL_RANK={local_rank}, but this node has {count} devices of type {kind} and two "
             "ranks cannot share one; start fewer processes per node"
         )
+    # Read when the allocator starts. Segments that grow keep memory from being split into pieces
+    # that no later request fits.
+    if not any(name in os.environ for name in _ALLOCATOR):
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
     device = torch.device(kind, local_rank if count > 1 else 0)
     _module(kind).set_device(device)
     return device
@@ -127,6 +142,36 @@ def name_of(device: torch.device) -> str:
     if device.type == "cpu":
         return "CPU"
     return str(_module(device.type).get_device_name(device))
+
+
+def has_fast_bf16(device_type: str) -> bool:
+    """True if the current device computes matrix products in bf16 faster than in fp32."""
+    if device_type == "cpu":
+        return False
+    module = _module(device_type)
+    # CUDA emulates bf16 on older GPUs and says that it is supported.
+    if hasattr(module, "get_device_capability"):
+        return bool(module.get_device_capability() >= (8, 0))
+    return bool(module.is_bf16_supported()) if hasattr(module, "is_bf16_supported") else False
+
+
+def can_compile(device_type: str) -> bool:
+    """True if torch.compile can generate kernels for this type of accelerator, with Triton."""
+    return device_type not in ("", "cpu") and importlib.util.find_spec("triton") is not None
+
+
+def use_tf32(device_type: str) -> None:
+    """Round the inputs of fp32 matrix products to TF32 in this process; nothing on a CPU."""
+    if device_type != "cpu":
+        torch.set_float32_matmul_precision("high")
+
+
+def attention_kernels(device_type: str) -> AbstractContextManager[object]:
+    """Choose the first of cuDNN, flash, memory-efficient and math attention that takes a call,
+    inside the context; nothing changes on a CPU."""
+    if device_type == "cpu":
+        return nullcontext()
+    return sdpa_kernel(list(ATTENTION_KERNELS.values()), set_priority=True)
 
 
 def synchronize(device_type: str) -> None:

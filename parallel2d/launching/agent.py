@@ -1,19 +1,19 @@
-"""One node's launcher: `run_node` starts its ranks, watches them, and starts them again.
+"""One node's launcher: `run_node` starts its ranks, watches them, and restarts them.
 
-It decides whether and when they start again, and turns a failure into one exception with the error
-of the rank that failed first. Which nodes start together is agreed on in `Round`.
+It decides if and when ranks restart, and converts a failure to one exception with the error of the
+rank that failed first. The nodes agree in `Round` on the members of a start.
 
-[Note: three reasons to start again] A worker failed: the others of this node are ended at once,
-since they wait for it in vain; see [Note: a storm of restarts]. The nodes changed, because one
-wants to join: workers are asked to stop, so they save and nothing is repeated. A worker stopped
-because a rank somewhere got a signal to stop (a node is being taken away): it has saved too, and
-the rest go on. There is one reason to end running workers unsaved: the other nodes have gone on
-without this one, because it did not answer for too long.
+[Note: reasons for a restart] There are three. (1) A worker failed: the other workers of this node
+are ended at once, because they would wait for it without end; see [Note: a storm of restarts]. (2)
+The nodes changed, because a node wants to join: workers are asked to stop, so that they save and no
+step is repeated. (3) A worker stopped because some rank received a signal to stop (a node is being
+taken away): all workers have saved, and the rest continue. Running workers are ended without a save
+for one reason only: the other nodes have continued without this node after it had timed out.
 
-[Note: a storm of restarts] A count for the whole of a job would end a month's run for its twentieth
-lost node; no count would repeat a broken step for ever. So what counts are failures in a row
-without a step further than any before. The first of them is followed by a restart at once, the next
-ones after 1, 2, 4 ... seconds, a minute at most.
+[Note: a storm of restarts] A limit for the whole job would end a run of a month at its twentieth
+failed node; without a limit a broken step would repeat endlessly. Therefore the limit applies to
+consecutive failures without progress, that is, without a new furthest step. After the first of them
+the workers restart at once, after the next ones in 1, 2, 4 ... seconds, at most a minute.
 """
 
 from __future__ import annotations
@@ -52,21 +52,25 @@ from parallel2d.launching.round import FIRST_CALL_S, LAST_CALL_S, JobDone, Round
 from parallel2d.launching.shared_job import folder_errors_explained
 
 LONGEST_PAUSE_S = 60.0
-_LOOK_S = 0.1  # between two looks at the ranks
-_FAILURE = "parallel2d/failure-of-job"  # the node that is first to claim it shows the error
+_LOOK_S = 0.1  # interval between two polls of the ranks
+_FAILURE = "parallel2d/failure-of-job"  # the first node to set this key shows the error
 
 
 class Restarts:
-    """Whether workers that failed may try again, and after which pause. ``limit``: failures in a
-    row without progress after which workers still start again. ``step``: called after each failure,
-    returns the last step begun. See [Note: a storm of restarts]."""
+    """Decides if failed workers may restart, and after which pause; see [Note: a storm of
+    restarts].
+
+    Args:
+        limit: number of consecutive failures without progress that are followed by a restart.
+        step: called after each failure; returns the last step that has begun.
+    """
 
     def __init__(self, limit: int, step: Callable[[], int]) -> None:
         self.limit, self._step = limit, step
         self._furthest, self.in_a_row = -1, 0
 
     def after_failure(self) -> float | None:
-        """Seconds to wait before the next try; None when there is none left."""
+        """Return the seconds to wait before the next attempt; None if no attempt is left."""
         step = self._step()
         if step > self._furthest:
             self._furthest, self.in_a_row = step, 0
@@ -78,27 +82,27 @@ class Restarts:
 
 @dataclass
 class NodeWorkers:
-    """The ranks of this node, as long as the job lasts."""
+    """The ranks of this node for the duration of the job."""
 
-    words: Sequence[str]  # of each, on its command line
+    words: Sequence[str]  # command-line arguments of each rank
     size: int
     settings: LaunchConfig
     folder: str  # exists as long as this launcher
-    logs: str | None = None  # where ranks beside the first print to; None: the console
-    main: str = "parallel2d.rank:rank_main"  # what each calls with ``words``
-    save: bool = False  # whether they can
-    have_saved: bool = False  # they did, or left, at their last end
-    has_left: bool = False  # after a signal, and the other replicas go on
-    starts: int = 0  # how often all have started
+    logs: str | None = None  # folder for the output of ranks after the first; None: the console
+    main: str = "parallel2d.rank:rank_main"  # called by each rank with ``words``
+    save: bool = False  # True if they can save
+    have_saved: bool = False  # they saved, or left, at their last end
+    has_left: bool = False  # after a signal, while the other replicas continue
+    starts: int = 0  # number of starts of all ranks
 
     def __post_init__(self) -> None:
         limit = self.settings.max_restarts
-        if limit == "auto":  # on one node a person is near
+        if limit == "auto":  # a user usually watches a job on one node
             limit = 0 if self.settings.node_range == (1, 1) else 5
         self.restarts = Restarts(int(limit), self.last_step)
 
     def last_step(self) -> int:
-        """The last step that workers of this launcher have begun; -1 before the first."""
+        """Return the last step that workers of this launcher have begun; -1 before the first."""
         with contextlib.suppress(OSError, ValueError):
             return int(Path(self.folder, "step").read_text())
         return -1
@@ -109,9 +113,10 @@ class NodeWorkers:
 
 @contextlib.contextmanager
 def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
-    """This launcher's folders, one for records and one in shared memory for copies of the state,
-    announced to its workers along with ``environment``. Both are removed afterwards. Yields the
-    first. Raises `ConfigError` where somebody else holds one of their names."""
+    """Create this launcher's folders, one for records and one in shared memory for in-memory
+    checkpoints, and announce them to its workers together with ``environment``. Yields the first
+    one, and deletes both at the end. Raises `ConfigError` if another user holds one of the
+    names."""
     places = {AGENT: folders.temporary_place()}
     if os.path.isdir(SHARED_MEMORY) and MEMORY_DIR not in os.environ:
         places[MEMORY_DIR] = SHARED_MEMORY
@@ -129,21 +134,24 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
 
 
 def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
-    """Runs this node's ranks until the job ends. See [Note: three reasons to start again]. Raises
-    `ConfigError` or `WorkersFailed` with the error of the rank that failed first, `StoreLost`, and
-    `Signalled` when this process got a signal to end and has ended its ranks."""
+    """Run this node's ranks until the job ends; see [Note: reasons for a restart].
+
+    Raises `ConfigError` or `WorkersFailed` with the error of the rank that failed first;
+    `StoreLost`; and `Signalled` after this process has received a signal to end and has ended its
+    ranks.
+    """
     try:
         with Round(rendezvous, workers.size, workers.settings) as current:
             node = _Node(workers, rendezvous, current)
             try:
                 node.run()
             except JobDone:
-                workers.log("the job has ended, and had no place for this node")
+                workers.log("the job ended before this node joined it")
             except Signalled:
                 workers.has_left = node.has_left()
                 raise
             except (DistNetworkError, DistStoreError):
-                # The store may end with another node once the job has ended well.
+                # After a successful job the store may end with another node.
                 if set(node.ranks.codes()) != {0}:
                     raise
             finally:
@@ -154,7 +162,7 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
 
 
 class _End(enum.Enum):
-    """Why the ranks of this node do not go on as they are."""
+    """The reason why the ranks of this node must end."""
 
     DONE = enum.auto()
     FAILED = enum.auto()
@@ -172,7 +180,7 @@ class _Node:
         self.lost: LostReplicas | None = None
 
     def run(self) -> None:
-        """Starts the ranks, again and again, until the job ends or is to end."""
+        """Start the ranks, repeatedly, until the job ends or must end."""
         grace_s = self.workers.settings.grace_s
         late = Latecomer(self._round, self._rendezvous.store, self.workers.log)
         has_failed = False
@@ -183,7 +191,7 @@ class _Node:
                 lost = self._start()
                 end = self._watch(lost)
                 if end is _End.DONE:
-                    # A node whose replicas were lost may not come so far.
+                    # A node with failed replicas may not reach the end of the job.
                     if not lost.has_lost:
                         self._round.await_others()
                     self._end_job("well")
@@ -195,15 +203,15 @@ class _Node:
             self.ranks.end(signal.SIGTERM, grace_s)
 
     def ended_well(self) -> bool:
-        """Whether a rank has finished, or was told to stop and did."""
+        """True if a rank has finished, or has stopped on request."""
         return bool({0, self.workers.settings.requeue_exit_code} & set(self.ranks.codes()))
 
     def has_left(self) -> bool:
-        """Whether the other replicas go on without those of this node."""
+        """True if the other replicas continue without the replicas of this node."""
         return self.ended_well() and self.lost is not None and self.lost.has_left()
 
     def _start(self) -> LostReplicas:
-        """Starts the ranks of this node in their places."""
+        """Start the ranks of this node with their numbers in the job."""
         state, ranks = self._round.state, self._round.ranks_of(self._round.own)
         store = PrefixStore(state.prefix, self._rendezvous.store)
         told = self.workers.settings.requeue_exit_code
@@ -211,12 +219,12 @@ class _Node:
         lives: dict[int, int] = {}
         if lost.is_late:
             lives = lost.enter()
-            self.workers.log(f"taking a place that is free, with ranks {ranks}: the others go on")
+            self.workers.log(f"replacing failed ranks {ranks}; the other ranks continue")
         of_all = {
             **self._rendezvous.environment,
             PREFIX: state.prefix,
             HAS_STORE: int(self._rendezvous.server is not None and self._round.largest > 1),
-            # The variables that torchrun gives a worker
+            # The variables that torchrun sets for a worker
             "WORLD_SIZE": len(lives) or sum(each.size for each in state.members),
             "LOCAL_WORLD_SIZE": self.workers.size,
             "GROUP_RANK": state.members.index(self._round.own),
@@ -238,18 +246,18 @@ class _Node:
         return lost
 
     def _watch(self, lost: LostReplicas) -> _End:
-        """Replaces replicas that are lost, until all ranks have to end."""
+        """Restart failed replicas until all ranks must end."""
         limit = self.workers.restarts.limit
         while True:
             time.sleep(_LOOK_S)
             codes = self.ranks.codes()
             if all(code == 0 for code in codes):
-                return _End.DONE  # the store may have ended with another node
+                return _End.DONE  # before the store is used, which may have ended already
             if any(codes) and not limit:
                 return _End.FAILED
             self._round.look()
             if not (self._round.takes_part or self._round.is_open):
-                return _End.WITHOUT_US  # before it starts ranks whose place another has taken
+                return _End.WITHOUT_US  # checked before a rank starts under a number given away
             goes_on = bool(limit) and lost.replace()
             if any(codes) and not goes_on:
                 return _End.FAILED
@@ -257,47 +265,47 @@ class _Node:
                 return _End.NODES_CHANGED
 
     def _end_ranks(self, end: _End, lost: LostReplicas) -> bool:
-        """Ends the ranks of this node for a new start, or raises the error that ends the job.
-        Returns whether some had failed, without being asked to stop."""
+        """End the ranks of this node before a restart, or raise the error that ends the job. True
+        if any rank had failed without a request to stop."""
         workers, grace_s = self.workers, self.workers.settings.grace_s
         if end is _End.FAILED:
             failures = self.ranks.end_after_failure()
             pause = None if lost.ends_job else self._pause_after(failures)
             if pause is None:
                 error = self._explain(first_failure(failures))
-                if not lost.is_late:  # else the others may go on
+                if not lost.is_late:  # otherwise the other replicas may continue
                     self._end_job("failed")
                 raise error
             time.sleep(pause)
             told = workers.settings.requeue_exit_code
             return all(each.exit_code != told for each in failures)
         if end is _End.NODES_CHANGED and self._round.state.after_failure:
-            # They cannot save without the ranks that are gone, and where they wait for those on an
-            # accelerator they do not hear a SIGTERM.
-            workers.log("ranks of another node have failed; starting again with all that are there")
+            # They cannot save without the failed ranks, and a rank that waits for a failed rank on
+            # an accelerator does not react to SIGTERM.
+            workers.log("ranks of another node have failed; restarting with all live nodes")
             self.ranks.end(signal.SIGKILL, GRACE_AFTER_FAILURE_S)
         elif end is _End.NODES_CHANGED:
             workers.log(
-                "the nodes of this job have changed; saving, and starting again with all that are "
-                "there"
+                "the nodes of this job have changed; saving, then restarting with all live nodes"
             )
             self.ranks.end(signal.SIGTERM, grace_s)
         else:
-            # What its ranks have done since is done again elsewhere: they must not save it.
+            # The other nodes have repeated all steps since this node timed out. The ranks are
+            # killed instead of asked to stop, because a save of their state would overwrite the
+            # progress that the other nodes have made since then.
             workers.log(
-                "the other nodes considered this one lost and went on; ending its ranks and "
-                "rejoining"
+                "this node timed out and the other nodes continued; ending its ranks and rejoining"
             )
             self.ranks.end(signal.SIGKILL, GRACE_AFTER_FAILURE_S)
         return False
 
     def _end_job(self, how: str) -> None:
-        with contextlib.suppress(DistNetworkError, DistStoreError):  # it ended with another node
+        with contextlib.suppress(DistNetworkError, DistStoreError):  # the store has ended already
             self._rendezvous.end(how)
 
     def _pass_on(self, stopped: Signalled) -> Signalled:
-        """Sends the ranks the signal that this process got, and waits for their end. Returns the
-        last signal that came meanwhile: another Ctrl-C ends them at once."""
+        """Send the ranks the signal that this process received, and wait for their end. Returns the
+        last signal received meanwhile: another Ctrl-C ends the ranks at once."""
         number, grace_s = stopped.number, float(self.workers.settings.grace_s)
         if number == signal.SIGINT and self.workers.save and self.workers.last_step() > 0:
             self.workers.log("saving after the running step; Ctrl-C again ends at once")
@@ -311,27 +319,24 @@ class _Node:
                     number, grace_s = signal.SIGKILL, GRACE_AFTER_FAILURE_S
 
     def _may_continue(self, failure: RankFailure) -> bool:
-        """Whether all but its replica go on after this failure of a rank."""
+        """True if only the failed rank's replica restarts and all others continue."""
         workers, restarts = self.workers, self.workers.restarts
         if failure.error and failure.error.complete:
             return False
         if restarts.after_failure() is None:
             return False
-        others = "wait" if self.lost is not None and self.lost.needs_all else "go on"
-        workers.log(
-            f"rank {failure.rank}: {failure}. Its replica starts again, the others {others}"
-        )
+        others = "wait" if self.lost is not None and self.lost.needs_all else "continue"
+        workers.log(f"rank {failure.rank}: {failure}. Its replica restarts, the others {others}")
         return True
 
     def _pause_after(self, failures: Sequence[RankFailure]) -> float | None:
-        """Seconds until all ranks start again; None where they do not."""
+        """Return the seconds until all ranks restart; None if they do not."""
         workers, restarts = self.workers, self.workers.restarts
         if any(each.exit_code == workers.settings.requeue_exit_code for each in failures):
             if not restarts.limit:
-                raise Signalled(signal.SIGTERM)  # that a rank got is as one to the launcher
+                raise Signalled(signal.SIGTERM)  # the launcher acts as if it had received it
             workers.log(
-                "a rank was asked to stop, and all have saved; continuing with the nodes that are "
-                "left"
+                "a rank was asked to stop, and all have saved; continuing with the remaining nodes"
             )
             return 0.0
         failure = first_failure(failures)
@@ -345,8 +350,8 @@ class _Node:
         return pause
 
     def _explain(self, failure: RankFailure) -> Exception:
-        """The end of a job: on one node the error of the rank that failed first, others refer to
-        it."""
+        """Return the exception that ends the job: on one node the error of the rank that failed
+        first, on other nodes a reference to it."""
         workers, error = self.workers, failure.error
         is_alone = workers.settings.node_range == (1, 1)
         if not (is_alone or self._reports_failure(failure.lost_a_peer)):
@@ -361,15 +366,15 @@ class _Node:
             text = f"rank {failure.rank} failed first:\n{text}"
         restarts = workers.restarts
         if restarts.in_a_row > restarts.limit > 0:
-            text += f"\n{restarts.limit} restarts brought no step further"
+            text += f"\n{restarts.limit} restarts made no progress"
         if workers.logs:
             text += f"\nlogs of the other ranks: {workers.logs}"
         return WorkersFailed(text)
 
     def _reports_failure(self, lost_a_peer: bool) -> bool:
-        """Whether this node is the one to report the error."""
-        if lost_a_peer:  # another node may have more to report, and comes first then
+        """True if this node must report the error."""
+        if lost_a_peer:  # another node may know the cause; give it time to set the key first
             time.sleep(1.5)
-        with contextlib.suppress(DistNetworkError, DistStoreError):  # it ended with its node
+        with contextlib.suppress(DistNetworkError, DistStoreError):  # the store's node has ended
             return self._rendezvous.store.add(f"{_FAILURE}/{self._rendezvous.name}", 1) == 1
         return True

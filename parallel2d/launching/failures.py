@@ -1,5 +1,5 @@
-"""How ranks fail, and who reports it: exceptions that end a launcher, the error file that a rank
-leaves for its launcher, and `failures_reported_once` around all that a rank does."""
+"""Failures of ranks and their reports: exceptions that end a launcher, the error file that a rank
+writes for its launcher, and `failures_reported_once` around all code of a rank."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _BROKEN_CONNECTION = re.compile(
 )
 
 
-class WorkersFailed(Exception):  # noqa: N818 (named after what happened)
-    """Workers ended with an error. As of all exceptions here, the message is for the user."""
+class WorkersFailed(Exception):  # noqa: N818 (named after the event)
+    """Workers ended with an error. The messages of all exceptions here are for users."""
 
 
-class StoreLost(Exception):  # noqa: N818 (named after what happened)
-    """The rendezvous store does not answer any more."""
+class StoreLost(Exception):  # noqa: N818 (named after the event)
+    """The rendezvous store no longer answers this launcher."""
 
 
 class StoppedBySignal(WorkersFailed, EndsSweep):
@@ -53,13 +53,13 @@ class Preempted(EndsSweep):
 
 @dataclass(frozen=True)
 class RankError:
-    """The exception that ended a rank, as its error file holds it."""
+    """The exception that ended a rank, as stored in its error file."""
 
     text: str
-    time: float  # with fractions: peers fail within the same second because this one did
+    time: float  # with fractions: peers fail within the same second because of this failure
     config_error: bool
-    complete: bool  # the text is for the user and says which rank failed
-    step: int | None = None  # in which it failed
+    complete: bool  # the text is for users and names the failed rank
+    step: int | None = None  # step of the failure
 
     @classmethod
     def of(cls, error: BaseException) -> RankError:
@@ -73,25 +73,25 @@ class RankError:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The end of a rank that failed."""
+    """The end of a failed rank."""
 
     rank: int
     exit_code: int
-    error: RankError | None  # None if it was killed before it wrote one
-    waiting: str = ""  # why it was stuck when it was killed, if it was
+    error: RankError | None  # None if the rank was killed before it wrote an error
+    waiting: str = ""  # the late ranks that it waited for when it was killed
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether it failed only because another rank had ended: its connection broke."""
+        """True if it failed only because its connection to another failed rank broke."""
         return bool(self.error and _BROKEN_CONNECTION.search(self.error.text))
 
     @property
     def was_killed(self) -> bool:
-        """Whether it was, or the process that forks ranks, before it wrote an error."""
+        """True if it, or the process that forks ranks, was killed before it wrote an error."""
         return not self.error and (self.exit_code < 0 or self.exit_code == LOST)
 
     def __str__(self) -> str:
-        """Says in one line what happened."""
+        """Describe the failure in one line."""
         if self.lost_a_peer:
             return "lost the connection to another rank"
         if self.error:
@@ -107,25 +107,25 @@ class RankFailure:
 
 
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
-    """The failure that came first, of those of one node, in the order in which they were seen."""
+    """Return the earliest of the failures of one node, given in the order of their detection."""
     reported = [each for each in failures if each.error]
     killed = [each for each in failures if each.was_killed]
-    # A rank that was killed leaves no error file, and its peers have only lost a connection.
+    # A killed rank leaves no error file, and its peers report only a broken connection.
     if killed and all(map(attrgetter("lost_a_peer"), reported)):
         return killed[0]
-    # Several may have failed between two looks.
+    # Several ranks may have failed between two polls.
     return min(reported, key=attrgetter("error.time")) if reported else failures[0]
 
 
 def write_error_file(error: RankError) -> None:
-    """Leaves the error where its launcher looks for it."""
+    """Write the error to the file that the launcher reads."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         Path(path).write_text(json.dumps(asdict(error)))
 
 
 def note_waiting(text: str | None) -> None:
-    """Keep for the launcher why this rank is stuck; None removes the note."""
+    """Write for the launcher why this rank is stuck; None deletes the note."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     with contextlib.suppress(OSError):
         if path and text:
@@ -135,14 +135,14 @@ def note_waiting(text: str | None) -> None:
 
 
 def read_waiting(path: str) -> str:
-    """Return the note of `note_waiting` beside the error file at ``path``; empty without one."""
+    """Return the note of `note_waiting` for the error file at ``path``; empty without one."""
     with contextlib.suppress(OSError):
         return Path(f"{path}.waiting").read_text()
     return ""
 
 
 def read_error_file(path: str) -> RankError | None:
-    """Returns what `write_error_file` wrote, or None."""
+    """Return the error of `write_error_file`, or None."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return RankError(**json.loads(Path(path).read_text()))
     return None
@@ -152,24 +152,28 @@ def read_error_file(path: str) -> RankError | None:
 def failures_reported_once(
     identity: RankIdentity, store: Any, run_dir: str | None = None
 ) -> Iterator[None]:
-    """Turns an exception on a rank into a non-zero exit and, over all ranks, one message. Workers
-    of our own launchers leave the message to them. Otherwise the rank that is first to claim it in
-    ``store`` prints it. ``run_dir``: where the message is kept in ``train.log``, unless the
-    launcher of a single node does so."""
+    """Convert an exception on a rank to a non-zero exit and, over all ranks, one message.
+
+    Workers of our own launchers leave the message to their launcher. With other launchers, the
+    first rank to set a key in ``store`` prints it.
+
+    Args:
+        run_dir: its ``train.log`` gets the message, unless the launcher of a single node adds it.
+    """
     try:
         yield
     except (Exception, KeyboardInterrupt) as exception:
         error, launcher = RankError.of(exception), identity.launcher
-        # If the peers continue, the job has not failed: the launcher judges.
-        if not error.complete and peers_continue():
+        if not error.complete and peers_continue():  # the job continues: the launcher decides
             write_error_file(error)
             os._exit(1)
         is_first = launcher != "self" and _is_first_to_report(store)
         if is_first and run_dir is not None:
             note_failure(run_dir, error.text)
-        # The standard error of ranks beside the first is a log, where one launcher runs all.
+        # With one launcher for all ranks, the standard error of other ranks than the first is a
+        # log.
         shows = {"self": has_own_log(), "nodes": False}.get(launcher, is_first)
-        # torchrun would print what it finds in the file beside what is printed here.
+        # torchrun would print the content of the error file in addition to this message.
         if launcher in ("self", "nodes"):
             write_error_file(error)
         elif not error.complete:
@@ -177,12 +181,12 @@ def failures_reported_once(
         if shows:
             print(files.for_terminal(error.text), file=sys.stderr, flush=True)
         sys.stdout.flush()
-        os._exit(1)  # peers may be inside a collective: no destructor may wait for them
+        os._exit(1)  # no destructors: they would wait for peers that may be inside a collective
 
 
 def peers_continue() -> bool:
-    """Whether replicas may be lost while others train."""
-    # Imported here because torch comes with it, which a launcher does not need.
+    """True if replicas may fail while others train."""
+    # Imported here, because the module imports torch, which a launcher does not need.
     from parallel2d.base.replicas import current
 
     replicas = current()
@@ -193,8 +197,8 @@ def _is_first_to_report(store: Any) -> bool:
     if store is None:
         return True
     claim = functools.partial(store.add, "parallel2d/failure", 1)
-    # A store that has ended did so with rank 0, which has printed its error.
+    # If the store has ended, rank 0 has ended with it and has printed its error.
     with contextlib.suppress(Exception):
-        # Where rank 0 is stopped: better printed by every rank than by none.
+        # If rank 0 is stopped, a message from every rank is better than none.
         return answered_within(5.0, claim, 1) == 1
     return False

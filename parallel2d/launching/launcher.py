@@ -1,7 +1,8 @@
-"""Starts ranks and waits for their end: `start_workers`, `start_node` as one node of several.
+"""Starts ranks and waits for their end: `start_workers` on one node, `start_node` on one of
+several.
 
 Both return when the job has ended well. The exceptions of `parallel2d.launching.failures` and
-`ConfigError` show whether it was stopped and has saved, failed, or could not have worked.
+`ConfigError` distinguish a stop after a save, a failure, and a job that could not work.
 """
 
 from __future__ import annotations
@@ -46,8 +47,14 @@ def exit_code_of(
     invalid: int = 2,
     interrupted: str = "interrupted",
 ) -> int:
-    """What ``start`` returns, 0 for None, or the exit code of its exception, about which one line
-    is printed: 1 failed, ``invalid`` for ``faults``, 130 ``interrupted``."""
+    """Return the result of ``start``, 0 for None, or the exit code of its exception, for which one
+    line is printed.
+
+    Args:
+        faults: exceptions with the exit code ``invalid``.
+        invalid: exit code for invalid settings.
+        interrupted: message for an interrupt without one; its exit code is 130.
+    """
     text: object
     try:
         return start() or 0
@@ -66,10 +73,13 @@ def exit_code_of(
 
 
 def start_workers(job: Job, nproc: int) -> None:
-    """Runs ``job`` on ``nproc`` fresh workers of this machine, which communicate over loopback
-    alone, and waits for them. Raises `ConfigError` or `WorkersFailed` with the error of the rank
-    that failed first, `Preempted` when asked to stop and saved, also by Ctrl-C, and
-    KeyboardInterrupt after Ctrl-C unsaved; all workers have ended then."""
+    """Run ``job`` on ``nproc`` new workers of this machine, which communicate only over loopback,
+    and wait for them.
+
+    All workers have ended when this returns or raises. Raises `ConfigError` or `WorkersFailed` with
+    the error of the rank that failed first; `Preempted` after a request to stop (also Ctrl-C) and a
+    save; KeyboardInterrupt after Ctrl-C without a save.
+    """
     from parallel2d.launching.agent import NodeWorkers, launcher_environment, run_node
     from parallel2d.launching.rendezvous import own_rendezvous
 
@@ -86,8 +96,8 @@ def start_workers(job: Job, nproc: int) -> None:
 
 
 def run_once(main: str, words: Sequence[str]) -> None:
-    """Calls ``main`` ("package.module:function") with ``words`` in a fork of what ranks are forked
-    from, and waits for it. Raises `ConfigError` or `WorkersFailed` with its error."""
+    """Call ``main`` ("package.module:function") with ``words`` in a fork of the process that ranks
+    are forked from, and wait for it. Raises `ConfigError` or `WorkersFailed` with its error."""
     with folder_errors_explained(), tempfile.TemporaryDirectory(prefix="parallel2d-") as folder:
         report = os.path.join(folder, "error.json")
         environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": report}
@@ -106,12 +116,19 @@ def run_once(main: str, words: Sequence[str]) -> None:
 def start_node(
     config: Any, words: Sequence[str], nproc: int, main: str = "parallel2d.rank:rank_main"
 ) -> None:
-    """Runs this node's ``nproc`` ranks of a job of several nodes, and waits for its end.
-    ``config``: the `TrainConfig` that ``words`` compose to; the job's own is composed by its rank
-    0. ``main``: what each rank calls with ``words`` ("package.module:function"). When the
-    rendezvous store is lost, the ranks end. The launcher waits ``launch.rendezvous_timeout``
-    seconds for the store, then the job goes on from its newest checkpoint. Raises as
-    `start_workers` does."""
+    """Run this node's ``nproc`` ranks of a job with several nodes, and wait for its end.
+
+    If the rendezvous store fails, the ranks end. The launcher waits ``launch.rendezvous_timeout``
+    seconds for the store; then the job continues from its newest checkpoint.
+
+    Args:
+        config: the `TrainConfig` composed from ``words``; the job's own is composed by its rank 0.
+        words: the arguments of ``main``.
+        nproc: number of ranks on this node.
+        main: the function ("package.module:function") that each rank calls.
+
+    Raises as `start_workers`.
+    """
     from parallel2d.launching.agent import NodeWorkers, launcher_environment, run_node
     from parallel2d.launching.rendezvous import find_rendezvous
 
@@ -122,7 +139,7 @@ def start_node(
             settings.rdzv_endpoint, settings.secret_file = "127.0.0.1:0", f"{own}/secret"
             write_secret(settings.secret_file)
         rendezvous = find_rendezvous(settings)
-        # Another one may have taken its place by then.
+        # A callback, because the variable may refer to another rendezvous by then.
         stack.callback(lambda: rendezvous.close())
         interface, endpoint = rendezvous.interface.name, rendezvous.endpoint
         folder = stack.enter_context(launcher_environment(_defaults(nproc, interface)))
@@ -136,8 +153,8 @@ def start_node(
             )
             if rendezvous.secret == PUBLIC_SECRET:
                 workers.log(
-                    "warning: launch.insecure=true: whoever reaches this store decides what the "
-                    "ranks run"
+                    "warning: launch.insecure=true: any process that reaches this store "
+                    "decides what the ranks run"
                 )
         run_dir = functools.partial(recorded_run_dir, folder)
         stack.enter_context(_stop_explained(workers, config.checkpoint.folder, run_dir))
@@ -162,8 +179,8 @@ def start_node(
 def _stop_explained(
     workers: NodeWorkers, folder: str | None, run_dir: Callable[[], str | None]
 ) -> Iterator[None]:
-    """When this process gets a signal to stop, raises the exception for what came of it. ``folder``
-    of checkpoints; None: the one in ``run_dir``, which may be known only later."""
+    """Convert a signal to stop to the exception for its result. ``folder`` has the checkpoints;
+    None: they are in ``run_dir``, which may be known only later."""
     try:
         with signals_raised():
             yield
@@ -173,7 +190,7 @@ def _stop_explained(
         if workers.has_left or (workers.have_saved and newest):
             what = "interrupted" if is_interrupt else "asked to stop"
             code = 130 if is_interrupt else workers.settings.requeue_exit_code
-            kept = "the other replicas go on" if workers.has_left else f"saved {newest}"
+            kept = "the other replicas continue" if workers.has_left else f"saved {newest}"
             raise Preempted(f"{what}; {kept}", code) from None
         lost = _lost_steps(workers, newest)
         if is_interrupt:
@@ -189,20 +206,20 @@ def _lost_steps(workers: NodeWorkers, newest: str | None) -> str:
         return f"in step {step}, and nothing is saved (checkpoint.enabled=false)"
     if newest is None:
         return f"in step {step}, before the first checkpoint: nothing is saved"
-    return f"in step {step}: what was trained after {newest} is lost"
+    return f"in step {step}: the steps after {newest} are lost"
 
 
 def _newest_checkpoint(folder: str | None, run_dir: str | None) -> str | None:
     if run_dir is not None:
         folder = folder or os.path.join(run_dir, "checkpoints")
-    # A folder that does not exist yet has none.
+    # A folder that does not exist yet has no checkpoints.
     names = glob.glob("step-*", root_dir=folder) if folder else []
     return max(names, default=None)
 
 
 def _defaults(nproc: int, interface: str) -> dict[str, str]:
-    """Variables that workers get unless they are set: threads, the interface that gloo and NCCL
-    use, and no C++ stack of every connection that breaks, since a message reports it."""
+    """Return default variables for workers: threads, the interface of gloo and NCCL, and no C++
+    stack for every broken connection, since a message reports it."""
     wanted = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -1,9 +1,9 @@
-"""Chooses the network interface that training uses: `choose_interface`.
+"""Chooses the network interface for training: `choose_interface`.
 
-[Note: which interface] Unless a variable names one, gloo takes whatever address this machine's own
-host name resolves to (often loopback), and NCCL takes the first interface that is up, in an order
-of its own. The interface that leads to the endpoint is one over which the nodes reach each other,
-so that one is chosen; what the user set in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is kept.
+[Note: choice of the interface] Unless a variable names one, gloo takes the address that this
+machine's host name resolves to (often loopback), and NCCL takes the first interface that is up, in
+an order of its choice. Nodes can reach each other over the interface that leads to the endpoint, so
+this interface is chosen; a value of the user in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME stays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 class Interface(NamedTuple):
-    """An interface of this machine (``eth0``) and the address on it (``10.0.0.1``, ``fd00::1``)."""
+    """An interface of this machine, such as ``eth0``, and its address, such as ``10.0.0.1`` or
+    ``fd00::1``."""
 
     name: str
     address: str
@@ -34,12 +35,19 @@ class Interface(NamedTuple):
 
 
 def choose_interface(endpoint_host: str, environment: Mapping[str, str] = os.environ) -> Interface:
-    """The interface over which gloo and NCCL reach other nodes, and this machine's address on it.
-    ``endpoint_host``: the host of the rendezvous endpoint, a name or an address; on that node
-    itself, the interface that holds the address. GLOO_SOCKET_IFNAME wins, then NCCL_SOCKET_IFNAME,
-    then the route to the endpoint. The address is of the endpoint's family where the interface has
-    one. Raises `ConfigError` for an interface that does not exist or has no address, and when no
-    interface leads to the endpoint. See [Note: which interface]."""
+    """Choose the interface for gloo and NCCL; see [Note: choice of the interface].
+
+    GLOO_SOCKET_IFNAME takes precedence, then NCCL_SOCKET_IFNAME, then the route to the endpoint. On
+    the endpoint's own node the route leads to the interface with its address. If possible, the
+    returned address belongs to the endpoint's address family.
+
+    Args:
+        endpoint_host: the host of the rendezvous endpoint, a name or an address.
+        environment: the environment variables.
+
+    Raises `ConfigError` for an interface that does not exist or lacks an address, and if no
+    interface leads to the endpoint.
+    """
     present, targets = list_interfaces(), resolve(endpoint_host)
     listing = ", ".join(map("{0.name} ({0.address})".format, present)) or "none that is up"
     routed = _routed(targets, present)
@@ -47,7 +55,7 @@ def choose_interface(endpoint_host: str, environment: Mapping[str, str] = os.env
     variable = next(filter(values.get, values), "")
     matches, value = _MATCHES[variable], values.get(variable, "")
     allowed = [each for each in present if matches(value, each.name)]
-    # NCCL's pattern may match several; the one that leads to the endpoint is preferred.
+    # NCCL's pattern may match several interfaces; the interface with the route is preferred.
     if routed in allowed and variable != GLOO:
         return routed
     if not variable:
@@ -61,28 +69,29 @@ def choose_interface(endpoint_host: str, environment: Mapping[str, str] = os.env
             f"{variable}={environment[variable]}: {socket.gethostname()} has no such interface "
             f"that is up and has an address; it has {listing}"
         )
-    # Without a route from here, the family that the endpoint itself prefers; where the interface
-    # has no address of it, its first address.
+    # Without a route, prefer the endpoint's first address family; if the interface has no address
+    # in this family, its first address is taken.
     family = routed.family if routed else targets[0][0]
     return min(allowed, key=lambda each: each.family != family)
 
 
 def matches_nccl(pattern: str, name: str) -> bool:
-    """Whether NCCL would use interface ``name`` under NCCL_SOCKET_IFNAME=``pattern``: ``eth`` is a
-    prefix, ``=eth0`` a whole name, ``^docker`` everything but that prefix, ``^=eth3`` everything
-    but that name; a comma separates alternatives. (NCCL's user guide, "Environment variables")"""
+    """True if NCCL would use interface ``name`` with NCCL_SOCKET_IFNAME=``pattern``: ``eth`` is a
+    prefix, ``=eth0`` an exact name, ``^docker`` everything except this prefix, ``^=eth3``
+    everything except this name; commas separate alternatives. (NCCL's user guide, "Environment
+    variables")"""
     exclude = pattern.strip().startswith("^")
     words = pattern.strip().removeprefix("^")
-    # NCCL takes what follows a colon for a port number, which interfaces do not have.
+    # NCCL takes the text after a colon for a port number, which interfaces do not have.
     listed = [word.partition(":")[0].strip() for word in words.removeprefix("=").split(",")]
     alternatives = tuple(filter(None, listed))
     found = name in listed if words.startswith("=") else name.startswith(alternatives)
     return found != exclude
 
 
-# Whether an interface is one that the value of a variable names; without a variable any is.
+# Variable -> True if its value names the interface; without a variable, any interface matches.
 _MATCHES: dict[str, Callable[[str, str], bool]] = {
-    # Gloo takes a list of names too, but one address is needed here: that of the first.
+    # Gloo accepts a list of names too, but one address is needed here: the first name's.
     GLOO: lambda value, name: value.split(",")[0].strip() == name,
     NCCL: matches_nccl,
     "": lambda value, name: True,
@@ -90,7 +99,7 @@ _MATCHES: dict[str, Callable[[str, str], bool]] = {
 
 
 def list_interfaces() -> list[Interface]:
-    """Every address of every interface that is up, IPv4 before IPv6; loopback last."""
+    """Return every address of every interface that is up, IPv4 before IPv6, loopback last."""
     states, found = psutil.net_if_stats(), []
     for name, addresses in psutil.net_if_addrs().items():
         if name in states and states[name].isup:
@@ -100,22 +109,22 @@ def list_interfaces() -> list[Interface]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a numeric address stays inside the machine."""
-    # The second prefix is that of IPv4 addresses in IPv6 notation.
+    """True if a numeric address stays inside the machine."""
+    # The second prefix is the IPv6 notation of IPv4 loopback addresses.
     return address.startswith(("127.", "::ffff:127.")) or address == "::1"
 
 
 def _routed(
     targets: list[tuple[socket.AddressFamily, str, tuple[Any, ...]]], present: list[Interface]
 ) -> Interface | None:
-    """Finds the one of ``present`` that leads to the first of ``targets`` with a route; or None.
-    Connecting a datagram socket sends nothing: the kernel looks up the route and sets the socket's
-    own address."""
+    """Return the interface in ``present`` that leads to the first of ``targets`` with a route, or
+    None. Connecting a datagram socket sends nothing: the kernel looks up the route and sets the
+    socket's own address."""
     by_address = {each.address: each for each in present}
     for family, _, target in targets:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
-                # Any port will do. The rest of an IPv6 address is its flow and its scope.
+                # Any port works. The rest of an IPv6 address is its flow and its scope.
                 probe.connect((target[0], 9, *target[2:]))
             except OSError:
                 continue

@@ -1,4 +1,4 @@
-"""The processes of one node's ranks, from their start to their end: `NodeRanks`."""
+"""The processes of the ranks of one node, from their start to their end: `NodeRanks`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,24 @@ from collections.abc import Mapping, Sequence
 from parallel2d.launching.failures import RankFailure, read_error_file, read_waiting
 from parallel2d.launching.rank_processes import RankProcess, start_rank
 
-# Between SIGTERM and SIGKILL for ranks of a node of which one has failed: one that is stopped or
-# stuck does not react to SIGTERM.
+# Time between SIGTERM and SIGKILL for the other ranks of a node after a failure: a rank that is
+# stopped or stuck does not react to SIGTERM.
 GRACE_AFTER_FAILURE_S = 5.0
 
 
 class NodeRanks:
-    """Each calls ``main`` ("package.module:function") with ``words``. ``folder``: of what they
-    leave; ``has_logs``: those beside the first print there. ``processes``: by local rank, as are
-    ``numbers``, their ranks in the job."""
+    """The ranks of this node.
+
+    Args:
+        main: each rank calls this function ("package.module:function") with ``words``.
+        words: the arguments of ``main``.
+        folder: folder for logs and error files.
+        has_logs: every rank except the first prints into a log in ``folder``.
+
+    Attributes:
+        processes: the processes by local rank.
+        numbers: the ranks in the job by local rank.
+    """
 
     def __init__(self, main: str, words: Sequence[str], folder: str, has_logs: bool) -> None:
         self._main, self._words, self._has_logs = main, words, has_logs
@@ -32,7 +41,7 @@ class NodeRanks:
         self.numbers: dict[int, int] = {}
 
     def start(self, attempt: int, environments: Sequence[Mapping[str, str]]) -> None:
-        """Starts all. ``attempt``: another number than at the starts before."""
+        """Start all ranks. ``attempt`` must differ from the numbers of earlier starts."""
         self.processes, self.numbers = {}, {}
         for local, environment in enumerate(environments):
             folder = os.path.join(self._folder, f"attempt_{attempt}", str(local))
@@ -43,8 +52,8 @@ class NodeRanks:
             self.start_one(local, {})
 
     def start_one(self, local: int, variables: Mapping[str, str]) -> None:
-        """Starts the rank with this local number, once more where it has ended. ``variables``: of
-        its environment, beside those that it had."""
+        """Start the rank with this local number, again if it has ended. ``variables`` are added to
+        the environment of its previous start."""
         environment = self._environments[local]
         environment.update(variables)
         report = environment["TORCHELASTIC_ERROR_FILE"]
@@ -58,18 +67,18 @@ class NodeRanks:
         self.processes[local] = start_rank(self._main, self._words, environment, *logs)
 
     def codes(self) -> list[int | None]:
-        """The exit codes of all; None of one that runs."""
+        """Return the exit codes of all ranks; None for a running rank."""
         return [process.poll() for process in self.processes.values()]
 
     def failure(self, local: int) -> RankFailure:
-        """That of a rank that has ended with another code than 0."""
+        """Return the failure of a rank that has ended with another code than 0."""
         code = self.processes[local].wait()
         report = self._environments[local]["TORCHELASTIC_ERROR_FILE"]
         error = read_error_file(report)
         return RankFailure(self.numbers[local], code, error, read_waiting(report))
 
     def end_after_failure(self) -> list[RankFailure]:
-        """Ends those that run, and returns all failures, first those that were there before."""
+        """End the running ranks; return all failures, beginning with those before this call."""
         first = [local for local, process in self.processes.items() if process.poll()]
         self.end(signal.SIGTERM, GRACE_AFTER_FAILURE_S)
         failed = [local for local, process in self.processes.items() if process.poll()]
@@ -77,7 +86,7 @@ class NodeRanks:
         return list(map(self.failure, failed))
 
     def end(self, number: signal.Signals, grace_s: float) -> None:
-        """Sends all that run this signal, and kills those that are there after ``grace_s``
+        """Send the signal to all running ranks, and kill ranks that still run after ``grace_s``
         seconds."""
         for sent, seconds in ((number, grace_s), (signal.SIGKILL, GRACE_AFTER_FAILURE_S)):
             running = [each for each in self.processes.values() if each.poll() is None]
@@ -85,6 +94,6 @@ class NodeRanks:
                 process.close(sent)
             deadline = time.monotonic() + seconds
             for process in running:
-                # One that the kernel holds does not end even when it is killed.
+                # A process that is blocked in the kernel does not end even when it is killed.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))

@@ -1,6 +1,7 @@
 """The processes of a node: `workers_per_node` counts its ranks, `end_with_parent` ends a process
-with its parent, `set_process_name` names it; `open_standard_streams` and `keep_others_from_writing`
-come before it opens files. `signals_raised`: in a launcher, signals are exceptions."""
+with its parent, `set_process_name` names it. `open_standard_streams` and
+`keep_others_from_writing` run before a process opens files. `signals_raised` converts signals to
+exceptions in a launcher."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from parallel2d.base.errors import ConfigError
 
 CPU_WORKERS = 4  # nproc_per_node=auto on a machine without accelerators
 
-# What a scheduler or a terminal may send to every process of a job.
+# Signals that a scheduler or a terminal may send to every process of a job.
 BATCH_SIGNALS = {
     signal.SIGTERM,
     signal.SIGINT,
@@ -32,7 +33,7 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl(2), from <linux/prctl.h>
 
 
 class Signalled(BaseException):
-    """A launcher got a signal to end."""
+    """A launcher has received a signal to end."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number.name)
@@ -41,8 +42,7 @@ class Signalled(BaseException):
 
 @contextlib.contextmanager
 def signals_raised() -> Iterator[None]:
-    """Inside, in the main thread, signals that end a launcher or ask it to save are raised as
-    `Signalled`."""
+    """Raise `Signalled` in the main thread for signals that end a launcher or ask it to save."""
 
     def stop(number: int, frame: Any) -> NoReturn:
         raise Signalled(signal.Signals(number))
@@ -54,12 +54,12 @@ def signals_raised() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            # None: it was not installed from Python, and cannot be put back
+            # None: the handler was not installed from Python and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def workers_per_node(config: LaunchConfig) -> int:
-    """``launch.nproc_per_node``. Raises `ConfigError` for more workers than accelerators."""
+    """Return ``launch.nproc_per_node``. Raises `ConfigError` if it exceeds the accelerators."""
     from parallel2d.base.device import device_count
 
     accelerators = device_count()
@@ -76,35 +76,38 @@ def workers_per_node(config: LaunchConfig) -> int:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Has the kernel end this process when its parent dies, however it dies (Linux; elsewhere
-    nothing). ``parent``: its id; without it, one that died before this call is not noticed."""
+    """Make the kernel end this process when its parent ends for any reason (Linux; no effect on
+    other systems). ``parent`` is its process id; without it, a parent that ended before this call
+    is not noticed."""
     if sys.platform != "linux":
         return
     parent = os.getppid() if parent is None else parent
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The kernel sends nothing for one that died before that call: the parent is another by now.
+    # The kernel does not signal an earlier death of the parent; the parent id has changed then.
     if os.getppid() != parent:
         os._exit(1)
 
 
 def open_standard_streams() -> None:
-    """Opens the null device in the place of standard streams that this process lacks, as a service
-    may. Otherwise the next file takes the number of one, and ranks inherit it."""
+    """Open the null device in place of missing standard streams, which a service may lack.
+    Otherwise the next opened file would get the number of a standard stream, and ranks would
+    inherit it."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            # It gets the lowest free number, which is this one.
+            # The null device gets the lowest free number, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def keep_others_from_writing() -> None:
-    """Files of this process and its children are not for everybody to write to, whatever the umask:
-    who writes to a run directory decides what the run loads."""
+    """Deny other users write access to files of this process and its children for any umask: the
+    files in a run directory determine the code and the data that the run loads."""
     os.umask(os.umask(0o077) | 0o002)
 
 
 def set_process_name(name: str) -> None:
-    """Sets what ``ps -o comm`` and ``top`` show (Linux, 15 characters; elsewhere nothing)."""
+    """Set the name that ``ps -o comm`` and ``top`` show (Linux, 15 characters; elsewhere no
+    effect)."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)

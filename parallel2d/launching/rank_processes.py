@@ -1,14 +1,15 @@
 """Starts ranks (`start_rank`) from a process that has imported everything (`start_server`).
 
 [Note: why ranks are forked] Importing torch and this package takes seconds of CPU time per process,
-which would be most of what a start or a restart costs. So ranks are forked from a server: a new
-process, with nothing of the launcher's threads or devices, that never touches an accelerator, whose
-driver does not survive a fork. The launcher sends it one end of a socket pair for each rank, which
-carries the request to the rank, and back its process id and, from the server, its exit code.
+which would be most of the cost of a start or a restart. Therefore ranks are forked from a server: a
+new process without the launcher's threads and devices. It never uses an accelerator, because a
+driver does not survive a fork. The launcher sends it one end of a socket pair per rank. This pair
+carries the request to the rank, and back the process id of the rank and, from the server, its exit
+code.
 
-[Note: who ends whom] The kernel ends the server with its launcher, and every rank with the server
-(Linux). Signals reach a rank from the launcher alone: the server blocks those that a scheduler
-sends to every process of a job, and a rank leads a session of its own.
+[Note: lifetimes of processes] The kernel ends the server with its launcher, and every rank with the
+server (Linux). Signals reach a rank only from the launcher: the server blocks the signals that a
+scheduler sends to every process of a job, and a rank leads its own session.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from typing import Any, NoReturn
 
 from parallel2d.launching.processes import BATCH_SIGNALS, end_with_parent, set_process_name
 
-LOST = 255  # the exit code of a rank whose server has ended
-# What the server imports. Ranks need the last two in their first step.
+LOST = 255  # the exit code of a rank after the end of its server
+# Modules that the server imports. Ranks need the last two in their first step.
 PRELOADED = (
     "parallel2d.rank",
     "parallel2d.training.assemble",
@@ -41,7 +42,7 @@ PRELOADED = (
     "torch.utils.tensorboard",
 )
 DRIVERS = ("/dev/nvidia", "/dev/kfd")  # device files of accelerators
-_REPORT_S = 0.02  # between two looks of the server at the ranks that run
+_REPORT_S = 0.02  # interval of the server's polls of running ranks
 
 
 class RankProcess:
@@ -51,16 +52,17 @@ class RankProcess:
         self.pid, self._connection = pid, connection
 
     def poll(self) -> int | None:
-        """Its exit code, below 0 for a signal; None while it runs; `LOST` when its server ended."""
+        """Return the exit code, below 0 for a signal; None while it runs; `LOST` if the server
+        ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(0.0)
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end. Raises `subprocess.TimeoutExpired` after ``timeout`` seconds."""
+        """Wait for its end. Raises `subprocess.TimeoutExpired` after ``timeout`` seconds."""
         self._connection.settimeout(timeout)
         try:
-            # It stays in the socket, so a signal's exception that comes now loses nothing.
+            # The code stays in the socket, so that an exception of a signal here loses nothing.
             code = self._connection.recv(4, socket.MSG_PEEK)
         except (BlockingIOError, TimeoutError):
             raise subprocess.TimeoutExpired("rank", timeout or 0.0) from None
@@ -69,7 +71,7 @@ class RankProcess:
         return int.from_bytes(code, "big", signed=True) if code else LOST
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Sends ``death_sig`` to it and whatever it has started."""
+        """Send ``death_sig`` to the rank and all processes that it has started."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, death_sig or signal.SIGTERM)
@@ -85,9 +87,9 @@ class _RankServer:
             "\nfrom parallel2d.launching.rank_processes import serve"
             f"\nserve({theirs.fileno()}, {os.getpid()}, {PRELOADED})"
         )
-        # -O, -W, -X and the like hold for ranks too.
+        # Ranks inherit -O, -W, -X and similar flags.
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        # A new process blocks the signals that its parent blocks.
+        # A new process inherits blocked signals.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, BATCH_SIGNALS)
         try:
             self.process = subprocess.Popen(
@@ -100,12 +102,12 @@ class _RankServer:
             theirs.close()
 
 
-_servers: list[_RankServer] = []  # of this process: one, or none
+_servers: list[_RankServer] = []  # of this process: at most one
 
 
 def start_server() -> None:
-    """Starts the process that ranks are forked from, unless there is one. Returns at once, while it
-    imports. See [Note: why ranks are forked]."""
+    """Start the process that ranks are forked from, unless it runs already. Returns at once, while
+    the server still imports. See [Note: why ranks are forked]."""
     if not _servers or _servers[0].process.poll() is not None:
         _servers[:] = [_RankServer()]
 
@@ -117,7 +119,7 @@ def _end_server() -> None:
         server.process.wait()
 
 
-# A fork of a launcher starts a server of its own.
+# A fork of a launcher starts its own server.
 os.register_at_fork(after_in_child=_servers.clear)
 
 
@@ -128,14 +130,19 @@ def start_rank(
     stdout: str | None,
     stderr: str | None,
 ) -> RankProcess:
-    """Starts a rank, which exits with what ``main`` ("package.module:function") returns for
-    ``words``. ``environment``: exactly its own. ``stdout``, ``stderr``: files, or as here."""
+    """Start a rank, which exits with the result of ``main`` ("package.module:function") for
+    ``words``.
+
+    Args:
+        environment: the complete environment of the rank.
+        stdout, stderr: files; None for this process's streams.
+    """
     start_server()
     place = [os.getcwd(), [os.fspath(path) for path in sys.path]]
     request = [main, list(words), dict(environment), [stdout, stderr], *place]
     ours, theirs = socket.socketpair()
     pid = b""
-    # Where the server has ended, the rank is one that is lost.
+    # If the server has ended, the result is a rank that has failed with `LOST`.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError), theirs:
         socket.send_fds(_servers[0].socket, [b"."], [theirs.fileno()])
         theirs.close()
@@ -146,18 +153,23 @@ def start_rank(
 
 
 def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
-    """Runs in the server: forks ranks until the launcher ends. ``descriptor``: of the server's end
-    of the socket pair; ``launcher``: a process id."""
+    """Run the server: fork ranks until the launcher ends.
+
+    Args:
+        descriptor: the server's end of the socket pair.
+        launcher: process id of the launcher.
+        preloaded: modules to import.
+    """
     end_with_parent(launcher)
     set_process_name("parallel2d ranks")
-    # Who started the launcher may have ignored some, and without SIGCHLD no exit code is kept.
+    # The launcher's parent may ignore some of them, and without SIGCHLD no exit code is kept.
     for number in (*BATCH_SIGNALS, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Should a library ask for GPUs while it is imported, torch answers without starting the driver.
+    # If a library asks for GPUs during its import, torch then answers without starting the driver.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    gc.disable()  # imports leave little to collect, and looking for it takes a tenth of their time
+    gc.disable()  # imports leave little garbage, and looking for it takes a tenth of their time
     for name in preloaded:
         importlib.import_module(name)
     opened = opened_files(DRIVERS)
@@ -167,7 +179,8 @@ def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
             "does not survive the fork of a rank: start the ranks by torchrun or srun, or remove "
             "the library that opens it while it is imported"
         )
-    # The collector leaves alone what is there now, so that ranks go on sharing its memory.
+    # Freeze existing objects: a collection would write to their pages, which ranks then could not
+    # share any more.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -180,7 +193,7 @@ def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
                 os._exit(0)  # the launcher has ended
             connection = socket.socket(fileno=descriptors[0])
             others = [requests, *ranks.values()]
-            # `multiprocessing` would leave two pipes of each earlier rank open in every later one.
+            # Not `multiprocessing`, which leaves two pipes of each earlier rank open in later ones.
             pid = os.fork()
             if not pid:
                 _exit_with(_run_rank, server, connection, others)
@@ -190,14 +203,14 @@ def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
             if not pid:
                 break
             code = os.waitstatus_to_exitcode(status)
-            # A preloaded module may have started processes too.
+            # A preloaded module may have started other processes.
             if pid in ranks:
                 with ranks.pop(pid) as connection, contextlib.suppress(OSError):
                     connection.send(code.to_bytes(4, "big", signed=True))
 
 
 def _exit_with(run: Callable[..., object], *arguments: Any) -> NoReturn:
-    """End this process, a fork of the server, as a Python process ends that calls ``run``."""
+    """End this process, a fork of the server, as a Python process ends after calling ``run``."""
     code: object = 1
     try:
         run(*arguments)
@@ -214,12 +227,12 @@ def _exit_with(run: Callable[..., object], *arguments: Any) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        # Not `sys.exit`: the frames of the server are below this one.
+        # Not `sys.exit`: the frames of the server are on this stack.
         os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def opened_files(beginnings: tuple[str, ...]) -> list[str]:
-    """The files that this process has opened and whose paths begin with one of ``beginnings``."""
+    """Return the open files of this process with a path that has one of these ``beginnings``."""
     found = set()
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -227,16 +240,16 @@ def opened_files(beginnings: tuple[str, ...]) -> list[str]:
     return sorted(path for path in found if path.startswith(beginnings))
 
 
-_console: dict[int, int] = {}  # of a rank that prints into a log: the launcher's streams
+_console: dict[int, int] = {}  # stream -> the launcher's stream, in a rank that prints into a log
 
 
 def has_own_log() -> bool:
-    """Whether this rank prints into a log of its own."""
+    """True if this rank prints into its own log."""
     return bool(_console)
 
 
 def log_for_all_ranks() -> None:
-    """Lets this rank print where the launcher does, and no more into a log of its own."""
+    """Redirect this rank's output from its log to the launcher's console: it leads from now on."""
     while _console:
         number, kept = _console.popitem()
         os.dup2(kept, number)
@@ -265,13 +278,13 @@ def _run_rank(server: int, connection: socket.socket, others: Sequence[socket.so
     os.environ.update(environment)
     if "RANK" in environment:  # `run_once` has none
         set_process_name(f"rank {environment['RANK']}")
-    signal.pthread_sigmask(signal.SIG_SETMASK, set())  # as in a new process
-    # OpenMP has read the variable in the server, which has another value.
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())  # the default of a new process
+    # OpenMP has read the variable in the server, where it has another value.
     if "torch" in sys.modules:
         threads = int(environment.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
         sys.modules["torch"].set_num_threads(threads)
     try:
         sys.exit(pkgutil.resolve_name(main)(words))
     finally:
-        # As at the end of any process; Python leaves it out after a fork.
+        # Python does not run exit handlers after a fork.
         atexit._run_exitfuncs()

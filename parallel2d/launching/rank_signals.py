@@ -2,7 +2,7 @@
 
 [Note: pre-emption] Slurm sends SIGTERM (or SIGUSR1 with ``--signal``) before it takes a node away.
 A handler may interrupt a collective, so it must not start one. It only sets a flag; the next step's
-agreement sends the flag to all ranks, and all of them save the same step.
+status all-reduce sends the flag to all ranks, and all of them save the same step.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Any
 from parallel2d.base.runtime import on_teardown
 
 _requested = False
-_replaced: dict[int, Any] = {}  # the handlers that were there before ours
+_replaced: dict[int, Any] = {}  # the handlers that ours have replaced
 
 
 def listen() -> None:
-    """Installs the handlers, in the main thread. SIGTERM and SIGUSR1 request a save and a stop.
-    SIGINT ends a worker at once and without a traceback, until `listen_to_interrupts`: its parent
-    reports the interruption."""
+    """Install the handlers in the main thread.
+
+    SIGTERM and SIGUSR1 request a save and a stop. SIGINT ends a worker at once and without a
+    traceback until `listen_to_interrupts`, because its parent reports the interruption.
+    """
     ours: dict[int, Any] = {
         signal.SIGTERM: _request,
         signal.SIGUSR1: _request,
@@ -27,28 +29,28 @@ def listen() -> None:
     }
     for number, handler in ours.items():
         before = signal.signal(number, handler)
-        # A second `listen` finds our own handlers and must not take them for the former ones.
+        # A second `listen` finds our handlers and must not record them as the replaced ones.
         _replaced.setdefault(number, before)
     on_teardown(stop_listening)
 
 
 def listen_to_interrupts() -> None:
-    """From now on the first SIGINT requests a save and a stop too; the next one ends this rank."""
+    """Make the first SIGINT request a save and a stop too; the next one ends this rank."""
     signal.signal(signal.SIGINT, _request)
 
 
 def stop_listening() -> None:
-    """Puts back the handlers that `listen` replaced and forgets what was requested."""
+    """Restore the handlers that `listen` replaced, and forget a request to stop."""
     global _requested
     while _replaced:
         number, handler = _replaced.popitem()
-        # None stands for a handler that was not installed from Python and cannot be put back.
+        # None stands for a handler that was not installed from Python and cannot be restored.
         signal.signal(number, handler if handler is not None else signal.SIG_DFL)
     _requested = False
 
 
 def preemption_requested() -> bool:
-    """Whether a signal has asked this rank to save and end."""
+    """True if a signal has asked this rank to save and end."""
     return _requested
 
 

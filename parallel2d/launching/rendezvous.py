@@ -1,13 +1,13 @@
-"""The store of a job, where its nodes meet: `find_rendezvous`, `own_rendezvous` of one node.
+"""The rendezvous store of a job: `find_rendezvous` for several nodes, `own_rendezvous` for one.
 
-[Note: where the store lives] The store may run on one of the nodes, which then must not fail:
-whichever node owns the endpoint's address opens it when nothing listens there yet. Or it runs
-outside of them (``python -m parallel2d.launch store``), and any node may fail. A store outside
-outlives a job. So each job's name carries a number; the next job of that name finds this number
-closed and takes the next one.
+[Note: location of the store] The store may run on one of the nodes, which then must not fail: the
+node with the endpoint's address opens the store if nothing listens there yet. Or it runs outside of
+the nodes (``python -m parallel2d.launch store``), and any node may fail. A store outside outlives a
+job. Therefore each job's name has a number: the next job with this name finds the number closed and
+takes the next one.
 
-The ranks use the same store, under names of their round. Everything that nodes and ranks exchange
-goes through it, except collectives.
+The ranks use the same store, with keys under the names of their round. Nodes and ranks exchange all
+data through it, except collectives.
 """
 
 from __future__ import annotations
@@ -24,52 +24,53 @@ from parallel2d.base.store.server import StoreServer, log_dropped_connection
 from parallel2d.base.topology import STORE
 from parallel2d.launching.network_interface import Interface, choose_interface, is_loopback
 
-_CLOSED = "parallel2d/closed"  # jobs that have ended
-OUTSIDE = "parallel2d/outside"  # a key of stores that no job has opened
-_READ_TIMEOUT_S = 60.0  # of one operation on the store
+_CLOSED = "parallel2d/closed"  # prefix of jobs that have ended
+OUTSIDE = "parallel2d/outside"  # a key in stores that run outside of the nodes
+_READ_TIMEOUT_S = 60.0  # per operation on the store
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The store of a job, and how this machine reaches it."""
+    """The store of a job, and this machine's connection to it."""
 
     store: StoreClient
     secret: str
     endpoint: str
-    server: StoreServer | None  # in this process
+    server: StoreServer | None  # set if the store runs in this process
     interface: Interface
     name: str  # of the job
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables by which workers find the store."""
+        """The variables that workers find the store by."""
         return {STORE: self.store.address, VARIABLE: self.secret}
 
     @property
     def ranks_prefix(self) -> str:
-        """What all keys of ranks begin with."""
+        """The prefix of all keys of ranks."""
         return f"parallel2d/ranks/{self.name}/"
 
     @property
     def end_of_job(self) -> str | None:
-        """How a node has ended the job: ``well`` or ``failed``; None as long as it goes on."""
+        """The result of the job if a node has ended it: ``well`` or ``failed``; otherwise None."""
         key = f"{_CLOSED}/{self.name}"
         return self.store.get(key).decode() if self.store.check([key]) else None
 
     def end(self, how: str = "well") -> None:
-        """Marks the job as ended: the next one of its name takes another number."""
+        """Mark the job as ended: the next job with its name takes another number."""
         self.store.set(f"{_CLOSED}/{self.name}", how)
         self.store.delete_all(self.ranks_prefix)
 
     def close(self) -> None:
-        """Closes the connections, and the store where it is in this process."""
+        """Close the connections, and the store if it runs in this process."""
         self.store.close()
         if self.server is not None:
             self.server.close()
 
 
 def own_rendezvous(folder: str) -> Rendezvous:
-    """For a single node: a store in this launcher's private folder, and no port."""
+    """Return the rendezvous of a single node: a store in this launcher's private folder, without a
+    port."""
     secret, loopback = new_secret(), Interface("lo", "127.0.0.1")
     server = StoreServer.within(folder, secret)
     store = StoreClient(server.address, secret, timeout_s=_READ_TIMEOUT_S)
@@ -77,10 +78,13 @@ def own_rendezvous(folder: str) -> Rendezvous:
 
 
 def find_rendezvous(config: LaunchConfig) -> Rendezvous:
-    """The store at ``launch.rdzv_endpoint``, opened here if it is this machine's to open. See
-    [Note: where the store lives]. Waits ``launch.rendezvous_timeout`` seconds for a store
-    elsewhere. Raises `ConfigError` for an address that cannot work, without a secret, and for a
-    store outside of the nodes without ``launch.job_id``."""
+    """Connect to the store at ``launch.rdzv_endpoint``, and open it first if this machine must open
+    it. See [Note: location of the store].
+
+    Waits ``launch.rendezvous_timeout`` seconds for a store elsewhere. Raises `ConfigError` for an
+    address that cannot work, without a secret, and for a store outside of the nodes without
+    ``launch.job_id``.
+    """
     endpoint = str(config.rdzv_endpoint)
     secret = find_secret(config.secret_file, config.insecure)
     try:
@@ -94,7 +98,7 @@ def find_rendezvous(config: LaunchConfig) -> Rendezvous:
                     f"{host} is {addresses[0]} on this machine, which no other node reaches; give "
                     "the address or name that other nodes use"
                 )
-            # The port is taken by the store of somebody else, or of an earlier launcher here.
+            # The port may be taken by another user's store, or by an earlier launcher here.
             with contextlib.suppress(PortTaken):
                 server = StoreServer.at(host, port, secret, log_dropped_connection)
         store = StoreClient(
@@ -107,8 +111,8 @@ def find_rendezvous(config: LaunchConfig) -> Rendezvous:
         raise ConfigError(f"launch.rdzv_endpoint={endpoint}: {error}") from None
     if config.job_id is None and store.check([OUTSIDE]):
         raise ConfigError(
-            f"the store at {endpoint} serves more than one job: give yours a name with "
-            "launch.job_id, the same on all its nodes"
+            f"the store at {endpoint} serves more than one job: name yours with launch.job_id, "
+            "the same on all its nodes"
         )
     job, number = config.job_id or "parallel2d", 0
     while store.check([f"{_CLOSED}/{job}-{number}"]):

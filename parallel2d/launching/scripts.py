@@ -1,4 +1,4 @@
-"""Runs a training script of one's own on every rank: `start_script`."""
+"""Runs a custom training script on every rank of this node: `start_script`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _PREFIX = "launch."
 
 
 def start_script(words: Sequence[str]) -> None:
-    """Runs a script on the ranks of this node. ``words``: ``launch.KEY=VALUE``, as of the train
-    command, then the script and its arguments. Raises as `start_node` does."""
+    """Run a script on the ranks of this node. ``words``: overrides ``launch.KEY=VALUE``, as for the
+    train command, then the script and its arguments. Raises as `start_node`."""
     settings = list(itertools.takewhile(lambda word: word.startswith(_PREFIX), words))
     script = words[len(settings) :]
     if not script or not os.path.isfile(script[0]):
@@ -34,7 +34,7 @@ def start_script(words: Sequence[str]) -> None:
 
 
 def script_main(words: Sequence[str]) -> int:
-    """Runs the script ``words[0]`` in this rank, with all ``words`` as its arguments."""
+    """Run the script ``words[0]`` in this rank, with all ``words`` as its arguments."""
     identity = find_rank()
     assert identity is not None, "launchers set the variables of a rank"
     sys.argv = list(words)

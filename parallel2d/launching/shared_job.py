@@ -1,12 +1,11 @@
-"""What all ranks agree on before they train: `share_job`.
+"""The agreement of all ranks on a job before they train: `share_job`.
 
-[Note: one run directory] Only one process composes: the launcher of a single node, or rank 0, which
-publishes configuration and directory through the rendezvous store. Workers that replace others go
-on with what the first incarnation agreed on: each node's first rank leaves a record of it that
-exists as long as the launcher which starts its workers, and rank 0 asks all nodes for theirs. One
-record is enough, so a node that is new to the job gets it too. A record is also what shows every
-rank alike that the workers were restarted: the restart counters of elastic agents differ between
-nodes.
+[Note: one run directory] Only one process composes the job: the launcher of a single node, or rank
+0, which publishes configuration and directory through the rendezvous store. Workers that replace
+others continue the job that the first workers agreed on: each node's first rank writes a record of
+it that exists as long as the node's launcher, and rank 0 asks all nodes for their records. One
+record is enough, so a node that is new to the job gets it too. The record also tells all ranks
+alike that the workers were restarted: the restart counters of elastic agents differ between nodes.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from parallel2d.base.topology import AGENT, INCARNATION, JOB, RankIdentity
 if TYPE_CHECKING:
     from parallel2d.training.metrics.heartbeat import Position
 
-# Chooses the layout that is left to the planner, from the overrides and the ranks of each live
-# node. Returns `Job.sizes` too.
+# Lets the planner choose the parts of the layout that the job leaves open, from the overrides and
+# the number of ranks of each live node. Returns `Job.sizes` too.
 ChooseLayout = Callable[
     [TrainConfig, Sequence[str], RankIdentity, Sequence[int]],
     tuple[TrainConfig, Mapping[str, int] | None],
 ]
-PUBLISHED = "parallel2d/job"  # the job, in the store
+PUBLISHED = "parallel2d/job"  # key of the job in the store
 _RECORDED = {"run_dir", "config", "words", "records", "label"}
 
 
@@ -45,11 +44,19 @@ def share_job(
     composition: Composition | None,
     choose_layout: ChooseLayout,
 ) -> Job | None:
-    """The same job on every rank: from the launcher of a single node, otherwise composed by rank 0
-    and published in ``store``. ``composition``: of ``arguments``, if there is one already.
-    ``choose_layout``: rank 0 calls it, at each start, since after a restart there may be other
-    nodes. None when rank 0 had nothing to run (``--help``). See [Note: one run directory]."""
-    comes_back = os.environ.get(INCARNATION, "0") != "0"  # to a job that goes on
+    """Return the same job on every rank: from the launcher of a single node, or composed by rank 0
+    and published in ``store``. See [Note: one run directory].
+
+    Args:
+        identity: this rank.
+        store: the rendezvous store.
+        arguments: the overrides of the command line.
+        composition: the composition of ``arguments``, if it exists already.
+        choose_layout: called by rank 0 at each start, since a restart may have other nodes.
+
+    Returns None if rank 0 had nothing to run (``--help``).
+    """
+    comes_back = os.environ.get(INCARNATION, "0") != "0"  # this replica rejoins a running job
     config = None
     if not comes_back:
         config = _publish_job(identity, store, arguments, composition, choose_layout)
@@ -60,10 +67,10 @@ def share_job(
         raise ConfigError(received["error"])
     if identity.local_rank == 0:
         _record_job({key: received[key] for key in _RECORDED})
-    # Rank 0 has parsed the configuration before it published it.
+    # Rank 0 has the parsed configuration already.
     config = config or from_yaml(received["chosen"])
     for word in arguments:
-        if word.startswith("launch.host_id="):  # the one key that differs between nodes
+        if word.startswith("launch.host_id="):  # the only key that differs between nodes
             config.launch.host_id = word.partition("=")[2]
     return Job(
         config,
@@ -77,7 +84,7 @@ def share_job(
 
 
 def _record_of(job: Job) -> dict[str, Any]:
-    """Describes a job to ranks, and to those that replace them."""
+    """Return the record of a job for its ranks, and for ranks that replace them."""
     return {
         "run_dir": job.run_dir,
         "config": to_yaml(job.config),
@@ -88,7 +95,7 @@ def _record_of(job: Job) -> dict[str, Any]:
 
 
 def write_job(job: Job, folder: str) -> str:
-    """Write the job for the ranks that this launcher starts. Returns the path of the file."""
+    """Write the job for the ranks of this launcher. Returns the path of the file."""
     path = os.path.join(folder, "composed.json")
     files.replace(path, json.dumps(_record_of(job)))
     return path
@@ -101,11 +108,11 @@ def _publish_job(
     composition: Composition | None,
     choose_layout: ChooseLayout,
 ) -> TrainConfig | None:
-    """Publish the record and the number of ranks of each node, and then, on rank 0, the job.
+    """Publish the record and the number of ranks of each node; then, on rank 0, the job.
 
-    The job is that of the workers that these replace, or a new one, with the layout for these
-    ranks. Rank 0 publishes an error too, and raises it. Returns the published configuration on rank
-    0, and None on the other ranks and where there is no job.
+    The job continues the job of replaced workers, or is new, and gets a layout for the present
+    ranks. Rank 0 publishes an error before raising. Returns the published configuration on
+    rank 0; None on the other ranks and if there is nothing to run.
     """
     if identity.local_rank == 0:
         record = _recorded_job(launcher_folder()) if _is_started_again() else None
@@ -131,7 +138,9 @@ def _publish_job(
     except ConfigError as error:
         message = {"error": str(error)}
         raise
-    finally:  # whatever went wrong: the other ranks wait for it
+    finally:
+        # The other ranks block on this key. It must be set on every path, also after an unexpected
+        # error: they would otherwise wait for the timeout of the store and report that instead.
         store.set(PUBLISHED, json.dumps(message))
 
 
@@ -139,7 +148,7 @@ def _first_job(
     identity: RankIdentity, arguments: Sequence[str], composition: Composition | None
 ) -> tuple[dict[str, Any] | None, TrainConfig | None]:
     """Return the record of the job that the launcher or this process has composed, and its
-    configuration if it was composed here. The record is None for no job."""
+    configuration if this process composed it. The record is None without a job."""
     if identity.launcher == "self":
         return files.read_json(os.environ[JOB]), None
     if not {"-m", "--multirun"}.isdisjoint(arguments):
@@ -154,19 +163,19 @@ def _first_job(
 
 
 def launcher_folder() -> str:
-    """The folder, which may not exist yet, of the process that starts this node's workers: the one
-    that our launchers announce; that of another (torchrun) is named after its process id."""
+    """Return the folder of the process that starts this node's workers; it may not exist yet. Our
+    launchers announce theirs; the folder of another launcher is named after its process id."""
     return os.environ.get(AGENT) or folders.folder_of(os.getppid(), folders.temporary_place())
 
 
 def recorded_run_dir(folder: str) -> str | None:
-    """The run directory that workers of the launcher with this folder trained in, or None."""
+    """Return the run directory of this launcher's workers, or None before the first start."""
     return (_recorded_job(folder) or {}).get("run_dir")
 
 
 @contextlib.contextmanager
 def folder_errors_explained() -> Iterator[None]:
-    """Turns the OSError of a folder that cannot be made private into `ConfigError`."""
+    """Convert the OSError of a folder that cannot be made private to a `ConfigError`."""
     try:
         yield
     except OSError as error:
@@ -176,14 +185,14 @@ def folder_errors_explained() -> Iterator[None]:
 
 
 def _is_started_again() -> bool:
-    """Whether what starts the workers does so again when they fail, as our launchers and torchrun
-    do. Of another, such as a shell or a notebook, the next job may be a different one."""
+    """True if the launcher restarts failed workers, as ours and torchrun do. The next job of any
+    other parent, such as a shell or a notebook, may be a different job."""
     return AGENT in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _recorded_job(folder: str) -> dict[str, Any] | None:
     record: Any = None
-    # Otherwise somebody else may have written it.
+    # In a folder that is not private, another user may have written the record.
     if all(map(folders.is_private, (folder, os.path.dirname(folder)))):
         with contextlib.suppress(OSError, ValueError):
             record = files.read_json(os.path.join(folder, "job.json"))
@@ -199,7 +208,7 @@ def _record_job(record: dict[str, Any]) -> None:
 
 
 def forget_run(identity: RankIdentity) -> None:
-    """Removes the record of a run that ended well. Our own launchers remove theirs themselves."""
+    """Delete the record of a run that ended well. Our own launchers delete theirs themselves."""
     if identity.local_rank == 0 and AGENT not in os.environ:
         folders.remove(launcher_folder())
 
@@ -207,7 +216,7 @@ def forget_run(identity: RankIdentity) -> None:
 def recording_steps(
     identity: RankIdentity, position: Callable[[], Position]
 ) -> Callable[[], Position]:
-    """Wraps ``position`` so that each new step is also written for the launcher's `Restarts`."""
+    """Wrap ``position`` so that each new step is also written for the launcher's `Restarts`."""
     if identity.local_rank != 0 or AGENT not in os.environ:
         return position
     path, written = os.path.join(launcher_folder(), "step"), -1

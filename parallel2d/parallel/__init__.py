@@ -1,3 +1,5 @@
-"""The subject: a model laid over a mesh. `mesh` builds it, `parallelize` shards the model, `sync`
-averages over replicas, `weights` fills and reads sharded states, `cost` says what a layout needs.
+"""Parallelism of a model over a mesh.
+
+`mesh` builds the mesh, `parallelize` shards the model, `sync` reduces over replicas, `weights`
+fills and reads sharded states, and `cost` computes the bytes, memory and FLOPs of a layout.
 """

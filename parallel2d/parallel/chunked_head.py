@@ -1,13 +1,13 @@
-"""Trains any model whose last layer is a Linear without ever holding all of its logits:
-`ChunkedHead`.
+"""Loss of a model with a Linear head, without all of its logits in memory: `ChunkedHead`.
 
-[Note: a loss inside the head] Sharding gathers the head's weight around the head's own forward, so
-the loss must be computed there. The targets are given to the head before the model is called. In
-the place of logits the head returns a `ChunkedLogits`, which holds the finished loss. What the
-model does with its logits afterwards, such as a soft cap, must be known by then. A first forward on
-a few rows records it, and every later one is compared with the record. `ChunkedLogits` is a
-dataclass because `fully_shard` finds the tensors that backward begins with in those. With a context
-axis what the blocks return stays a slice, and the loss is the sum of those of all slices.
+[Note: a loss inside the head] FSDP gathers the head's weight around the head's own forward, so the
+loss must be computed there. The targets are passed to the head before the model is called. Instead
+of logits the head returns a `ChunkedLogits`, which holds the finished loss. Operations of the model
+on its logits, such as a soft cap, must be known at that point. A first forward on a few rows
+therefore records them, and every later forward is compared with the record. `ChunkedLogits` is a
+dataclass because `fully_shard` looks into dataclasses for the tensors that start backward. With a
+context axis the output of the blocks stays a slice, and the loss is the sum of the losses of all
+slices.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.model_structure import class_name, find_blocks, fqn_of
 from parallel2d.parallel.weights.named_tensors import reshard, undisturbed
 
-_COMPARED = 480  # tokens of the first batch; a multiple of usual sizes of the tensor axis
+_COMPARED = 480  # compared tokens of the first batch; a multiple of usual sizes of the tensor axis
 
 _REFUSED_OPERATORS = {
     "__getitem__": "indexing",
@@ -51,24 +51,25 @@ _REFUSED_OPERATORS = {
 
 
 class _Record:
-    """What became of the logits until now. Neither a dataclass nor a tuple, in which sharding would
-    look for tensors."""
+    """Operations on the logits so far.
+
+    Not a dataclass or tuple, because sharding would look for tensors inside.
+    """
 
     def __init__(
         self, shape: torch.Size, sample: Tensor, operations: tuple[Operation, ...] = ()
     ) -> None:
         self.shape = shape
-        self.sample = sample  # of the dtype and on the device of the logits, without elements
+        self.sample = sample  # no elements, with the dtype and device of the logits
         self.operations = operations
 
 
 @dataclass(eq=False)
 class ChunkedLogits:
-    """Stands for logits in what the model does with them after its head. ``loss``: the summed
-    cross-entropy, or None while operations are recorded.
+    """Stand-in for logits in the operations after the head.
 
-    It takes the operations on single elements that soft caps and scales are made of, and raises
-    `ConfigError` for others.
+    Supports the elementwise operations of soft caps and scales, and raises `ConfigError` for all
+    other operations. ``loss`` is the summed cross-entropy, or None while operations are recorded.
     """
 
     loss: Tensor | None
@@ -79,9 +80,9 @@ class ChunkedLogits:
         cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = SYNONYMS.get(function.__name__, function.__name__)
-        # An operation may be called with keywords alone.
+        # All arguments may be keywords.
         logits, *others = list(args) or [None]
-        # Only of a commutative operation may the logits come second.
+        # The logits may come second in a commutative operation only.
         if name in ("mul", "add") and not isinstance(logits, cls):
             logits, *others = [*others, logits]
         if not isinstance(logits, cls):
@@ -89,8 +90,8 @@ class ChunkedLogits:
         return logits.then(name, *others, **(kwargs or {}))
 
     def then(self, name: str, /, *args: Any, **kwargs: Any) -> ChunkedLogits:
-        """After the operation ``name``. Raises `ConfigError` for one that is not on single
-        elements, or uses a tensor that is trained."""
+        """Return the stand-in after the operation ``name``. Raises `ConfigError` for an operation
+        that is not elementwise, or that uses a trained tensor."""
         if name not in ELEMENTWISE:
             raise _refused(name)
         for value in (*args, *kwargs.values()):
@@ -107,12 +108,12 @@ class ChunkedLogits:
         return ChunkedLogits(self.loss, after)
 
     def __getattr__(self, name: str) -> Any:
-        # Other objects are asked too whether they have, say, `keys`.
+        # Libraries also probe for attributes that tensors do not have, such as `keys`.
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(name)
         raise _refused(name)
 
-    # What a model may ask of its logits.
+    # Attributes of logits that models read.
 
     shape = property(lambda logits: logits.record.shape)
     ndim = property(lambda logits: len(logits.record.shape))
@@ -122,7 +123,7 @@ class ChunkedLogits:
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
-    # What a tensor-parallel style does with the output of a Linear: the loss is whole already.
+    # Used by a tensor-parallel style on the output of a Linear: the loss needs no redistribution.
 
     placements = ()
 
@@ -133,8 +134,8 @@ class ChunkedLogits:
         return self
 
 
-# Python looks operators up in the class, and does not ask `__getattr__` for them. `then` refuses
-# those that are not on single elements.
+# Python looks up operators in the class, without `__getattr__`. `then` refuses operators that are
+# not elementwise.
 def _operation(name: str) -> Callable[..., ChunkedLogits]:
     # Not `functools.partialmethod`: torch 2.14 fails to compile a model that uses one.
     return lambda logits, *args, **kwargs: logits.then(name, *args, **kwargs)
@@ -153,11 +154,11 @@ def _refused(what: str) -> ConfigError:
 
 
 def find_head(model: nn.Module) -> str:
-    """FQN of the Linear that computes the logits: the one that
-    ``model.get_output_embeddings()`` returns, or else the last Linear that is in no repeated block.
+    """Return the FQN of the Linear that computes the logits.
 
-    Raises `ConfigError` when there is none. Whether it really is the head shows in the first
-    forward of a `ChunkedHead`.
+    This is ``model.get_output_embeddings()``, or else the last Linear outside of the repeated
+    blocks. Raises `ConfigError` when the model has none. The first forward of a `ChunkedHead`
+    verifies the choice.
     """
     linear = {id(each): fqn_of(name) for name, each in model.named_modules() if _is_plain(each)}
     ask = getattr(model, "get_output_embeddings", lambda: None)
@@ -185,27 +186,29 @@ def _is_plain(module: nn.Module | None) -> bool:
 
 
 def _can_be_cut(value: Any, targets: Tensor) -> bool:
-    """Whether it is plain which part of ``value`` belongs to a part of ``targets``."""
+    """Return True if the part of ``value`` for a part of ``targets`` is known."""
     if isinstance(value, Tensor) and value.ndim > 0:
         return value.shape[:2] == targets.shape[:2]
     return isinstance(value, Tensor | bool | int | float | str | None)
 
 
 class ChunkedHead:
-    """Computes the summed cross-entropy of ``model`` in chunks of rows; see
-    [Note: a loss inside the head]. ::
+    """Summed cross-entropy of ``model`` in chunks of rows; see [Note: a loss inside the head]. ::
 
         model = parallelize(model, mesh, config, ...)
         head = ChunkedHead(model, chunk=1024)
-        loss = head.loss(targets, tokens)     # in the place of loss(model(tokens), targets)
+        loss = head.loss(targets, tokens)     # instead of loss(model(tokens), targets)
+
+    ``model(tokens)`` still returns logits.
 
     Args:
         model: plain, or after `parallel2d.parallelize`.
-        chunk: rows, that is tokens, of which logits exist at a time.
+        chunk: rows, that is tokens, with logits in memory at a time.
         name: FQN of the head; default: `find_head`.
         z_loss: as in `cross_entropy_sum`, while the model is in training mode.
 
-    ``model(tokens)`` returns logits as before. Raises `ConfigError` when there is no such head.
+    Raises:
+        ConfigError: ``name`` is not a plain Linear of ``model``.
     """
 
     def __init__(
@@ -220,12 +223,12 @@ class ChunkedHead:
         by_name = {fqn_of(path): each for path, each in model.named_modules()}
         head: Any = by_name.get(self.name)
         if not _is_plain(head):
-            raise ConfigError(f"{self.name} is no plain Linear of {class_name(model)}")
+            raise ConfigError(f"{self.name} is not a plain Linear of {class_name(model)}")
         self._head = head
-        # The head and the modules that contain it: those that may return its output.
+        # The head and the modules around it, which may return its output.
         self._around = {name: each for name, each in by_name.items() if head in each.modules()}
         self._forward = self._head.forward
-        # A method of this object, so that a deep copy of the model computes with its own head.
+        # A bound method, so that a deep copy of the model uses the copy's head.
         self._head.forward = self._compute
         self._operations: tuple[Operation, ...] | None = None  # after the head, once known
         self._targets: Tensor | None = None  # while the model computes a loss
@@ -234,10 +237,10 @@ class ChunkedHead:
         self._calls = 0
 
     def loss(self, targets: Tensor, *inputs: Any, **options: Any) -> Tensor:
-        """``cross_entropy_sum(model(*inputs, **options), targets)``, whose logits are never whole.
+        """Return ``cross_entropy_sum(model(*inputs, **options), targets)``, computed in chunks.
 
-        The first call is compared with the plain loss before; see `compare`. Raises RuntimeError
-        when the model does something else with its logits than at first.
+        The first call compares the result with the plain loss; see `compare`. Raises RuntimeError
+        if the model's operations on its logits differ from the first call.
         """
         if self._operations is None:
             self.compare(targets, *inputs, **options)
@@ -250,7 +253,7 @@ class ChunkedHead:
                 "the same numbers) in its first forward, which the loss in chunks repeats; set "
                 "train.loss_chunk=null"
             )
-        # Known operations make the head compute it.
+        # With known operations the head computes the loss.
         loss: Any = output.loss
         if loss.dtype.itemsize < 4:
             raise ConfigError(
@@ -261,12 +264,13 @@ class ChunkedHead:
         return loss
 
     def compare(self, targets: Tensor, *inputs: Any, **options: Any) -> None:
-        """Learns what the model does with its logits, and compares the loss with the plain one, on
-        the first tokens of the first sample (on all tokens where an input has not one entry for
-        each of them), in eval mode. Collective.
+        """Record the model's operations on its logits, and compare the loss with the plain loss.
 
-        Raises `ConfigError`, on every rank, when they differ: the model computes its loss from
-        something else than this head's output.
+        Runs in eval mode on the first tokens of the first sample, or on all tokens if an input does
+        not have one entry per token. Collective.
+
+        Raises `ConfigError` on every rank when the losses differ: the model then computes its loss
+        from something else than the output of this head.
         """
         first, options, like = self._first_tokens(targets, inputs, options)
         with undisturbed(self.model, targets.device):
@@ -278,37 +282,41 @@ class ChunkedHead:
             del output, logits
             self._operations = None
             self._operations = self._call(wanted, self.chunk, first, options).record.operations
-            # Of several chunks, the last one smaller.
+            # Several chunks, with a smaller last one.
             rows = min(self.chunk, max(1, wanted.numel() * 2 // 5))
             found: Any = self._call(wanted, rows, first, options).loss
         difference = (found - plain).abs().double() / plain.abs().double().clamp(min=1e-30)
         # NaN would compare as equal.
         difference = difference.nan_to_num(nan=torch.inf)
         if not bool(plain.isfinite()):
-            difference.zero_()  # the weights are broken; the step will say so
+            difference.zero_()  # the weights are broken; the training step reports it
         if dist.is_initialized():
             dist.all_reduce(difference, dist.ReduceOp.MAX)
         if difference.item() > loss_bound(dtype):
             raise ConfigError(
                 f"the loss in chunks (train.loss_chunk) differs from the plain loss by "
-                f"{difference.item():.1e} of it, and may by {loss_bound(dtype):.0e}: "
-                f"{class_name(self.model)} makes its logits otherwise than by {self.name} and "
+                f"{difference.item():.1e} of it, with a bound of {loss_bound(dtype):.0e}: "
+                f"{class_name(self.model)} does not compute its logits by {self.name} and "
                 f"{list(self._operations or ())}; set train.loss_chunk=null"
             )
 
     def record(self, targets: Tensor, *inputs: Any, **options: Any) -> None:
-        """Learns what the model does with its logits, without a comparison, for tensors without
-        values. Call it without gradients."""
+        """Record the operations without a comparison, for tensors without values.
+
+        Call it without gradients.
+        """
         self._operations = None
         self._operations = self._call(targets, self.chunk, inputs, options).record.operations
-        # Without a backward nothing else frees the parameters.
+        # Without backward nothing else frees the parameters.
         reshard(self.model)
 
     def _first_tokens(
         self, targets: Tensor, inputs: Sequence[Any], options: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any], Tensor]:
-        """Cut to the first tokens of the first sample, if all inputs have one entry for each
-        target. Otherwise whole: nobody knows what belongs to the first tokens of the others."""
+        """Cut the inputs to the first tokens of the first sample, if each has one entry per target.
+
+        Otherwise return them uncut, because the part for the first tokens is unknown.
+        """
         values = [*inputs, *options.values()]
         if targets.ndim < 2 or not all(_can_be_cut(value, targets) for value in values):
             return list(inputs), options, targets
@@ -331,12 +339,12 @@ class ChunkedHead:
         self, targets: Tensor, rows: int, inputs: Sequence[Any], options: dict[str, Any]
     ) -> ChunkedLogits:
         for name, module in self._around.items():
-            # They are called with the gradients of an output that is a tensor.
+            # Backward hooks receive the gradient of the output, which must be a tensor for that.
             if module._backward_hooks or module._backward_pre_hooks:
                 raise ConfigError(
                     f"train.loss_chunk: {name or class_name(module)} has a hook for its backward, "
-                    "which needs the gradient of its logits, and they are never whole; remove the "
-                    "hook, or set train.loss_chunk=null"
+                    "which needs the gradient of all logits, and they never exist at once; remove "
+                    "the hook, or set train.loss_chunk=null"
                 )
         apart: AbstractContextManager[None] = nullcontext()
         if self._axis is not None:
@@ -355,22 +363,22 @@ class ChunkedHead:
         output = getattr(output, "logits", output)
         if not isinstance(output, ChunkedLogits) or self._calls != 1:
             raise ConfigError(
-                f"train.loss_chunk: the output of {class_name(self.model)} is not what one call "
-                f"of {self.name} returned ({self._calls} calls, output {class_name(output)}), so "
+                f"train.loss_chunk: the output of {class_name(self.model)} is not the result of "
+                f"one call of {self.name} ({self._calls} calls, output {class_name(output)}), so "
                 "that its loss cannot be computed in chunks; set train.loss_chunk=null"
             )
         return output
 
-    # The result is no tensor, which a compiled graph cannot have: a model that is compiled as a
-    # whole is cut here.
+    # The result is not a tensor, which a compiled graph could not return: a model that is compiled
+    # as a whole gets a graph break here.
     @torch.compiler.disable
     def _compute(self, input: Tensor) -> Any:
-        """The forward of the head, with the argument's name in `nn.Linear.forward`."""
+        """Forward of the head, with the argument name of `nn.Linear.forward`."""
         targets = self._targets
         if targets is None or (self._axis is not None and self._axis.is_learning):
             return self._forward(input)
         self._calls += 1
-        # Read once: a parametrization computes its weight, and may count how often.
+        # Read once: a parametrization computes the weight on each access.
         weight = self._head.weight
         loss = None
         if self._operations is not None:

@@ -1,10 +1,10 @@
-"""Cross-entropy from what enters the last layer, without ever holding all of the logits:
+"""Cross-entropy from the input of the last layer, without all logits in memory:
 `cross_entropy_from_hidden`.
 
-[Note: gradients in forward] A chunk of rows has its logits, its loss and the gradients of its loss
-at once, and is dropped before the next one. So forward already has the gradients of ``hidden`` and
-``weight``; backward multiplies them by the gradient of the loss, one number. Computing the logits
-again in backward would need no less memory and a fourth matrix product.
+[Note: gradients in forward] Forward computes the logits, the loss and the gradients of one chunk of
+rows together, and drops the logits before the next chunk. After forward the gradients of ``hidden``
+and ``weight`` are known, and backward multiplies them by the gradient of the loss, which is one
+number. Recomputing the logits in backward would need as much memory and a fourth matrix product.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from parallel2d.parallel.weights.geometry import local_region
 
 Elementwise = Callable[[Tensor], Tensor]
 
-# What a model may do with its logits: operations on each element, by their names in torch.
+# Elementwise operations that a model may apply to its logits, by their names in torch.
 SYNONYMS = {
     "multiply": "mul", "__mul__": "mul", "__rmul__": "mul",
     "divide": "div", "true_divide": "div", "__truediv__": "div",
@@ -66,13 +66,13 @@ class Operation:
 
     @property
     def key(self) -> list[Any]:
-        """Equal for two of the same name and arguments; tensors, on a device, by identity."""
+        """Key, equal for operations of equal name and arguments; tensors compare by identity."""
         values = [self.name, *self.args, *chain.from_iterable(self.kwargs.items())]
         return [id(value) if isinstance(value, Tensor) else value for value in values]
 
 
 def apply_all(operations: Sequence[Operation], value: Tensor) -> Tensor:
-    """``value`` after ``operations``, one after the other."""
+    """Apply ``operations`` to ``value`` in order."""
     for operation in operations:
         value = operation(value)
     return value
@@ -89,25 +89,28 @@ def cross_entropy_from_hidden(
     after: Elementwise | None = None,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Summed cross-entropy of ``after(hidden @ weight.T + bias)`` over the targets that are not
-    -100; a scalar in fp32 (fp64 for fp64 inputs). Backward can run once and without
-    ``create_graph``. Under ``torch.compile`` this is a graph break.
+    """Return the summed cross-entropy of ``after(hidden @ weight.T + bias)``.
+
+    The sum is over the targets that are not -100: a scalar in fp32 (fp64 for fp64 inputs). Backward
+    can run once and without ``create_graph``. Under ``torch.compile`` this function is a graph
+    break. The weight must be unsharded, or split over the tensor axis only: call this inside the
+    forward of a sharded model.
 
     Args:
-        hidden: [..., dim], what enters the last layer. With a split ``weight`` a DTensor that is
-            whole on every rank of the tensor axis.
+        hidden: [..., dim], the input of the last layer. With a split ``weight`` a DTensor that is
+            replicated over the tensor axis.
         weight: [vocab, dim], or a DTensor on the tensor axis that is split by rows.
         targets: int64 [...] or flat.
-        chunk: rows, that is tokens, of which logits exist at a time.
-        bias: [vocab], split as ``weight``.
-        after: what the model does with the logits before its loss, element by element, such as a
-            soft cap. It must not depend on tensors that are trained.
-        z_loss: times the squared log-sum-exp of each valid token's logits is added to the sum
-            (PaLM, Chowdhery et al. 2022).
+        chunk: rows, that is tokens, with logits in memory at a time.
+        bias: [vocab], split like ``weight``.
+        after: elementwise function of the logits before the loss, such as a soft cap. It must not
+            depend on trained tensors.
+        z_loss: weight of the squared log-sum-exp of each valid token's logits in the sum (PaLM,
+            Chowdhery et al. 2022).
 
-    Raises `ConfigError` for shapes and placements that do not fit, and RuntimeError for a target
-    that has no logit. Called where the weight is whole, or split over the tensor axis alone: for a
-    sharded model inside its forward.
+    Raises:
+        ConfigError: shapes or placements do not match.
+        RuntimeError: a target has no logit.
     """
     _check(hidden, weight, targets, chunk)
     check_targets(targets, weight.shape[0])
@@ -121,7 +124,7 @@ def cross_entropy_from_hidden(
     first = 0
     if isinstance(weight, DTensor):
         group, first = weight.device_mesh.get_group(), local_region(weight).offsets[0]
-        # Each rank has the part of the gradient that its columns give.
+        # Each rank computes the gradient of its own columns, a partial sum.
         assert isinstance(hidden, DTensor)
         hidden = hidden.to_local(grad_placements=[Partial()])
         weight = weight.to_local()
@@ -137,9 +140,11 @@ def cross_entropy_from_hidden(
 
 
 def targets_like(targets: Tensor, logits: Tensor) -> Tensor:
-    """Targets in the shape of ``targets`` from all parts of the vocabulary of ``logits``, some of
-    them ignored, to compare two losses with: those of a batch may all be ignored. Raises
-    `ConfigError` where the shapes do not fit."""
+    """Return targets in the shape of ``targets``, spread over the vocabulary of ``logits``.
+
+    For a comparison of two losses, since the targets of a batch may all be ignored; here some are.
+    Raises `ConfigError` if the shapes do not match.
+    """
     if tuple(targets.shape) not in (tuple(logits.shape[:-1]), (logits.shape[:-1].numel(),)):
         raise ConfigError(
             f"the model has logits of shape {tuple(logits.shape)} for targets of shape "
@@ -152,7 +157,7 @@ def targets_like(targets: Tensor, logits: Tensor) -> Tensor:
 
 
 def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor`` as a Linear under autocast takes it, which leaves fp64 as it is."""
+    """Cast ``tensor`` like a Linear under autocast, which does not cast fp64."""
     if tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype)
@@ -161,7 +166,7 @@ def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _check(hidden: Any, weight: Any, targets: Any, chunk: Any) -> None:
     where = "cross_entropy_from_hidden"
     if not isinstance(weight, Tensor):
-        raise ConfigError(f"{where}: weight is a {type(weight).__name__}, no tensor")
+        raise ConfigError(f"{where}: weight is a {type(weight).__name__}, not a tensor")
     check_shapes(where, "hidden", hidden, targets)
     if not isinstance(chunk, int) or chunk < 1:
         raise ConfigError(f"{where}: chunk={chunk} must be a whole number of rows, at least 1")
@@ -175,26 +180,25 @@ def _check(hidden: Any, weight: Any, targets: Any, chunk: Any) -> None:
     if placements not in ([(), ()], [(Replicate(),), (Shard(0),)]):
         raise ConfigError(
             f"{where}: hidden is {placements[0] or 'plain'} and weight {placements[1] or 'plain'}; "
-            "the weight must be plain, or split by rows over the tensor axis alone with hidden "
-            "whole on each of its ranks. A sharded weight is gathered only inside the forward of "
-            "its model"
+            "the weight must be plain, or split by rows over only the tensor axis with hidden "
+            "replicated over it. A sharded weight is unsharded only inside the forward of its model"
         )
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """What is no input of the graph."""
+    """Arguments that are not part of the autograd graph."""
 
     chunk: int
     after: Elementwise | None
     z_loss: float
-    group: dist.ProcessGroup | None  # the ranks that hold the other columns; None: there are none
+    group: dist.ProcessGroup | None  # ranks with the other columns; None: this rank has all
     first: int  # number of this rank's first column
     with_grad: bool
 
 
 class _Gradients:
-    """Sums over the chunks, of rounded numbers in fp32 at least; None where none is wanted."""
+    """Gradient sums over the chunks, in fp32 at least; None where no gradient is needed."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, wanted: tuple[bool, ...]) -> None:
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -203,7 +207,7 @@ class _Gradients:
         self.bias = hidden.new_zeros(len(weight), dtype=wide) if wanted[2] else None
 
     def add(self, rows: slice, gradient: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """``gradient``: of the logits of these ``rows``; ``hidden``: the same rows."""
+        """Add the products of ``gradient``, of the logits of these ``rows``, with ``hidden``."""
         if self.hidden is not None:
             torch.mm(gradient, weight, out=self.hidden[rows])
         if self.weight is not None and self.weight.dtype == gradient.dtype:
@@ -227,11 +231,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         settings: _Settings,
     ) -> Tensor:
-        # `needs_input_grad` does not say whether gradients are recorded at all.
+        # `needs_input_grad` is also True under no_grad.
         wanted = tuple(needs and settings.with_grad for needs in ctx.needs_input_grad[:3])
         gradients = _Gradients(hidden, weight, wanted)
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        # Without rows one empty chunk is computed, so that the gradients are zeros.
+        # Without rows, one empty chunk is computed so that the gradients are zeros.
         for start in range(0, max(len(targets), 1), settings.chunk):
             rows = slice(start, start + settings.chunk)
             loss, gradient = _of_chunk(
@@ -240,7 +244,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total += loss
             if gradient is not None:
                 gradients.add(rows, gradient, hidden[rows], weight)
-            # Before the next chunk has its logits.
+            # Free it before the next chunk allocates its logits.
             del gradient
         ctx.gradients = gradients
         ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
@@ -249,11 +253,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         gradients, (scale,) = ctx.gradients, grad_outputs
-        # Autograd would take the gradients of forward for constants.
+        # Autograd would treat the gradients of forward as constants.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "the gradients of cross_entropy_from_hidden cannot be differentiated again "
-                "(create_graph=True): compute this loss from whole logits"
+                "(create_graph=True): compute this loss by cross_entropy_sum"
             )
         if gradients is None:
             raise RuntimeError(
@@ -279,7 +283,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _of_chunk(
     logits: Tensor, targets: Tensor, settings: _Settings, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The summed loss of these rows, and if wanted its gradient, perhaps in place of ``logits``."""
+    """Return the summed loss of these rows, and its gradient, which may reuse ``logits``."""
     raw, output = logits, logits
     if settings.after is not None:
         raw = logits.requires_grad_(with_gradient)
@@ -288,15 +292,15 @@ def _of_chunk(
     values = output.detach()
     places = Places.of(targets, settings.group, settings.first, values.shape[1])
     log_sum, picked = sums_of_rows(values, places, settings.group)
-    # Shorter with `loss_chunks`.
+    # Under `loss_chunks` fewer rows were computed.
     places = places.at(slice(len(log_sum)))
     summed = sum_of_valid(log_sum, picked, places, settings.z_loss)
     if not with_gradient:
         return summed, None
-    # A graph of `after` may need what it returned.
+    # The graph of `after` may need its output.
     gradient = values if settings.after is None else torch.empty_like(values)
-    # A few rows at once: in fp32 a whole chunk would take more memory than its logits, and on CPU
-    # fresh memory takes longer than the arithmetic.
+    # A few rows at a time: in fp32 a whole chunk would need more memory than its logits, and on CPU
+    # an allocation takes longer than the arithmetic.
     for rows in row_pieces(values):
         part = gradient_of_rows(values[rows], places.at(rows), log_sum[rows], settings.z_loss)
         gradient[rows] = part

@@ -1,10 +1,11 @@
-"""The loss, and the scaling that makes it and its gradient independent of the layout.
+"""The loss, and the scaling that makes the loss and its gradient independent of the layout.
 
 [Note: the mean over valid tokens] The loss of a global batch is the sum over its valid tokens
-divided by their number, however unevenly they fall on ranks and micro-batches; a mean of rank means
-is something else. Each rank backpropagates its summed loss times `token_weight` = data ranks /
-valid tokens of the global batch. Sharding averages gradients over the data ranks, which cancels the
-numerator, so that what remains is exactly the gradient of the global mean.
+divided by their number, for any distribution of these tokens over ranks and micro-batches; a mean
+of rank means would differ. Each rank backpropagates its summed loss times `token_weight`, which is
+the number of data ranks divided by the valid tokens of the global batch. FSDP averages gradients
+over the data ranks, which cancels the numerator. The result is exactly the gradient of the global
+mean.
 """
 
 from __future__ import annotations
@@ -23,25 +24,31 @@ from torch.distributed.tensor import DTensor
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh import live_data_ranks, sum_over_data_ranks
 
-IGNORED = -100  # a target that is not a valid token, as in torch's cross_entropy
-_CHUNK_ELEMENTS = 2**22  # of logits turned to fp32 at once
-_FIRST_ALONE = False  # see `loss_chunks`
+IGNORED = -100  # target of a token that is not valid, as in torch's cross_entropy
+# Set by `loss_chunks`; None: `chunk_elements`.
+_elements: int | None = None
+_first_alone = False
 
 
 def loss_bound(dtype: torch.dtype) -> float:
-    """How much, relatively, one loss may differ that is computed in two ways in ``dtype``."""
+    """Return the allowed relative difference of two computations of one loss in ``dtype``."""
     return {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 1e-2)
 
 
 def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
-    """The factor by which a rank multiplies its summed loss before ``backward``; see
-    [Note: the mean over valid tokens].
+    """Return the factor of a rank's summed loss before ``backward``. Collective over data ranks.
 
-    ``valid_tokens``: those of this rank in the whole global batch (all of its micro-batches).
-    Collective over the data ranks. Returns an fp64 scalar tensor on the mesh's device; zero when no
-    rank has a valid token. Raises `ConfigError` for a negative number.
+    See [Note: the mean over valid tokens]. The factor is an fp64 scalar tensor on the mesh's
+    device; zero when no rank has a valid token.
+
+    Args:
+        valid_tokens: number on this rank in the whole global batch (all of its micro-batches).
+        mesh: the mesh of the model.
+
+    Raises:
+        ConfigError: the number is negative.
     """
-    # A tensor may be on a device, and reading it would wait for that.
+    # Only for an int: reading a tensor on a device would wait for the device.
     if isinstance(valid_tokens, int) and valid_tokens < 0:
         raise ConfigError(f"token_weight({valid_tokens}): a number of tokens is at least 0")
     total = torch.zeros((), dtype=torch.float64, device=mesh.device_type).add_(valid_tokens)
@@ -50,19 +57,25 @@ def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def cross_entropy_sum(logits: Any, targets: Tensor, z_loss: float = 0.0) -> Tensor:
-    """Sums cross-entropy over targets that are not `IGNORED`: fp32 scalar (fp64 for fp64 logits).
+    """Sum cross-entropy over targets that are not `IGNORED`: fp32 scalar (fp64 for fp64 logits).
 
-    ``logits``: [..., vocab], a tensor, or a DTensor split over its last dim as tensor parallelism
-    leaves it, or a model output with an attribute ``logits``; ``targets``: int64 [...];
-    ``z_loss``: times the squared log-sum-exp of each valid token's logits is added to the sum,
-    which keeps logits from drifting (PaLM, Chowdhery et al. 2022, with 1e-4). Only one chunk is
-    ever held in full precision. Raises `ConfigError` for shapes that do not match, and RuntimeError
-    for a target that has no logit.
+    Only one chunk of logits is in full precision at a time.
+
+    Args:
+        logits: [..., vocab]: a tensor, a DTensor that tensor parallelism has split over the last
+            dim, or a model output with an attribute ``logits``.
+        targets: int64 [...].
+        z_loss: weight of the squared log-sum-exp of each valid token's logits in the sum. It keeps
+            logits from drifting (PaLM, Chowdhery et al. 2022, with 1e-4).
+
+    Raises:
+        ConfigError: shapes do not match.
+        RuntimeError: a target has no logit.
     """
     logits = getattr(logits, "logits", logits)
     check_shapes("cross_entropy_sum", "logits", logits, targets)
     check_targets(targets, logits.shape[-1])
-    # Split over another dim than the vocabulary, or not at all: every rank computes the whole.
+    # Replicated, or split over another dim than the vocabulary: every rank computes the whole loss.
     if isinstance(logits, DTensor) and not logits.placements[0].is_shard(logits.ndim - 1):
         logits = logits.full_tensor()
     group, first = None, 0
@@ -75,13 +88,15 @@ def cross_entropy_sum(logits: Any, targets: Tensor, z_loss: float = 0.0) -> Tens
 
 
 def check_shapes(where: str, what: str, values: Any, targets: Any) -> None:
-    """Raises `ConfigError`, from ``where``, unless ``values``, called ``what``, and ``targets`` are
-    tensors, with one target for each row."""
+    """Raise `ConfigError` unless ``values`` and ``targets`` are tensors with one target per row.
+
+    ``where`` and ``what`` name the caller and ``values`` in the message.
+    """
     for name, value in ((what, values), ("targets", targets)):
         if not isinstance(value, Tensor):
-            raise ConfigError(f"{where}: {name} is a {type(value).__name__}, no tensor")
+            raise ConfigError(f"{where}: {name} is a {type(value).__name__}, not a tensor")
     wanted = tuple(values.shape[:-1])
-    # Flat targets are taken as well.
+    # Flat targets are allowed too.
     if tuple(targets.shape) not in (wanted, (math.prod(wanted),)):
         raise ConfigError(
             f"{where}: {what} of shape {tuple(values.shape)} need one target for each of {wanted}, "
@@ -90,11 +105,13 @@ def check_shapes(where: str, what: str, values: Any, targets: Any) -> None:
 
 
 def check_targets(targets: Tensor, columns: int) -> None:
-    """Raises `ConfigError` for targets that are no token numbers, and RuntimeError for one without
-    a logit; on GPU without waiting for the device."""
+    """Raise for targets that are not token ids (`ConfigError`) or have no logit (RuntimeError).
+
+    On GPU the check does not wait for the device.
+    """
     if targets.dtype not in (torch.int64, torch.int32):
         raise ConfigError(f"targets are token numbers in int64 or int32, got {targets.dtype}")
-    # `_assert_async` has kernels for these two devices alone.
+    # `_assert_async` has kernels for these two devices only.
     if targets.device.type not in ("cpu", "cuda") or torch.compiler.is_compiling():
         return
     known = (targets.clamp(0, columns - 1) == targets) | (targets == IGNORED)
@@ -107,7 +124,7 @@ def check_targets(targets: Tensor, columns: int) -> None:
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """Cross-entropy where this rank may hold columns from ``first`` on (Shoeybi et al. 2019)."""
+    """Cross-entropy of a rank that may hold columns from ``first`` on (Shoeybi et al. 2019)."""
 
     @staticmethod
     def forward(
@@ -120,7 +137,7 @@ class _CrossEntropySum(torch.autograd.Function):
     ) -> Tensor:
         places = Places.of(targets, group, first, logits.shape[1])
         log_sum, picked = sums_of_rows(logits, places, group)
-        # Shorter with `loss_chunks`.
+        # Under `loss_chunks` fewer rows were computed.
         places = places.at(slice(len(log_sum)))
         ctx.save_for_backward(logits, log_sum, *places)
         ctx.z_loss = z_loss
@@ -138,27 +155,29 @@ class _CrossEntropySum(torch.autograd.Function):
         for rows in pieces:
             part = gradient_of_rows(logits[rows], places.at(rows), log_sum[rows], ctx.z_loss)
             gradient[rows] = part.mul_(scale)
-            # Before the next one is there.
+            # Free it before the next piece is allocated.
             del part
         return gradient, None, None, None, None
 
 
 class Places(NamedTuple):
-    """The targets of rows among the columns of this rank."""
+    """Positions of the targets among this rank's columns."""
 
-    # [n]: the row has a valid target
+    # [n]: True if the target of the row is valid
     valid: Tensor
-    # [n]: its target is among the columns
+    # [n]: True if the target is among this rank's columns
     own: Tensor
-    # [n, 1]: the column of its target; any where the target is not among them
+    # [n, 1]: column of the target; arbitrary if it is not among this rank's columns
     column: Tensor
 
     @classmethod
     def of(
         cls, targets: Tensor, group: dist.ProcessGroup | None, first: int, columns: int
     ) -> Places:
-        """Find the targets of ``columns`` columns from ``first`` on. ``group``: of the ranks that
-        have the other columns; None: there are none."""
+        """Locate the targets among ``columns`` columns from ``first`` on.
+
+        ``group``: the ranks with the other columns; None: this rank has all columns.
+        """
         valid = targets != IGNORED
         own = valid
         if group is not None:
@@ -173,16 +192,14 @@ class Places(NamedTuple):
 def sums_of_rows(
     logits: Tensor, places: Places, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp of each row and the logit of its target, if that is valid, in fp32 at least.
-
-    ``group``: of the ranks that have the other columns; None: there are none. Collective over it.
-    """
+    """Return the log-sum-exp and the target's logit of each row, in fp32 at least. ``group``: the
+    ranks with the other columns; None: this rank has all columns. Collective over ``group``."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     sums_of_pieces = [logits[rows].to(dtype).logsumexp(1) for rows in row_pieces(logits)]
     log_sum = sums_of_pieces[0] if len(sums_of_pieces) == 1 else torch.cat(sums_of_pieces)
-    # Fewer rows with `loss_chunks`
+    # Under `loss_chunks` fewer rows were computed.
     logits, places = logits[: len(log_sum)], places.at(slice(len(log_sum)))
-    # A rank may have no columns, from which nothing can be gathered.
+    # A rank may have no columns, and `gather` needs one.
     if not logits.shape[1]:
         value = torch.zeros_like(log_sum)
     else:
@@ -190,7 +207,7 @@ def sums_of_rows(
     if group is None:
         return log_sum, value
     value = torch.where(places.own, value, 0)
-    # The log-sum-exp over all ranks' columns, and the logit that one rank has picked.
+    # The log-sum-exp over the columns of all ranks, and the logit from the rank that has it.
     largest = log_sum.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     sums = torch.stack(((log_sum - largest).exp(), value))
@@ -199,8 +216,8 @@ def sums_of_rows(
 
 
 def gradient_of_rows(logits: Tensor, places: Places, log_sum: Tensor, z_loss: float) -> Tensor:
-    """The gradient of the summed loss of a few rows, in fp32 at least, from `sums_of_rows`."""
-    # That of a logit is its softmax, minus 1 for the target's logit; that of ignored rows is 0.
+    """Return the gradient of the summed loss of a few rows, in fp32 at least."""
+    # The gradient of a logit is its softmax, minus 1 at the target; it is 0 in ignored rows.
     shift = torch.where(places.valid, log_sum, torch.inf)[:, None]
     gradient = (logits - shift).exp_()
     if z_loss:
@@ -212,30 +229,45 @@ def gradient_of_rows(logits: Tensor, places: Places, log_sum: Tensor, z_loss: fl
 
 
 def sum_of_valid(log_sum: Tensor, picked: Tensor, places: Places, z_loss: float) -> Tensor:
-    """The summed loss of the rows with a valid target, from their log-sum-exp and its logit."""
+    """Return the summed loss of the rows with valid targets, from `sums_of_rows`."""
     loss = log_sum - picked
-    # Not with a factor of 0: the square of a large number is infinite.
+    # Skipped for 0: the square of a large number is infinite, and 0 times infinity is NaN.
     if z_loss:
         loss = loss + z_loss * log_sum.square()
     return torch.where(places.valid, loss, 0).sum()
 
 
 @contextmanager
-def loss_chunks(elements: int = _CHUNK_ELEMENTS, *, first_alone: bool = False) -> Iterator[None]:
-    """For steps on tensors without storage, which fewer operators make faster: inside,
-    `cross_entropy_sum` turns ``elements`` logits to fp32 at once, and with ``first_alone`` no
-    others after the first of them, since all chunks take the same memory."""
-    global _CHUNK_ELEMENTS, _FIRST_ALONE
-    before = _CHUNK_ELEMENTS, _FIRST_ALONE
-    _CHUNK_ELEMENTS, _FIRST_ALONE = elements, first_alone
+def loss_chunks(elements: int, *, first_alone: bool = False) -> Iterator[None]:
+    """Change the chunks of `cross_entropy_sum` inside, for steps on tensors without storage.
+
+    Fewer operators make these steps faster.
+
+    Args:
+        elements: logits that are converted to fp32 at a time.
+        first_alone: compute only the first chunk, since all chunks use the same memory.
+    """
+    global _elements, _first_alone
+    before = _elements, _first_alone
+    _elements, _first_alone = elements, first_alone
     try:
         yield
     finally:
-        _CHUNK_ELEMENTS, _FIRST_ALONE = before
+        _elements, _first_alone = before
+
+
+def chunk_elements(device_type: str) -> int:
+    """Return the number of logits that are converted to fp32 at a time.
+
+    They take 16 MiB on a CPU, so that a chunk stays in the cache, and 512 MiB on a GPU, because
+    each chunk costs about 16 kernel launches.
+    """
+    return 2**22 if device_type == "cpu" else 2**27
 
 
 def row_pieces(values: Tensor) -> list[slice]:
-    """The rows of a matrix, in parts of about `_CHUNK_ELEMENTS` elements; at least one part."""
-    step = max(1, _CHUNK_ELEMENTS // max(values.shape[1], 1))
+    """Split the rows of a matrix into parts of about `chunk_elements` elements; at least one."""
+    elements = _elements or chunk_elements(values.device.type)
+    step = max(1, elements // max(values.shape[1], 1))
     starts = range(0, max(len(values), 1), step)
-    return [slice(start, start + step) for start in (starts[:1] if _FIRST_ALONE else starts)]
+    return [slice(start, start + step) for start in (starts[:1] if _first_alone else starts)]

@@ -1,8 +1,8 @@
-"""Builds the device mesh of a job: start at `build_mesh`; its sizes are those of `mesh_sizes`.
+"""The device mesh of a job: `build_mesh`. `mesh_sizes` resolves its sizes.
 
 [Note: parameters and context ranks] Ranks of the ``context`` axis hold parts of the same sequences,
-so they are no data ranks, and parameters are sharded over ``shard`` and ``context`` together. Where
-parameters alone matter, the two are one axis, ``shard``, of the mesh that `sharding_mesh` returns.
+so they are not data ranks, and parameters are sharded over ``shard`` and ``context`` together. For
+parameters the two axes are therefore one axis, ``shard``, of the mesh that `sharding_mesh` returns.
 """
 
 from __future__ import annotations
@@ -37,13 +37,20 @@ def build_mesh(
     allow_cross_node: bool = False,
     device_type: str | None = None,
 ) -> DeviceMesh:
-    """The job's `DeviceMesh`: axes ``replicate``, ``shard`` and, when larger than one, ``context``
-    and ``tensor``.
+    """Build the job's `DeviceMesh`. Collective, after ``init_process_group``.
 
-    Collective, after ``init_process_group``. Without ``topology`` the ranks are asked for it.
+    The axes are ``replicate`` and ``shard`` and, if larger than one, ``context`` and ``tensor``.
 
-    Raises `ConfigError` for sizes that do not fill the world or that put a group on the slow link
-    by accident, and for another strategy than those of `config.STRATEGIES`.
+    Args:
+        spec: requested sizes of the axes; default: all ``auto``.
+        strategy: name or configuration of the strategy, which resolves ``auto`` sizes.
+        topology: the host of each rank. None: the ranks exchange their hosts.
+        allow_cross_node: True to allow shard, context and tensor groups on the slow link.
+        device_type: default: the machine's accelerator, or cpu.
+
+    Raises:
+        ConfigError: the sizes do not fill the world, they put a group on the slow link by accident,
+            or the strategy is not one of `config.STRATEGIES`.
     """
     if not isinstance(spec, MeshSpec | MeshConfig | None):
         raise ConfigError(
@@ -63,19 +70,21 @@ def build_mesh(
 def place_mesh(
     shape: MeshShape, topology: Topology, allow_cross_node: bool, device_type: str | None = None
 ) -> DeviceMesh:
-    """Build the mesh of `build_mesh` from sizes that are resolved already. Collective."""
+    """Build the mesh of `build_mesh` from resolved sizes. Collective."""
     ranks = shape.place(topology)
     for line in [*shape.notes, *check_placement(ranks, topology, allow_cross_node)]:
         if dist.get_rank() == 0:
             log.info("%s", line)
     device_type = device_type or accelerator_type()
     replicas = current()
-    # From now on these replicas may be lost one by one.
+    # From here on each of these replicas may fail without the others.
     if replicas is not None and shape.replicate > 1:
         replicas.divide(ranks.reshape(shape.replicate, -1).tolist(), topology.hosts)
     elif replicas is not None:
-        init_plain_world(replicas)  # torch takes the world for groups of all ranks
+        init_plain_world(replicas)  # torch then uses the world for groups of all ranks
     mesh = _mesh_of(device_type, ranks, shape)
+    # New process groups are collective over the world. They are created here, where all ranks take
+    # part, because a first use may come later on some ranks, or in another order.
     if shape.context > 1:
         sharding_mesh(mesh)
         group_of(mesh, "context")
@@ -91,13 +100,13 @@ def _mesh_of(device_type: str, ranks: torch.Tensor, shape: MeshShape) -> DeviceM
     return mesh
 
 
-# An attribute of a mesh with a context axis
+# Attribute of a mesh with a context axis
 _SHARDING = "_parallel2d_sharding_mesh"
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh over which parameters lie: ``mesh``, or one on which ``shard`` and ``context`` are
-    one axis, ``shard``; see [Note: parameters and context ranks]. Collective on the first call."""
+    """Return the mesh of parameters. Collective on the first call. This is ``mesh``, or a mesh with
+    ``shard`` and ``context`` as one axis, ``shard``; see [Note: parameters and context ranks]."""
     shape = mesh_shape(mesh)
     if shape.context == 1:
         return mesh
@@ -108,19 +117,23 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 @functools.cache
 def _release_groups_at_exit() -> None:
-    """A thread of gloo that frees a tensor while Python ends kills the process with SIGABRT, after
-    all of its work. So groups that were destroyed end their threads before."""
+    """End the threads of destroyed gloo groups before Python exits.
+
+    A gloo thread that frees a tensor while Python exits kills the process with SIGABRT.
+    """
     atexit.register(release_groups)
 
 
-# Another one
+# Attribute of a mesh with a context axis
 _CONTEXT = "_parallel2d_context_group"
 
 
 def group_of(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
-    """The process group of ``axis``; of ``shard`` the ranks over which parameters lie. That of
-    ``context`` is never one of the mesh, whose groups of equal ranks may be one and the same: the
-    first call is collective over the world."""
+    """Return the process group of ``axis``; for ``shard``, the ranks that share parameters.
+
+    The group of ``context`` is always a separate group, because torch may use one group for axes of
+    equal ranks. Its first call is collective over the world.
+    """
     if axis != "context":
         return sharding_mesh(mesh).get_group(axis)
     if mesh.size() != dist.get_world_size():
@@ -138,26 +151,28 @@ _axis_groups: list[weakref.ref[dist.ProcessGroup]] = []
 
 
 def axes_of_groups(mesh: DeviceMesh) -> dict[dist.ProcessGroup, str]:
-    """The axis of ``mesh`` to which each process group belongs: its own groups, and all others of
-    this package over the same ranks, because an engine has groups of its own, and `DTensor` takes
-    those of an earlier mesh that is equal to this one."""
+    """Map process groups to the axes of ``mesh``.
+
+    The result has the mesh's own groups, and all other groups of this package over the same ranks:
+    an engine has separate groups, and `DTensor` uses the groups of an earlier mesh that is equal to
+    this mesh.
+    """
     found = {group_of(mesh, axis): axis for axis in axis_names(mesh)}
     by_ranks: dict[tuple[int, ...], str] = {}
     for group, axis in found.items():
-        # Of axes with equal ranks the first shards the parameters.
+        # Of axes with equal ranks the first one shards the parameters.
         by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), axis)
     for group in filter(None, [reference() for reference in _axis_groups]):
-        with contextlib.suppress(KeyError):  # torch has destroyed it, or its ranks are others
+        with contextlib.suppress(KeyError):  # torch has destroyed the group, or its ranks differ
             found.setdefault(group, by_ranks[tuple(dist.get_process_group_ranks(group))])
     return found
 
 
 def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
-    """Give ``group``, of a mesh axis, the timeout of the world's group; torch gives new groups its
-    own default."""
+    """Set the timeout of the world's group on ``group``; torch would use its own default."""
     _axis_groups.append(weakref.ref(group, _axis_groups.remove))
     if current() is not None:
-        return  # all groups of that world have one
+        return  # all groups of an elastic world share one timeout
     default = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
     # torch's fake backend has no options: it never waits.
     options = getattr(default, "options", None)
@@ -166,38 +181,38 @@ def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
 
 
 def has_cpu_backend() -> bool:
-    """Whether the default process group can send CPU tensors."""
+    """Return True if the default process group can send CPU tensors."""
     return torch.device("cpu") in dist.distributed_c10d._get_default_group()._device_types
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Names of the axes, outermost first; empty for a mesh that was made without names."""
+    """Return the names of the axes, outermost first; empty for a mesh without names."""
     return mesh.mesh_dim_names or ()
 
 
 def axis_positions(mesh: DeviceMesh) -> dict[str, int]:
-    """This rank's position along each named axis, outermost first."""
-    # torch gives None for a rank outside of the mesh.
+    """Return this rank's position along each named axis, outermost first."""
+    # torch returns None for a rank outside of the mesh.
     return dict(zip(axis_names(mesh), mesh.get_coordinate() or (), strict=True))
 
 
 def mesh_shape(mesh: DeviceMesh) -> MeshShape:
-    """The sizes of a mesh, 1 of an absent axis. Raises `ConfigError` for other names than ours."""
+    """Return the sizes of ``mesh``, 1 for an absent axis. Raise `ConfigError` for other names."""
     names = axis_names(mesh)
     in_order = sorted(set(AXES).intersection(names), key=AXES.index)
     if not names or list(names) != in_order:
         raise ConfigError(
             f"the mesh must name its axes {', '.join(AXES)} in this order, got {names}"
         )
-    # mesh[name].size() would make a mesh for every axis, a millisecond each.
+    # mesh[name].size() would build a mesh for every axis, a millisecond each.
     return MeshShape.from_sizes(dict(zip(names, mesh.shape, strict=True)))
 
 
 def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Sums ``value`` (floating point) in place over the replicate and shard axes. Collective.
+    """Sum ``value`` (floating point) in place over the replicate and shard axes. Collective.
 
-    Context and tensor ranks hold copies, not parts. When the mesh is the whole world, as it nearly
-    always is, one all-reduce does and the copies are divided out.
+    Context and tensor ranks hold equal values, not parts. If the mesh is the whole world, as in
+    nearly all jobs, one all-reduce suffices and the duplicates are divided out.
     """
     shape = mesh_shape(mesh)
     if mesh.size() == dist.get_world_size():
@@ -212,25 +227,28 @@ def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def live_data_ranks(mesh: DeviceMesh) -> int:
-    """The data ranks that are there: all, less those of lost replicas."""
+    """Return the number of live data ranks: without the ranks of failed replicas."""
     shape = mesh_shape(mesh)
     return shape.data_ranks - absent_ranks() * shape.data_ranks // shape.world_size
 
 
 def without_replicas(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes of this rank's replica: ``shard``, and ``tensor`` where the mesh has it."""
+    """Return the axes of this rank's replica: ``shard``, and ``tensor`` if the mesh has it."""
     names = tuple(axis for axis in axis_names(mesh) if axis != "replicate")
     return mesh[names]
 
 
 def ranks_of(mesh: DeviceMesh) -> torch.Tensor:
-    """int64 [replicate, shard, context, tensor] of the ranks of ``mesh``."""
+    """Return the ranks of ``mesh`` as int64 [replicate, shard, context, tensor]."""
     return mesh.mesh.reshape(tuple(mesh_shape(mesh).sizes.values()))
 
 
 def route_in_replica(mesh: DeviceMesh) -> list[tuple[int, dist.ProcessGroup]]:
-    """(source, group) of the broadcasts by which the first rank of a replica reaches this one: over
-    the shard axis, then over the tensor axis. ``mesh``: a `sharding_mesh`."""
+    """Return the route of a broadcast from the first rank of a replica to this rank.
+
+    (source, group) of the hop over the shard axis, then of the hop over the tensor axis. ``mesh``:
+    a `sharding_mesh`.
+    """
     own = ranks_of(mesh)[axis_positions(mesh).get("replicate", 0), :, 0]
     shard, tensor = (own == dist.get_rank()).nonzero()[0].tolist()
     route = []
@@ -242,7 +260,7 @@ def route_in_replica(mesh: DeviceMesh) -> list[tuple[int, dist.ProcessGroup]]:
 
 
 def data_coordinate(mesh: DeviceMesh) -> int:
-    """This rank's number among the data ranks, equal for all context and tensor ranks of one."""
+    """Return this rank's number among the data ranks; context and tensor ranks share one."""
     shape = mesh_shape(mesh)
     at = axis_positions(mesh)
     return at.get("replicate", 0) * shape.shard + at.get("shard", 0)

@@ -1,8 +1,7 @@
-"""Sizes of the mesh axes, and which ranks they put together, before there is a mesh.
+"""Sizes of the mesh axes and their placement on hosts, before a mesh exists.
 
-`MeshSpec` holds the sizes that were asked for, `MeshShape` those that fit the ranks. A mesh that
-puts a shard, context or tensor group on the slow link although it would fit inside a host is
-refused (`check_placement`).
+`MeshSpec` holds the requested sizes, `MeshShape` the resolved sizes. `check_placement` refuses a
+mesh with a shard, context or tensor group on the slow link if the group would fit inside a host.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ from parallel2d.base.topology import Topology
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """Sizes of the axes; ``auto`` is resolved by `resolve` against a topology and a strategy.
+    """Requested sizes of the axes; `resolve` resolves ``auto`` for a topology and a strategy.
 
-    ``tensor`` and ``context`` are 1. ``ddp`` replicates over the other ranks, ``zero2`` and
-    ``zero3`` shard over them. Hybrids shard over those of a node (of uneven hosts the largest
-    number that divides every one's); on a single host they make the fewest replicas above one.
+    ``tensor`` and ``context`` resolve to 1. ``ddp`` replicates over the other ranks, and ``zero2``
+    and ``zero3`` shard over them. Hybrids shard over the ranks of a node, or with uneven hosts over
+    the greatest common divisor of their sizes. On a single host they make the smallest number of
+    replicas above one.
     """
 
     replicate: int | str = "auto"
@@ -41,7 +41,7 @@ class MeshSpec:
         return cls(**{axis: getattr(config, axis) for axis in AXES})
 
     def resolve(self, strategy: StrategyConfig | str, topology: Topology) -> MeshShape:
-        """All sizes, and notes on what was decided. Raises `ConfigError` for impossible ones."""
+        """Return all sizes, with notes on decisions. Raise `ConfigError` for impossible sizes."""
         strategy = named_strategy(strategy)
         for axis in AXES:
             size = getattr(self, axis)
@@ -50,7 +50,7 @@ class MeshSpec:
                     f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
                 )
         world = topology.world_size
-        # The axes whose ranks share their data
+        # Axes of ranks that share their data
         inner = MeshShape(1, 1, _size_or(self.tensor, 1), context=_size_or(self.context, 1))
         rest = world // inner.world_size
         if rest * inner.world_size != world:
@@ -73,13 +73,14 @@ class MeshSpec:
     def resolve_elastic(
         self, strategy: StrategyConfig | str, topology: Topology, nodes: int
     ) -> MeshShape:
-        """As `resolve`, for a job whose nodes come and go, at most ``nodes``: given sizes are those
-        with all nodes there. With fewer, the shard groups of a hybrid stay as large as they were,
-        since a model that fits must go on fitting, and there are fewer of them.
+        """Resolve the sizes for a job of at most ``nodes`` nodes that may join and leave.
+
+        Requested sizes are for the full number of nodes. With fewer nodes, the shard groups of a
+        hybrid keep their size, so that the model still fits, and only their number falls.
         """
         strategy = named_strategy(strategy)
         sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
-        # All nodes are taken to be of one size, which divides those of the nodes that are there.
+        # All nodes count as equal in size, with a size that divides the sizes of the live nodes.
         size = math.gcd(*sizes)
         if nodes * size == topology.world_size:
             return self.resolve(strategy, topology)
@@ -91,7 +92,7 @@ class MeshSpec:
         return replace(shape, notes=(note,))
 
     def refuse_contradiction(self, strategy: StrategyConfig) -> None:
-        """Raises `ConfigError` for an axis that ``strategy`` does not have."""
+        """Raise `ConfigError` for an axis that ``strategy`` does not have."""
         for axis, size, has_axis, reason in (
             ("shard", self.shard, strategy.placement.shards, "keeps a full copy per rank"),
             ("replicate", self.replicate, strategy.placement.replicates, "shards over all ranks"),
@@ -111,8 +112,10 @@ class MeshSpec:
     def _resolve_data_axes(
         self, strategy: StrategyConfig, topology: Topology, inner: MeshShape
     ) -> tuple[int, int, list[str]]:
-        """Sizes of replicate and shard, and notes about decisions. A given size may not divide, and
-        two may contradict each other: `resolve` checks the product."""
+        """Return the sizes of replicate and shard, with notes on decisions.
+
+        The product may be wrong for requested sizes; `resolve` checks it.
+        """
         rest = topology.world_size // inner.world_size
         if not strategy.placement.shards:
             return _size_or(self.replicate, rest), 1, []
@@ -125,7 +128,7 @@ class MeshSpec:
 
 
 def resolve_mesh(config: TrainConfig, topology: Topology) -> MeshShape:
-    """The sizes of the mesh axes on the machines that are there."""
+    """Return the sizes of the mesh axes on the live machines."""
     spec = MeshSpec.from_config(config.mesh)
     if config.launch.elastic:
         return spec.resolve_elastic(config.strategy, topology, config.launch.node_range[1])
@@ -137,18 +140,18 @@ def _size_or(size: int | str, default: int) -> int:
 
 
 def _sizes_from_hosts(topology: Topology, inner: MeshShape) -> tuple[int, int, list[str]]:
-    """Shards inside hosts, replicates across; a single host has the fewest replicas above one."""
+    """Shard inside hosts, replicate across; one host gets the fewest replicas above one."""
     rest = topology.world_size // inner.world_size
     sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
     if len(sizes) <= 1:
-        # The smallest divisor above 1; there is none for one rank and for a prime number of them.
+        # The smallest divisor above 1, excluding the number itself: a prime number has none.
         replicate = next((n for n in range(2, rest) if rest % n == 0), 1)
         shard = rest // replicate
         note = f"one host: its {rest} data ranks are split in {replicate} replicas of {shard}"
         if replicate == 1:
             note = f"one host with {counted(rest, 'data rank')}: a single replica"
         return replicate, shard, [note]
-    # The largest group that fits a whole number of times into every host.
+    # The largest group size that divides every host.
     inside = math.gcd(*sizes)
     if inside % inner.world_size:
         raise ConfigError(
@@ -165,7 +168,7 @@ def _sizes_from_hosts(topology: Topology, inner: MeshShape) -> tuple[int, int, l
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Resolved axis sizes. ``notes``: decisions that the user should read in the log."""
+    """Resolved sizes of the axes. ``notes``: decisions that belong in the log."""
 
     replicate: int
     shard: int
@@ -175,13 +178,13 @@ class MeshShape:
 
     @classmethod
     def from_sizes(cls, sizes: Mapping[str, int]) -> MeshShape:
-        """The shape with these sizes by axis, 1 for an absent one."""
+        """Return the shape with these sizes by axis, 1 for an absent axis."""
         replicate, shard, context, tensor = (sizes.get(axis, 1) for axis in AXES)
         return cls(replicate, shard, tensor, context=context)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """By axis, outermost first."""
+        """Sizes by axis, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
@@ -190,52 +193,61 @@ class MeshShape:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that see different data: context and tensor ranks of one data rank see the same."""
+        """Number of ranks with different data; context and tensor ranks share the data of one."""
         return self.replicate * self.shard
 
     @property
     def sharding(self) -> MeshShape:
-        """Of `sharding_mesh`: the axes over which parameters lie."""
+        """Shape of `sharding_mesh`, the mesh of parameters."""
         return MeshShape(self.replicate, self.shard * self.context, self.tensor, self.notes)
 
     @property
     def inner(self) -> MeshShape:
-        """The context and tensor axes, whose ranks share their data."""
+        """The context and tensor axes, with ranks that share their data."""
         return MeshShape(1, 1, self.tensor, context=self.context)
 
     @property
     def shown(self) -> dict[str, int]:
-        """`sizes`, as records have them: with the context axis if it has ranks."""
+        """`sizes` for records: without a context axis of one rank."""
         sizes = self.sizes
         if self.context == 1:
             del sizes["context"]
         return sizes
 
     def __str__(self) -> str:
-        """``replicate 2 x shard 4 x tensor 1``."""
+        """Format as ``replicate 2 x shard 4 x tensor 1``."""
         return " x ".join(f"{axis} {size}" for axis, size in self.shown.items())
 
     @property
     def settings(self) -> str:
-        """As in messages: the axes of more than one rank."""
+        """Settings of the axes with more than one rank, for messages."""
         return " x ".join(f"mesh.{axis}={size}" for axis, size in self.sizes.items() if size > 1)
 
     def place(self, topology: Topology) -> torch.Tensor:
-        """int64 [replicate, shard, context, tensor] of ranks, hosts kept together whatever their
-        order."""
+        """Return the ranks as int64 [replicate, shard, context, tensor], host by host."""
         order = list(itertools.chain.from_iterable(topology.ranks_by_host.values()))
         return torch.tensor(order, dtype=torch.int64).reshape(tuple(self.sizes.values()))
 
 
 def check_placement(ranks: torch.Tensor, topology: Topology, allow_cross_node: bool) -> list[str]:
-    """Raises `ConfigError` for shard, context and tensor groups that cross hosts although they
-    would fit inside one. ``ranks``: int64 [replicate, shard, context, tensor]. Returns warnings for
-    groups that are larger than any host, and for those that were allowed to cross."""
+    """Check that shard, context and tensor groups do not cross hosts if they fit inside one.
+
+    Args:
+        ranks: int64 [replicate, shard, context, tensor].
+        topology: the host of each rank.
+        allow_cross_node: True to warn instead of raising.
+
+    Returns:
+        Warnings for groups that are larger than any host, and for allowed crossings.
+
+    Raises:
+        ConfigError: a group crosses hosts although it fits inside one host.
+    """
     sizes = [len(members) for members in topology.ranks_by_host.values()]
     largest = max(sizes)
     _, shard, context, tensor = ranks.shape
     warnings = []
-    # A group fits inside a host only if the inner groups of all its ranks do.
+    # A group fits inside a host only together with the inner groups of all its ranks.
     for axis, size, needed in (
         ("tensor", tensor, tensor),
         ("context", context, context * tensor),
@@ -260,8 +272,10 @@ def check_placement(ranks: torch.Tensor, topology: Topology, allow_cross_node: b
 
 
 def crossing_group(ranks: torch.Tensor, axis: str, topology: Topology) -> list[int] | None:
-    """The ranks of the first group of ``axis`` that is on several hosts, or None; ``ranks`` as in
-    `check_placement`."""
+    """Return the ranks of the first group of ``axis`` on several hosts; None without such a group.
+
+    ``ranks``: see `check_placement`.
+    """
     for group in groups_along(ranks, axis).tolist():
         hosts = {topology.hosts[rank] for rank in group}
         if len(hosts) > 1:
@@ -270,8 +284,8 @@ def crossing_group(ranks: torch.Tensor, axis: str, topology: Topology) -> list[i
 
 
 def groups_along(ranks: torch.Tensor, axis: str) -> torch.Tensor:
-    """int64 [group, rank of it] of the groups of ``axis``, those of ``shard`` with the context
-    ranks, which share parameters; ``ranks`` as in `check_placement`."""
+    """Return the groups of ``axis`` as int64 [group, rank in the group]. Groups of ``shard``
+    include the context ranks, which share parameters. ``ranks``: see `check_placement`."""
     if axis == "shard":
         return ranks.movedim(-1, 1).flatten(2).flatten(0, 1)
     dim = AXES.index(axis)
@@ -279,11 +293,13 @@ def groups_along(ranks: torch.Tensor, axis: str) -> torch.Tensor:
 
 
 def draw_mesh(ranks: torch.Tensor, topology: Topology) -> str:
-    """The mesh as text: one line per replica, ranks grouped by tensor, the host at the end; long
-    meshes are cut in the middle. ``ranks``: int64 [replicate, shard, context, tensor]."""
+    """Return the mesh as text: one line per replica, ranks grouped by tensor, hosts at the end.
+
+    Long meshes are cut in the middle. ``ranks``: int64 [replicate, shard, context, tensor].
+    """
     lines = []
     ranks = ranks.flatten(1, 2)
-    # Ranks of one tensor group stand in parentheses.
+    # Ranks of one tensor group are in parentheses.
     form = "{}" if ranks.shape[-1] == 1 else "({})"
     for replica, row in enumerate(ranks.tolist()):
         groups = " ".join(form.format(" ".join(map(str, group))) for group in row)
@@ -298,6 +314,6 @@ def draw_mesh(ranks: torch.Tensor, topology: Topology) -> str:
 
 
 def _divisors(number: int) -> str:
-    """For messages: ``1, 2 or 4``."""
+    """Return the divisors of ``number`` for messages: ``1, 2 or 4``."""
     *others, last = [str(n) for n in range(1, number + 1) if number % n == 0]
     return f"{', '.join(others)} or {last}" if others else last

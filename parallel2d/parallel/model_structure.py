@@ -1,5 +1,8 @@
-"""The structure of any model, read from its modules: which of them own parameters, which are
-repeated blocks (`find_blocks`), and which parameters are tied."""
+"""Structure of any model, as its modules show it.
+
+These functions find the modules that own parameters, the repeated blocks (`find_blocks`) and the
+tied parameters.
+"""
 
 from __future__ import annotations
 
@@ -19,33 +22,34 @@ from parallel2d.base.errors import ConfigError, nearest_matches
 
 Policy = Callable[[nn.Module, str], bool]
 
-# Modules that read their children's weights without calling the children. They stay whole in every
-# policy.
+# Modules that read their children's weights without calling the children. No policy splits them.
 ATOMIC = (nn.MultiheadAttention,)
 
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
-# (parent, child) -> whether the child is a block
+# (parent, child) -> True if the child is a block
 _IsBlock = Callable[[nn.Module, nn.Module], bool]
 
 
 def fqn_of(name: str) -> str:
-    """The fully qualified name (FQN) of a parameter or module: without what wrappers add to it."""
+    """Return the fully qualified name (FQN) of a parameter or module, without wrapper prefixes."""
     for prefix in _WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
-    # The name of a wrapped module itself ends with what its wrapper calls it.
+    # A wrapped module's own name ends with the wrapper's attribute.
     name = name.removesuffix("._orig_mod")
     return name.removesuffix("._checkpoint_wrapped_module")
 
 
 def class_name(module: Any) -> str:
-    """The name of a module's class, before `fully_shard` made it an `FSDPModule`."""
+    """Return the class name of a module, without the prefix of `fully_shard`."""
     return type(module).__name__.removeprefix("FSDP")
 
 
 def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """What ``module`` holds beside parameters and modules, buffers too. Empty for modules that keep
-    such references up to date themselves, as recurrent layers do."""
+    """Return attributes and buffers of ``module``, without parameters and modules.
+
+    Empty for modules that update such references themselves, like recurrent layers.
+    """
     if type(module).__setattr__ is not nn.Module.__setattr__:
         return []
     registered = ("_parameters", "_modules", "_buffers")
@@ -54,8 +58,10 @@ def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def tensors_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[Tensor]:
-    """The tensors in ``value``, in plain containers, closures, default and partial arguments.
-    ``outer``: ids of what it is in, which it may hold itself."""
+    """Yield the tensors in ``value``, in plain containers, closures, default and partial arguments.
+
+    ``outer``: ids of the containers around ``value``, which stop a cycle.
+    """
     if isinstance(value, Tensor):
         yield value
         return
@@ -67,11 +73,11 @@ def tensors_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[Tens
     elif isinstance(value, functools.partial):
         inner = (value.func, value.args, value.keywords)
     elif isinstance(value, FunctionType):
-        # An empty cell is that of a variable without a value.
+        # An empty cell belongs to a variable without a value.
         cells = [each for each in value.__closure__ or () if each != CellType()]
         closure = [each.cell_contents for each in cells]
         inner = (value.__defaults__, value.__kwdefaults__, closure)
-    # Other objects are not opened: they may be anything, and have attributes that run code.
+    # Other objects are not opened: their attributes may run code.
     if id(value) not in outer:
         for each in inner:
             yield from tensors_in(each, outer | {id(value)})
@@ -79,29 +85,32 @@ def tensors_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[Tens
 
 Updated = TypeVar("Updated", bound=Tensor)
 
-# An attribute of a parameter: the tensor that the optimizer updates in its place
+# Attribute of a parameter: the tensor that the optimizer updates instead
 UPDATED_AS = "_parallel2d_updated_as"
 
 
 def updated_as(parameter: Updated) -> Updated:
-    """The tensor that the optimizer updates for ``parameter``: the part of it that this rank
-    owns where replicas split the updates (``strategy=hybrid_full``), else the parameter itself."""
+    """Return the tensor that the optimizer updates for ``parameter``.
+
+    With ``strategy=hybrid_full`` replicas split the updates, and this is the part that this rank
+    owns; otherwise it is the parameter.
+    """
     return getattr(parameter, UPDATED_AS, parameter)
 
 
 def update_as(parameter: nn.Parameter, owned: nn.Parameter) -> None:
-    """Makes ``owned`` what the optimizer updates for ``parameter``."""
+    """Make the optimizer update ``owned`` instead of ``parameter``."""
     setattr(parameter, UPDATED_AS, owned)
 
 
 def join_names(parent: str, name: str) -> str:
-    """The dotted name of what is called ``name`` inside ``parent``; the root's name is empty."""
+    """Return the dotted name of ``name`` inside ``parent``; the root's name is empty."""
     return f"{parent}.{name}".removeprefix(".")
 
 
 def near_names(pattern: str, names: Sequence[str]) -> str:
-    """The end of a message: names that are spelled like ``pattern``, otherwise the first ones."""
-    # Up to three, because layers of one kind have names that differ in a number alone.
+    """Return the end of a message: names that are spelled like ``pattern``, or the first names."""
+    # Up to three, because names of layers of one kind differ only in a number.
     near = nearest_matches(pattern.replace("*", "").strip("."), names, alike=0.4)
     if not near:
         return f"; the names begin with {', '.join(names[:3])}"
@@ -109,56 +118,58 @@ def near_names(pattern: str, names: Sequence[str]) -> str:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether ``module`` has a forward. Containers, such as ``ParameterList``, have none: what is
-    around them uses their parameters, and belongs together with them."""
-    # A forward that was assigned to the instance is a plain function, without __func__.
+    """Return True if ``module`` has a forward. Containers without a forward, such as
+    ``ParameterList``, belong to the module around them, which uses their parameters."""
+    # A forward that was assigned to the instance is a plain function without __func__.
     forward = getattr(module.forward, "__func__", None)
     return forward is not nn.Module.forward
 
 
 def direct_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(attribute, parameter) for each parameter that ``module`` holds itself."""
-    # An attribute that was registered as None, such as a bias that is switched off, holds nothing.
+    """Yield (attribute, parameter) for each parameter that ``module`` holds directly."""
+    # A parameter may be registered as None, such as a disabled bias.
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield name, parameter
 
 
 def owns_itself(module: nn.Module) -> bool:
-    """Whether ``module`` holds parameters itself, not only below it."""
+    """Return True if ``module`` holds parameters directly, not only below it."""
     return next(direct_parameters(module), None) is not None
 
 
 def stays_replicated(parameter: Tensor) -> bool:
-    """Whether nothing can be split: it has no dimensions, or no elements."""
+    """Return True if ``parameter`` has no dimensions or no elements, so it cannot be split."""
     return parameter.ndim == 0 or parameter.numel() == 0
 
 
 def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters of ``module`` itself and of containers in it."""
+    """Yield the parameters of ``module`` and of containers in it."""
     for _, parameter in direct_parameters(module):
         yield parameter
-    # A container has no forward of its own: its parameters are used by ``module``.
+    # A container has no forward: ``module`` uses its parameters.
     for child in module.children():
         if not is_called(child):
             yield from own_parameters(child)
 
 
 def owning_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules that own parameters themselves or in containers, in definition order; what is inside
-    an `ATOMIC` module belongs to it."""
+    """Return modules that own parameters, directly or in containers, in definition order.
+
+    Modules inside an `ATOMIC` module belong to it.
+    """
     found: list[tuple[str, nn.Module]] = []
     visited: set[int] = set()
 
     def visit(name: str, module: nn.Module) -> None:
-        # A module that two parents share counts once, under its first name.
+        # A module with two parents counts once, under its first name.
         if id(module) in visited:
             return
         visited.add(id(module))
         owns = next(own_parameters(module), None) is not None
         if isinstance(module, ATOMIC) or (owns and is_called(module)):
             found.append((name, module))
-        # What is inside an atomic module belongs to it.
+        # Modules inside an atomic module belong to it.
         if not isinstance(module, ATOMIC):
             for child_name, child in module.named_children():
                 visit(join_names(name, child_name), child)
@@ -167,12 +178,12 @@ def owning_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-# Parameter -> the (module, attribute) that it is; a tied one is several.
+# Parameter -> its (module, attribute) pairs; several for a tied parameter.
 Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
 def places_in(modules: Iterable[nn.Module]) -> Places:
-    """Where the parameters are that ``modules`` hold themselves."""
+    """Map each parameter that ``modules`` hold directly to its (module, attribute) pairs."""
     places: Places = defaultdict(list)
     for module in modules:
         for name, parameter in direct_parameters(module):
@@ -184,27 +195,29 @@ Ties = list[list[tuple[nn.Module, str]]]
 
 
 def tied_parameters(model: nn.Module) -> Ties:
-    """Groups of (module, attribute) that are one and the same parameter."""
+    """Return groups of (module, attribute) that are one parameter."""
     return [group for group in places_in(model.modules()).values() if len(group) > 1]
 
 
 def tie_again(ties: Ties) -> None:
-    """Puts the parameter in the first place of each group into the others."""
+    """Assign the parameter at the first place of each group to the other places."""
     for (first, first_name), *others in ties:
         for module, name in others:
             module._parameters[name] = first._parameters[first_name]
 
 
 def without_storage(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` on meta. Tied parameters stay tied, which ``to("meta")`` would undo, and
-    no values are copied."""
+    """Return a meta copy of ``model``, with ties and without a copy of values.
+
+    ``to("meta")`` would untie parameters.
+    """
     made: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
         made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
     for buffer in model.buffers():
         made[id(buffer)] = torch.empty_like(buffer, device="meta")
-    # What is in this mapping is taken instead of copied.
+    # `deepcopy` uses the entries of this memo instead of copies.
     return copy.deepcopy(model, made)
 
 
@@ -214,24 +227,31 @@ def find_blocks(
     policy: Policy | str | None = None,
     section: str = "bucketing",
 ) -> list[tuple[str, nn.Module]]:
-    """The model's repeated blocks as (name, module), in definition order; none is inside another.
-    ``section``: of the configuration that asks, for messages.
+    """Return the model's repeated blocks as (name, module), in definition order.
 
-    With ``class_names``: every outermost module of those classes. With ``policy``, a callable or
-    ``package.module:function``: every outermost module with parameters for which
-    ``policy(module, FQN)`` is true. Without: elements of a ``ModuleList`` or ``Sequential`` that
-    have children of their own; failing that, siblings of one class; failing that, sibling layers
-    of one class; none when nothing repeats.
+    No block is inside another block. Without ``class_names`` and ``policy``, blocks are the
+    elements of a ``ModuleList`` or ``Sequential`` that have children; failing that, siblings of one
+    class with children; failing that, sibling layers of one class; none when nothing repeats.
 
-    In the place of a container without a forward, such as a ``ModuleList``, stand the outermost
-    modules in it that are called and have structure, or, where none has, those with parameters.
-    Raises `ConfigError`, with candidates, when a given class or policy matches nothing.
+    A container without a forward, such as a ``ModuleList``, is replaced by the outermost modules
+    inside it that are called and have structure, or by the outermost ones with
+    parameters.
+
+    Args:
+        model: the model, which is not a block.
+        class_names: every outermost module of these classes is a block.
+        policy: a callable or ``package.module:function``. Every outermost module with parameters
+            is a block if ``policy(module, FQN)`` is true.
+        section: section of the configuration, for messages.
+
+    Raises:
+        ConfigError: a given class or policy matches nothing; the message lists candidates.
     """
     if policy is not None:
         return _blocks_of_policy(model, policy, section)
     if class_names:
         return _blocks_of_classes(model, class_names, section)
-    # Layers without children come last: in a model of blocks they repeat too, inside its blocks.
+    # Layers without children come last: in a model of blocks, layers repeat inside the blocks.
     found = _outermost(model, _is_listed)
     found = found or _outermost(
         model, lambda around, each: _repeats(around, each) and has_structure(each)
@@ -240,10 +260,10 @@ def find_blocks(
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
-    """FQNs of the parameters of two and more dims inside the repeated blocks, without embeddings.
+    """Return FQNs of the parameters with two or more dims in the blocks, without embeddings.
 
-    Blocks are found as for ``bucketing=block``; single layers that repeat are no blocks here,
-    because the last of them may be the head.
+    Blocks are found as for ``bucketing=block``. Single layers that repeat are not blocks here,
+    because the last of these layers may be the head.
     """
     # By id, because a tied embedding is also the weight of another module.
     embeddings: set[int] = set()
@@ -252,9 +272,9 @@ def hidden_matrices(model: nn.Module) -> set[str]:
             embeddings.update(id(parameter) for parameter in module.parameters())
     found: set[str] = set()
     for block_name, block in find_blocks(model):
-        # A layer, such as each of a row of Linear layers. A block may own parameters too, such as
-        # the scale of its output.
-        # The wrappers of activation checkpointing and torch.compile have its name too.
+        # A single layer is skipped. A block may own parameters directly, such as the scale of its
+        # output. Wrappers of activation checkpointing and torch.compile share the block's FQN, so
+        # the innermost module of this name decides.
         inner = block.named_modules(prefix=block_name)
         layer = [module for name, module in inner if fqn_of(name) == fqn_of(block_name)][-1]
         if has_structure(layer) and not is_parametrized(layer):
@@ -273,7 +293,7 @@ def _blocks_of_policy(
     names = {id(module): fqn_of(name) for name, module in model.named_modules()}
 
     def is_chosen(_parent: nn.Module, child: nn.Module) -> bool:
-        # A policy is asked about modules with parameters alone: dropout is no block.
+        # The policy gets only modules with parameters: dropout is never a block.
         return _has_parameters(child) and bool(chosen(child, names[id(child)]))
 
     found = _outermost(model, is_chosen)
@@ -298,7 +318,7 @@ def _blocks_of_classes(
     found = _outermost(model, is_block)
     found_classes = {type(module).__name__ for _, module in found}
     all_classes = {type(module).__name__ for module in model.modules()}
-    # A class that occurs only inside blocks of another given class is no mistake.
+    # A given class may occur only inside blocks of another given class.
     missing = set(class_names) - found_classes
     misspelled = missing - all_classes
     if misspelled or not found:
@@ -318,13 +338,13 @@ def _repeats(parent: nn.Module, child: nn.Module) -> bool:
     classes = list(map(type, parent.children()))
     if classes.count(type(child)) < 2:
         return False
-    # Neither activations nor containers, which nothing calls, can be sharded on their own.
+    # Neither activations nor containers, which nothing calls, can be sharded separately.
     return _has_parameters(child) and is_called(child)
 
 
 def has_structure(module: nn.Module) -> bool:
-    """Whether ``module`` has children with parameters that may be treated on their own."""
-    # The children of an atomic module are not called, so nothing can happen when they are.
+    """Return True if ``module`` has children with parameters that can be sharded separately."""
+    # The children of an atomic module are not called, so their hooks would never run.
     if isinstance(module, ATOMIC):
         return False
     return any(map(_has_parameters, module.children()))
@@ -335,18 +355,18 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _outermost(model: nn.Module, is_block: _IsBlock) -> list[tuple[str, nn.Module]]:
-    """The modules below ``model`` that are blocks, by name, without those inside another block."""
+    """Return the blocks below ``model`` by name, without blocks inside another block."""
     found: list[tuple[str, nn.Module]] = []
     visited: set[int] = set()
 
     def visit(name: str, module: nn.Module) -> None:
         for child_name, child in module.named_children():
-            # A module that two parents share counts once, under its first name.
+            # A module with two parents counts once, under its first name.
             if id(child) in visited:
                 continue
             visited.add(id(child))
             child_path = join_names(name, child_name)
-            # What is inside a block is part of it: no search goes on there.
+            # Modules inside a block belong to it, so the search stops there.
             if not is_block(module, child):
                 visit(child_path, child)
             elif is_called(child):
@@ -366,11 +386,10 @@ def _outermost(model: nn.Module, is_block: _IsBlock) -> list[tuple[str, nn.Modul
 
 
 def candidate_classes(model: nn.Module) -> str:
-    """For messages: classes that could be blocks, the most repeated first, with count and size of
-    one instance."""
+    """Return classes that could be blocks, most repeated first, with count and size, as text."""
     instances: dict[str, list[nn.Module]] = defaultdict(list)
     for name, module in model.named_modules():
-        # The root, whose name is empty, is no block of itself.
+        # The root, with an empty name, is not a block.
         if name and _has_parameters(module):
             instances[type(module).__name__].append(module)
     sizes: list[tuple[int, int, str]] = []

@@ -1,2 +1,2 @@
-"""A training run on a parallelized model: its data, loop, optimizer, checkpoints, metrics and
-directory. `assemble` builds all of it in order."""
+"""A training run on a parallelized model: data, loop, optimizer, checkpoints, metrics and run
+directory. `assemble` builds all of them in order."""

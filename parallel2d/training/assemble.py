@@ -1,6 +1,7 @@
-"""Builds the parts of a run from its configuration, in the order in which they need each other.
-`check` does what one process can do without workers, so that a job that cannot work ends before any
-is started; `build_trainer` does all of it on a rank.
+"""Builds the parts of a run from its configuration, in the order of their dependencies.
+
+`check` runs the checks that need only one process, so that an invalid job ends before any worker
+starts; `build_trainer` builds everything on a rank.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from parallel2d.training.training_data import (
 
 
 def check(config: TrainConfig, topology: Topology) -> None:
-    """Raises `ConfigError` for a mesh, batch, model or data set that cannot work on
+    """Raise `ConfigError` for a mesh, batch, model or data set that cannot work on
     ``topology``."""
     shape = resolve_mesh(config, topology)
     least = config.launch.min_replicas
@@ -75,7 +76,7 @@ def check(config: TrainConfig, topology: Topology) -> None:
     parts = build_model(config.model)
     check_parameters(parts.module)
     plan_groups(parts.module, config.optimizer)
-    # Before data are prepared, which may take long: no rule of a layout reads their shape.
+    # Before data are prepared, which may take long: the rules for a layout do not need them.
     sample = token_sequences(config.train.seq_len)
     lay_out(config, parts, shape, batches, sample, device_type)
     name_of_head(config, parts)
@@ -94,9 +95,9 @@ def lay_out(
     device_type: str,
     mesh: DeviceMesh | None = None,
 ) -> Layout:
-    """Return the layout of the job over axes of these sizes: the one that is checked before ranks
-    start, trained, and planned. ``mesh``: as of `resolve`. Raises `ConfigError` for settings that
-    cannot work."""
+    """Return the layout of the job for these axis sizes. The same layout is checked before ranks
+    start, trained, and planned. ``mesh``: as in `resolve`. Raises `ConfigError` for invalid
+    settings."""
     workload = Workload(
         batches.micro_batch_size,
         batches.accumulation,
@@ -113,10 +114,12 @@ def lay_out(
 def build_trainer(
     job: Job, runtime: Runtime, *, quiet: bool = False, hooks: Sequence[Hook] = ()
 ) -> Trainer:
-    """The trainer of this rank. Collective. Raises `ConfigError`, on every rank alike, for what
-    cannot work.
+    """Build the trainer of this rank. Collective. Raises `ConfigError` on every rank for an invalid
+    job.
 
-    ``quiet``: it writes and shows nothing; ``hooks``: called after those of ``train.hooks``.
+    Args:
+        quiet: write and show nothing.
+        hooks: called after the hooks of ``train.hooks``.
     """
     config, device, topology = job.config, runtime.device, runtime.topology
     shape = MeshShape.from_sizes(job.sizes) if job.sizes else resolve_mesh(config, topology)
@@ -124,9 +127,9 @@ def build_trainer(
     replicas = current()
     if replicas is not None:
         replicas.needs_all = config.strategy.placement.splits_updates
-    # Tensor ranks of one data rank draw the same numbers: they drop the same activations.
+    # Tensor ranks of one data rank draw the same numbers, so that their dropout masks agree.
     seed_everything(config.train.seed + data_coordinate(mesh), config.train.deterministic)
-    # After a restart there may be another number of ranks, which need not divide the batch.
+    # A restart may have another number of ranks, which need not divide the batch.
     pad = job.restarted or config.launch.elastic
     plan = plan_batches(config, shape, data_coordinate(mesh), pad=pad)
     parts = build_model(config.model)
@@ -141,7 +144,7 @@ def build_trainer(
     comes_back = replicas is not None and replicas.life > 0
     writes = runtime.is_first and not quiet and not comes_back
     facts = describe_run(job, runtime, mesh, data, parts, layout, writes)
-    loss = ModelLoss(config, parts)  # asks the plain module
+    loss = ModelLoss(config, parts)  # inspects the model before parallelization
     model, optimizer = _shard(config, parts, layout, mesh, topology)
     loss.chunked_head = _chunked_head(config, model, facts.head)
     loss.learn(model, data.train, device)
@@ -173,18 +176,18 @@ def build_trainer(
         replicas=replicas,
         take_roles=functools.partial(_take_roles, job, facts),
     )
-    if comes_back:  # the others have its state
+    if comes_back:  # the other replicas have the state
         trainer.recorder.begin(0)
         return trainer
     restored = checkpointer.restore(restarted=job.restarted, begin=False)
     if restored is not None:
         check_position(restored, data, config)
         trainer.load_state_dict(restored)
-    # A run that has ended already keeps the records of the start that trained last.
+    # A run that has already ended keeps the records of the last start that trained.
     if not quiet and trainer.has_steps():
         _begin_records(job, facts, trainer, first=runtime.is_first)
     else:
-        trainer.recorder.writer = None  # the rows may be those of a start that still trains
+        trainer.recorder.writer = None  # the file may belong to a start that still trains
         trainer.recorder.begin(trainer.progress.step)
     return trainer
 
@@ -192,7 +195,7 @@ def build_trainer(
 def _shard(
     config: TrainConfig, parts: ModelParts, layout: Layout, mesh: DeviceMesh, topology: Topology
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model on its layout, with values, and what updates it. Collective."""
+    """Return the model on its layout, with values, and its optimizer. Collective."""
     source = WeightSource(
         parts.module,
         seed=config.train.seed,
@@ -205,13 +208,14 @@ def _shard(
     optimizer = build_optimizer(model, config.optimizer)
     if (decay := config.train.ema) is not None:
         average = EMAWeights(model)
-        # After the exchange between replicas, which `build_optimizer` has registered.
+        # Registered after the exchange between replicas, which `build_optimizer` has registered:
+        # hooks run in this order, and the EMA weights must average the exchanged weights.
         optimizer.register_step_post_hook(lambda *_: average.update(decay))
     return model, optimizer
 
 
 def _facts_of_checkpoint(config: TrainConfig, facts: RunFacts, model: nn.Module) -> dict[str, Any]:
-    """What an export to another format needs to know: the model's configuration, its tokenizer."""
+    """Return the facts for exports to other formats: the model's configuration, its tokenizer."""
     tokenizer = {"path": config.data.tokenizer, "end_token": config.data.end_token}
     record = {**facts.record(), "model": dataclasses.asdict(config.model), "tokenizer": tokenizer}
     if adapted := settings_of(model):
@@ -220,7 +224,7 @@ def _facts_of_checkpoint(config: TrainConfig, facts: RunFacts, model: nn.Module)
 
 
 def _take_roles(job: Job, facts: RunFacts, trainer: Trainer) -> None:
-    """This rank goes on with the records of the run, in the place of one that is lost."""
+    """Make this rank the leader after a failure of the old one: it continues the run's records."""
     step, recorder = trainer.progress.step, trainer.recorder
     trainer.callbacks.speaks()
     trainer.ownership.take()
@@ -231,7 +235,8 @@ def _take_roles(job: Job, facts: RunFacts, trainer: Trainer) -> None:
 
 
 def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) -> None:
-    """Nothing refuses this start any more: the run's records become its own. Collective."""
+    """Replace the run's records by records of this start, which no check can refuse any more.
+    Collective."""
     finished, recorder = trainer.progress.step, trainer.recorder
     number, not_before = 1, 0.0
     if first:
@@ -241,7 +246,8 @@ def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) 
             recorder.log(f"changed     {change}")
         if start.before is not None:
             _log_new_rate(job.config, start.before.config, finished + 1, recorder)
-    # Only once this start owns the directory.
+    # The other ranks wait until this start owns the directory: `begin` moves checkpoints aside,
+    # and a start that is refused must leave them unchanged.
     barrier("start")
     trainer.checkpointer.begin()
     recorder.begin(finished, number, restarted=job.restarted, not_before=not_before)
@@ -250,13 +256,14 @@ def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) 
 def _log_new_rate(
     config: TrainConfig, before: dict[str, Any], step: int, recorder: Recorder
 ) -> None:
-    """Says that another schedule continues at another height. ``before``: of the start before."""
+    """Warn if the schedule changes the learning rate at ``step``. ``before``: the config of the
+    previous start."""
     now = learning_rate(step, config.train.steps, config.optimizer.lr, config.scheduler)
     try:
         schedule, lr = SchedulerConfig(**before["scheduler"]), before["optimizer"]["lr"]
         old = learning_rate(step, before["train"]["steps"], lr, schedule)
         is_same = math.isclose(now * lr, old * config.optimizer.lr)
-    except (KeyError, TypeError, ValueError):  # recorded by another version
+    except (KeyError, TypeError, ValueError):  # a record of another version
         return
     if not is_same:
         recorder.log(
@@ -275,8 +282,8 @@ def _chunked_head(config: TrainConfig, model: nn.Module, head: str | None) -> Ch
 
 
 def plan_batches(config: TrainConfig, shape: MeshShape, data_rank: int, *, pad: bool) -> BatchPlan:
-    """This data rank's share of every global batch. ``pad``: sizes need not divide, because the
-    number of ranks is not what the job began with."""
+    """Return this data rank's share of every global batch. ``pad``: sizes need not divide evenly,
+    because the number of ranks differs from the first start."""
     return BatchPlan(
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,

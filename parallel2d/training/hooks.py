@@ -1,15 +1,17 @@
-"""Code of a user's own that the trainer calls: `Hook`, what its methods get (`RunView`) and may
-return (`HookResult`), and the calls themselves (`HookCalls`).
+"""User code that the trainer calls: `Hook`, the view of the run for its methods (`RunView`), their
+result (`HookResult`), and the calls (`HookCalls`).
 
-[Note: hooks on every rank] Every rank calls every method, at the same points, but only this rank
-knows what it returned or raised. One exchange per step, where there are hooks, tells all ranks, so
-that all save, stop or end together. What happens in between (``save``) travels with the next one.
+[Note: hooks on every rank] Every rank calls every method at the same points, but only this rank
+knows the result or the exception of its call. With hooks, one exchange per step distributes both,
+so that all ranks save, stop or fail together. A result between two exchanges (of ``save``) is sent
+with the next one.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +34,7 @@ from parallel2d.training.loss.model_loss import logits_in
 from parallel2d.training.metrics import keys
 
 _KEY = "train.hooks"
-# Names of a row that the trainer fills, which a metric of a hook cannot have.
+# Names that the trainer uses in rows, which are not available to metrics of hooks
 _TAKEN = {value for value in vars(keys).values() if isinstance(value, str)}
 _TAKEN_GROUPS = (
     *("comm/", "goodput/", "memory/", "rank/", "replicas/", "sync/", "throughput/", "time/"),
@@ -41,82 +43,93 @@ _TAKEN_GROUPS = (
 
 @dataclass(frozen=True)
 class RunView:
-    """Shows a run to a hook, to read and not to change."""
+    """A view of the run for hooks, which must not change it."""
 
     config: TrainConfig
-    model: nn.Module  # sharded: its parameters are this rank's parts
+    model: nn.Module  # sharded: its parameters are this rank's local shards
     optimizer: torch.optim.Optimizer
     mesh: DeviceMesh
     device: torch.device
     rank: int
     run_dir: str
-    tokenizer: tuple[str, str]  # of the data, with its fingerprint; empty where there is none
-    # On the console and in ``train.log``; may be called on every rank, and rank 0 alone writes
-    say: Callable[[str], None]  # a line for people
-    show_text: Callable[[str, str, int], None]  # (tag, text, step); in TensorBoard too
+    tokenizer: tuple[str, str]  # of the data, with its fingerprint; empty strings without one
+    # Both write to the console and to ``train.log``. All ranks may call them; only rank 0 writes.
+    say: Callable[[str], None]  # a line for users
+    show_text: Callable[[str, str, int], None]  # (tag, text, step); also in TensorBoard
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes files: rank 0, as long as it is there."""
+        """True on the rank that writes files: rank 0, or the first live rank."""
         return self.rank == first_rank()
 
 
 @dataclass(frozen=True)
 class HookResult:
-    """Tells what a method of a hook asks for. One rank that asks is enough."""
+    """The result of a hook's method. A request of one rank is enough."""
 
-    metrics: Mapping[str, Any] = field(default_factory=dict)  # the mean over ranks that gave it
-    save: bool = False  # after this step
-    stop: str | None = None  # the reason why the run should end after this step, saved
+    # A number: the mean over the ranks that gave one counts. A pair (sum, count): the sum over all
+    # ranks is divided by the count over all ranks.
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    save: bool = False  # save a checkpoint after this step
+    stop: str | None = None  # the reason to end the run after this step, with a checkpoint
 
 
 Returned = Mapping[str, Any] | HookResult | None
 
 
 class Hook:
-    """Methods that the trainer calls on every rank; none does anything here.
+    """Base class with methods that the trainer calls on every rank; the methods here do nothing.
 
-    `start`, `step` and `validation` may return metrics, or a `HookResult`. A method that raises
-    ends the run on every rank. ``collective``: whether methods run collectives, as a forward of a
-    sharded model does. An exception in one of those ends this rank at once, because the others wait
-    inside a collective and not where errors are exchanged.
+    `start`, `step` and `validation` may return metrics or a `HookResult`. A method that raises ends
+    the run on every rank.
+
+    Attributes:
+        collective: True if methods run collectives, for example a forward of a sharded model. An
+            exception in one of them ends this rank at once, because the other ranks wait in that
+            collective and not in the exchange of errors.
     """
 
     collective = False
 
     def start(self, run: RunView, step: int) -> Returned:
-        """Before the first step of this process, after ``step`` finished steps: 0, or those of the
-        run that is resumed or restarted. What it returns counts in the first step."""
+        """Called before the first step of this process, after ``step`` finished steps: 0, or the
+        steps of the resumed or restarted run. The result counts in the first step."""
 
     def step(self, run: RunView, step: int, metrics: Mapping[str, float]) -> Returned:
-        """After step ``step``, before it is saved and recorded. ``metrics``: ``loss``,
-        ``grad_norm``, ``learning_rate``, ``tokens``, ``samples``, ``skipped_steps``, the same on
-        every rank, and this rank's ``time/step_s``."""
+        """Called after step ``step``, before it is saved and recorded.
+
+        Args:
+            metrics: ``loss``, ``grad_norm``, ``learning_rate``, ``tokens``, ``samples`` and
+                ``skipped_steps``, equal on every rank, and this rank's ``time/step_s``.
+        """
 
     def validation(self, run: RunView, step: int, metrics: Mapping[str, float]) -> Returned:
-        """After a validation, before `step`. ``metrics``: losses by key, equal on every rank."""
+        """Called after a validation, before `step`. ``metrics``: losses by key, equal on every
+        rank."""
 
     def save(self, run: RunView, step: int, path: str) -> None:
-        """Once the checkpoint of ``step`` is published at ``path``."""
+        """Called after the checkpoint of ``step`` was published at ``path``."""
 
     def end(self, run: RunView, step: int, reason: str) -> None:
-        """After the last step of this process, when everything is saved. ``reason``: ``finished``,
-        ``preempted``, or why the run was stopped. Not called after an error."""
+        """Called after the last step of this process, when everything is saved; not called after an
+        error. ``reason``: ``finished``, ``preempted``, or the reason of an early stop."""
 
 
 @dataclass(frozen=True)
 class AgreedResult(HookResult):
-    """What the hooks of all ranks ask for in a step, the same on every rank."""
+    """The combined result of the hooks of all ranks in a step, equal on every rank."""
 
-    saved: bool = False  # whether every rank passed true
+    saved: bool = False  # True if every rank passed True
 
 
 def check_hooks(entries: Sequence[Any]) -> None:
-    """Raises `ConfigError` for what is no importable `Hook`, or does not take its arguments."""
+    """Raise `ConfigError` unless every entry is an importable `Hook` with valid arguments."""
     for reference, arguments in map(_entry, entries):
         kind = load_reference(_KEY, reference)
         if not isinstance(kind, type) or not issubclass(kind, Hook):
-            raise ConfigError(f"{_KEY}: {reference} is no class derived from parallel2d.hooks.Hook")
+            raise ConfigError(
+                f"{_KEY}: {reference} is not a class derived from parallel2d.hooks.Hook"
+            )
         try:
             inspect.signature(kind).bind(**arguments)
         except TypeError as error:
@@ -124,7 +137,8 @@ def check_hooks(entries: Sequence[Any]) -> None:
 
 
 def build_hooks(entries: Sequence[Any]) -> list[Hook]:
-    """Makes what ``train.hooks`` names. Raises `ConfigError` as `check_hooks`, or if one raises."""
+    """Build the hooks of ``train.hooks``. Raises `ConfigError` as `check_hooks`, and if a
+    constructor raises."""
     check_hooks(entries)
     hooks = []
     for reference, arguments in map(_entry, entries):
@@ -143,28 +157,29 @@ def _entry(entry: Any) -> tuple[str, dict[str, Any]]:
 
 
 class HookCalls:
-    """Calls the methods of ``hooks``, and exchanges what came of it; see
-    [Note: hooks on every rank]. Without hooks nothing is exchanged."""
+    """Calls the methods of ``hooks`` and exchanges their results; see [Note: hooks on every rank].
+    Without hooks, no exchange runs."""
 
     def __init__(self, hooks: Sequence[Hook], run: RunView) -> None:
         self.hooks = list(hooks)
         self.run = run
         sets = run.config.data.validation
         self._taken = _TAKEN | {keys.set_loss_key(name) for name in sets}
-        # Of this rank, since the last exchange
-        self._metrics: dict[str, float] = {}
+        # Results of this rank since the last exchange
+        self._metrics: dict[str, tuple[float, float]] = {}  # sum and count
         self._given_by: dict[str, Hook] = {}
         self._save = False
         self._stop: str | None = None
-        self._error: tuple[bool, str] | None = None  # whether it is a `ConfigError`, and its text
+        self._error: tuple[bool, str] | None = None  # True for a `ConfigError`, and its text
         self._own_error: Exception | SystemExit | None = None
 
     def start(self, step: int) -> None:
-        """Collective. Raises `HookError`, or `ConfigError` if a hook did, alike on every rank."""
+        """Call `Hook.start`. Raises `HookError`, or `ConfigError` if a hook did, on every rank.
+        Collective."""
         if not self.hooks:
             return
         self._call("start", step, step)
-        # What was returned waits for the first step; errors do not.
+        # Results wait for the first step; errors do not.
         self._raise_first(all_gather(self._error))
 
     def step(
@@ -174,12 +189,16 @@ class HookCalls:
         validation: Mapping[str, float] | None,
         saved: bool,
     ) -> AgreedResult:
-        """After a step, and a validation where one was done. ``saved``: a value of each rank, of
-        which `AgreedResult` tells whether it is true on all. Collective. Raises as `start`."""
+        """Call the hooks after a step, and after its validation if it had one. Raises as `start`.
+        Collective.
+
+        Args:
+            saved: a value of each rank; `AgreedResult` says if it is True on all ranks.
+        """
         if validation is not None:
             self._call("validation", step, step, validation)
         self._call("step", step, step, metrics)
-        # A mapping is sent as pairs, so that a name may be anything.
+        # Metrics are sent as pairs, so that any string may be the name of one.
         own = [list(self._metrics.items()), self._save, self._stop, saved, self._error]
         given, saves, stops, are_saved, errors = zip(*all_gather(own), strict=True)
         self._metrics = {}
@@ -187,23 +206,26 @@ class HookCalls:
         self._save = False
         self._stop = None
         self._raise_first(errors)
-        values: dict[str, list[float]] = {}
-        for name, value in itertools.chain.from_iterable(given):
-            values.setdefault(name, []).append(value)
+        totals: dict[str, tuple[float, float]] = {}
+        # Added in the order of the ranks: floating-point sums depend on the order, and all
+        # ranks need exactly the same mean.
+        for name, (value, count) in itertools.chain.from_iterable(given):
+            total, counted = totals.get(name, (0.0, 0.0))
+            totals[name] = total + value, counted + count
+        means = {name: total / count for name, (total, count) in totals.items() if count}
         return AgreedResult(
-            # Added in the order of the ranks, so the mean is the same on all of them.
-            metrics={name: sum(each) / len(each) for name, each in values.items()},
+            metrics=means,
             save=any(saves),
             stop=next(filter(None, stops), None),
             saved=all(are_saved),
         )
 
     def saved(self, step: int, path: str) -> None:
-        """After the checkpoint of ``step`` was published. The next exchange raises its errors."""
+        """Call `Hook.save` after the publication of ``step``. The next exchange raises errors."""
         self._call("save", step, step, path)
 
     def end(self, step: int, reason: str) -> None:
-        """Collective. Raises as `start`."""
+        """Call `Hook.end`. Raises as `start`. Collective."""
         if not self.hooks:
             return
         self._call("end", step, step, reason)
@@ -213,19 +235,19 @@ class HookCalls:
         for hook in self.hooks:
             try:
                 self._take(hook, method, getattr(hook, method)(self.run, *arguments))
-            # sys.exit on one rank would leave the others in the exchange.
+            # SystemExit too: sys.exit on one rank would leave the others in the exchange.
             except (Exception, SystemExit) as error:
                 self._fail(hook, method, step, error)
 
     def _fail(self, hook: Hook, method: str, step: int, error: Exception | SystemExit) -> None:
-        """Keeps the first error for the next exchange; raises one of a collective hook now."""
+        """Keep the first error for the next exchange; raise an error of a collective hook now."""
         kind = type(hook)
         where = f"{_KEY}: {kind.__module__}:{kind.__qualname__}"
         if isinstance(error, ConfigError):
             text = f"{where}: {error}"
         else:
             frames = traceback.extract_tb(error.__traceback__)
-            # The first frame is ours, which made the call.
+            # The first frame is the call in this module.
             place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
             text = (
                 f"{where}.{method} failed on rank {self.run.rank} at step {step}: "
@@ -243,7 +265,7 @@ class HookCalls:
             raise kind(text) from self._own_error
 
     def _take(self, hook: Hook, method: str, returned: Any) -> None:
-        """Adds what a method returned. Raises TypeError or ValueError for what it may not."""
+        """Record the result of a method. Raises TypeError or ValueError for an invalid result."""
         if returned is None:
             return
         if method in ("save", "end"):
@@ -262,13 +284,16 @@ class HookCalls:
 
     def _add(self, hook: Hook, name: Any, value: Any) -> None:
         if not isinstance(name, str) or not name:
-            raise TypeError(f"a metric has the name {name!r}, which is no string")
+            raise TypeError(f"a metric has the name {name!r}, which is not a string")
         if name in self._taken or name.startswith(_TAKEN_GROUPS):
             raise ValueError(f"the metric {name} is one that the trainer measures")
-        # The newer value of one hook counts: that of `step` after that of `start`.
+        # A newer value of the same hook replaces the older one: `step` comes after `start`.
         if self._given_by.setdefault(name, hook) is not hook:
             raise ValueError(f"the metric {name} is given by two hooks")
-        self._metrics[name] = float(value)
+        total, count = value if isinstance(value, tuple | list) else (value, 1)
+        if not 0 <= float(count) < math.inf:
+            raise ValueError(f"the metric {name} has the count {count}, which must be at least 0")
+        self._metrics[name] = float(total), float(count)
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -278,14 +303,18 @@ def _in_one_line(error: BaseException) -> str:
 
 @dataclass(eq=False)
 class SampleText(Hook):
-    """Shows ``tokens`` tokens that the model continues ``prompt`` with, every ``every`` steps: on
-    the console, in ``train.log`` and as a text in TensorBoard. For models that read token ids from
-    left to right.
+    """Generates ``tokens`` tokens after ``prompt`` every ``every`` steps, and shows them on the
+    console, in ``train.log`` and as a text in TensorBoard. For models that read token ids from left
+    to right.
 
-    Every rank runs the same forwards, on rows of ``train.seq_len`` tokens. ``temperature`` 0 takes
-    the likeliest token; above, one is drawn with a generator of its own, from ``train.seed`` and
-    the step. Random numbers, modes and parameters of the training stay as they were.
-    ``tokenizer``: as ``data.tokenizer``, for data=tokens, whose folder only names it.
+    Every rank runs the same forwards, on rows of ``train.seq_len`` tokens. Random numbers, modes
+    and parameters of the training do not change.
+
+    Attributes:
+        temperature: 0 takes the most likely token; above 0, tokens are drawn with a separate
+            generator, seeded by ``train.seed`` and the step.
+        tokenizer, end_token: as in the ``data`` section; needed for data=tokens, since a prepared
+            folder stores only the name of its tokenizer.
     """
 
     every: int = 100
@@ -306,7 +335,7 @@ class SampleText(Hook):
             )
 
     def start(self, run: RunView, step: int) -> None:
-        """Raises `ConfigError` for data without a tokenizer, or with another one."""
+        """Load the tokenizer. Raises `ConfigError` for data without one, or with another one."""
         name, fingerprint = run.tokenizer
         if not fingerprint:
             raise ConfigError(
@@ -323,7 +352,7 @@ class SampleText(Hook):
             raise ConfigError("SampleText(prompt=...) must have at least one token")
 
     def step(self, run: RunView, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a text if one is due. Collective."""
+        """Show a text if one is due. Collective."""
         if step % self.every:
             return
         loaded = self._loaded
@@ -332,10 +361,10 @@ class SampleText(Hook):
         ids = [int(token) for token in loaded.encode([self.prompt])[0]]
         begin = len(ids)
         with outer_parameters(run.model), undisturbed(run.model, run.device):
-            # A fixed number of forwards, whatever is generated: all ranks run the same collectives.
+            # All ranks run the same collectives: the number of forwards does not depend on text.
             for _ in range(self.tokens):
                 ids.append(self._next(run, loaded, ids, generator))
-        # What comes after the end of a document belongs to another one.
+        # Tokens after the end of the document belong to another document.
         if loaded.end_id in ids[begin:]:
             del ids[ids.index(loaded.end_id, begin) :]
         run.show_text("sample", loaded.decode(ids), step)
@@ -343,10 +372,10 @@ class SampleText(Hook):
     def _next(
         self, run: RunView, loaded: Tokenizer, ids: list[int], generator: torch.Generator
     ) -> int:
-        """The token after ``ids``, of which the last ``train.seq_len`` are read."""
+        """Return the token after ``ids``; the last ``train.seq_len`` of them are read."""
         length = run.config.train.seq_len
         read = ids[-length:]
-        # Padding on the right does not change what comes before it.
+        # Padding on the right does not affect positions before it.
         row = read + [loaded.end_id] * (length - len(read))
         inputs = torch.tensor([row], device=run.device)
         arguments = [inputs]
@@ -354,7 +383,7 @@ class SampleText(Hook):
             arguments.append(torch.zeros_like(inputs))
         output = run.model(*arguments)
         logits = logits_in(output)
-        # The output of a model may be split over the tensor axis.
+        # The logits may be split over the tensor axis.
         if isinstance(logits, DTensor):
             logits = logits.full_tensor()
         if logits.shape[1] != length:

@@ -1,5 +1,5 @@
-"""Builds the model that the ``model`` config group names, with all that training needs of it. The
-entry point is `build_model`."""
+"""Builds the model of the ``model`` config group, and collects the facts that training needs about
+it: `build_model`."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ TensorPlan = Callable[[Any, int], Mapping[str, object]]
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A model with its parameters on meta, and what training needs beside it."""
+    """A model with its parameters on meta, and the facts that training needs about it."""
 
     module: nn.Module
     init: Initializer | None
-    # (model, ranks of the tensor axis) -> {module pattern: style or word}; None: there is none
+    # (model, ranks of the tensor axis) -> {module pattern: style or word}; None: no plan
     tensor_plan: TensorPlan | None
     vocab_size: int | None
-    # fills the sharded model from a folder and returns the names of the parameters it had
+    # Fills the sharded model from a folder and returns the names of the parameters in it
     weights: Callable[[nn.Module], Container[str]] | None = None
-    # seq_len -> how many positions at the start of a sequence the model only reads: their targets
-    # must be ignored
+    # seq_len -> number of positions at the start of a sequence that the model only reads, so that
+    # their targets must be ignored
     context: Callable[[int], int] = lambda _seq_len: 0
-    # what it reads, where that is not token ids alone, as the library calls it
+    # The library's name of the input, if it is not only token ids
     reads: str | None = None
-    # builds the module with the values that its constructor sets; None: they are drawn
+    # Builds the module with the values of its constructor; None: values are drawn from the seed
     construct: Callable[[], nn.Module] | None = None
 
 
 def words_of(config: Any) -> str:
-    """``key=value`` of the setting that chooses the model, for messages."""
+    """Return the ``key=value`` setting that selects the model, for messages."""
     if isinstance(config, CustomModel):
         return f"model.target={config.target}"
     if not isinstance(config, HuggingFaceModel):
@@ -56,8 +56,8 @@ def words_of(config: Any) -> str:
 
 
 def build_model(config: Any) -> ModelParts:
-    """Builds the configured model with its parameters on meta. Raises `ConfigError` for what cannot
-    be imported or built."""
+    """Build the configured model with its parameters on meta. Raises `ConfigError` if it cannot be
+    imported or built."""
     if isinstance(config, LlamaModel):
         arguments = dataclasses.asdict(config)
         del arguments["family"]
@@ -95,14 +95,14 @@ def _call_factory(config: CustomModel) -> nn.Module:
 
 @contextlib.contextmanager
 def _built_by_library(what: str) -> Iterator[None]:
-    """Inside, modules are built on meta, and an error of a library becomes a `ConfigError`."""
+    """Build modules on meta inside, and convert a library's error to a `ConfigError`."""
     try:
         with build_on_meta():
             yield
     except ImportError as error:
         raise ConfigError(str(error)) from None
     except Exception as error:
-        # ValueErrors of `huggingface` and `adapters` have messages for users.
+        # ValueErrors of `huggingface` and `adapters` already have messages for users.
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ConfigError(f"{what}: {kind}{error}") from error
 
@@ -111,7 +111,7 @@ def _build_hugging_face(config: HuggingFaceModel) -> ModelParts:
     what = words_of(config)
     with _built_by_library(what):
         module = huggingface.build(config.path, config.architecture, config.arguments, config.head)
-    # The library's name for what a model takes first: input_ids, pixel_values, input_features, ...
+    # The library's name of a model's first input: input_ids, pixel_values, input_features, ...
     reads = getattr(module, "main_input_name", "input_ids")
     is_pair = getattr(module.config, "is_encoder_decoder", False)
     plan = _configured_plan(config.tensor_plan)
@@ -128,13 +128,14 @@ def _build_hugging_face(config: HuggingFaceModel) -> ModelParts:
     elif is_pair:
         parts = _reading_prefix_and_suffix(parts, what)
     if config.adapter is not None:
-        # Last: what was asked about the model was asked about its base.
+        # The adapter is added last, because all facts above are facts about the base model.
         parts = _with_adapter(parts, config)
     return parts
 
 
 def _with_adapter(parts: ModelParts, config: HuggingFaceModel) -> ModelParts:
-    """The same model frozen, with an adapter that is trained. It has no tensor-parallel plan."""
+    """Freeze the model and add an adapter that is trained. The result has no tensor-parallel
+    plan."""
     what = f"model.adapter={config.adapter}"
     assert config.path is not None
     assert config.adapter is not None
@@ -146,8 +147,8 @@ def _with_adapter(parts: ModelParts, config: HuggingFaceModel) -> ModelParts:
 
 
 def _reading_prefix_and_suffix(parts: ModelParts, what: str) -> ModelParts:
-    """An encoder-decoder that is trained on plain sequences of tokens: it reads the first half, and
-    its loss is that of the second half."""
+    """Train an encoder-decoder on plain sequences of tokens: it reads the first half, and its loss
+    covers the second half."""
     try:
         huggingface.read_prefix_and_suffix(parts.module)
     except ValueError as error:
@@ -156,14 +157,14 @@ def _reading_prefix_and_suffix(parts: ModelParts, what: str) -> ModelParts:
 
 
 def _library_plan(model: Any, _tensor: int) -> Mapping[str, object]:
-    """The plan that the library ships with the model. Raises ValueError for words in it that are
-    not translated."""
+    """Return the library's own plan for the model. Raises ValueError for words in it that have no
+    translation."""
     return huggingface.tensor_words(model)
 
 
 def _configured_plan(plan: Any) -> TensorPlan | None:
-    """The plan of the configuration: words as they stand, or what the named function makes of the
-    model."""
+    """Return the plan of the configuration: words as given, or the result of the named function
+    for the model."""
     if not plan:
         return None
     if isinstance(plan, str):
@@ -176,8 +177,8 @@ def _configured_plan(plan: Any) -> TensorPlan | None:
 def plan_tensor_axis(
     config: TrainConfig, parts: ModelParts, tensor: int
 ) -> Mapping[str, object] | None:
-    """The tensor-parallel plan for an axis of ``tensor`` ranks; None for one. Raises `ConfigError`
-    without a plan, and where the model cannot be split so."""
+    """Return the tensor-parallel plan for an axis of ``tensor`` ranks; None for one rank. Raises
+    `ConfigError` without a plan, and if the plan cannot split the model."""
     if tensor == 1:
         return None
     seq_len = config.train.seq_len
@@ -202,9 +203,9 @@ def plan_tensor_axis(
 
 
 def name_of_head(config: TrainConfig, parts: ModelParts) -> str | None:
-    """Of the Linear with which the loss is computed in chunks; None without ``train.loss_chunk``.
+    """Return the name of the Linear for the loss in chunks; None without ``train.loss_chunk``.
 
-    Raises `ConfigError` for a model whose loss cannot be computed so.
+    Raises `ConfigError` for a model that does not support a loss in chunks.
     """
     chunk = config.train.loss_chunk
     if chunk is None:

@@ -1,6 +1,6 @@
-"""What the loop, the metrics and the checkpoints pass to each other: where a run stands
-(`Progress`), what one step came to (`StepOutcome`), what one rank measured (`RankReport`), and the
-metrics that `checkpoint.keep_best` and `train.stop` watch (`WatchedMetrics`)."""
+"""Values that the loop, the metrics and the checkpoints exchange: the position of a run
+(`Progress`), the result of a step (`StepOutcome`), the measurements of a rank (`RankReport`), and
+the metrics for `checkpoint.keep_best` and `train.stop` (`WatchedMetrics`)."""
 
 from __future__ import annotations
 
@@ -13,46 +13,47 @@ from parallel2d.base.config import TrainConfig
 from parallel2d.base.errors import did_you_mean
 from parallel2d.base.files import is_count, is_number, printable
 
-LARGEST_COUNT = 2**52  # whole numbers up to twice that are exact as floats: a run may go on
-LARGEST_SCALE = 2.0**24  # of a loss
+LARGEST_COUNT = 2**52  # floats are exact up to twice this value, so a run has room to continue
+LARGEST_SCALE = 2.0**24  # of a loss scaler
 _LONGEST_NAME = 200
 
 
 @dataclass
 class Progress:
-    """Counts where a run stands: what a checkpoint needs beside tensors."""
+    """The position of a run: the counters that a checkpoint stores next to tensors."""
 
     step: int = 0  # finished steps
-    samples: int = 0  # consumed, over all ranks: the position in the data
-    tokens: int = 0  # valid targets consumed, over all ranks
-    skipped: int = 0  # steps whose update was omitted because something was not finite
+    samples: int = 0  # consumed over all ranks: the position in the data
+    tokens: int = 0  # valid targets consumed over all ranks
+    skipped: int = 0  # steps without an update, because a value was not finite
     skipped_in_a_row: int = 0
 
     def count(self, step: int, samples: int, outcome: StepOutcome) -> None:
-        """``step`` is done, and ``samples`` are consumed."""
+        """Count a finished ``step``, after which ``samples`` are consumed."""
         self.step, self.samples = step, samples
         self.tokens += outcome.tokens
         self.skipped += not outcome.finite
         self.skipped_in_a_row = 0 if outcome.finite else self.skipped_in_a_row + 1
 
 
-# Not frozen: a step makes one for every rank, and a frozen one takes four times as long to make.
+# Not frozen: a step creates one per rank, and a frozen dataclass takes four times as long.
 @dataclass(slots=True)
 class RankReport:
-    """Holds what one rank measured in a step. All ranks get it in the agreement of the next step,
-    as a list of floats; see [Note: one status all-reduce per step] in `step_agreement.py`."""
+    """Measurements of one rank in a step. All ranks receive them in the status all-reduce of the
+    next step, as a list of floats; see [Note: one status all-reduce per step] in `step_status.py`.
+    """
 
-    busy_s: float  # in which the rank worked, waits for other ranks not counted
-    # By the keys of `metrics.keys`, which are the same on every rank
+    busy_s: float  # seconds of work, without waits for other ranks
+    # By the keys of `metrics.keys`, which are equal on every rank
     memory: Mapping[str, float]
-    communication: Mapping[str, float]  # empty where it is not measured
+    communication: Mapping[str, float]  # empty if it is not measured
 
     def floats(self) -> list[float]:
-        """All numbers, in the same order on every rank."""
+        """Return all numbers in the same order on every rank."""
         return [self.busy_s, *self.memory.values(), *self.communication.values()]
 
     def with_floats(self, values: Sequence[float]) -> RankReport:
-        """The report of another rank, whose `floats` are ``values``."""
+        """Return the report of another rank with these ``values`` of `floats`."""
         end = 1 + len(self.memory)
         memory = dict(zip(self.memory, values[1:end], strict=True))
         communication = dict(zip(self.communication, values[end:], strict=True))
@@ -61,34 +62,34 @@ class RankReport:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """One step, as all ranks agree on it."""
+    """The result of one step, equal on all ranks."""
 
     loss: float  # mean over the valid tokens of the global batch
-    grad_norm: float  # the mean over the replicas where each has a gradient of its own
+    grad_norm: float  # the mean over the replicas if their gradients differ
     own_norm: float  # of this rank's replica
-    outer_norm: float | None  # of the change that the step before has shared; None: it shared none
+    outer_norm: float | None  # of the change that replicas shared in the previous step, if any
     tokens: int
     batch_hash: int
     finite: bool
-    preempted: bool  # some rank was told to save and stop
-    save_is_due: bool  # by some rank's clock, beside the interval in steps
-    joins: bool  # a replica waits to become a member
-    preempted_ranks: list[int]  # ranks that were told to save and stop
-    store_ends: bool  # one of them is on the node that has the store which other nodes use
-    ranks: list[RankReport]  # by rank: what was measured in the step before
+    preempted: bool  # at least one rank must save and stop
+    save_is_due: bool  # by the clock of some rank, in addition to the interval in steps
+    joins: bool  # a replica waits to join
+    preempted_ranks: list[int]  # the preempted ranks
+    store_ends: bool  # one of them is on the node with the store of the other nodes
+    ranks: list[RankReport]  # measurements in the previous step, by rank
 
 
 def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
-    """Names what is wrong with a `Trainer.state_dict` after ``step``; empty if nothing.
+    """Return the problems of a `Trainer.state_dict` after ``step``; empty for a valid one.
 
-    Numbers must be finite, in range, and possible together.
+    Numbers must be finite, in range, and consistent with each other.
     """
     problems = [f"{key} is missing" for key in ("scaler", "data_fingerprint") if key not in state]
     for item in fields(Progress):
         value = state.get(item.name)
         if not is_count(value, LARGEST_COUNT):
             shown = printable(repr(value), 40)
-            problems.append(f"{item.name} is {shown}, no whole number from 0 to 2**52")
+            problems.append(f"{item.name} is {shown}, not a whole number from 0 to 2**52")
     if problems:  # the checks below compare these numbers
         return problems
     fingerprint = state["data_fingerprint"]
@@ -99,17 +100,17 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
     problems = _unmet(
         (state["step"] == step, f"step is {state['step']}, and the checkpoint is of step {step}"),
         (ascending, f"its counts contradict each other: {listed}"),
-        (is_text, "data_fingerprint is no text"),
+        (is_text, "data_fingerprint is not text"),
     )
     problems += _problems_of_scaler(state["scaler"], step)
-    # States of earlier versions have neither.
+    # States of earlier versions lack both.
     for key in ("best", "stop"):
         problems += problems_of_best(key, state.get(key), step)
     return problems
 
 
 def _unmet(*checks: tuple[bool, str]) -> list[str]:
-    """The sentences of the checks that do not hold."""
+    """Return the sentences of the failed checks."""
     return [problem for holds, problem in checks if not holds]
 
 
@@ -120,13 +121,13 @@ def _problems_of_scaler(scaler: Any, step: int) -> list[str]:
     shown = [printable(repr(value), 40) for value in (scale, good)]
     in_range = is_number(scale) and 1 <= scale <= LARGEST_SCALE
     return _unmet(
-        (in_range, f"scale is {shown[0]}, no number from 1 to 2**24"),
-        (is_count(good, step), f"good_steps is {shown[1]}, no whole number from 0 to {step}"),
+        (in_range, f"scale is {shown[0]}, not a number from 1 to 2**24"),
+        (is_count(good, step), f"good_steps is {shown[1]}, not a whole number from 0 to {step}"),
     )
 
 
 def problems_of_best(name: str, state: Any, step: int) -> list[str]:
-    """Names what is wrong with ``state``, None or a `BestMetric` as a dict after ``step``."""
+    """Return the problems of ``state``: None, or a `BestMetric` as a dict after ``step``."""
     if state is None:
         return []
     names = {item.name for item in fields(BestMetric)}
@@ -137,8 +138,8 @@ def problems_of_best(name: str, state: Any, step: int) -> list[str]:
     are_numbers = is_number(state["value"]) and is_number(state["min_delta"])
     is_name = isinstance(metric, str) and len(metric) <= _LONGEST_NAME
     return _unmet(
-        (are_counts, f"{name} has a step or a count that is no whole number from 0 to {step}"),
-        (are_numbers, f"{name} has a value that is no finite number"),
+        (are_counts, f"{name} has a step or a count that is not a whole number from 0 to {step}"),
+        (are_numbers, f"{name} has a value that is not a finite number"),
         (is_name, f"{name} has no metric"),
         (state["mode"] in ("min", "max"), f"{name} has a mode that is neither min nor max"),
     )
@@ -146,17 +147,17 @@ def problems_of_best(name: str, state: Any, step: int) -> list[str]:
 
 @dataclass
 class BestMetric:
-    """The best value that was measured."""
+    """The best value of a metric so far."""
 
     metric: str
-    mode: str  # min or max: which values are better
-    min_delta: float = 0.0  # better by less counts as not better
-    step: int = 0  # at which it was measured; 0: none was
+    mode: str  # min or max: the better direction
+    min_delta: float = 0.0  # smaller improvements do not count
+    step: int = 0  # step of the best value; 0: no value yet
     value: float = 0.0
-    since: int = 0  # measurements after it
+    since: int = 0  # number of later measurements
 
     def measure(self, step: int, value: float) -> bool:
-        """Takes a value; returns whether it is the best one. One that is not finite never is."""
+        """Record a value. True if it is the best one; a value that is not finite never is."""
         gained = value - self.value if self.mode == "max" else self.value - value
         is_better = self.step == 0 or 0 < gained >= self.min_delta
         if not math.isfinite(value) or not is_better:
@@ -168,12 +169,12 @@ class BestMetric:
         return True
 
 
-# What watches a metric, by its name in the saved state
+# Name of a watched metric in the saved state -> its setting
 _SETTINGS = {"best": "checkpoint.keep_best", "stop": "train.stop.metric"}
 
 
 class WatchedMetrics:
-    """The metrics of ``checkpoint.keep_best`` and ``train.stop``, where these are on."""
+    """The metrics of ``checkpoint.keep_best`` and ``train.stop``, if these are set."""
 
     def __init__(self, config: TrainConfig) -> None:
         keep, stop = config.checkpoint, config.train.stop
@@ -183,10 +184,10 @@ class WatchedMetrics:
             self._watched["best"] = BestMetric(keep.keep_best, keep.keep_best_mode)
         if stop.metric is not None:
             self._watched["stop"] = BestMetric(stop.metric, stop.mode, stop.min_delta)
-        self._names: set[str] = set()  # of what was measured so far
+        self._names: set[str] = set()  # names of all measured metrics
 
     def measure(self, step: int, measured: Mapping[str, float]) -> bool:
-        """Takes what ``step`` measured, by key. Returns whether ``keep_best`` has a new best."""
+        """Record the metrics of ``step`` by key. True if ``keep_best`` has a new best value."""
         self._names.update(measured)
         improved = {}
         for name, watched in self._watched.items():
@@ -195,7 +196,7 @@ class WatchedMetrics:
         return improved.get("best", False)
 
     def reason_to_stop(self, step: int) -> str | None:
-        """Why ``train.stop`` ends the run after ``step``; None: it does not."""
+        """Return the reason if ``train.stop`` ends the run after ``step``; otherwise None."""
         stop = self._watched.get("stop")
         if stop is None or stop.since < self._patience:
             return None
@@ -208,7 +209,7 @@ class WatchedMetrics:
         )
 
     def never_measured(self) -> list[str]:
-        """A sentence for each setting whose metric did not come up."""
+        """Return a sentence for each setting with a metric that was never measured."""
         told = []
         for name, watched in self._watched.items():
             if watched.step + watched.since == 0:
@@ -217,15 +218,15 @@ class WatchedMetrics:
         return told
 
     def state_dict(self) -> dict[str, Any]:
-        """``best``, once there is one, and ``stop``."""
+        """Return ``best``, if a value exists, and ``stop``."""
         state = {name: asdict(watched) for name, watched in self._watched.items()}
         if "best" in state and not state["best"]["step"]:
             del state["best"]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave, which may be among other keys, where it was of the
-        same metric and settings; otherwise nothing was measured yet."""
+        """Continue from a `state_dict`, which may contain other keys too. A metric with another
+        name or other settings than in ``state`` starts without measurements."""
         settings = ("metric", "mode", "min_delta")
         for name, watched in self._watched.items():
             before = state.get(name)

@@ -1,5 +1,5 @@
-"""What a run is, before its first step: `describe_run` gives the `RunFacts` that the header on the
-console and ``layout.json`` show. And the recorder of its steps."""
+"""Describes a run before its first step: `describe_run` returns the `RunFacts` for the header on
+the console and for ``layout.json``. Builds the recorder of the run too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base import files
 from parallel2d.base.config import AXES, Job, TrainConfig
 from parallel2d.base.config.composition import to_yaml
-from parallel2d.base.device import name_of
+from parallel2d.base.device import ATTENTION_KERNELS, name_of
 from parallel2d.base.runtime import Runtime
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.context_axis import context_axis_of
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run as a person would describe it."""
+    """The facts about a run for users and programs."""
 
     job: Job
     layout: Layout
@@ -59,12 +59,12 @@ class RunFacts:
     parameters: int
     trained_parameters: int
     data: OpenData
-    head: str | None  # the layer with which the loss is computed in chunks
-    flops_per_sequence: int | None  # of one sample
-    predicted: dict[str, float]  # bytes a rank sends per step, by ``comm/AXIS/bytes``
+    head: str | None  # the layer for the loss in chunks; None without it
+    flops_per_sequence: int | None  # of one sample; None: unknown
+    predicted: dict[str, float]  # bytes that a rank sends per step, by ``comm/AXIS/bytes``
 
     def lines(self) -> list[str]:
-        """The header, readable in 80 columns."""
+        """Return the header, readable in 80 columns."""
         config, shape, work = self.job.config, self.layout.shape, self.layout.workload
         name = name_of(self.device)
         lines = [
@@ -82,6 +82,7 @@ class RunFacts:
             )
         precision, bucketing = config.precision.name, config.bucketing.name
         lines.append(f"            precision {precision}, bucketing {bucketing}")
+        lines.append(f"            {self._speed()}")
         if self.head is not None:
             chunk = f"{config.train.loss_chunk:,} tokens, with the layer {self.head}"
             lines.append(f"loss        in chunks of {chunk}")
@@ -95,21 +96,33 @@ class RunFacts:
             f"run dir     {files.printable(self.job.run_dir, 500)}",
         ]
 
+    def _speed(self) -> str:
+        """Return the settings that determine the speed of kernels."""
+        precision, compilation = self.job.config.precision, self.layout.config.compile
+        text = f"matrix products {precision.param}"
+        if self.device.type != "cpu" and precision.param == "fp32":
+            text += " rounded to TF32" if precision.tf32 else " without TF32"
+        backend = f" with {compilation.backend}" if compilation.name != "none" else ""
+        text += f", compile {compilation.name}{backend}"
+        if self.device.type == "cpu":
+            return text
+        return f"{text}, attention {', '.join(ATTENTION_KERNELS)}"
+
     def hparams(self) -> dict[str, str | float | bool]:
-        """Settings by which runs are compared."""
+        """Return the settings for comparing runs."""
         facts = {**self.record(), **self.layout.shape.shown}
         names = ("strategy", "bucketing", "precision", *self.layout.shape.shown)
         names += ("parameters", "global_batch_size", "accumulation", "seq_len")
         return {
             "sync": self.layout.method.description,
             "model": self.model,
-            # As texts: TensorBoard shows any number with five digits, 115008 as 1.1501e+5.
+            # As text, because TensorBoard rounds numbers to five digits, 115008 to 1.1501e+5.
             **{name: str(facts[name]) for name in names},
             "lr": self.job.config.optimizer.lr,
         }
 
     def record(self) -> dict[str, Any]:
-        """The facts that programs read: in ``layout.json`` and in every checkpoint's manifest."""
+        """Return the facts for programs: for ``layout.json`` and every checkpoint's manifest."""
         config, work = self.job.config, self.layout.workload
         return {
             "parameters": self.parameters,
@@ -139,8 +152,8 @@ def describe_run(
     layout: Layout,
     is_shown: bool,
 ) -> RunFacts:
-    """The facts of a run, with the bytes that each axis will move per step; before the model is
-    parallelized. Every rank must ask. ``is_shown``: FLOPs are counted too."""
+    """Return the facts of a run with the predicted bytes of each axis, before the model is
+    parallelized. Call it on every rank. ``is_shown``: count FLOPs too."""
     counted = count_activations(job.config, parts, mesh, layout)
     parameters = list(parts.module.parameters())
     return RunFacts(
@@ -160,8 +173,9 @@ def describe_run(
 
 
 def flops_per_sequence(job: Job, parts: ModelParts, sample: SampleShape) -> int | None:
-    """FLOPs of one sequence, forward and backward; None where they cannot be counted. Restarted
-    workers read what the first ones wrote: counting imports a second's worth of torch."""
+    """Return the FLOPs of one sequence, forward and backward; None if they cannot be counted.
+    Restarted workers read the number of the first workers, because counting imports torch modules
+    for about a second."""
     if job.restarted:
         try:
             layout = files.read_json(os.path.join(job.run_dir, "layout.json"))
@@ -178,8 +192,8 @@ def flops_per_sequence(job: Job, parts: ModelParts, sample: SampleShape) -> int 
 def count_activations(
     config: TrainConfig, parts: ModelParts, mesh: DeviceMesh, layout: Layout
 ) -> TensorTraffic | None:
-    """What the tensor and context axes will move; None without them or where nothing is measured.
-    Every rank must ask."""
+    """Count the traffic of the tensor and context axes; None without these axes or without
+    communication metrics. Call it on every rank."""
     is_split = layout.tensor_plan is not None or layout.shape.context > 1
     if not is_split or not config.metrics.communication:
         return None
@@ -190,7 +204,8 @@ def count_activations(
 
 
 def _of_slices(loss: LossOfBatch, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
-    """As the loss in chunks: with a context axis, of this rank's positions."""
+    """Compute ``loss`` as the loss in chunks does: with a context axis, of this rank's positions
+    only."""
     axis = context_axis_of(model)
     if axis is None or axis.is_learning:
         return loss(model, inputs, targets)
@@ -199,11 +214,11 @@ def _of_slices(loss: LossOfBatch, model: nn.Module, inputs: Any, targets: Any) -
 
 
 def outputs(facts: RunFacts) -> tuple[ConsoleDisplay, MetricsWriter]:
-    """What the rank that speaks for all shows and writes."""
+    """Create the display and the writer of the leader."""
     config, sample = facts.job.config, facts.data.train.shape
     unit = {"tokens": "tok"}.get(sample.noun, sample.noun)
     display = ConsoleDisplay(config.metrics.console, config.train.steps, unit, facts.job.label)
-    # With the sizes of the axes in the place of ``auto``.
+    # With the actual sizes of the axes in place of ``auto``.
     sizes: dict[str, Any] = facts.layout.shape.shown
     found = dataclasses.replace(config.mesh, **sizes)
     texts = {
@@ -222,7 +237,7 @@ def outputs(facts: RunFacts) -> tuple[ConsoleDisplay, MetricsWriter]:
 
 
 def build_recorder(facts: RunFacts, mesh: DeviceMesh, model: nn.Module, *, first: bool) -> Recorder:
-    """Every rank records; only the first writes files and the console. Shows the header."""
+    """Create the recorder; only the first rank writes files and shows the header on the console."""
     config, layout = facts.job.config, facts.layout
     run_dir, sample = facts.job.run_dir, facts.data.train.shape
     display = writer = None
@@ -231,7 +246,7 @@ def build_recorder(facts: RunFacts, mesh: DeviceMesh, model: nn.Module, *, first
         for line in facts.lines():
             display.log(line)
     predicted = dict(facts.predicted)
-    # Replicas that differ send each other nothing in most steps.
+    # Replicas that train independently exchange nothing in most steps.
     if not facts.layout.method.replicas_equal:
         del predicted["comm/replicate/bytes"]
     slow = [axis for axis in AXES if crossing_group(facts.ranks, axis, facts.topology)]

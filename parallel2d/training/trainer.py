@@ -1,7 +1,7 @@
 """The training loop: `Trainer.run`.
 
-One step: take this rank's part of the global batch, accumulate gradients over its micro-batches,
-agree with all ranks (`step_agreement`), update.
+A step takes this rank's part of the global batch, accumulates gradients over its micro-batches,
+agrees with all ranks on the result (`step_status`), and updates.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ from parallel2d.training.trainer_parts import LoopCallbacks, TrainerParts
 
 @dataclass(kw_only=True, eq=False)
 class Trainer(TrainerParts):
-    """Trains its parts. Every rank makes one and calls its methods at the same points."""
+    """Trains the model of its parts. Every rank constructs one and calls its methods at the same
+    points."""
 
     def __post_init__(self) -> None:
         config, data, recorder = self.config, self.data, self.recorder
         self.training = data.train
-        # By the key of the loss, in the same order on every rank
+        # Keyed by the name of the loss, in the same order on every rank
         self.validation_sets: dict[str, SampleStream] = {}
         if data.validation is not None:
             self.validation_sets[keys.VALIDATION_LOSS] = data.validation
@@ -68,10 +69,11 @@ class Trainer(TrainerParts):
         self.upcoming_tokens = 0  # of the global batch
         self._measured = recorder.measure({}, 0.0)
         self._watched = WatchedMetrics(config)
-        self.stopped: str | None = None  # why the run ends before its last step
-        self._reported_saves = 0  # checkpoints of this process that hooks know of
+        self.stopped: str | None = None  # the reason for an end before the last step
+        self._reported_saves = 0  # number of this process's checkpoints that hooks were called for
         self.callbacks = LoopCallbacks()
-        # Whether one that joins must compute: forward passes cross replicas, or each trains alone
+        # True if a joining replica must compute too: the forward has collectives over replicas, or
+        # replicas train independently.
         self.forward_crosses = outer_sync(self.model) is not None
         self.membership: Membership | None = None
         if self.replicas is not None and len(self.replicas.ranks) > 1:
@@ -91,15 +93,15 @@ class Trainer(TrainerParts):
         self._calls = HookCalls(self.hooks, view)
 
     def run(self, callbacks: LoopCallbacks | None = None) -> None:
-        """Trains until ``train.steps``, until finite data end, until ``train.stop`` or a hook stops
-        the run, or until told to save and stop. Collective.
+        """Train until ``train.steps``, the end of finite data, a stop by ``train.stop`` or a hook,
+        or a request to save and stop. Collective.
 
-        Raises `ConfigError` after too many non-finite steps in a row, and `HookError`.
+        Raises `ConfigError` after too many consecutive non-finite steps, and `HookError`.
         """
         self.callbacks = callbacks or LoopCallbacks()
         feed = BatchFeed(self.training, self.plan, self.device, start=self.progress.samples)
-        # Automatic collections would fall at different moments on different ranks, and all ranks
-        # would wait for each of them.
+        # Automatic collections would run at different times on different ranks, and all ranks
+        # would wait for each of them. `_take_steps` collects at the same step on every rank.
         gc.collect()
         gc.disable()
         try:
@@ -137,16 +139,16 @@ class Trainer(TrainerParts):
                 raise
 
     def has_steps(self) -> bool:
-        """Whether `run` will train, unless the data end here."""
+        """True if `run` will train at least one step, unless the data end here."""
         step = self.progress.step
         return step < self.config.train.steps and self._watched.reason_to_stop(step) is None
 
     def begin(self, feed: BatchFeed) -> None:
-        """Reads the first batch and sums its token count over the ranks; those of later batches are
-        in the agreement of the step before. Starts the hooks. Collective."""
+        """Read the first batch, sum its token count over the ranks, and start the hooks. The
+        status of each step counts the tokens of the next batch. Collective."""
         self.stopped = self._watched.reason_to_stop(self.progress.step)
         if self.stopped is not None:
-            self.recorder.log(f"not trained on: {self.stopped}; other settings would go on")
+            self.recorder.log(f"not continued: {self.stopped}; change train.stop to continue")
         self.upcoming = self.take(feed) if self.has_steps() else None
         if self.upcoming is not None:
             self.loss.compare_head(self.model, self.upcoming.micro_batches[0])
@@ -156,8 +158,11 @@ class Trainer(TrainerParts):
         self._calls.start(self.progress.step)
 
     def step(self, feed: BatchFeed) -> None:
-        """One optimizer step, saved if that is due, and recorded; none where this replica was to
-        join and has not got the state. Collective. Raises `RunTakenOver` on rank 0."""
+        """Run one optimizer step; save if a save is due, and record it.
+
+        Does nothing if this replica was to join and has not received the state. Collective. Raises
+        `RunTakenOver` on rank 0.
+        """
         step, train = self.progress.step + 1, self.config.train
         rate = learning_rate(step, train.steps, self.config.optimizer.lr, self.config.scheduler)
         set_learning_rate(self.optimizer, rate)
@@ -169,6 +174,11 @@ class Trainer(TrainerParts):
         if found is None:
             return
         batch, outcome = found
+        # The order from here on is the same on every rank. The update follows the status
+        # all-reduce, which shows if the gradients of all ranks are finite. Validation and hooks see
+        # the updated weights. The save follows the hooks, because a hook may request it, and all
+        # decisions that lead to a save come from values that are equal on all ranks: a save is
+        # collective.
         saves_and_stops = outcome.preempted
         if self.membership is not None:
             saves_and_stops = self.membership.note(outcome)
@@ -185,7 +195,7 @@ class Trainer(TrainerParts):
         agreed = self._call_hooks(outcome, rate, validation, seconds)
         is_best = self._judge(outcome, validation, agreed)
         if self.stopped is not None and validation is None:
-            validation = self._validate_if_due(step, seconds)  # the last step, which is known now
+            validation = self._validate_if_due(step, seconds)  # this became the last step
         self.preempted = saves_and_stops
         last = self.upcoming is None
         self.checkpointer.save_if_due(
@@ -199,7 +209,9 @@ class Trainer(TrainerParts):
         seconds["checkpoint_s"] = self.checkpointer.blocked_s
         if self.membership is not None:
             self.membership.take_roles()
-        # Hooks and a save take their time, in which another start may have set rows aside.
+        # Hooks and saves take time, and meanwhile another start may have taken the directory over
+        # and moved rows aside. Without this second check this rank would append a row to the file
+        # that the new start continues.
         self.ownership.check()
         self.recorder.record(
             self.progress,
@@ -213,7 +225,7 @@ class Trainer(TrainerParts):
         self._tell_saves()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds beside tensors; plain numbers."""
+        """Return the part of a checkpoint that is not tensors; plain numbers."""
         return {
             **asdict(self.progress),
             "scaler": self.scaler.state_dict(),
@@ -222,8 +234,8 @@ class Trainer(TrainerParts):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from where `state_dict` was taken. Raises `ConfigError` for what it cannot have
-        given."""
+        """Continue from the state of `state_dict`. Raises `ConfigError` for a state that it cannot
+        have returned."""
         if problems := problems_of_state(state, state["step"]):
             listed = "; ".join(problems[:4])
             raise ConfigError(f"no run can continue from the checkpoint's state: {listed}")
@@ -232,17 +244,17 @@ class Trainer(TrainerParts):
         self.progress = Progress(**{item.name: int(state[item.name]) for item in fields(Progress)})
 
     def validate(self, stream: SampleStream) -> float:
-        """Mean loss over the valid tokens of the first ``train.validate_batches`` global batches of
-        ``stream``. Collective."""
+        """Return the mean loss over the valid tokens of the first ``train.validate_batches`` global
+        batches of ``stream``. Collective."""
         while True:
             sums = self._validation_sums(stream)
             dist.all_reduce(sums)
-            # Where a replica was lost, its part is missing.
+            # After the failure of a replica its part is missing, so the survivors repeat all.
             if self.membership is None or not self.membership.deal():
                 return (sums[0] / sums[1].clamp(min=1)).item()
 
     def _validation_sums(self, stream: SampleStream) -> Tensor:
-        """The loss and the tokens of this rank's part, fp64."""
+        """Return the loss and the number of tokens of this rank's part, fp64."""
         feed = BatchFeed(stream, self.plan, self.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
         try:
@@ -260,7 +272,7 @@ class Trainer(TrainerParts):
         return sums
 
     def _validate_if_due(self, step: int, seconds: dict[str, float]) -> dict[str, float] | None:
-        """Returns the losses by key. Adds what it takes to ``seconds``."""
+        """Validate if it is due; return the losses by key, and add the time to ``seconds``."""
         every = self.config.train.validate_every
         is_due = every and (step % every == 0 or self.upcoming is None)
         if not is_due or not self.validation_sets:
@@ -279,8 +291,8 @@ class Trainer(TrainerParts):
         validation: Mapping[str, float] | None,
         seconds: dict[str, float],
     ) -> AgreedResult:
-        """Returns what the hooks of all ranks came to after this step. Adds what it takes to
-        ``seconds``."""
+        """Call the hooks of all ranks after this step; return their agreed result, and add the time
+        to ``seconds``."""
         if not self.hooks:
             return AgreedResult()
         begin = time.perf_counter()
@@ -304,8 +316,8 @@ class Trainer(TrainerParts):
     def _judge(
         self, outcome: StepOutcome, validation: Mapping[str, float] | None, agreed: AgreedResult
     ) -> bool:
-        """Compares what was measured in this step with the best so far. Returns whether this state
-        is the best one; ends the run if it should stop."""
+        """Compare the metrics of this step with the best values so far, and end the run if it
+        should stop. True if this state is the best one."""
         step = self.progress.step
         measured = {
             keys.LOSS: outcome.loss,
@@ -344,9 +356,9 @@ class Trainer(TrainerParts):
             return None
 
     def forward_backward(self, batch: StepBatch, tokens: int) -> Tensor:
-        """Accumulates the gradient of the mean over the global batch's ``tokens``, times the loss
+        """Accumulate the gradient of the mean over the global batch's ``tokens``, times the loss
         scale. Returns this rank's summed loss, fp64."""
-        # Gradients are averaged over the data ranks, so each loss is weighted by their number.
+        # Gradients are averaged over the data ranks, so each loss is multiplied by their number.
         weight = self.data_ranks / max(tokens, 1) * self.scaler.scale
         summed: Tensor | None = None
         mode = self.config.sync.during_accumulation
@@ -361,8 +373,8 @@ class Trainer(TrainerParts):
         return summed
 
     def _compute(self, feed: BatchFeed) -> tuple[StepBatch, StepOutcome] | None:
-        """Gradients, and what all ranks agree on; again, of another part of the same global batch,
-        where replicas were lost. None as of `step`."""
+        """Compute gradients and agree on the step. If replicas fail, the survivors repeat it with
+        another part of the same global batch. None as in `step`."""
         tokens, membership = self.upcoming_tokens, self.membership
         if membership is not None:
             membership.begin_step()
@@ -379,7 +391,7 @@ class Trainer(TrainerParts):
                 return None
 
     def _try(self, feed: BatchFeed, batch: StepBatch, tokens: int) -> StepOutcome | None:
-        """As `_compute`, once."""
+        """Try `_compute` once."""
         step = self.progress.step + 1
         set_step(self.model, step, self.scaler.scale)
         if self.membership is not None and self.membership.is_joining:
@@ -387,6 +399,9 @@ class Trainer(TrainerParts):
         else:
             summed = self.forward_backward(batch, tokens)
         self.clock.mark("forward_backward_s")
+        # The next batch is read before the status all-reduce, which also sums the tokens of the
+        # next global batch. The losses of the next step are divided by this sum, which must be
+        # known before its first backward pass; reading here saves a second all-reduce.
         is_last = step >= self.config.train.steps
         self.upcoming = None if is_last else self.take(feed)
         self.clock.mark("data_s")
@@ -399,7 +414,7 @@ class Trainer(TrainerParts):
     def _reduce_status(
         self, summed: Tensor, batch: StepBatch, feed: BatchFeed
     ) -> StepOutcome | None:
-        """Returns None where replicas were lost, and all who are left do the step again."""
+        """Agree on the step; None if replicas failed, and the survivors must repeat it."""
         own = RankStatus(
             loss=summed,
             tokens=batch.valid_tokens,
@@ -431,7 +446,7 @@ class Trainer(TrainerParts):
         self.scaler.update(outcome.finite)
 
     def _count(self, step: int, batch: StepBatch, outcome: StepOutcome) -> None:
-        """Raises `ConfigError` after too many non-finite steps in a row."""
+        """Count the step. Raises `ConfigError` after too many consecutive non-finite steps."""
         self.progress.count(step, batch.position, outcome)
         limit = self.config.train.max_skipped_steps
         if self.progress.skipped_in_a_row >= limit:

@@ -24,7 +24,7 @@ from parallel2d.training.run_directory.start import OwnershipLock
 
 @dataclass(kw_only=True, eq=False)
 class TrainerParts:
-    """The parts of a `Trainer`."""
+    """The parts of a `Trainer`, built by `build_trainer`."""
 
     config: TrainConfig
     run_dir: str
@@ -37,18 +37,22 @@ class TrainerParts:
     plan: BatchPlan
     recorder: Recorder
     checkpointer: Checkpointer
-    ownership: OwnershipLock  # checked before rows and checkpoints are written
+    ownership: OwnershipLock  # checked before every row and every checkpoint
     hooks: Sequence[Hook]  # called after every step
-    replicas: Presence | None = None  # where they may come and go
-    # Called on the rank that writes from now on, where the one that did is lost
+    replicas: Presence | None = None  # set if replicas may fail and join
+    # Called on the new leader after a failure of the old one
     take_roles: Callable[[Any], None] = lambda trainer: None
 
 
 @dataclass(frozen=True)
 class LoopCallbacks:
-    """What the loop asks and tells the command that runs it: in every step whether this rank was
-    told to save and stop, once that the first step of this process is done, and once that this rank
-    speaks for all from now on, where the one that did is lost."""
+    """Callbacks to the command that runs the loop.
+
+    Attributes:
+        stop_requested: called in every step; True if this rank must save and stop.
+        first_step_done: called once after the first step of this process.
+        speaks: called once if this rank becomes the leader after a failure of the old leader.
+    """
 
     stop_requested: Callable[[], bool] = lambda: False
     first_step_done: Callable[[], object] = lambda: None

@@ -1,4 +1,4 @@
-"""The configured data set, opened and matched with the model: `open_training_data`."""
+"""Opens the configured data set and matches it with the model: `open_training_data`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 
 
 def open_training_data(config: TrainConfig, parts: ModelParts) -> OpenData:
-    """The configured data, with targets where the model has outputs; prepared where it has not
-    been. Raises `ConfigError` for data that the model does not read, and for fewer samples of
-    one's own than a global batch takes."""
+    """Open the configured data, and prepare them if necessary. Targets are limited to positions
+    with model outputs. Raises `ConfigError` for data that the model cannot read, and for custom
+    data with fewer samples than a global batch."""
     check_reads(config, parts)
     seed, seq_len = config.train.seed, config.train.seq_len
     data = open_data(
@@ -38,7 +38,7 @@ def open_training_data(config: TrainConfig, parts: ModelParts) -> OpenData:
 
 
 def check_reads(config: TrainConfig, parts: ModelParts) -> None:
-    """Raises `ConfigError` for token ids and a model of something else."""
+    """Raise `ConfigError` for token ids as input of a model that reads other data."""
     name = config.data.name
     if parts.reads is not None and name != "custom":
         raise ConfigError(
@@ -48,7 +48,7 @@ def check_reads(config: TrainConfig, parts: ModelParts) -> None:
 
 
 def check_targets(config: TrainConfig, parts: ModelParts, data: OpenData) -> None:
-    """Raises `ConfigError` for token ids that the model has no output for."""
+    """Raise `ConfigError` for token ids without an output of the model."""
     if parts.vocab_size is not None and parts.vocab_size < data.vocab_size:
         raise ConfigError(
             f"model.vocab_size={parts.vocab_size} is smaller than the {data.vocab_size} token ids "
@@ -57,9 +57,9 @@ def check_targets(config: TrainConfig, parts: ModelParts, data: OpenData) -> Non
 
 
 def fit_to_data(config: TrainConfig, data: OpenData) -> TrainConfig:
-    """``config`` with the ``train.steps`` that ``train.epochs`` takes on ``data``. Raises
-    `ConfigError` for fewer samples than a global batch takes, for keys that do not fit the steps,
-    and for a metric that ``data`` give no validation for."""
+    """Return ``config`` with ``train.steps`` computed from ``train.epochs`` and ``data``. Raises
+    `ConfigError` for fewer samples than a global batch, for keys that contradict the steps, and for
+    a metric that needs validation data if ``data`` has none."""
     wanted = (config.train.stop.metric, config.checkpoint.keep_best)
     if data.validation is None and VALIDATION_LOSS in wanted:
         raise ConfigError(
@@ -88,19 +88,19 @@ def fit_to_data(config: TrainConfig, data: OpenData) -> TrainConfig:
 
 
 def check_position(restored: Mapping[str, object], data: OpenData, config: TrainConfig) -> None:
-    """Raises `ConfigError` when the checkpoint's position is one in other data; with
-    ``checkpoint.strict=false`` it is only logged."""
+    """Raise `ConfigError` if the checkpoint's position refers to other data; with
+    ``checkpoint.strict=false`` only log a warning."""
     saved = restored.get("data_fingerprint")
     if saved in (None, data.fingerprint):
         return
     text = (
         f"the checkpoint of step {restored['step']} was trained on other data, or on the same cut "
         "otherwise (files, tokenizer, train.seq_len, train.seed, data.*): here sample "
-        f"{restored['samples']} is another one"
+        f"{restored['samples']} is another sample"
     )
     if config.checkpoint.strict:
         raise ConfigError(
             f"{text}; checkpoint.load=model_only starts over with its weights, "
-            "checkpoint.strict=false goes on at that position"
+            "checkpoint.strict=false continues at that position"
         )
-    log.warning("%s; going on at that position", text)
+    log.warning("%s; continuing at that position", text)

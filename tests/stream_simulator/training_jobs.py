@@ -107,6 +107,9 @@ LAYOUTS = {
     "offload": Layout(2, ("strategy=zero3", "cpu_offload=true")),
     # groups
     "prefetch": HYBRID.with_overrides("prefetch.forward=2", "prefetch.backward=2"),
+    "two reduce-scatters in flight": HYBRID.with_overrides(
+        "fsdp.reduce_scatter_buffers=2", "fsdp.separate_reduce_scatter_group=true"
+    ),
     "bucketing=layer": HYBRID.with_overrides("bucketing=layer", "sync.bucket_mib=0.01"),
     # optimizers
     "muon": HYBRID.with_overrides("optimizer=muon"),

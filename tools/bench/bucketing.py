@@ -1,12 +1,14 @@
-"""What bucketing and prefetch cost: collectives, bytes per call, peak memory and CPU-seconds of a step.
+"""Measure the cost of bucketing and prefetch: collectives, bytes per call, peak memory and CPU-seconds of a step.
 
     python tools/bench/bucketing.py [--rounds 6] [--link-ms 10]
 
 Four gloo ranks, `strategy=hybrid` on a 2 x 2 mesh, a small Llama, one micro-batch. All models live in the same processes and take
-turns, so that whatever else the machine does falls on all of them. Counts are those of one step of rank 0; there are as many groups
-as reduce-scatters. Peak memory is that of tensors allocated in a step, above what was there before it, from the allocator's own
-reports. The second table emulates a link: an all-gather takes ``--link-ms`` milliseconds, one after the other. Its seconds are the
-least of all rounds, since whatever else runs only adds to them.
+turns, so that other work of the machine slows all of them.
+
+* Counts: one step of rank 0. The number of groups equals the number of reduce-scatters.
+* Peak memory: tensors that a step allocates, without the memory before the step, from the reports of the allocator.
+* The second table emulates a link: an all-gather takes ``--link-ms`` milliseconds, one after the other. Its seconds are the minimum
+  of all rounds, since other work only adds to them.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ KINDS = ("allgather", "reduce_scatter", "allreduce")
 
 
 class Collectives(TorchDispatchMode):
-    """Calls and bytes of payload (the larger side) that reach the process groups, by kind."""
+    """Count the calls and payload bytes (the larger side) that reach the process groups, by kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +68,7 @@ class Collectives(TorchDispatchMode):
 
 
 class SlowLink:
-    """Every all-gather takes ``seconds``, one after the other; the collective itself is torch's own."""
+    """Run torch's all-gathers one after the other, for ``seconds`` each."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.free = seconds, 0.0
@@ -124,8 +126,10 @@ def step(model: torch.nn.Module, tokens: torch.Tensor) -> None:
 
 
 def peak_mib(model: torch.nn.Module, tokens: torch.Tensor) -> float:
-    """Most MiB of tensors above what is allocated before a step, from each allocation and release in the order in which they happened;
-    the median of three steps, because threads of the process group allocate too."""
+    """Return the peak MiB of tensors in a step, without the memory before the step, from its allocations and releases in order.
+
+    The result is the median of three steps, because threads of the process group also allocate.
+    """
     return statistics.median(_peak(model, tokens) for _ in range(3))
 
 
@@ -148,7 +152,7 @@ def _peak(model: torch.nn.Module, tokens: torch.Tensor) -> float:
 def take_turns(
     models: dict[Any, torch.nn.Module], tokens: torch.Tensor, rounds: int
 ) -> dict[Any, tuple[float, float]]:
-    """Median of CPU-seconds (all ranks) and least wall seconds of a step, per model."""
+    """Return the median CPU-seconds (all ranks) and the minimum wall seconds of a step, per model."""
     cpu: dict[Any, list[float]] = defaultdict(list)
     wall: dict[Any, list[float]] = defaultdict(list)
     for number in range(rounds):

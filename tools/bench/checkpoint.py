@@ -1,12 +1,11 @@
-"""What a checkpoint costs: seconds the loop is blocked by an asynchronous save over those of a synchronous
-one, and by a copy into shared memory; and bytes.
+"""Measure the cost of a checkpoint: seconds that synchronous, asynchronous and in-memory saves block the loop; bytes.
 
     python tools/bench/checkpoint.py [--ranks 2] [--mib 64] [--rounds 5] [--folder PATH]
 
-Starts gloo ranks on this machine, shards a model of ``--mib`` MiB of fp32 parameters over them with AdamW (so
-3x that is state) and saves it in turn to disk, both ways, and to memory, each left to finish before the next is
-measured. The first of each kind allocates its buffers (in memory the first two, one of which is counted here) and is shown
-apart. Prints one table.
+The script starts gloo ranks on this machine and shards a model of ``--mib`` MiB of fp32 parameters over them. With
+AdamW, the state is 3x as large. It saves in turn to disk, both ways, and to memory. Each save finishes before the next
+is measured. The first save of each kind allocates its buffers and has a separate column (in memory, the first two
+allocate, and one is counted there). The output is one table.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from parallel2d.training.checkpoint.in_memory import used
 
 
 def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -> None:
-    """One rank: rank 0 puts the measurements into ``results``."""
+    """Run one rank; rank 0 puts the measurements into ``results``."""
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), options.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)

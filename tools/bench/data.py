@@ -1,15 +1,14 @@
-"""What reading and preparing data cost, each beside the least that any implementation must do.
+"""Measure the cost of reading and preparing data, relative to the minimum work of any implementation.
 
     python tools/bench/data.py [--seconds 2] [--folder DIR]
 
-Reads the Python standard library's source, prepared into a temporary folder. Prints one Markdown table per
-question:
+The data is the source of Python's standard library, prepared into a temporary folder. The output is one Markdown
+table per question:
 
-* the reader beside raw ``numpy.memmap`` slicing: the same random windows, copied into the same int64 arrays;
-* the feed: how long `next` waits when the step itself takes as long as a small training step;
-* ``prepare`` beside the tokenizer alone on the same documents, for bytes and for a byte-pair tokenizer
-trained here; * a tensor group: every rank reads the same samples, or one reads and broadcasts (two gloo
-processes).
+* the reader and raw ``numpy.memmap`` slicing: the same random windows, copied into the same int64 arrays;
+* the feed: the time that `next` waits if a step takes as long as a small training step;
+* ``prepare`` and only the tokenizer on the same documents, for bytes and for a byte-pair tokenizer trained here;
+* a tensor group: every rank reads the same samples, or one reads and broadcasts (two gloo processes).
 
 Times are CPU seconds of the processes that work (wall time where another process is waited for), medians of
 five rounds.
@@ -43,7 +42,7 @@ ROUNDS = 5
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of the children it waited for."""
+    """Return the CPU seconds of this process and of its ended children."""
     own, children = (
         resource.getrusage(resource.RUSAGE_SELF),
         resource.getrusage(resource.RUSAGE_CHILDREN),
@@ -52,7 +51,7 @@ def cpu_seconds() -> float:
 
 
 def rate(function: Callable[[int], object], tokens: int, seconds: float) -> float:
-    """Tokens per CPU second of calling ``function(step)``, the median of `ROUNDS` rounds."""
+    """Return tokens per CPU second of ``function(step)``, the median of `ROUNDS` rounds."""
     found = []
     for repetition in range(ROUNDS + 1):
         begin, wall, calls = cpu_seconds(), time.perf_counter(), 0
@@ -64,7 +63,7 @@ def rate(function: Callable[[int], object], tokens: int, seconds: float) -> floa
 
 
 def reader(folder: Path, seconds: float) -> None:
-    """Tokens per second of `SampleStream.read` and of slicing a memmap."""
+    """Print tokens per second of `SampleStream.read` and of slicing a memmap."""
     print(
         "| micro-batch | memmap slicing | reader | reader without hash | share |\n|---|---|---|---|---|"
     )
@@ -104,7 +103,7 @@ def reader(folder: Path, seconds: float) -> None:
 
 
 def feed(folder: Path) -> None:
-    """Seconds that a step waits for its batch while the step computes."""
+    """Print the seconds that a step waits for its batch while the previous step computes."""
     print("\n| global batch | step | waited per step, median | largest |\n|---|---|---|---|")
     weight = torch.randn(512, 512)
     for batch, length in ((32, 128), (32, 2048)):
@@ -129,7 +128,7 @@ def feed(folder: Path) -> None:
 
 
 def preparing(folder: Path) -> None:
-    """MB of text per CPU second of the tokenizer alone and of the whole preparation."""
+    """Print MB of text per CPU second of the tokenizer and of the complete preparation."""
     import tokenizers
 
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -173,7 +172,7 @@ def preparing(folder: Path) -> None:
 
 
 def tensor_group(folder: Path) -> None:
-    """Milliseconds until both ranks of a tensor group hold a micro-batch."""
+    """Print the milliseconds until both ranks of a tensor group hold a micro-batch."""
     print("\n| micro-batch | each rank reads | one reads and broadcasts |\n|---|---|---|")
     for rows, length in ((8, 128), (8, 2048)):
         stream = open_data(DataConfig(cache_dir=str(folder)), seq_len=length, seed=0).train
@@ -205,7 +204,7 @@ def tensor_group(folder: Path) -> None:
 
 
 def main() -> None:
-    """Runs every measurement."""
+    """Run every measurement."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seconds", type=float, default=2.0, help="per measured rate")
     parser.add_argument(

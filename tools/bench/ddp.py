@@ -1,9 +1,9 @@
-"""A step of ``strategy=ddp`` beside one of torch's DistributedDataParallel: the same model, batch and optimizer, run alternately.
+"""Compare a step of ``strategy=ddp`` with torch's DistributedDataParallel: the same model, batch and optimizer, run alternately.
 
     python -m tools.bench.ddp [--pairs 8] [--steps 15] [--optimizer default|foreach|fused] [--dim 256] [--layers 4]
 
-Each has two gloo ranks in processes of its own, one thread each. A step is forward, backward, clipping, AdamW and ``zero_grad``. Prints
-CPU-seconds (user + system of all ranks) and seconds of each pair, and the median of the ratios.
+Each side has two gloo ranks in separate processes, one thread each. A step is forward, backward, clipping, AdamW and ``zero_grad``. The
+output is CPU-seconds (user + system of all ranks) and seconds of each pair, and the median of the ratios.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
 
 
 def build(kind: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """The model, and what clips its gradients."""
+    """Return the model and its clipping function."""
     import parallel2d
     from parallel2d.models.llama import Llama
 
@@ -57,7 +57,7 @@ def build(kind: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def worker(kind: str, rank: int, arguments: argparse.Namespace, folder: str, pipe: Any) -> None:
-    """Runs ``arguments.steps`` steps whenever it is told to; answers with what they took."""
+    """Run ``arguments.steps`` steps on each request of ``pipe``; answer with their CPU-seconds and seconds."""
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, kind), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
@@ -77,7 +77,7 @@ def worker(kind: str, rank: int, arguments: argparse.Namespace, folder: str, pip
         optimizer.zero_grad()
         return loss.item()
 
-    # Forwards 1, 2, 4 and so on are looked through (`parallelize.script_checks`); the next ones are 64 and 128.
+    # `parallelize.script_checks` examines forwards 1, 2, 4 and so on; the next ones are 64 and 128.
     losses = [step() for _ in range(33)]
     gc.collect()
     gc.freeze()
@@ -93,7 +93,7 @@ def worker(kind: str, rank: int, arguments: argparse.Namespace, folder: str, pip
 
 
 def turn(workers: list[tuple[Any, Any]], steps: int) -> tuple[float, float]:
-    """CPU-seconds of all ranks and seconds of a step."""
+    """Return the CPU-seconds of all ranks and the seconds of a step."""
     for _, pipe in workers:
         pipe.send(True)
     taken = [pipe.recv() for _, pipe in workers]

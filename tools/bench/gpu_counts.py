@@ -1,11 +1,14 @@
-"""Waits of the host and kernels of one training step on a GPU, counted on simulated devices; no GPU is needed.
+"""Count the kernels of one training step and the waits of the host on simulated devices, without a GPU.
 
     python tools/bench/gpu_counts.py [LAYOUT ...]
 
-Runs the train command with a llama of two layers in each layout (without arguments: `COUNTED_LAYOUTS`; others:
-`LAYOUTS` in tests/stream_simulator/training_jobs.py), and prints one row for step 3 of rank 0: the package's own
-kernels (all others belong to the model, autograd, FSDP2 and the optimizer); waits of the host; waits at places where
-operators were outstanding; and such waits between the last forward and the optimizer.
+The script runs the train command with a llama of two layers in each layout: by default `COUNTED_LAYOUTS`, otherwise
+any of `LAYOUTS` in tests/stream_simulator/training_jobs.py. It prints one row for step 3 of rank 0:
+
+* the package's kernels (all others belong to the model, autograd, FSDP2 and the optimizer);
+* waits of the host;
+* waits with outstanding operators;
+* waits with outstanding operators between the last forward and the optimizer.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What parallel2d costs over a hand-written FSDP2 loop: CPU-seconds per step on the same model, data and mesh, run alternately.
+"""Measure the overhead over a hand-written FSDP2 loop: CPU-seconds per step on the same model, data and mesh, run alternately.
 
     python tools/bench/overhead.py [--rounds 12] [--steps 10] [--against unmeasured]
 
-Each loop has four worker processes of its own, so that neither sees what the other wraps or allocates; they take turns, so that
-whatever else the machine does falls on both. ``--against unmeasured``: the other loop is this trainer too, with communication not
-measured, no TensorBoard and a row written only every thousand steps. Prints, per round and over all rounds, the ratio of CPU-seconds
-(user + system of all ranks); the median over rounds is the figure.
+Each loop has four separate worker processes, so that neither sees hooks or allocations of the other. The loops take turns, so that other
+work of the machine slows both. With ``--against unmeasured`` the other loop is also this trainer, without measured communication, without
+TensorBoard, and with a row only every thousand steps. The output is the ratio of CPU-seconds (user + system of all ranks) per round and over
+all rounds; the median over rounds is the figure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 
 SEQ, MICRO, GLOBAL = 128, 8, 32
 WORLD = 4
-OTHERS = {  # this trainer once more, with these words
+OTHERS = {  # this trainer again, with these overrides
     "unmeasured": [
         "metrics.communication=false",
         "metrics.tensorboard=false",
@@ -44,7 +44,7 @@ def cpu_seconds() -> float:
 
 
 class HandWritten:
-    """What an engineer who knows `fully_shard` writes: a 2 x 2 mesh, blocks, clipping, a loss that is read every step."""
+    """A plain `fully_shard` loop: a 2 x 2 mesh, blocks, clipping, and a loss that is read every step."""
 
     def __init__(self, config: Any, stream: Any, plan: Any) -> None:
         from parallel2d.models.llama import Llama
@@ -77,7 +77,7 @@ class HandWritten:
 
 
 class Ours:
-    """The trainer as ``python -m parallel2d.train`` builds it, everything it measures and writes included."""
+    """The trainer of ``python -m parallel2d.train``, with all measurements and files."""
 
     def __init__(self, run_dir: str, words: list[str], identity: Any) -> None:
         from parallel2d.base.config import Job
@@ -115,7 +115,7 @@ def compose_config(words: list[str]) -> Any:
 
 
 def build(kind: str, rank: int, arguments: argparse.Namespace, folder: str) -> Any:
-    """The loop of this process, in the process group of its kind."""
+    """Return the loop of this process, in the process group of its kind."""
     from parallel2d.base.topology import RankIdentity
     from parallel2d.parallel.mesh_sizes import MeshShape
     from parallel2d.training.assemble import plan_batches
@@ -144,7 +144,7 @@ def build(kind: str, rank: int, arguments: argparse.Namespace, folder: str) -> A
 
 
 def worker(kind: str, rank: int, arguments: argparse.Namespace, folder: str, pipe: Any) -> None:
-    """Runs ``arguments.steps`` steps whenever it is told to; answers with the CPU seconds they took."""
+    """Run ``arguments.steps`` steps on each request of ``pipe``; answer with their CPU-seconds."""
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, f"store-{kind}"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
@@ -166,7 +166,7 @@ def worker(kind: str, rank: int, arguments: argparse.Namespace, folder: str, pip
 def start(
     worker: Callable[..., None], world: int, kind: str, arguments: argparse.Namespace, folder: str
 ) -> list[tuple[Any, Any]]:
-    """Process and pipe of each of ``world`` workers, which send something once they are warm."""
+    """Start ``world`` workers, which send a message after warm-up; return the process and the pipe of each."""
     context = torch.multiprocessing.get_context("spawn")
     workers = []
     for rank in range(world):
@@ -181,7 +181,7 @@ def start(
 
 
 def turn(workers: list[tuple[Any, Any]], steps: int) -> float:
-    """CPU seconds per step of all ranks."""
+    """Return the CPU-seconds per step of all ranks."""
     for _, pipe in workers:
         pipe.send(True)
     return sum(pipe.recv() for _, pipe in workers) / steps

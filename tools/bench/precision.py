@@ -1,4 +1,4 @@
-"""How far the low precisions stray from fp32: the largest relative difference of a loss over 20 steps.
+"""Measure the largest relative difference of a loss between low precisions and fp32 over 20 steps.
 
     python tools/bench/precision.py
 

@@ -1,9 +1,9 @@
-"""Predicted peaks beside those of the same layouts traced whole: the table of docs/planner.md.
+"""Compare predicted peaks with the traced peaks of the same layouts, for docs/planner.md.
 
     python -m tools.bench.predicted_peaks
 
-Takes some minutes on one core. Prints a row for each layout, and the smallest and the largest error
-at the end. ``--models NAME ...`` chooses among the models.
+The script takes some minutes on one core. It prints a row for each layout, and the smallest and the
+largest error at the end. ``--models NAME ...`` chooses models.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "tensor 2": ("mesh.tensor=2",),
     "tensor 2, zero2, full, bf16": ("mesh.tensor=2", "strategy=zero2", "activation_checkpointing=full", "precision=bf16"),
 }  # fmt: skip
-# With a tensor-parallel plan of their own.
+# Models with a tensor-parallel plan
 _SPLITS = ("llama",)
 
 
 def mlp() -> nn.Module:
-    """A plain stack of layers."""
+    """Return a plain stack of layers."""
     layers: list[nn.Module] = [nn.Embedding(1024, 256)]
     for _ in range(8):
         layers += [nn.Linear(256, 256), nn.GELU()]
@@ -79,8 +79,7 @@ def mlp() -> nn.Module:
 
 
 def error_of(*words: str) -> tuple[LayoutCost, float]:
-    """The cost of a layout, and by how much its predicted peak is above the traced one, as a
-    share."""
+    """Return the cost of a layout and the relative error of its predicted peak."""
     composition = compose([*_JOB, *words])
     assert composition is not None
     cost = cost_of(composition.config)

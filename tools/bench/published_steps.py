@@ -1,9 +1,9 @@
-"""Published throughput beside what the planner's model of time says, and the efficiencies that fit best.
+"""Compare published throughput with the planner's time model, and print the best-fitting efficiencies.
 
     python -m tools.bench.published_steps
 
-`EFFICIENCIES` in `parallel2d/parallel/cost/step_time.py` are fitted on these rows, and on nothing else. Takes a few seconds, in which the FLOPs of
-each model are counted.
+`EFFICIENCIES` in `parallel2d/parallel/cost/step_time.py` are fitted only on these rows. The script counts the FLOPs of each model, which takes a
+few seconds.
 """
 
 from __future__ import annotations
@@ -42,19 +42,18 @@ LLAMA_2_13B = (
 
 
 class PublishedRow(NamedTuple):
-    """``tokens_per_s``: of one GPU. ``source``: rows of one source are compared with each other. ``batch``: samples of the global batch per
-    GPU."""
+    """One published measurement."""
 
     name: str
-    source: str
+    source: str  # rows of one source are compared with each other
     words: tuple[str, ...]
     nodes: int
-    tokens_per_s: float
-    batch: int = 2
+    tokens_per_s: float  # of one GPU
+    batch: int = 2  # samples of the global batch per GPU
 
 
-# torchtitan: benchmarks/llama3_h100_202412_torchtitan.md. fms-fsdp: its README; the network of its A100 nodes is not in it, 400 Gbit/s is an
-# assumption.
+# torchtitan: benchmarks/llama3_h100_202412_torchtitan.md. fms-fsdp: its README. The README does not name the network of its A100 nodes;
+# 400 Gbit/s is an assumption.
 ROWS = (
     PublishedRow("8B, 8 H100", "torchtitan", (*SEQ_8192, "cluster=h100"), 1, 5762),
     PublishedRow("8B, 8 H100, compiled", "torchtitan compiled", (*SEQ_8192, "cluster=h100", "compile=block"), 1, 6667),
@@ -68,15 +67,16 @@ ROWS = (
 
 
 class ComparedRow(NamedTuple):
-    """``key``: which efficiency was used; ``compute_share``: of the step; ``error``: predicted over published, less 1."""
+    """A published measurement and its prediction."""
 
     row: PublishedRow
     predicted: float
-    key: tuple[str, bool]
-    compute_share: float
+    key: tuple[str, bool]  # of the efficiency: device, compiled
+    compute_share: float  # of the step
 
     @property
     def error(self) -> float:
+        """Predicted over published throughput, minus 1."""
         return self.predicted / self.row.tokens_per_s - 1
 
 

@@ -1,10 +1,13 @@
-"""What a start costs as the number of ranks grows: seconds, descriptors, and traffic with the store of the job.
+"""Measure the cost of a start by number of ranks: seconds, descriptors, and traffic with the store of the job.
 
     python -m tools.bench.scale [--ranks 16 32 64 128] [--words WORD ...]
 
-Starts a job of a tiny model with each number of ranks on this machine, by the ordinary command, with further ``--words``. Prints seconds to the
-end of the second step, the most descriptors of a rank and of the launcher at any moment, bytes and requests that the store has received and
-sent until then, and the exponents fitted to them: 1 means in proportion to the number of ranks.
+The script starts a job of a tiny model with each number of ranks on this machine, by the ordinary command, with further ``--words``. It prints:
+
+* seconds to the end of the second step;
+* the peak number of descriptors of a rank and of the launcher;
+* bytes and requests that the store has received and sent until then;
+* the fitted exponents: 1 means in proportion to the number of ranks.
 """
 
 from __future__ import annotations
@@ -31,18 +34,18 @@ MARK = "STORE "
 
 
 class Cost(NamedTuple):
-    """Of one job. Descriptors: the most of a process at any moment."""
+    """Figures of one job."""
 
     ranks: int
     seconds: float
-    rank_descriptors: int
-    launcher_descriptors: int
+    rank_descriptors: int  # peak of any rank
+    launcher_descriptors: int  # peak
     requests: int
     bytes: int
 
 
 def launch(words: list[str]) -> int:
-    """The train command in this process, whose store counts requests and bytes."""
+    """Run the train command in this process with a store that counts requests and bytes."""
     from parallel2d import train
     from parallel2d.base.store.server import StoreServer
     from parallel2d.launching import rendezvous
@@ -72,7 +75,7 @@ def descriptors(pid: int) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes below ``pid``."""
+    """Return the descendants of process ``pid``."""
     found = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -122,7 +125,7 @@ def measure(ranks: int, words: list[str]) -> Cost:
 
 
 def exponent(costs: list[Cost], name: str) -> float:
-    """Slope of the logarithm of a column over that of the number of ranks, by least squares."""
+    """Return the slope of log(column) over log(number of ranks), by least squares."""
     points = [(math.log(each.ranks), math.log(getattr(each, name))) for each in costs]
     mean_x = sum(x for x, _ in points) / len(points)
     mean_y = sum(y for _, y in points) / len(points)

@@ -1,12 +1,12 @@
-"""Step time of one model on two nodes joined by a slow link: flat sharding, hybrid in hand-written FSDP2, and hybrid here.
+"""Measure the step time of one model on two nodes with a slow link: flat sharding, hybrid in hand-written FSDP2, and hybrid here.
 
     python -m tools.bench.slow_link [--rate 200mbit] [--rounds 4] [--trace FOLDER]
 
-Nodes are network namespaces of this machine (docs/cluster.md); needs root. All layouts live in one job and take turns, so that what
-else the machine does falls on all. The bare wire is the time in which the link carries the gradients of a node, without a model.
-Prints the median step of each, as a share of flat sharding, and the bytes that a node sends per step in units of the gradient's
-bytes. ``--trace``: writes a Chrome trace of one step of ours on rank 0, and prints when its buckets begin (ranges ``replicate: bucket N``)
-and when the last group of backward has been reduced over the shard axis.
+Nodes are network namespaces of this machine (docs/cluster.md), which need root. All layouts live in one job and take turns, so that
+other work of the machine slows all of them. The bare wire is the time of transferring the gradients of a node, without a model. The
+output is the median step of each layout, also as a share of flat sharding, and the bytes that a node sends per step in units of the
+gradient's bytes. ``--trace`` writes a Chrome trace of one step of parallel2d on rank 0. It also prints the start of each bucket (ranges
+``replicate: bucket N``) and the end of the last reduction over the shard axis.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def parallelized(strategy: str) -> nn.Module:
 
 
 def hand_written() -> nn.Module:
-    """The model under FSDP2's own hybrid sharding, by block."""
+    """Return the model in hybrid sharding of FSDP2, by block."""
     sizes = (2, dist.get_world_size() // 2)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
     model: Any = build()
@@ -66,7 +66,7 @@ def hand_written() -> nn.Module:
 
 
 def stepper(model: nn.Module) -> Callable[[], None]:
-    """One training step of ``model``."""
+    """Return one training step of ``model``."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     tokens = torch.randint(
         0, VOCABULARY, (1, SEQ + 1), generator=torch.Generator().manual_seed(dist.get_rank())
@@ -81,7 +81,7 @@ def stepper(model: nn.Module) -> Callable[[], None]:
 
 
 def bare_wire(elements: int) -> Callable[[], None]:
-    """An all-reduce of the gradients of one rank with the rank that holds the same part on the other node."""
+    """Return an all-reduce of one rank's gradients with the rank of the same shard on the other node."""
     ranks = torch.arange(dist.get_world_size()).view(2, -1)
     groups = [dist.new_group(pair.tolist()) for pair in ranks.t()]
     own = groups[dist.get_rank() % ranks.shape[1]]
@@ -90,7 +90,7 @@ def bare_wire(elements: int) -> Callable[[], None]:
 
 
 def sent_bytes() -> int:
-    """By this node to others, as the kernel counts them."""
+    """Return the bytes that this node has sent to others, from the kernel's counters."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, rest = line.partition(":")
         if name.strip() == "eth0":
@@ -99,9 +99,9 @@ def sent_bytes() -> int:
 
 
 def measure(step: Callable[[], None], steps: int) -> tuple[list[float], float]:
-    """Seconds of each step, and bytes sent by this node per step."""
+    """Return the seconds of each step, and the bytes that this node sends per step."""
     dist.barrier()
-    time.sleep(0.2)  # what is on its way arrives
+    time.sleep(0.2)  # packets in flight arrive
     before, seconds = sent_bytes(), []
     dist.barrier()
     for _ in range(steps):
@@ -143,7 +143,7 @@ def worker(rounds: int, steps: int, trace: str | None) -> None:
 
 
 def overlap(profile: torch.profiler.profile) -> str:
-    """When buckets begin, beside the end of backward, in ms since the step's first event."""
+    """Describe the starts of the buckets and the end of backward, in ms since the step's first event."""
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
     first = events[0].time_range.start
     buckets = [event for event in events if event.name.startswith("replicate: bucket")]

@@ -1,10 +1,13 @@
-"""Start-up of a job and its restart after a killed rank, on this machine.
+"""Measure the start-up of a job and its restart after a killed rank, on this machine.
 
     python tools/bench/startup.py [--against FOLDER] [--rounds 6]
 
-``--against``: another checkout; both take turns. Four ranks, ``strategy=hybrid``. Start-up: seconds of the whole command for two steps.
-Restart: what the run itself counts as lost (``goodput/lost_restart_s``) when one rank is killed. Memory: of the launcher and all that it has
-started, shared pages counted once (PSS), before the kill. Prints the median and the range of each.
+With ``--against``, another checkout takes turns with this one. The job has four ranks and ``strategy=hybrid``. The output is the median and the
+range of three figures:
+
+* Start-up: seconds of the complete command for two steps.
+* Restart: ``goodput/lost_restart_s`` of the run after one rank is killed.
+* Memory: the launcher and all its descendants, with shared pages counted once (PSS), before the kill.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ def last_row(run: Path) -> dict[str, float]:
 
 
 def memory(processes: list[psutil.Process]) -> float:
-    """MiB of the processes together."""
+    """Return the sum of the processes' MiB."""
     total = 0
     for process in processes:
         with contextlib.suppress(psutil.Error):  # it ended meanwhile
@@ -59,7 +62,7 @@ def memory(processes: list[psutil.Process]) -> float:
 
 
 def restart(checkout: Path) -> tuple[float, float]:
-    """Seconds that the restart took, and the memory before it."""
+    """Return the seconds of the restart and the memory before it."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
         words = "train.steps=1000000 checkpoint.every=10 metrics.log_every=1 launch.max_restarts=5"

@@ -1,12 +1,15 @@
-"""Step time and bytes of every sync method on nodes joined by a slow link, side by side in one job.
+"""Measure step time and bytes of every sync method on nodes with a slow link, in one job.
 
     python tools/bench/sync.py [--rate 200mbit] [--nodes 2] [--rounds 3] [--methods fp32,bf16,...] [--vocabulary 8192] [--json FILE]
 
-Nodes are network namespaces of this machine (docs/cluster.md); needs root. All methods live in one job and take turns. A round is
-one period of diloco (`EVERY` steps) for its methods and `--steps` steps for the others. Per method: the median step of methods that
-send every step, the mean over a period for diloco; its share of flat sharding and of fp32; the share of the time in which rank 0
-does not wait for other nodes; the bytes that a node sends per step, as the kernel counts them, in units of an exact fp32 all-reduce,
-beside those predicted for the replicate axis (flat sharding has none).
+Nodes are network namespaces of this machine (docs/cluster.md), which need root. All methods live in one job and take turns. A round is
+one period of diloco (`EVERY` steps) for its methods and `--steps` steps for the others. The columns per method are:
+
+* the median step of methods that send every step, the mean over a period for diloco;
+* its share of flat sharding and of fp32;
+* the share of the time that rank 0 does not wait for other nodes;
+* the bytes that a node sends per step, from the kernel's counters, in units of an exact fp32 all-reduce;
+* the predicted bytes of the replicate axis (flat sharding has none).
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from tools.bench.slow_link import SEQ, VOCABULARY, build, measure  # noqa: E402
 
 EVERY = 30
 MARK = "SYNC "
-# strategy, and the words of the section `sync`
+# strategy, and the values of the section `sync`
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "flat": ("zero3", {}),
     "fp32": ("hybrid", {}),
@@ -49,7 +52,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Bench:
-    """One model under one method."""
+    """One model with one method."""
 
     def __init__(self, strategy: str, words: dict[str, Any], vocabulary: int) -> None:
         from parallel2d import (
@@ -75,7 +78,7 @@ class Bench:
         attach_optimizer(self.model, self.optimizer)
         self.is_periodic = words.get("name") == "diloco"
         ranks = dist.get_world_size() // mesh.size(0) if mesh.size(0) > 1 else 1
-        # Of a node: its ranks together.
+        # The sum over the ranks of a node
         self.predicted = predicted_bytes(layout)["comm/replicate/bytes"] * ranks
         self.exact = exact_bytes(layout) * ranks
         self.meter = CommunicationMeter(mesh)
@@ -91,7 +94,7 @@ class Bench:
         self.optimizer.zero_grad()
 
     def measured(self, step: Callable[[], None], steps: int) -> tuple[list[float], float, float]:
-        """Seconds of each step, bytes sent by this node per step, seconds in which this rank waited for other nodes."""
+        """Return the seconds of each step, the bytes that this node sent per step, and the seconds that this rank waited for others."""
         self.meter.install()
         self.meter.start()
         seconds, sent = measure(step, steps)
@@ -108,7 +111,7 @@ def worker(names: list[str], rounds: int, steps: int, vocabulary: int) -> None:
     benches = {name: Bench(*METHODS[name], vocabulary) for name in names}
     found: dict[str, list[tuple[list[float], float, float]]] = {name: [] for name in names}
     for bench in benches.values():
-        # A first period too, so that the exchange has run once.
+        # Run one period first, so that the exchange has run once.
         for _ in range(EVERY if bench.is_periodic else 1):
             bench.step()
     for number in range(rounds):
@@ -132,7 +135,7 @@ def worker(names: list[str], rounds: int, steps: int, vocabulary: int) -> None:
 
 
 def summary(facts: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Numbers of one run by method."""
+    """Return the figures of one run by method."""
     exact = max(each["exact"] for each in facts.values())
     rows = {}
     for name, each in facts.items():
@@ -173,7 +176,7 @@ def run(
     steps: int,
     vocabulary: int = VOCABULARY,
 ) -> dict[str, dict[str, float]]:
-    """The summary of one job."""
+    """Run one job and return its summary."""
     from tools.cluster import Cluster
 
     words = [__file__, "--worker", "--methods", ",".join(names), "--rounds", str(rounds)]

@@ -1,11 +1,11 @@
-"""Loss of every sync method against synchronous training, paired over seeds.
+"""Compare the loss of every sync method with synchronous training, paired over seeds.
 
     python tools/bench/sync_curves.py [--steps 1200] [--batch 64] [--seeds 3] [--methods sync,bf16,diloco,...] [--out FOLDER] [--json FILE]
 
-Each run is the train command on two ranks of this machine: model, data, schedule and batches are those of the synchronous run with the
-same seed, only the section `sync` differs. The loss is the validation loss of the parameters that replicas share. Runs that are there
-already are not repeated. Prints the mean loss over seeds, the gap to synchronous by pairs of equal seeds with its spread, and the bytes
-sent in units of exact fp32 gradients.
+Each run is the train command on two ranks of this machine. It has the model, data, schedule and batches of the synchronous run with the
+same seed; only the section `sync` differs. The loss is the validation loss of the shared parameters. Finished runs are not repeated. The
+output is the mean loss over seeds, the gap to synchronous training by pairs of equal seeds with its spread, and the bytes sent in units of
+exact fp32 gradients.
 
 Four bits every step, on 3.4 M parameters:
 
@@ -50,7 +50,7 @@ METHODS = {
     "bf16": "sync.wire=bf16",
     "int8": "sync.wire=int8",
     "int4": "sync.wire=int4",
-    # The control that must lose: what was not sent is dropped.
+    # The control that must lose: rounding errors are dropped.
     "int4_without_feedback": "sync.wire=int4 train.hooks=[tools.bench.sync_curves:WithoutFeedback]",
     "split_bf16": "strategy=hybrid_full mesh.shard=1 sync.wire=bf16",
     "diloco": "sync=diloco",
@@ -67,14 +67,14 @@ METHODS = {
 
 
 class WithoutFeedback(Hook):
-    """Lets replicas forget what they did not send."""
+    """Turn off error feedback."""
 
     def start(self, run: RunView, step: int) -> None:
         error_feedback.ERROR_FEEDBACK_DECAY = 0.0
 
 
 def words_of(method: str) -> list[str]:
-    """The words of a method; ``outer-LR-MOMENTUM`` is diloco with these settings."""
+    """Return the overrides of a method; ``outer-LR-MOMENTUM`` is diloco with these settings."""
     if method.startswith("outer-"):
         _, rate, momentum = method.split("-")
         return ["sync=diloco", f"sync.outer_lr={rate}", f"sync.outer_momentum={momentum}"]
@@ -84,7 +84,7 @@ def words_of(method: str) -> list[str]:
 def run(
     method: str, seed: int, steps: int, batch: int, more: list[str], folder: Path
 ) -> list[dict[str, float]]:
-    """The rows of one run."""
+    """Return the rows of one run."""
     place = folder / f"{method}-{seed}-{steps}-{batch}"
     rows = place / "metrics.jsonl"
     if not (place / "done").exists():
@@ -116,7 +116,7 @@ def last_loss(rows: list[dict[str, float]]) -> float:
 
 
 def summary(found: dict[str, list[list[dict[str, float]]]]) -> dict[str, dict[str, object]]:
-    """By method its losses by seed, their gaps to synchronous, and how many times fewer bytes."""
+    """Return, by method, its losses by seed, their gaps to synchronous training, and the factor of saved bytes."""
     exact = [last_loss(rows) for rows in found["sync"]]
     methods: dict[str, dict[str, object]] = {}
     for method, runs in found.items():

@@ -31,7 +31,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--ranks", default="1", help="per node: a number, or one per node (3,1)")
     run.add_argument("--rate", help="of each link in each direction (200mbit); default: unlimited")
     run.add_argument("--launcher", choices=LAUNCHERS, default="torchrun", help=LAUNCHER_HELP)
-    run.add_argument("--min-nodes", type=int, help="the job goes on with so many; default: all")
+    run.add_argument(
+        "--min-nodes", type=int, help="the job continues with this number; default: all"
+    )
     run.add_argument("--max-restarts", type=int, help="default: the launcher's (torchrun: 0)")
     run.add_argument(
         "--store", choices=("node0", "outside"), default="node0", help="host of the rendezvous"
@@ -47,9 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--output", type=Path, default=Path("outputs", "cluster", now), help="for logs and counters"
     )
-    run.add_argument("--timeout", type=float, help="end the job after so many seconds, code 124")
+    run.add_argument(
+        "--timeout", type=float, help="end the job after this number of seconds, code 124"
+    )
     run.add_argument("words", nargs="+", help=argparse.SUPPRESS)
-    commands.add_parser("clean", help="remove what killed tools left behind")
+    commands.add_parser("clean", help="remove the remains of killed tools")
     return parser
 
 
@@ -83,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
         )
         schedule = Schedule(cluster, faults)
         try:
-            # From here on a signal leaves counters too.
+            # A signal after this line still writes the counters.
             print(f"[cluster] started on {len(cluster.nodes)} nodes", flush=True)
             has_ended = _wait(job, schedule, options.timeout)
         finally:
@@ -109,7 +113,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _wait(job: Job, schedule: Schedule, timeout: float | None) -> bool:
-    """Until the job has ended or a fault has failed: True. After ``timeout`` seconds: False."""
+    """Wait until the job has ended or a fault has failed. Return False after ``timeout`` seconds."""
     begun = time.monotonic()
     while schedule.error is None and job.is_running():
         if timeout is not None and time.monotonic() - begun > timeout:

@@ -1,5 +1,5 @@
-"""`Cluster`: nodes, their links, a job on them, and faults. All of it is removed when the ``with``
-block ends, however it ends."""
+"""`Cluster`: nodes, their links, a job on them, and faults. Everything is removed when the ``with``
+block ends, also after an exception."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ signal.pause()
 
 
 def why_not() -> str | None:
-    """Why no cluster can be made on this machine, in one line; None if nothing that can be seen without trying is missing."""
+    """Return the reason why this machine cannot run a cluster, in one line; None if it can."""
     if sys.platform != "linux":
         return "nodes are Linux network namespaces; this is not Linux"
     missing = [
@@ -68,10 +68,16 @@ def why_not() -> str | None:
 class Cluster:
     """Nodes on one machine, joined by a switch.
 
-    ``ranks``: workers per node, one number or one per node. ``rate``: of every node's link in each direction (``200mbit``), None:
-    as fast as the machine. ``store``: ``node0`` lets the launcher of node 0 host the rendezvous, ``outside`` gives it a host of
-    its own that no fault reaches. ``output``: folder for logs and counters, None: a temporary one that goes with the cluster.
-    ``echo``: also gets every line, with the node's name before it. Raises `ClusterError` when it cannot be made.
+    Args:
+        nodes: number of nodes.
+        ranks: workers per node, one number or one per node.
+        rate: rate of every node's link in each direction (``200mbit``); None: the speed of the machine.
+        store: host of the rendezvous, ``node0`` or ``outside`` (a separate host that no fault of a node affects).
+        output: folder for logs and counters; None: a temporary folder that is removed with the cluster.
+        environment: variables for every process of every node.
+        echo: receives every line with the node's name before it.
+
+    Raises `ClusterError` if the cluster cannot be created.
     """
 
     def __init__(
@@ -98,19 +104,19 @@ class Cluster:
         self.job: Job | None = None
         self.nodes: list[Node] = []
         self.events: list[dict[str, Any]] = []
-        self.killed: set[int] = set()  # nodes that a fault took down and nobody brought back
+        self.killed: set[int] = set()  # nodes that a fault took down, until they are restored
         self._names = [f"node{index}" for index in range(nodes)]
         self._output = Path(output) if output is not None else None
         self._echo = echo
         self._logs: dict[str, BinaryIO] = {}
         self._lost_power: set[int] = set()
         self._store: Node | None = None
-        self._machines: list[Node] = []  # the nodes and the store's, whatever becomes of `nodes`
+        self._machines: list[Node] = []  # the nodes and the machine of the store
         self._processes: list[Process] = []
         self._begun = time.monotonic()
         self.tag = ""
 
-    # Life
+    # Start and end
 
     def __enter__(self) -> Cluster:
         if (reason := why_not()) is not None:
@@ -125,7 +131,7 @@ class Cluster:
             self.network.create()
             lines = ["127.0.0.1 localhost"]
             for host, link in self.network.links.items():
-                # the latter: as IPv6 sockets see it
+                # The second line is the address that IPv6 sockets see.
                 lines += [
                     f"{link.address} {host}",
                     f"::ffff:{link.address} {host}.peer",
@@ -159,7 +165,7 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Kills all processes of all nodes and removes everything. Nothing happens the second time."""
+        """Kill all processes of all nodes and remove everything. A second call does nothing."""
         if not self.tag:
             return
         for process in self._processes:
@@ -195,7 +201,7 @@ class Cluster:
     # Running
 
     def endpoint(self, launcher: str = "own") -> str:
-        """HOST:PORT of the rendezvous. torchrun needs torch's own store."""
+        """Return HOST:PORT of the rendezvous. torchrun needs the store of torch."""
         if not self.store_outside:
             return f"node0:{PORT}"
         return f"{STORE}:{PORT + 1 if launcher == 'torchrun' else PORT}"
@@ -211,9 +217,17 @@ class Cluster:
         cwd: str | os.PathLike[str] | None = None,
         late: Sequence[int] = (),
     ) -> Job:
-        """Starts a job: one launcher on every node, all at once but those of ``late``, which `Job.start` starts. ``words`` follow ``python`` (``["-m", "parallel2d.train", ...]``);
-        for ``launcher="none"`` they are the whole command. ``min_nodes``: the job goes on with that many. ``max_restarts``: None
-        leaves it to the launcher (torchrun: none). Relative paths in the words start at ``cwd``."""
+        """Start a job: one launcher on every node, all at once.
+
+        Args:
+            words: arguments of ``python`` (``["-m", "parallel2d.train", ...]``); with ``launcher="none"`` the complete command.
+            launcher: ``torchrun``, ``own`` or ``none``.
+            min_nodes: the job continues with this number of nodes; None: all.
+            max_restarts: None: the default of the launcher (torchrun: 0).
+            environment: variables for the launchers.
+            cwd: relative paths in ``words`` start here.
+            late: nodes without a launcher at first; `Job.start` starts it.
+        """
         if launcher not in LAUNCHERS:
             raise ClusterError(f"launcher={launcher} must be one of {', '.join(LAUNCHERS)}")
         if self.job is not None and self.job.is_running():
@@ -237,7 +251,7 @@ class Cluster:
         environment: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> Process:
-        """Starts a command on a node; its output goes to the node's log."""
+        """Start a command on a node; its output goes to the node's log."""
         return self._start(self._node(node), words, environment or {}, cwd or os.getcwd())
 
     def _start(
@@ -251,7 +265,7 @@ class Cluster:
     def execute(
         self, node: int, words: Sequence[str], *, timeout: float = 60.0, cwd: str | None = None
     ) -> str:
-        """Runs a command on a node and returns its output. Raises `ClusterError` if it fails."""
+        """Run a command on a node and return its output. Raises `ClusterError` if it fails."""
         lines: list[bytes] = []
         process = self._node(node).start(
             words, node_environment(self.environment), cwd or os.getcwd(), lines.append
@@ -282,7 +296,7 @@ class Cluster:
     # Counters
 
     def counters(self) -> Counters:
-        """``{"node0": {"eth0": {"tx_bytes", ...}, "lo": {...}}, ...}`` since the cluster was made. eth0's tx is the uplink."""
+        """Return ``{"node0": {"eth0": {"tx_bytes", ...}, "lo": {...}}, ...}`` since the start of the cluster. eth0's tx is the uplink."""
         return {node.name: self.network.counters(node.name) for node in self.nodes}
 
     # Faults
@@ -295,11 +309,11 @@ class Cluster:
             self._echo(f"[cluster] {seconds:8.3f} s  {what} {words}")
 
     def kill_worker(self, node: int, local_rank: int) -> None:
-        """SIGKILL for one worker."""
+        """Send SIGKILL to one worker."""
         self._signal_worker(node, local_rank, signal.SIGKILL, "kill-worker")
 
     def stop_worker(self, node: int, local_rank: int) -> None:
-        """SIGSTOP for one worker: it holds its connections and does nothing, like a hang."""
+        """Send SIGSTOP to one worker: it keeps its connections and does nothing, like a hang."""
         self._signal_worker(node, local_rank, signal.SIGSTOP, "stop-worker")
 
     def continue_worker(self, node: int, local_rank: int) -> None:
@@ -310,9 +324,11 @@ class Cluster:
         self._event(what, node=node, rank=local_rank)
 
     def kill_node(self, node: int, *, power_loss: bool = False) -> None:
-        """Everything on the node dies at once and its memory is lost. The kernel goes on and closes
-        its connections, which the peers notice; with ``power_loss`` the link is cut before, so that
-        nothing reaches them."""
+        """Kill everything on the node at once; its memory is lost.
+
+        The kernel still closes the connections, which the peers notice. With ``power_loss`` the link is cut first, so that
+        nothing reaches the peers.
+        """
         machine = self._node(node)
         if not machine.alive:
             raise ClusterError(f"{machine.name} is down already")
@@ -324,7 +340,7 @@ class Cluster:
         self._event("kill-node", node=node, power_loss=power_loss)
 
     def restore_node(self, node: int) -> None:
-        """Boots a killed node and, if the job still runs elsewhere, starts its launcher there again."""
+        """Boot a killed node. If the job still runs elsewhere, start its launcher on this node again."""
         machine = self._node(node)
         if machine.alive:
             raise ClusterError(f"{machine.name} is up")
@@ -338,14 +354,14 @@ class Cluster:
             self.job.start(node)
 
     def kill_store(self) -> None:
-        """The machine of the rendezvous store dies, and what the store held is lost. Raises `ClusterError` when it is inside node 0."""
+        """Kill the machine of the rendezvous store; the content of the store is lost. Raises `ClusterError` if node 0 has the store."""
         if self._store is None or not self._store.alive:
             raise ClusterError("there is no store outside of the nodes, or it is down already")
         self._store.kill()
         self._event("kill-store")
 
     def restore_store(self) -> None:
-        """A new, empty store at the same address."""
+        """Start a new, empty store at the same address."""
         if self._store is None or self._store.alive:
             raise ClusterError("there is no store outside of the nodes, or it is up")
         self._store.boot()
@@ -353,32 +369,32 @@ class Cluster:
         self._event("restore-store")
 
     def partition(self, node: int) -> None:
-        """Nothing passes between this node and all others, in either direction, until `heal`."""
+        """Drop all packets between this node and the others, in both directions, until `heal`."""
         self.network.cut(self._node(node).name)
         self._event("partition", node=node)
 
     def heal(self, node: int) -> None:
-        """Ends a partition."""
+        """End a partition."""
         if node in self._lost_power:
             raise ClusterError(f"{self._node(node).name} has no power; restore it")
         self.network.heal(self._node(node).name)
         self._event("heal", node=node)
 
     def set_rate(self, node: int, rate: str | int | None) -> None:
-        """Another rate for this node's link, from now on, in each direction; None: as fast as the machine."""
+        """Set the rate of this node's link in each direction; None: the speed of the machine."""
         self.network.set_rate(self._node(node).name, rate)
         self._event("rate", node=node, rate=rate)
 
     def restore_rate(self, node: int) -> None:
-        """The rate that all links have."""
+        """Set the rate of this node's link to the rate of the cluster."""
         self.set_rate(node, self.rate)
 
     def set_loss(self, node: int, share: float = 0.0) -> None:
-        """Loses this share of the packets on the node's link, in each direction."""
+        """Drop this share of the packets on the node's link, in each direction."""
         self.network.set_loss(self._node(node).name, share)
         self._event("loss", node=node, share=share)
 
     def set_delay(self, node: int, milliseconds: float = 0.0) -> None:
-        """Delays the packets on the node's link, in each direction. Raises `ClusterError` on a kernel without netem."""
+        """Delay the packets on the node's link, in each direction. Raises `ClusterError` on a kernel without netem."""
         self.network.set_delay(self._node(node).name, milliseconds)
         self._event("delay", node=node, milliseconds=milliseconds)

@@ -1,7 +1,7 @@
-"""Faults as words of the command line: `parse_fault` reads ``at=30s kill-worker node=1 rank=0``,
-`Schedule` calls `Cluster` at its time.
+"""Faults of the command line: `parse_fault` reads ``at=30s kill-worker node=1 rank=0``, and
+`Schedule` calls `Cluster` at that time.
 
-``at=`` is seconds since the job was started (``30s``) or a step of the job (``step:20``), which
+``at=`` is seconds since the start of the job (``30s``) or a step of the job (``step:20``). A step
 needs the run directory.
 """
 
@@ -34,7 +34,7 @@ def _share(text: str) -> float:
     return value
 
 
-# Key -> how its value is read, and what it must be.
+# Key -> parser and description of its value
 _VALUES: dict[str, tuple[Callable[[str], Any], str]] = {
     "node": (int, "a whole number"),
     "rank": (int, "a whole number"),
@@ -48,13 +48,13 @@ _VALUES: dict[str, tuple[Callable[[str], Any], str]] = {
 
 @dataclass(frozen=True)
 class _Kind:
-    """``begin`` gets the values of ``needs``, in this order; ``end`` those of ``undone_with``."""
+    """One kind of fault."""
 
-    begin: str  # a method of Cluster
-    needs: tuple[str, ...]
-    end: str | None = None  # the method that undoes it after ``for=``
-    undone_with: tuple[str, ...] = ("node",)
-    may: tuple[str, ...] = ()
+    begin: str  # method of `Cluster`; receives the values of ``needs``
+    needs: tuple[str, ...]  # required keys
+    end: str | None = None  # method that undoes the fault after ``for=``
+    undone_with: tuple[str, ...] = ("node",)  # keys that ``end`` receives
+    may: tuple[str, ...] = ()  # optional keys
 
 
 _KINDS = {
@@ -75,29 +75,29 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens when. Exactly one of ``seconds`` and ``step`` is set. ``values``: the keys of this kind, typed."""
+    """One fault and its time. Exactly one of ``seconds`` and ``step`` is set."""
 
     kind: str
-    values: dict[str, Any] = field(default_factory=dict)
-    seconds: float | None = None
-    step: int | None = None
+    values: dict[str, Any] = field(default_factory=dict)  # key -> typed value
+    seconds: float | None = None  # since the start of the job
+    step: int | None = None  # of the job
 
     def begin(self, cluster: Cluster) -> None:
-        """Carries it out."""
+        """Inject the fault."""
         kind = _KINDS[self.kind]
         optional = {key: self.values[key] for key in kind.may if key in self.values}
         getattr(cluster, kind.begin)(*(self.values[key] for key in kind.needs), **optional)
 
     def end(self, cluster: Cluster) -> None:
-        """Undoes it, which faults with ``for=`` do by themselves."""
+        """Undo the fault; `Schedule` calls this after ``for=``."""
         kind = _KINDS[self.kind]
         assert kind.end is not None
         getattr(cluster, kind.end)(*(self.values[key] for key in kind.undone_with))
 
 
 def parse_fault(text: str) -> Fault:
-    """``at=30s partition node=1 for=10s`` -> `Fault`. Raises `ClusterError` with what is wrong and
-    what is possible."""
+    """Parse ``at=30s partition node=1 for=10s``. Raises `ClusterError` with the mistake and the allowed
+    values."""
     words = text.split()
     given = dict(word.split("=", 1) for word in words if "=" in word)
     kinds = [word for word in words if "=" not in word]
@@ -140,17 +140,16 @@ def _read(text: str, key: str, value: str) -> Any:
 
 
 class Schedule:
-    """Carries out faults in a thread of its own while a job runs. A fault that cannot be carried out ends the schedule and is
-    kept in ``error``."""
+    """Inject faults from a separate thread while a job runs. A failing fault ends the schedule; ``error`` keeps its exception."""
 
     def __init__(self, cluster: Cluster, faults: list[Fault]) -> None:
         assert cluster.job is not None
         if cluster.job.run_dir is None and any(fault.step is not None for fault in faults):
             raise ClusterError("at=step:N needs hydra.run.dir=DIR among the words of the job")
         for fault in faults:
-            cluster.log_path(fault.values.get("node", 0))  # raises for a node that is not there
+            cluster.log_path(fault.values.get("node", 0))  # raises for an unknown node
         self._cluster, self._job = cluster, cluster.job
-        self.waiting = list(faults)  # those whose time has not come
+        self.waiting = list(faults)  # faults that are not due yet
         self._ends: list[tuple[float, Fault]] = []
         self._begun = time.monotonic()
         self._over = threading.Event()
@@ -175,7 +174,7 @@ class Schedule:
                 for entry in [entry for entry in self._ends if time.monotonic() >= entry[0]]:
                     self._ends.remove(entry)
                     entry[1].end(self._cluster)
-        except Exception as error:  # raised where the job is waited for
+        except Exception as error:  # `tools.cluster` raises it when it waits for the job
             self.error = error
 
     def stop(self) -> None:

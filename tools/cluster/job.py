@@ -1,8 +1,8 @@
-"""One job on the nodes of a cluster, with a launcher per node, their output, and the rows that the
-job writes: `Job`.
+"""One job on the nodes of a cluster: `Job`, with a launcher per node, their output, and the rows of
+the job.
 
-`launcher_words` makes the command line of each node's launcher from the words of the job. A job
-whose words name its run directory (``hydra.run.dir=...``) can be waited for step by step.
+`launcher_words` makes the command line of each node's launcher from the arguments of the job. If
+the arguments include the run directory (``hydra.run.dir=...``), `Job` can wait for a step.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from tools.cluster.cluster import Cluster
 
 LAUNCHERS = ("torchrun", "own", "none")
-PORT = 29400  # every node has ports of its own
-# A lost node is noticed after 3 s instead of 30, and whoever is late after it is not waited for 30 s but 5.
+PORT = 29400  # the same on every node; nodes have separate ports
+# torchrun detects a failed node after 3 s instead of 30, and then waits 5 s for late nodes instead of 30.
 _DETECTION = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
@@ -37,8 +37,10 @@ def launcher_words(
     job_id: str,
     max_restarts: int | None,
 ) -> tuple[list[str], dict[str, str]]:
-    """The command of one node and what it adds to the environment. ``words``: what follows ``python``, or for launcher ``none``
-    the whole command."""
+    """Return the command of one node and its additional environment.
+
+    ``words`` are the arguments of ``python``, or with launcher ``none`` the complete command.
+    """
     count = str(nodes) if min_nodes == nodes else f"{min_nodes}:{nodes}"
     if launcher == "torchrun":
         options = [
@@ -50,7 +52,7 @@ def launcher_words(
             f"--rdzv-id={job_id}",
             f"--rdzv-conf={_DETECTION}",
         ]
-        # Without the variable, restarted ranks read the addresses of dead peers from the agent's store.
+        # Without this variable, restarted ranks read the addresses of dead peers from the agent's store.
         extra = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         return [sys.executable, "-m", "torch.distributed.run", *options, *words], extra
     if launcher == "own":
@@ -67,7 +69,7 @@ def launcher_words(
 
 
 class Job:
-    """Made by `Cluster.run`. ``run_dir``: the job's run directory, None if its words do not name one."""
+    """A job that `Cluster.run` has started. ``run_dir`` is None if the arguments do not name the run directory."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class Job:
         self.processes: dict[int, Process] = {}
 
     def start(self, node: int) -> None:
-        """Starts the launcher of one node; again after that node was restored."""
+        """Start the launcher of one node, also after the node was restored."""
         running = self.processes.get(node)
         if running is not None and running.poll() is None:
             raise ClusterError(f"{self.cluster.nodes[node].name}: the launcher still runs")
@@ -101,15 +103,15 @@ class Job:
         )
 
     def poll(self) -> dict[int, int | None]:
-        """node -> exit code of its launcher, None while it runs."""
+        """Return node -> exit code of its launcher, None while it runs."""
         return {node: process.poll() for node, process in self.processes.items()}
 
     def is_running(self) -> bool:
-        """Whether the launcher of any node still runs."""
+        """True if the launcher of any node still runs."""
         return any(code is None for code in self.poll().values())
 
     def wait(self, timeout: float | None = None) -> dict[int, int]:
-        """node -> exit code, once all launchers ended. Raises `ClusterError` after ``timeout`` seconds."""
+        """Wait for all launchers and return node -> exit code. Raises `ClusterError` after ``timeout`` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.is_running():
             if deadline is not None and time.monotonic() > deadline:
@@ -120,13 +122,13 @@ class Job:
         return {node: process.wait() for node, process in self.processes.items()}
 
     def check(self, timeout: float | None = None) -> None:
-        """Waits and raises `ClusterError` with the end of the output unless every launcher ended with 0."""
+        """Wait; raise `ClusterError` with the end of the output unless every launcher ended with 0."""
         codes = self.wait(timeout)
         if any(codes.values()):
             raise ClusterError(f"exit codes by node: {codes}\n{self.tail()}")
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of ``metrics.jsonl`` so far; a row that is half written is left out."""
+        """Return the complete rows of ``metrics.jsonl`` so far."""
         if self.run_dir is None:
             raise ClusterError(
                 "the job's words name no hydra.run.dir=, so its metrics.jsonl is unknown"
@@ -138,12 +140,11 @@ class Job:
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def step(self) -> int:
-        """The newest step in ``metrics.jsonl``, 0 before the first."""
+        """Return the newest step in ``metrics.jsonl``, 0 before the first."""
         return max((row["step"] for row in self.rows() if "step" in row), default=0)
 
     def wait_for_step(self, step: int, timeout: float = 120.0) -> int:
-        """Returns the newest step once it is ``step`` or later. Raises `ClusterError` if the job ends before, or after
-        ``timeout`` seconds."""
+        """Wait for ``step`` and return the newest step. Raises `ClusterError` if the job ends before, or after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while (newest := self.step()) < step:
             if not self.is_running() and self.step() < step:
@@ -157,16 +158,16 @@ class Job:
         return newest
 
     def send_signal(self, number: int, node: int | None = None) -> None:
-        """Sends a signal to the launcher of one node, or of all."""
+        """Send a signal to the launcher of one node, or of all."""
         for which in self.processes if node is None else [node]:
             self.processes[which].send_signal(number)
 
     def output(self, node: int) -> str:
-        """What this node's processes wrote so far, on both streams."""
+        """Return the output of this node's processes so far, on both streams."""
         return self.cluster.log_path(node).read_text(errors="replace")
 
     def tail(self, characters: int = 3000) -> str:
-        """The end of every node's output."""
+        """Return the end of every node's output."""
         return "\n".join(
             f"--- {self.cluster.nodes[node].name}\n{self.output(node)[-characters:]}"
             for node in self.processes

@@ -1,9 +1,9 @@
-"""What a cluster leaves on the machine while it exists, and how to find and remove it when its
-owner died without doing so: `clean`.
+"""Folders and namespaces of clusters on this machine, and `clean`, which removes them after the owner
+died.
 
 Each cluster has one folder ``/tmp/p2d-cluster-TAG`` with ``state.json`` (owner's pid and start
-time, subnet) and namespaces named ``p2d-TAG-HOST``. Processes of a node end by themselves with
-their owner; folders and namespaces stay until `clean` removes them.
+time, subnet) and namespaces named ``p2d-TAG-HOST``. Processes of a node end with their owner;
+folders and namespaces stay until `clean` removes them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FOLDER = "p2d-cluster-"
 
 
 def exit_on_signals() -> None:
-    """Lets signals that ask a command to end leave its ``with`` blocks, with exit code 128 + the signal's number."""
+    """Exit with code 128 + number on SIGINT, SIGTERM and SIGHUP, so that ``with`` blocks end."""
     asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def end(number: int, _frame: Any) -> None:
@@ -40,7 +40,7 @@ def exit_on_signals() -> None:
 
 
 def _started(pid: int) -> str | None:
-    """When a process started, in clock ticks since boot: together with its pid it names one process for ever."""
+    """Return the start of a process in clock ticks since boot. With the pid it identifies the process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -49,7 +49,7 @@ def _started(pid: int) -> str | None:
 
 @contextlib.contextmanager
 def _locked() -> Iterator[None]:
-    """One tool at a time chooses a subnet or cleans."""
+    """Hold a lock: one tool at a time chooses a subnet or cleans."""
     handle = os.open(ROOT, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -59,7 +59,7 @@ def _locked() -> Iterator[None]:
 
 
 def states() -> dict[str, dict[str, Any]]:
-    """tag -> state of every cluster that has a folder; ``alive``: its owner still runs."""
+    """Return tag -> state of every cluster with a folder. ``alive`` is True while the owner runs."""
     found = {}
     for folder in ROOT.glob(f"{_FOLDER}*"):
         try:
@@ -72,7 +72,7 @@ def states() -> dict[str, dict[str, Any]]:
 
 
 def reserve(hosts: list[str]) -> tuple[str, Path, Any]:
-    """A new tag, its folder with the state written, and a subnet that no other cluster uses."""
+    """Return a new tag, its folder with the state, and a subnet that no other cluster uses."""
     with _locked():
         tag = f"{os.getpid()}x{random.SystemRandom().randrange(16**4):04x}"
         taken = [state["subnet"] for state in states().values() if state["subnet"]]
@@ -90,7 +90,7 @@ def reserve(hosts: list[str]) -> tuple[str, Path, Any]:
 
 
 def remove(tag: str) -> list[str]:
-    """Removes namespaces and folder of one cluster. Returns their names."""
+    """Remove the namespaces and the folder of one cluster; return their names."""
     removed = delete_namespaces(tag)
     folder = ROOT / f"{_FOLDER}{tag}"
     if folder.exists():
@@ -100,7 +100,7 @@ def remove(tag: str) -> list[str]:
 
 
 def clean() -> list[str]:
-    """Removes what clusters whose owner is dead left behind. Returns the names of what was removed."""
+    """Remove the namespaces and folders of clusters with a dead owner; return their names."""
     with _locked():
         known = states()
         tags = {tag for tag, state in known.items() if not state["alive"]}

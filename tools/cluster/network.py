@@ -1,8 +1,8 @@
 """The network of a cluster: one namespace as switch, one per host, a veth pair between; rate, loss,
 delay and cuts of each link. Start at `Network`.
 
-It is built by commands of iproute2. Nothing is ever created in the root namespace. What the kernel
-lacks (a queueing discipline, a classifier) raises `ClusterError`.
+Commands of iproute2 build it. Nothing is ever created in the root namespace. A missing feature of
+the kernel (a queueing discipline, a classifier) raises `ClusterError`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Counters = dict[str, dict[str, dict[str, int]]]
 
 
 class ClusterError(Exception):
-    """What this machine or this cluster cannot do; the message is for a person."""
+    """An operation that this machine or this cluster does not support; the message is for a person."""
 
 
 def parse_rate(rate: str | int | None) -> int | None:
-    """``200mbit`` -> 200000000 bits per second; a number is bits per second already. Raises `ClusterError`."""
+    """Parse ``200mbit`` to 200000000 bits per second; return numbers unchanged. Raises `ClusterError`."""
     if rate is None or isinstance(rate, int):
         return rate
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg]?bit)", rate.strip().lower())
@@ -47,7 +47,7 @@ def parse_rate(rate: str | int | None) -> int | None:
 
 
 def difference(after: Counters, before: Counters) -> Counters:
-    """What was counted between two snapshots."""
+    """Return the difference of two snapshots of the counters."""
     return {
         node: {
             device: {key: value - before[node][device][key] for key, value in counts.items()}
@@ -58,7 +58,7 @@ def difference(after: Counters, before: Counters) -> Counters:
 
 
 def command(words: str, stdin: str | None = None) -> str:
-    """Runs a command and returns its standard output. Raises `ClusterError` with its output."""
+    """Run a command and return its standard output. Raises `ClusterError` with its output."""
     done = subprocess.run(shlex.split(words), input=stdin, capture_output=True, text=True)
     if done.returncode:
         raise ClusterError(f"{words}: {done.stderr.strip() or done.stdout.strip()}")
@@ -66,12 +66,12 @@ def command(words: str, stdin: str | None = None) -> str:
 
 
 def namespaces() -> list[str]:
-    """Names of all network namespaces of this machine."""
+    """Return the names of all network namespaces of this machine."""
     return [line.split()[0] for line in command("ip netns list").splitlines() if line.strip()]
 
 
 def free_subnet(candidates: Sequence[int], taken: Sequence[str]) -> ipaddress.IPv4Network:
-    """The first ``10.x.y.0/24`` (x, y: bytes of a candidate) that overlaps no route of this machine and none of ``taken``."""
+    """Return the first ``10.x.y.0/24`` (x, y: bytes of a candidate) without overlap with ``taken`` or a route of this machine."""
     used = [ipaddress.ip_network(subnet) for subnet in taken]
     for route in json.loads(command("ip -j -4 route show table all") or "[]"):
         if route["dst"] != "default":
@@ -152,8 +152,8 @@ class Network:
         self._apply_queues(link)
 
     def renew(self, host: str) -> None:
-        """A new namespace for a host that lost its power: no socket of the earlier one is left. Its
-        counters go on."""
+        """Create a new namespace for a host after a power loss, without any old socket; its counters
+        continue."""
         link = self.links[host]
         link.carried = self.counters(host)
         command(f"ip -n {self._switch} link del {link.port}")
@@ -165,12 +165,12 @@ class Network:
     # Rate and delay: queueing disciplines at both ends.
 
     def set_rate(self, host: str, rate: str | int | None) -> None:
-        """Bits per second in each direction; None: as fast as the machine."""
+        """Set the bits per second in each direction; None: the speed of the machine."""
         self.links[host].rate = parse_rate(rate)
         self._apply_queues(self.links[host])
 
     def set_delay(self, host: str, milliseconds: float) -> None:
-        """Delay in each direction of this link. Raises `ClusterError` on a kernel without netem."""
+        """Set the delay in each direction. Raises `ClusterError` on a kernel without netem."""
         before, self.links[host].delay_ms = self.links[host].delay_ms, milliseconds
         try:
             self._apply_queues(self.links[host])
@@ -180,7 +180,7 @@ class Network:
             raise ClusterError(f"this kernel cannot delay packets (no netem): {error}") from None
 
     def _apply_queues(self, link: Link) -> None:
-        # What the host sends, what the switch sends to it.
+        # Both directions: from the host, and from the switch to the host
         for namespace, device in ((self.namespace(link.host), "eth0"), (self._switch, link.port)):
             with contextlib.suppress(ClusterError):  # there may be none
                 command(f"tc -n {namespace} qdisc del dev {device} root")
@@ -199,7 +199,7 @@ class Network:
     # Cuts and loss: filters at the switch port, where the sender cannot notice.
 
     def _filter(self, link: Link, priority: int, bytecode: str | None) -> None:
-        """Both directions of the port pass ``bytecode`` (None: no longer)."""
+        """Attach ``bytecode`` to both directions of the port; None: detach it."""
         for direction in ("ingress", "egress"):
             where = f"dev {link.port} {direction} pref {priority}"
             with contextlib.suppress(ClusterError):  # there may be none
@@ -209,15 +209,15 @@ class Network:
                 command(f"tc -n {self._switch} filter add {where} {program}")
 
     def cut(self, host: str) -> None:
-        """From now on nothing passes this link, in either direction; neither side is notified."""
+        """Drop all packets of this link in both directions, without notifying either side."""
         self._filter(self.links[host], _CUT, DROP_ALL)
 
     def heal(self, host: str) -> None:
         self._filter(self.links[host], _CUT, None)
 
     def set_loss(self, host: str, share: float) -> None:
-        """Loses this share of the packets (0 to 1) in each direction, at random. A packet is a segmentation-offload frame of up
-        to 64 KiB."""
+        """Drop this share of the packets (0 to 1) in each direction, at random. A packet is a segmentation-offload frame of up to
+        64 KiB."""
         if not 0 <= share <= 1:
             raise ClusterError(f"loss={share} must lie between 0 and 1")
         lost = _DROP_SOME.format(keep_from=min(int(share * 2**32), 2**32 - 1))
@@ -225,8 +225,10 @@ class Network:
         self.links[host].loss = share
 
     def counters(self, host: str) -> dict[str, dict[str, int]]:
-        """``{"eth0": {"tx_bytes", "rx_bytes", "tx_packets", "rx_packets"}, "lo": {...}}`` since `create`, as the kernel counts.
-        Bytes are those of Ethernet frames (headers included) of segmentation-offload size."""
+        """Return ``{"eth0": {"tx_bytes", "rx_bytes", "tx_packets", "rx_packets"}, "lo": {...}}`` since `create`.
+
+        The kernel counts the bytes of Ethernet frames (with headers) of segmentation-offload size.
+        """
         found = {}
         for link in json.loads(command(f"ip -n {self.namespace(host)} -s -j link show")):
             if link["ifname"] in ("eth0", "lo"):
@@ -242,7 +244,7 @@ class Network:
 
 
 def delete_namespaces(tag: str) -> list[str]:
-    """Ends what still runs in the namespaces of the cluster ``tag``, removes them and returns their names; cables go with them."""
+    """Kill the processes in the namespaces of the cluster ``tag``, remove the namespaces with their cables, return their names."""
     mine = [name for name in namespaces() if name.startswith(f"{PREFIX}-{tag}-")]
     for name in mine:
         for pid in command(f"ip netns pids {name}").split():

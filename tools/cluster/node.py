@@ -1,10 +1,9 @@
-"""One node, which behaves like a machine of its own: a network namespace of the cluster with
-process, mount and host-name namespaces. Start at `Node`.
+"""One node, which behaves like a separate machine: a network namespace of the cluster with process,
+mount and host-name namespaces. Start at `Node`.
 
-A node is booted (a small init holds its namespaces), runs processes, and dies at once with
-everything in it when its init is killed. Init also ends when the tool that booted it has ended,
-however that ended. The file system is shared, as on a cluster; ``/dev/shm``, ``/etc/hosts``, the
-host name and ``TMPDIR`` are the node's own.
+A small init holds the namespaces of a node. Killing init kills all processes of the node at once.
+Init also ends when the tool that booted it ends for any reason. The file system is shared, as on a
+cluster; each node has a separate ``/dev/shm``, ``/etc/hosts``, host name and ``TMPDIR``.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ echo up
 exec 3<&0 > /dev/null 2>&1
 cat <&3 &
 wait $!
-"""  # cat ends with the pipe to the tool, and with init the whole node; `wait` collects orphans
+"""  # cat ends with the pipe to the tool; init ends with cat, and all processes with init; `wait` collects orphans
 _ENTER = 'cd "$1" && shift && exec "$@"'
 _OF_A_LAUNCHER = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
@@ -37,7 +36,7 @@ _OF_A_LAUNCHER = (
 
 
 def node_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without what an outer launcher put there, then ``extra``."""
+    """Return this process's environment without the variables of an outer launcher, plus ``extra``."""
     kept = {
         k: v
         for k, v in os.environ.items()
@@ -47,7 +46,7 @@ def node_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def pid_namespace(pid: int) -> str | None:
-    """Identity of a process's namespace of processes; None where the process has ended."""
+    """Return the identity of a process's pid namespace; None if the process has ended."""
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")
     except OSError:
@@ -55,7 +54,7 @@ def pid_namespace(pid: int) -> str | None:
 
 
 def _child(pid: int) -> int | None:
-    """The only child of ``nsenter`` or ``unshare``: the command."""
+    """Return the only child of ``nsenter`` or ``unshare``: the command."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children():
             return process.pid
@@ -63,7 +62,7 @@ def _child(pid: int) -> int | None:
 
 
 class Process:
-    """A command that runs on a node. Its output goes line by line to ``sink`` until the last writer closed it."""
+    """A command on a node. ``sink`` receives its output line by line until the last writer closes it."""
 
     def __init__(
         self,
@@ -89,23 +88,23 @@ class Process:
                 sink(line)
 
     def poll(self) -> int | None:
-        """The exit code (negative: the signal that ended it), None while it runs."""
+        """Return the exit code (negative: the signal that ended it), None while it runs."""
         return self._popen.poll()
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, once all its output has been read. Raises `ClusterError` after ``timeout`` seconds."""
+        """Wait for the end and for all output; return the exit code. Raises `ClusterError` after ``timeout`` seconds."""
         try:
             code = self._popen.wait(timeout)
         except subprocess.TimeoutExpired:
             raise ClusterError(
                 f"{self.node.name}: still running after {timeout:g} s: {' '.join(self.words)}"
             ) from None
-        self._reader.join(timeout=5)  # a process it left behind may keep the stream open
+        self._reader.join(timeout=5)  # an orphan of the command may keep the stream open
         return code
 
     @property
     def pid(self) -> int:
-        """The command's own process id, as seen from outside of the node. Raises `ClusterError` once it ended."""
+        """The command's process id outside of the node. Raises `ClusterError` after its end."""
         while self.poll() is None:  # it may not have begun yet
             if (pid := _child(self._popen.pid)) is not None:
                 return pid
@@ -119,15 +118,22 @@ class Process:
             self.wake()
 
     def wake(self) -> None:
-        """Continues ``nsenter``, which stops itself when its command is stopped, and could then not
-        notice its end."""
+        """Continue ``nsenter``, which stops together with its command and could then not notice the
+        command's end."""
         if self._popen.poll() is None:
             self._popen.send_signal(signal.SIGCONT)
 
 
 class Node:
-    """A machine of the cluster. ``namespace``: its network namespace; ``folder``: where its
-    ``hosts`` file and ``tmp`` are."""
+    """A machine of the cluster.
+
+    Args:
+        name: host name.
+        address: IPv4 address of ``eth0``.
+        namespace: network namespace.
+        folder: holds the temporary folder of the node.
+        hosts: file that becomes ``/etc/hosts``.
+    """
 
     def __init__(self, name: str, address: str, namespace: str, folder: Path, hosts: Path) -> None:
         self.name = name
@@ -139,7 +145,7 @@ class Node:
         self._holder: subprocess.Popen[bytes] | None = None
 
     def boot(self) -> None:
-        """Starts init. Raises `ClusterError` with what failed."""
+        """Start init. Raises `ClusterError` with the output of a failed command."""
         assert not self.alive
         shutil.rmtree(self.temporary, ignore_errors=True)
         self.temporary.mkdir(parents=True)
@@ -174,7 +180,7 @@ class Node:
         return self._holder is not None and self._holder.poll() is None
 
     def kill(self) -> None:
-        """Ends every process of the node at the same moment. Returns when they are gone."""
+        """Kill every process of the node at once; return when all have ended."""
         if self._holder is None:
             return
         if self.alive and self.init_pid:
@@ -195,13 +201,13 @@ class Node:
         cwd: str,
         sink: Callable[[bytes], None],
     ) -> Process:
-        """Starts a command on this node. ``sink`` gets each line of its output."""
+        """Start a command on this node. ``sink`` receives each line of its output."""
         if not self.alive:
             raise ClusterError(f"{self.name} is down")
         return Process(self, words, {**environment, "TMPDIR": str(self.temporary)}, cwd, sink)
 
     def processes(self) -> list[psutil.Process]:
-        """All processes of this node except its init and init's helper; ids are those seen from outside."""
+        """Return all processes of this node except init and its helper, with their ids outside of the node."""
         space = pid_namespace(self.init_pid) if self.alive else None
         if space is None:
             return []
@@ -214,11 +220,13 @@ class Node:
         return [process for process in found if process.pid != self.init_pid]
 
     def worker(self, local_rank: int) -> int:
-        """The process id, as seen from outside, of the worker with this LOCAL_RANK. Raises `ClusterError` if there is none.
+        """Return the process id, outside of the node, of the worker with this LOCAL_RANK. Raises `ClusterError` if it does not exist.
 
-        torchrun's workers have it in their environment; those that our launcher forks have ``rank N`` for a name.
+        Workers of torchrun have LOCAL_RANK in their environment. Workers that our launcher forks are named ``rank N``.
         """
-        started: dict[int, str] = {}  # what a worker started has its environment too
+        started: dict[
+            int, str
+        ] = {}  # also processes that a worker started: they inherit its environment
         workers: dict[int, int] = {}
         forked: dict[int, int] = {}
         for process in self.processes():

@@ -1,8 +1,8 @@
-"""Bytes that leave a node per step, by strategy, beside the theory: ``python -m tools.cluster.traffic --nodes 2 --nodes 4``.
+"""Compare the bytes that leave a node per step with the theory, by strategy: ``python -m tools.cluster.traffic --nodes 2 --nodes 4``.
 
-Each layout trains twice on the same cluster, one step and several: the difference of the kernel's counters is that of the steps,
-start-up cancels. Losses are compared with those of a run on one node. Prints a Markdown table. Seconds depend on the machine
-(all nodes share its cores), bytes do not.
+Each layout trains twice on the same cluster, one step and several steps. The difference of the kernel's counters belongs to the
+additional steps, because the start-up cancels. Losses are compared with a run on one node. The output is a Markdown table. Seconds
+depend on the machine (all nodes share its cores), bytes do not.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ FEW = 1  # steps of the run that is subtracted
 
 
 def theory(strategy: str, nodes: int, ranks: int) -> float:
-    """Bytes that a node sends to others per step, in units of the gradient's bytes (4 x parameters in fp32), with gloo.
+    """Return the bytes that a node sends to others per step with gloo, in units of the gradient's bytes (4 x parameters in fp32).
 
-    A ring of n members moves (n-1)/n of the payload per member for an all-gather, twice that for an all-reduce, and gloo's
-    reduce-scatter costs an all-reduce. A ring over all ranks leaves each node on one of its hops only; the rings of the replicate
-    axis all leave it, each with 1/ranks of the payload.
+    A ring of n members moves (n-1)/n of the payload per member for an all-gather and twice as much for an all-reduce. gloo's
+    reduce-scatter costs an all-reduce. A ring over all ranks leaves each node on only one of its hops. The rings of the replicate axis
+    all leave it, each with 1/ranks of the payload.
     """
     world = nodes * ranks
     if strategy in ("hybrid", "hybrid_zero2"):
@@ -47,14 +47,14 @@ def theory(strategy: str, nodes: int, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Traffic:
-    """``units``: measured, in those of `theory`, one per node. ``losses``: of the longer run."""
+    """Measured traffic of one layout."""
 
     strategy: str
     nodes: int
-    expected: float
-    units: list[float]
-    losses: list[float]
-    step_s: float
+    expected: float  # from `theory`
+    units: list[float]  # measured per node, in the units of `theory`
+    losses: list[float]  # of the longer run
+    step_s: float  # median
 
 
 def _train(
@@ -81,7 +81,7 @@ def _rows(run_dir: Path) -> list[dict[str, float]]:
 def reference_losses(
     steps: int, folder: Path, words: Sequence[str] = WORDS, timeout: float = 300.0
 ) -> list[float]:
-    """Losses of the same job on one node with two ranks."""
+    """Return the losses of the same job on one node with two ranks."""
     with Cluster(1, 2) as cluster:
         _train(cluster, "ddp", steps, folder / "reference", words, timeout)
     return [row["loss"] for row in _rows(folder / "reference")]
@@ -97,7 +97,7 @@ def measure(
     words: Sequence[str] = WORDS,
     timeout: float = 300.0,
 ) -> Traffic:
-    """Trains ``FEW`` and ``FEW + steps`` steps. Run directories go to ``folder``."""
+    """Train ``FEW`` and ``FEW + steps`` steps with run directories in ``folder``; return the traffic."""
     counted = []
     with Cluster(nodes, ranks, rate=rate) as cluster:
         for length in (FEW, FEW + steps):

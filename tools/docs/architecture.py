@@ -1,4 +1,4 @@
-"""Draws docs/images/architecture.svg from the table in docs/architecture.md.
+"""Draw docs/images/architecture.svg from the table in docs/architecture.md.
 
 python -m tools.docs.architecture
 """
@@ -19,30 +19,30 @@ PER_LINE, HEIGHT, LINE = 5, 62, 14
 
 
 def layers(page: str) -> dict[str, list[tuple[str, str]]]:
-    """Layer -> (room, purpose), top-down, as the table of the page has them."""
+    """Return layer -> [(module or package, purpose)] in the order of the page."""
     found: dict[str, list[tuple[str, str]]] = {}
-    for layer, room, purpose in ROW.findall(page):
-        found.setdefault(layer, []).append((room, purpose))
+    for layer, module, purpose in ROW.findall(page):
+        found.setdefault(layer, []).append((module, purpose))
     return found
 
 
 def draw(page: str) -> str:
-    """The picture: a band per layer, a box per room, in reading order."""
+    """Return the picture: a band per layer, a box per module, in reading order."""
     parts: list[str] = []
     top = 28
-    for color, (layer, rooms) in zip(COLORS, layers(page).items(), strict=True):
-        rows = -(-len(rooms) // PER_LINE)
+    for color, (layer, modules) in zip(COLORS, layers(page).items(), strict=True):
+        rows = -(-len(modules) // PER_LINE)
         height = rows * (HEIGHT + GAP) + 2 * PAD - GAP
         parts.append(_box(8, top, WIDTH - 16, height, color, "none"))
         parts.append(_text(20, top + height / 2 + 5, layer, "bold 14px"))
         width = (WIDTH - 16 - LABEL - PAD - GAP * (PER_LINE - 1)) / PER_LINE
-        for index, (room, purpose) in enumerate(rooms):
+        for index, (module, purpose) in enumerate(modules):
             x = LABEL + 8 + (index % PER_LINE) * (width + GAP)
             y = top + PAD + (index // PER_LINE) * (HEIGHT + GAP)
             parts.append(_box(x, y, width, HEIGHT, "#ffffff", "#8a8a8a"))
-            parts.append(_text(x + 8, y + 18, room, "bold 13px", "monospace"))
+            parts.append(_text(x + 8, y + 18, module, "bold 13px", "monospace"))
             lines = textwrap.wrap(purpose.replace("`", ""), 30)
-            assert len(lines) <= 2, f"{room}: too long for its box: {purpose}"
+            assert len(lines) <= 2, f"{module}: too long for its box: {purpose}"
             for number, line in enumerate(lines):
                 parts.append(_text(x + 8, y + 36 + number * LINE, line, "11.5px"))
         top += height + GAP

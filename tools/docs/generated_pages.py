@@ -1,8 +1,8 @@
-"""Sphinx directives for what the code documents itself: keys of the configuration, public names.
+"""Sphinx directives that generate the reference pages: keys of the configuration, public names.
 
-``{configuration-keys}`` lists every key as the dataclasses of ``parallel2d/config`` explain it,
-``{public-names}`` documents every name of ``import parallel2d``. Both are written when the site is
-built, so nothing generated is committed.
+``{configuration-keys}`` lists every key from the dataclasses of ``parallel2d/base/config``.
+``{public-names}`` documents every name of ``import parallel2d``. The site's build writes both, so
+nothing generated is committed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import parallel2d
 from parallel2d.base.config import help_page
 from parallel2d.base.config.options import REQUIRED
 
-# reStructuredText ends a code word at a space or a punctuation mark alone.
+# reStructuredText ends a code word only at a space or a punctuation mark.
 _PLURAL = re.compile(r"(?<=\w`)(?=s\b)")
 
 
 class ConfigurationKeys(SphinxDirective):
-    """A section per dataclass, and in it a definition per key."""
+    """A section per dataclass with a definition per key."""
 
     def run(self) -> list[nodes.Node]:
-        """The nodes of all sections."""
+        """Return the nodes of all sections."""
         text = "\n\n".join(_section(section) for section in help_page.sections())
         return self.parse_text_to_nodes(text, allow_section_headings=True)
 
@@ -37,16 +37,16 @@ class PublicNames(SphinxDirective):
     """Functions, then classes, then values, each by autodoc."""
 
     def run(self) -> list[nodes.Node]:
-        """The nodes of all names."""
+        """Return the nodes of all names."""
         parts = ["## Functions", *_documented("autofunction", inspect.isfunction)]
-        # Those of Python's own exceptions are left out.
+        # Members of Python's exceptions are left out.
         options = (":members:", ":inherited-members: ValueError, Exception, BaseException")
         parts += ["## Classes", *_documented("autoclass", inspect.isclass, *options)]
         return self.parse_text_to_nodes("\n\n".join(parts), allow_section_headings=True)
 
 
 def public_names() -> list[str]:
-    """Every name of ``import parallel2d`` that the page documents."""
+    """Return every name of ``import parallel2d`` that the page documents."""
     return [name for name in parallel2d.__all__ if not name.startswith("__")]
 
 
@@ -58,7 +58,7 @@ def _documented(directive: str, is_kind: Any, *options: str) -> list[str]:
 
 
 def _section(section: help_page.Documented) -> str:
-    title = f"`{section.key}`" if section.key else "Keys of their own"
+    title = f"`{section.key}`" if section.key else "Other keys"
     if section.family:
         title += f", models of family `{section.family}`"
     keys = [_key(key) for key in section.keys]
@@ -66,7 +66,7 @@ def _section(section: help_page.Documented) -> str:
 
 
 def _key(key: help_page.Documented) -> str:
-    """The key, then indented what it may be, its default and what it means."""
+    """Return the key, then indented its allowed values, default and meaning."""
     facts = [key.allowed]
     if key.choices:
         facts = [", ".join(f"`{choice}`" for choice in key.choices)]
@@ -77,19 +77,19 @@ def _key(key: help_page.Documented) -> str:
 
 
 def _default(value: Any) -> str:
-    """A value as the command line takes it: ``null``, ``true``, ``[0.9, 0.95]``."""
+    """Return a value in the form of the command line: ``null``, ``true``, ``[0.9, 0.95]``."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _mark_plurals(*arguments: Any) -> None:
-    """Lets `DTensor`s in docstrings be a word of code and a letter."""
+    """Split `DTensor`s in docstrings into a code word and a letter."""
     lines = arguments[-1]
     lines[:] = [_PLURAL.sub(r"\\ ", line) for line in lines]
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Called by Sphinx."""
+    """Register the directives; Sphinx calls this."""
     app.add_directive("configuration-keys", ConfigurationKeys)
     app.add_directive("public-names", PublicNames)
     app.connect("autodoc-process-docstring", _mark_plurals)

@@ -1,6 +1,6 @@
-"""Trains one model on five layouts and draws their losses over each other.
+"""Train one model on five layouts and draw their losses on one pair of axes.
 
-    python -m tools.docs.loss_curves             # draws what docs/benchmarks/loss_curves.json holds
+    python -m tools.docs.loss_curves             # draws docs/benchmarks/loss_curves.json
     python -m tools.docs.loss_curves --measure   # trains first: five runs of some 30 seconds
 
 Every run has the same seed and the same global batch, in fp32, on this machine's CPU.
@@ -35,7 +35,7 @@ STYLES = (("#d9d2bf", 13), ("#8fb8de", 9.5), ("#e39b63", 6.5), ("#5b9a57", 3.8),
 
 
 def measure() -> None:
-    """Trains every layout and writes the losses of all steps."""
+    """Train every layout and write the losses of all steps."""
     losses = {}
     for name, words in LAYOUTS.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -50,13 +50,13 @@ def measure() -> None:
 
 
 def largest_difference(losses: dict[str, list[float]]) -> float:
-    """The largest difference between two layouts in one step, relative to the loss."""
+    """Return the largest difference between two layouts in one step, relative to the loss."""
     steps = zip(*losses.values(), strict=True)
     return max((max(step) - min(step)) / min(step) for step in steps)
 
 
 def draw(losses: dict[str, list[float]]) -> None:
-    """All curves on one pair of axes."""
+    """Draw all curves on one pair of axes."""
     pyplot.rcParams["svg.hashsalt"] = "loss_curves"  # the same picture from the same numbers
     figure, axes = pyplot.subplots(figsize=(7.9, 3.8))
     for (name, curve), (color, width) in zip(losses.items(), STYLES, strict=True):

@@ -1,4 +1,4 @@
-"""Builds the documentation as a site. Every warning is an error.
+"""Build the documentation as a site. Every warning is an error.
 
 pip install -e ".[docs]"
 python -m tools.docs.site OUT
@@ -16,7 +16,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def build(out: str) -> int:
-    """The exit code of sphinx-build; the pages are below ``out``."""
+    """Build the pages below ``out`` and return the exit code of sphinx-build."""
     return build_main(["-q", "-W", "--keep-going", "-b", "html", str(DOCS), out])
 
 

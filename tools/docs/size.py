@@ -1,4 +1,4 @@
-"""How large the package is, and what that is made of, at given commits.
+"""Print the size of the package and of its parts at given commits.
 
     python -m tools.docs.size COMMIT [COMMIT ...]
 
@@ -18,9 +18,9 @@ def git(*words: str) -> str:
 
 
 def measure(commit: str) -> tuple[Counter[str], Counter[str]]:
-    """What the package has at a commit: lines, statements and so on, and lines by room."""
+    """Count lines, statements and other parts of the package at a commit, and lines by subpackage."""
     total: Counter[str] = Counter()
-    rooms: Counter[str] = Counter()
+    packages: Counter[str] = Counter()
     for path in git("ls-tree", "-r", "--name-only", commit, "parallel2d").splitlines():
         if not path.endswith(".py"):
             continue
@@ -37,8 +37,8 @@ def measure(commit: str) -> tuple[Counter[str], Counter[str]]:
         )
         total["statements"] += sum(isinstance(node, ast.stmt) for node in nodes)
         total["syntax nodes"] += len(nodes)
-        rooms[path.split("/")[1]] += len(lines)
-    return total, rooms
+        packages[path.split("/")[1]] += len(lines)
+    return total, packages
 
 
 def _docstring_lines(node: ast.AST) -> int:
@@ -59,10 +59,10 @@ def _table(columns: dict[str, Counter[str]], rows: list[str]) -> None:
 def main(commits: list[str]) -> None:
     found = {commit: measure(commit) for commit in commits}
     totals = {commit: total for commit, (total, _) in found.items()}
-    rooms = {commit: by_room for commit, (_, by_room) in found.items()}
-    last = rooms[commits[-1]]
+    packages = {commit: by_package for commit, (_, by_package) in found.items()}
+    last = packages[commits[-1]]
     _table(totals, list(totals[commits[-1]]))
-    _table(rooms, sorted(set().union(*rooms.values()), key=lambda room: -last[room]))
+    _table(packages, sorted(set().union(*packages.values()), key=lambda name: -last[name]))
 
 
 if __name__ == "__main__":

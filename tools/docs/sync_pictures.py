@@ -1,9 +1,9 @@
-"""Draws the pictures of docs/sync.md from the measurements beside it.
+"""Draw the pictures of docs/sync.md from the measurements in docs/benchmarks.
 
     python -m tools.docs.sync_pictures
 
-docs/benchmarks/sync_rates.json holds by Mbit/s what `tools/bench/sync.py --json` writes, docs/benchmarks/sync_curves.json what
-`tools/bench/sync_curves.py --json` writes.
+docs/benchmarks/sync_rates.json holds the output of `tools/bench/sync.py --json` by Mbit/s. docs/benchmarks/sync_curves.json holds the
+output of `tools/bench/sync_curves.py --json`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NAMES = {
 
 
 def draw_rates() -> None:
-    """Seconds of a step by bandwidth."""
+    """Draw the seconds of a step by bandwidth."""
     measured = json.loads(RATES.read_text())
     figure, axes = pyplot.subplots(figsize=(9.5, 4.2))
     for method, label in SHOWN.items():
@@ -58,7 +58,7 @@ def draw_rates() -> None:
 
 
 def draw_curves() -> None:
-    """The gap of the loss to synchronous training by bytes, over the seeds."""
+    """Draw the gap of the loss to synchronous training by bytes, over the seeds."""
     measured = json.loads(CURVES.read_text())
     figure, axes = pyplot.subplots(figsize=(7.5, 4.2))
     for method, each in measured.items():
@@ -68,7 +68,7 @@ def draw_curves() -> None:
         middle = statistics.fmean(gaps)
         spread = [[middle - min(gaps)], [max(gaps) - middle]]
         axes.errorbar(each["saved"], middle, yerr=spread, marker="o", capsize=3)
-        # To the left of what stands at the right edge.
+        # Points at the right edge have their label on the left.
         side = {"xytext": (-6, 5), "ha": "right"} if each["saved"] > 100 else {"xytext": (6, 5)}
         place = (each["saved"], middle)
         axes.annotate(NAMES[method], place, textcoords="offset points", fontsize=8, **side)

@@ -1,10 +1,11 @@
-"""Draws what a terminal shows of a real run: docs/images/terminal.svg.
+"""Draw the terminal output of a real run: docs/images/terminal.svg.
 
 python -m tools.docs.terminal
 """
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import tempfile
@@ -19,19 +20,20 @@ COLUMNS = 88
 
 
 def capture() -> str:
-    """What the command prints, in a folder of its own."""
+    """Run the command in a temporary folder and return its output."""
     command = [sys.executable, "-m", "parallel2d.train", *WORDS.split()]
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             command, cwd=folder, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
-        # The path of the run directory begins in the temporary folder, which means nothing to a reader.
+        # The reader does not need the path of the temporary folder.
         return done.stdout.decode().replace(f"{folder}/", "")
 
 
 if __name__ == "__main__":
-    console = Console(record=True, width=COLUMNS, quiet=True)
-    # Words that repeat the command line make the last lines long.
+    # A quiet console would record nothing.
+    console = Console(record=True, width=COLUMNS, file=io.StringIO())
+    # The last lines repeat the command line and are long.
     console.print(Text.from_ansi(capture()), overflow="ellipsis", no_wrap=True)
     console.save_svg(
         str(PICTURE), title=f"python -m parallel2d.train {WORDS}", unique_id="terminal"

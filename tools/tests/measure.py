@@ -1,4 +1,4 @@
-"""A pytest plugin that writes a line of JSON per test: seconds on the clock and on the CPU. `tools/tests/time.py` reads them."""
+"""A pytest plugin that writes a line of JSON per test: wall seconds and CPU-seconds. `tools/tests/time.py` reads them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 import psutil
 import pytest
 
-RESULTS = "PARALLEL2D_TEST_TIMES"  # the variable that says where to write
+RESULTS = "PARALLEL2D_TEST_TIMES"  # environment variable with the path of the file
 
 
 def cpu_seconds() -> float:
-    """Of this process and of all below it, those included that have ended."""
+    """Return the CPU-seconds of this process and of all its descendants, also of ended ones."""
     this = psutil.Process()
     total = 0.0
     for process in [this, *this.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):  # it ended meanwhile
-            # its own and its ended children's, user and system
+            # user and system seconds of the process and of its ended children
             total += sum(process.cpu_times()[:4])
     return total
 

@@ -1,11 +1,11 @@
-"""Where the time of the tests goes: seconds by file and kind, on the clock and on the CPU, and what each file guards.
+"""Print the time of the tests by file and kind, on the clock and on the CPU, and the behaviour that each file guards.
 
     python tools/tests/time.py                    # the tests that `python -m pytest` runs
     python tools/tests/time.py slow extras        # these kinds instead
-    python tools/tests/time.py --slowest 30       # single tests too
-    python tools/tests/time.py --list             # nothing is run: files and what they guard, names of tests below
+    python tools/tests/time.py --slowest 30       # also single tests
+    python tools/tests/time.py --list             # runs nothing: files, the guarded behaviour, names of tests
 
-What a file guards is read from the table in tests/README.md. CPU seconds are those of pytest and of every process below it.
+The guarded behaviour comes from the table in tests/README.md. CPU-seconds include pytest and all its descendants.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ KINDS = ("default", "slow", "extras", "soak")
 
 
 def guarded() -> dict[str, str]:
-    """File -> what it guards, from the table in tests/README.md."""
+    """Return file -> guarded behaviour, from the table in tests/README.md."""
     text = (ROOT / "tests" / "README.md").read_text()
     return dict(re.findall(r"^\| `(test_\w+\.py)` \| (.+?) \|$", text, re.MULTILINE))
 
 
 def run(kind: str) -> list[dict[str, Any]]:
-    """Runs the tests of a kind; a row for each test."""
+    """Run the tests of a kind; return a row for each test."""
     with tempfile.TemporaryDirectory() as folder:
         results = os.path.join(folder, "times.jsonl")
         words = [] if kind == "default" else ["-m", kind]
@@ -54,7 +54,7 @@ def show(kind: str, rows: list[dict[str, Any]], slowest: int) -> None:
     print(
         f"\n{kind}: {len(rows)} tests, {sum(r['wall'] for r in rows):.0f} s, {sum(r['cpu'] for r in rows):.0f} CPU-s"
     )
-    print(f"{'tests':>5} {'s':>6} {'CPU-s':>6}  file and what it guards")
+    print(f"{'tests':>5} {'s':>6} {'CPU-s':>6}  file and guarded behaviour")
     for name, own in sorted(files.items(), key=lambda item: -sum(row["wall"] for row in item[1])):
         wall, cpu = (sum(row[key] for row in own) for key in ("wall", "cpu"))
         print(
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument(
         "--list",
         action="store_true",
-        help="print what each file guards, and its tests, and run nothing",
+        help="print the guarded behaviour and the tests of each file; run nothing",
     )
     options = parser.parse_args()
     if unknown := set(options.kinds) - set(KINDS):

@@ -34,6 +34,7 @@ from parallel2d.base.config.parallel import (
 from parallel2d.base.config.parallel import BucketingConfig as BucketingConfig
 from parallel2d.base.config.parallel import ChecksConfig as ChecksConfig
 from parallel2d.base.config.parallel import CompileConfig as CompileConfig
+from parallel2d.base.config.parallel import FSDPConfig as FSDPConfig
 from parallel2d.base.config.parallel import MeshConfig as MeshConfig
 from parallel2d.base.config.parallel import ParallelConfig as ParallelConfig
 from parallel2d.base.config.parallel import PrecisionConfig as PrecisionConfig

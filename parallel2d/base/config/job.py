@@ -18,6 +18,7 @@ from parallel2d.base.config.parallel import (
     BucketingConfig,
     ChecksConfig,
     CompileConfig,
+    FSDPConfig,
     MeshConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -299,6 +300,7 @@ class TrainConfig:
     )
     compile: CompileConfig = field(default_factory=CompileConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     cpu_offload: bool = option(False, "GPU only: parameters and optimizer in CPU memory; slower")
     sync: SyncConfig = field(default_factory=SyncConfig)
     checks: ChecksConfig = field(default_factory=ChecksConfig)
@@ -349,6 +351,7 @@ class TrainConfig:
             cpu_offload=self.cpu_offload,
             allow_cross_node=self.mesh.allow_cross_node,
             checks=self.checks,
+            fsdp=self.fsdp,
         )
 
 

@@ -56,7 +56,9 @@ PLACEMENTS = {
     "hybrid_full": Placement(True, True, True, True),
 }
 STRATEGY_NAMES = tuple(PLACEMENTS)
-AUTOMATIC = "auto"  # strategy=auto: chosen by the planner before ranks build anything
+# strategy=auto: chosen by the planner before ranks build anything. precision=auto and compile=auto:
+# chosen by the train command for the device.
+AUTOMATIC = "auto"
 
 
 @dataclass
@@ -121,6 +123,35 @@ class PrefetchConfig:
     backward: int = option(1, "Groups gathered ahead in backward; 0: each when it begins", min=0)
 
 
+@dataclass
+class FSDPConfig:
+    """Options of FSDP2 for the collectives inside a replica, which change no result of fp32 and no
+    bytes. Each maps to the ``FSDPModule`` method in its description."""
+
+    reduce_scatter_buffers: int = option(
+        1,
+        "Reduce-scatters in flight, each with an input buffer of one group; more help where they "
+        "are slower than backward (set_reduce_scatter_max_input_buffers)",
+        min=1,
+    )
+    separate_reduce_scatter_group: bool = option(
+        False,
+        "Reduce-scatters in a process group next to that of all-gathers, so that both run at "
+        "once (set_separate_reduce_scatter_group)",
+    )
+    symmetric_memory: bool = option(
+        False,
+        "GPU only: all-gathers in symmetric memory of NCCL (set_symm_mem_for_comm). Ranks of a "
+        "shard group that run different modules are not named then, and a reduction in 16 bits "
+        "rounds each partial sum",
+    )
+
+    @property
+    def keeps_order(self) -> bool:
+        """True if ranks compare the order of their collectives before they issue them."""
+        return not (self.separate_reduce_scatter_group or self.symmetric_memory)
+
+
 _dtype = partial(option, choices=("fp64", "fp32", "bf16", "fp16"))
 
 
@@ -128,10 +159,16 @@ _dtype = partial(option, choices=("fp64", "fp32", "bf16", "fp16"))
 class PrecisionConfig:
     """Dtypes of mixed precision: parameters, gradients, activations, outputs and buffers."""
 
-    name: str = option("fp32", "Set by the group: precision=bf16")
+    name: str = option(
+        "fp32",
+        "Set by the group: precision=bf16. auto: bf16 on GPUs with fast bf16 products, else fp32",
+    )
     storage: str = _dtype("fp32", "Dtype of sharded parameters, gradients, optimizer state")
     param: str = _dtype("fp32", "Dtype of gathered parameters and activations")
     reduce: str = _dtype("fp32", "Dtype of gradients between ranks; rounds the sums")
+    tf32: bool = option(
+        True, "GPU only: fp32 matrix products round their inputs to TF32, 8 times as fast"
+    )
     loss_scaling: bool = option(False, "Dynamic loss scaling", read_by=("fp16",), of="param")
     output: str | None = _dtype(None, "Dtype of the root's outputs; null: as computed")
     buffers: str | None = _dtype(None, "Dtype of buffers; null: as built, fp64 with storage=fp64")
@@ -204,11 +241,14 @@ class ActivationCheckpointingConfig:
 
 @dataclass
 class CompileConfig:
-    """Parts of the model that torch.compile compiles. ``block``: each repeated block separately
-    (one compilation serves all equal blocks)."""
+    """Parts of the model that torch.compile compiles. With ``block`` each repeated block is compiled
+    separately (one compilation serves all equal blocks). ``auto`` is ``block`` on GPUs for a model
+    with repeated blocks, otherwise ``none``."""
 
-    name: str = option("none", choices=("none", "block"))
-    backend: str = option("inductor", "Backend; inductor needs a C++ compiler", read_by=("block",))
+    name: str = option("none", choices=("none", "block", AUTOMATIC))
+    backend: str = option(
+        "inductor", "Backend; inductor needs a C++ compiler", read_by=("block", AUTOMATIC)
+    )
 
 
 _diloco = partial(option, read_by=("diloco",))
@@ -300,6 +340,7 @@ class ParallelConfig:
     prefetch: PrefetchConfig
     sync: SyncConfig
     checks: ChecksConfig
+    fsdp: FSDPConfig
     # GPU only: parameters, gradients and optimizer state are in pinned CPU memory, and the
     # optimizer runs on the CPU. A step is slower by both copies and by the CPU optimizer.
     cpu_offload: bool
@@ -317,6 +358,7 @@ class ParallelConfig:
         cpu_offload: bool = False,
         allow_cross_node: bool = False,
         checks: ChecksConfig | None = None,
+        fsdp: FSDPConfig | None = None,
     ) -> None:
         self.strategy = named_strategy(strategy)
         self.bucketing = _section("bucketing", bucketing, BucketingConfig)
@@ -328,6 +370,7 @@ class ParallelConfig:
         self.prefetch = _section("prefetch", prefetch or PrefetchConfig(), PrefetchConfig)
         self.sync = _section("sync", sync or SyncConfig(), SyncConfig)
         self.checks = _section("checks", checks or ChecksConfig(), ChecksConfig)
+        self.fsdp = _section("fsdp", fsdp or FSDPConfig(), FSDPConfig)
         self.cpu_offload = cpu_offload
         self.allow_cross_node = allow_cross_node
 

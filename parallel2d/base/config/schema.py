@@ -24,7 +24,10 @@ from parallel2d.base.errors import ConfigError
 PRESETS: dict[str, dict[str, Any]] = {
     "strategy": presets(parallel.StrategyConfig),
     "bucketing": presets(parallel.BucketingConfig),
-    "precision": dict(parallel.PRECISIONS),
+    "precision": {
+        parallel.AUTOMATIC: parallel.PrecisionConfig(parallel.AUTOMATIC),
+        **parallel.PRECISIONS,
+    },
     "activation_checkpointing": presets(parallel.ActivationCheckpointingConfig),
     "compile": presets(parallel.CompileConfig),
     "sync": presets(parallel.SyncConfig),

@@ -19,6 +19,7 @@ from parallel2d.base.config import TrainConfig
 from parallel2d.base.config.composition import from_yaml, to_yaml
 from parallel2d.base.errors import ConfigError
 from parallel2d.instruments.planner.layout_search import SearchResult, fixed_keys, search
+from parallel2d.training.device_defaults import resolved_for_plan
 
 _ADVICE = (
     "measure these machines with python -m parallel2d.preflight --write FILE and name it as "
@@ -93,7 +94,8 @@ def main() -> None:
     torch.set_num_threads(1)
     request = json.load(sys.stdin)
     try:
-        result = search(from_yaml(request["config"]), request["fixed"])
+        config = from_yaml(request["config"])
+        result = search(resolved_for_plan(config), request["fixed"])
     except ConfigError as error:
         text = str(error)
         if text.startswith("layouts cannot be ranked"):

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.cost.meta_copy import meta_copy, on_fake_tensors
-from parallel2d.parallel.loss import loss_chunks
+from parallel2d.parallel.loss import chunk_elements, loss_chunks
 from parallel2d.parallel.parallelize.layout import Layout
 
 
@@ -65,7 +65,8 @@ def profile_activations(
             inputs, targets = layout.workload.example("cpu")
             loss = loss_of(copied, inputs, targets)
             log = _EventLog(copied, [modules for modules, _ in layout.groups_of(copied)])
-            with log, loss_chunks(first_alone=True):
+            elements = chunk_elements(layout.workload.device_type)
+            with log, loss_chunks(elements, first_alone=True):
                 value = loss(inputs, targets)
                 log.is_backward = True
                 value.backward()

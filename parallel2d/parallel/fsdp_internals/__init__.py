@@ -1,7 +1,7 @@
-"""All private names of torch's `fully_shard` that this package reaches, and why.
+"""Inventory of the private names of torch's `fully_shard` that this package uses, with reasons.
 
-Written for torch 2.14; `tests/test_sync.py` compares `REACHED` and `KEPT` with the names that these
-files reach, and lists those that another torch version lacks.
+Written for torch 2.14. `tests/test_sync.py` compares `REACHED` and `KEPT` with the names that the
+files of this package use, and lists the names that another version of torch lacks.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContex
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 from torch.distributed.tensor import DTensor
 
-# Names that the package reaches on classes and modules, each with its reason. Those of the engine:
+# Private names on classes and modules, each with its reason. Names of the FSDP engine first:
 REACHED: tuple[tuple[Any, dict[str, str]], ...] = (
     (FSDPModule, {
         "_get_fsdp_state": "no public accessor of the groups of parameters",
@@ -66,7 +66,7 @@ REACHED: tuple[tuple[Any, dict[str, str]], ...] = (
     (forward_ad, {"_current_level": "whether a forward-mode derivative is computed"}),
 )  # fmt: skip
 
-# Names that it reaches on objects, once they have run. Those of the engine:
+# Private names on objects, which exist once the objects have run. Names of the FSDP engine first:
 KEPT: dict[type, dict[str, str]] = {
     FSDPState: {
         "_fsdp_param_groups": "no public accessor of the groups of parameters",

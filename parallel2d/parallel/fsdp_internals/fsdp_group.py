@@ -1,5 +1,6 @@
-"""Groups of parameters that `fully_shard` gathers and reduces together, and the gradients in
-them."""
+"""Groups of parameters that `fully_shard` all-gathers and reduce-scatters together, with their
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from parallel2d.parallel.weights.named_tensors import parameters_by_name
 
 
 def fsdp_groups(model: nn.Module) -> list[FSDPGroup]:
-    """Return the groups of ``model`` in the order in which backward ends them."""
+    """Return the groups of ``model`` in the order of their ends in backward."""
     names = {id(module): fqn_of(name) for name, module in model.named_modules()}
     parameter_names = {id(value): name for name, value in parameters_by_name(model).items()}
     found = []
@@ -35,17 +36,16 @@ def fsdp_groups(model: nn.Module) -> list[FSDPGroup]:
         called = " and ".join(names[id(module)] for module in modules)
         for group in state._fsdp_param_groups:
             found.append(FSDPGroup(group, modules, called or "the root module", parameter_names))
-    # Backward goes through modules in about the reverse of the order of registration.
+    # Backward runs through modules approximately in reverse order of registration.
     return found[::-1]
 
 
 class FSDPGroup:
-    """One group of parameters that are gathered and reduced together, as the rest of the package
-    sees it.
+    """Interface of the package to one FSDP parameter group.
 
     Args:
-        group: torch's object.
-        modules: modules that were given to `fully_shard` together.
+        group: torch's parameter group.
+        modules: the modules that were given to `fully_shard` together.
         called: their names, for messages.
         names: FQNs of all parameters of the model, by id.
     """
@@ -60,15 +60,15 @@ class FSDPGroup:
         self._group = group
         self.modules = tuple(modules)
         self.called = called
-        # The dtype in which its gradients are sent over the shard axis
+        # Communication dtype of its gradients over the shard axis
         self.communication_dtype = torch.float32
-        # The dtypes in which torch adds gradients and sends them; None: those of its own choice
+        # Dtypes of FSDP's gradient sums and reduce-scatter; None: FSDP's defaults
         self._reduces_in: tuple[torch.dtype, torch.dtype] | None = None
-        # With one rank on the shard axis unsharded gradients are the sharded ones.
+        # True with one rank on the shard axis, where unsharded gradients become the sharded ones
         self.is_alone = False
-        # `trained` while a backward pass ends the group
+        # The value of `trained` while a backward pass ends the group
         self._ending: list[FSDPParameter] | None = None
-        # Whether the gathered parameters are tensors that no forward has seen yet
+        # True while the unsharded parameters are tensors that no forward has used
         self._is_new = True
         self.parameters: list[FSDPParameter] = []
         for parameter in group.fsdp_params:
@@ -76,8 +76,10 @@ class FSDPGroup:
 
     @property
     def module(self) -> FSDPModule:
-        """The module on which `fully_shard` has its public methods. Those of modules that were
-        given together do the same."""
+        """The module with FSDP's public methods for this group.
+
+        The methods of all modules of the group have the same effect.
+        """
         module = self.modules[0]
         assert isinstance(module, FSDPModule)
         return module
@@ -92,13 +94,15 @@ class FSDPGroup:
 
     @property
     def reduces_gradients(self) -> bool:
-        """True if this backward moves gradients over the shard axis
-        (`set_requires_gradient_sync`)."""
+        """True if this backward reduces gradients over the shard axis.
+
+        Set by `set_requires_gradient_sync`.
+        """
         return self._group.reduce_grads
 
     @property
     def crosses_replicas(self) -> bool:
-        """True if this backward is to be reduced over replicas too (`set_requires_all_reduce`)."""
+        """True if this backward also reduces over replicas (`set_requires_all_reduce`)."""
         return self._group.reduce_grads and self._group.all_reduce_grads
 
     @property
@@ -107,11 +111,13 @@ class FSDPGroup:
         return any(parameter.has_unsharded_gradient for parameter in self.trained)
 
     def on_forward(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` at each forward of the group that autograd records, whatever method of
-        its modules it runs. Hooks of modules see only calls of ``forward``."""
+        """Call ``callback`` at each forward of the group that autograd records.
+
+        The forward may begin in any method of the modules; module hooks see only ``forward``.
+        """
         register = self._group._register_post_backward_hook
 
-        # torch calls this once when a forward begins, also for a group of several modules.
+        # FSDP calls this once at the begin of a forward, also for a group of several modules.
         def registered(args: Any, kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return register(args, kwargs)
@@ -124,11 +130,12 @@ class FSDPGroup:
         self._group._register_post_backward_hook = registered  # type: ignore
 
     def on_gather(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when gathered parameters are tensors that no forward has seen yet."""
+        """Call ``callback`` when the unsharded parameters are tensors that no forward has used."""
         wait = self._group.wait_for_unshard
 
         def wait_for_unshard() -> None:
-            # Memory that is allocated in inference mode could not be gathered into after it.
+            # Storage that is allocated in inference mode would be an inference tensor, and a later
+            # all-gather outside of inference mode could not write to it.
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False), torch.no_grad():
                     wait()
@@ -141,13 +148,15 @@ class FSDPGroup:
         self._group.wait_for_unshard = wait_for_unshard  # type: ignore[method-assign]
 
     def release(self) -> None:
-        """Free gathered parameters outside of a forward: the sharded ones take their places."""
+        """Free unsharded parameters outside of a forward, and restore the sharded ones."""
         self.module.reshard()
 
     def share_memory(self, computes_in: torch.dtype) -> None:
-        """Let gathered parameters be the memory of the sharded ones, and whole gradients become the
-        sharded ones, because the shard axis has one rank. Parameters that are stored in another
-        dtype than ``computes_in`` are copied as before."""
+        """Make unsharded parameters aliases of the sharded ones, for a shard axis of one rank.
+
+        Unsharded gradients then become the sharded ones without a copy. Parameters with another
+        storage dtype than ``computes_in`` are still copied.
+        """
         self.is_alone = True
 
         def note() -> None:
@@ -156,21 +165,25 @@ class FSDPGroup:
         share_memory(self._group, computes_in, note)
 
     def accumulate_on(self, stream: torch.Stream) -> None:
-        """Let torch add reduced gradients to the sharded ones on ``stream``, which waits for the
-        reduce-scatter before. With one rank on the shard axis nothing is reduced."""
-        # The reduce-scatter's output is memory of torch's stream for it, and torch lets go of it on
-        # the host while ``stream`` still has to read it. Without the hook the next reduce-scatter
-        # could get that memory first. For its own all-reduce torch keeps a reference instead
-        # (pytorch pull request 180900).
+        """Make FSDP accumulate reduced gradients on ``stream``. ``stream`` waits for the
+        reduce-scatter before. With one rank on the shard axis FSDP runs no reduce-scatter."""
+        # Stream order and lifetime. FSDP runs the all-reduce hook on ``stream`` after the
+        # reduce-scatter stream, and accumulates there. The output of the reduce-scatter was
+        # allocated on the reduce-scatter stream, and FSDP drops its reference on the host while
+        # ``stream`` still has to read it. The caching allocator could then give this memory to the
+        # next reduce-scatter, which does not wait for ``stream``. The hook records the use on
+        # ``stream``, so that the allocator waits for ``stream``. For its own all-reduce FSDP keeps
+        # a reference instead (pytorch pull request 180900).
         self.module.set_all_reduce_hook(keep_until_done, stream=stream)  # type: ignore[arg-type]
 
     def around_backward(self, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Call ``before`` when autograd has the group's gradients and they are not reduced yet, and
-        ``after`` when all kernels that accumulate the sharded ones are issued.
+        """Call ``before`` and ``after`` around the reduction of the group's gradients.
 
-        The hook of `set_all_reduce_hook` comes between the two, and nothing public comes before,
-        where gradients of another dtype or of partial sums must be repaired (pytorch issues 190626,
-        194628, 196996).
+        ``before`` runs when autograd has computed the gradients and FSDP has not reduced them.
+        ``after`` runs when all kernels that accumulate the sharded gradients are issued. FSDP's
+        public hook, `set_all_reduce_hook`, runs between the two. Nothing public runs before the
+        reduce-scatter, and gradients of another dtype or of partial sums must be repaired there
+        (pytorch issues 190626, 194628, 196996).
         """
         group = self._group
         original = group.post_backward
@@ -179,7 +192,8 @@ class FSDPGroup:
         def post_backward(*unused: Any) -> None:
             self._ending = self.trained
             before()
-            # A group that never ran has no whole parameters, for which torch asks all the same.
+            # `post_backward` of FSDP would fail on a group that never ran: it has no unsharded
+            # parameters.
             if any(each.has_run for each in self.parameters):
                 if not group.reduce_grads:
                     self._keep_sums(original)
@@ -194,25 +208,29 @@ class FSDPGroup:
         group.post_backward = post_backward  # type: ignore[method-assign]
 
     def _choose_dtypes(self) -> None:
-        """Let torch add and send gradients in the dtypes of `set_dtypes`, which it looks up in the
-        first forward."""
+        """Make FSDP use the dtypes of `set_dtypes`; FSDP sets its own in the first forward."""
         if self._reduces_in is not None:
             self._group._orig_dtype, self._group._reduce_dtype = self._reduces_in
             for parameter in self.trained:
                 parameter.allow_any_dtype()
 
     def _keep_sums(self, end: Callable[[], None]) -> None:
-        """Leave the gradients of this pass where autograd adds those of the next one to them, in
-        the wide dtype. ``end`` frees the parameters; torch would cast sums to the dtype in which
-        they are sent (pytorch issue 194628)."""
+        """Keep the unsharded gradients of this pass, in the wide dtype, for the next pass.
+
+        Autograd adds the next gradients to these sums. ``end`` frees the parameters. The gradients
+        are taken out before, because FSDP would cast the sums to the communication dtype (pytorch
+        issue 194628).
+        """
         taken = [(each, each.take_unsharded_gradient()) for each in self.trained]
         end()
         for parameter, gradient in taken:
             parameter.set_unsharded_gradient(gradient)
 
     def _take_unsharded_gradients(self) -> None:
-        """Make the whole gradients the sharded ones, instead of torch, which would copy them
-        twice."""
+        """Turn the unsharded gradients into the sharded ones; FSDP would copy them twice."""
+        # Like FSDP's `post_backward`, leave the state PRE_BACKWARD, in which `pre_backward` returns
+        # early: a group that runs twice in one backward pass would otherwise find no unsharded
+        # parameters the second time. Also like FSDP, take the gradients before `reshard`.
         self._group._training_state = TrainingState.POST_BACKWARD
         taken = [(each, each.take_unsharded_gradient()) for each in self.trained]
         self.module.reshard()
@@ -222,16 +240,19 @@ class FSDPGroup:
 
     @torch.no_grad()
     def prepare_gradients(self, fill: bool) -> None:
-        """Give the whole gradients one dtype, in which torch reduces them. They differ where some
-        are sums of micro-batches. ``fill``: missing ones contribute zeros to the reduction."""
+        """Give all unsharded gradients of the group one dtype for FSDP's reduction.
+
+        The dtypes differ if some gradients are sums of micro-batches. ``fill``: missing gradients
+        contribute zeros to the reduction.
+        """
         self.module.set_reduce_scatter_unused_params(fill and not self.is_alone, recurse=False)
         trained = self.trained
         for parameter in trained:
             parameter.make_dense()
         dtypes = {each.unsharded_gradient_dtype for each in trained}
-        # None: there is no gradient before the first forward.
+        # None: the parameter has had no forward.
         dtypes.discard(None)
-        # Sums over micro-batches hold the parts of the tensor axis too, in fp32 at least.
+        # Sums over micro-batches already contain the sum over the tensor axis, in fp32 at least.
         if len(dtypes) > 1 or _sum_parts(trained):
             for parameter in trained:
                 gradient = parameter.take_unsharded_gradient()
@@ -242,12 +263,18 @@ class FSDPGroup:
     def set_dtypes(
         self, wide: torch.dtype, communication_dtype: torch.dtype, shard_ranks: int
     ) -> None:
-        """Add gradients in ``wide``, or the dtype in which parameters are stored if that is wider,
-        and send them in ``communication_dtype`` over the shard axis.
+        """Sum gradients in ``wide`` and send them in ``communication_dtype`` over the shard axis.
 
-        torch adds partial sums in the dtype in which parameters are stored, or in the communication
-        dtype (pytorch issue 194628), and has no setting for either. Raises `ConfigError` for
-        trained parameters of several dtypes.
+        Parameters with a wider storage dtype sum in that dtype. FSDP sums partial gradients in the
+        storage dtype or the communication dtype (pytorch issue 194628), without a setting.
+
+        Args:
+            wide: accumulation dtype.
+            communication_dtype: communication dtype over the shard axis.
+            shard_ranks: ranks of the shard axis.
+
+        Raises:
+            ConfigError: trained parameters of several dtypes.
         """
         self.communication_dtype = communication_dtype
         stored = self._stored_dtype()
@@ -255,18 +282,21 @@ class FSDPGroup:
             return
         wide = torch.promote_types(wide, stored)
         if stored == wide and communication_dtype.itemsize >= 4:
-            return  # torch adds in that dtype anyway
-        # A shard axis of one rank sends nothing, so nothing need be rounded.
+            return  # FSDP uses these dtypes by default
+        # A shard axis of one rank sends nothing, so its gradients are not rounded.
         sends_wide = communication_dtype.itemsize >= 4 or shard_ranks == 1
         self._reduces_in = wide, wide if sends_wide else communication_dtype
         for parameter in self.parameters:
             parameter.wide = wide
 
     def _stored_dtype(self) -> torch.dtype | None:
-        """The dtype of trained parameters; that of all with fractions where none is trained, None
-        if these differ. Raises `ConfigError` for trained parameters of several dtypes."""
+        """Return the storage dtype of the trained parameters; None if it is not determined.
+
+        Without trained parameters, the common dtype of all floating-point parameters. Raises
+        `ConfigError` for trained parameters of several dtypes.
+        """
         trained = self.trained
-        # Where none is trained yet, those that may be later.
+        # Without trained parameters, all that may be unfrozen later.
         considered = trained or [p for p in self.parameters if p.sharded.is_floating_point()]
         stored = sorted({parameter.sharded.dtype for parameter in considered}, key=str)
         if len(stored) == 1:
@@ -274,28 +304,28 @@ class FSDPGroup:
         if not trained:
             return None
         raise ConfigError(
-            f"{self.called} is gathered in one piece, and its trained parameters are "
-            f"{' and '.join(map(str, stored))}: put them into modules of their own and choose "
+            f"{self.called} is gathered by one all-gather, and its trained parameters are "
+            f"{' and '.join(map(str, stored))}: put them into separate modules and choose "
             "bucketing=layer, or store them in one dtype"
         )
 
     def reduce_late(self) -> None:
-        """Reduce what earlier backward passes left, outside of a backward pass."""
+        """Reduce the sums of earlier backward passes, outside of a backward pass."""
         with torch.no_grad():
             self._group.post_backward()
 
     @torch.no_grad()
     def clear_gradients(self, set_to_none: bool) -> None:
-        """Drop the gradients of sharded parameters, or set them to zero.
+        """Drop the gradients of the sharded parameters, or set them to zero.
 
-        ``model.zero_grad()`` does not reach them while the gathered parameters are in the modules.
+        ``model.zero_grad()`` does not reach them while unsharded parameters are in the modules.
         """
         for parameter in self.trained:
             local = parameter.local_gradient
             if set_to_none:
                 parameter.set_gradient(None)
             elif local is not None:
-                # As `zero_grad(set_to_none=False)` does: the memory is kept.
+                # Keep the memory, like `zero_grad(set_to_none=False)`.
                 local.zero_()
 
     def discard(self) -> None:
@@ -305,22 +335,25 @@ class FSDPGroup:
 
 
 def _keep_missing_gradients(inputs: Any) -> None:
-    """Let inputs of a group that a forward does not use have no gradient. By default the autograd
-    function of `fully_shard`, through which all pass, makes zeros, with which weight decay would
-    move parameters that no step has used."""
+    """Keep the gradient None for inputs of a group that its forward does not use.
+
+    All inputs pass through one autograd function of `fully_shard`, which materializes missing
+    gradients as zeros by default. With zeros, weight decay would change parameters that no step has
+    used.
+    """
     for leaf in tree_leaves(inputs):
         node = leaf.grad_fn if isinstance(leaf, Tensor) else None
         if node is not None and node.name() == "RegisterPostBackwardFunctionBackward":
-            node.set_materialize_grads(False)  # type: ignore[attr-defined]  # one has all inputs
+            node.set_materialize_grads(False)  # type: ignore[attr-defined]  # one node per forward
             return
 
 
 @torch.no_grad()
 def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
-    """Add the parts of gradients over the tensor axis that have fewer than 32 bits, in fp32 and in
-    one all-reduce. True if there were any: the group must then have the dtype of sums.
+    """Sum narrow partial gradients over the tensor axis, in fp32 and in one all-reduce.
 
-    torch would add them in the dtype that computes (pytorch issue 190626).
+    FSDP would sum them in the compute dtype (pytorch issue 190626). Returns True if any gradient
+    has fewer than 32 bits; the group must then use the accumulation dtype.
     """
     narrow: list[FSDPParameter] = []
     parts: list[Tensor] = []
@@ -339,37 +372,40 @@ def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
 
 
 class FSDPParameter:
-    """One parameter of a group: the sharded one that the optimizer has, and the whole one that
-    autograd sees. Sums of several backward passes that are not reduced over the shard axis stay in
-    the ``.grad`` of the whole one."""
+    """One parameter of a group.
+
+    The optimizer has the sharded parameter, and autograd uses the unsharded one. Sums of several
+    backward passes that are not reduced over the shard axis stay in the ``.grad`` of the unsharded
+    parameter.
+    """
 
     def __init__(self, parameter: FSDPParam, name: str) -> None:
         self.name = name
         self._parameter = parameter
-        # The hooks to call, and those of them that are not registered meanwhile
+        # Hooks to call, and hooks that are unregistered at the moment
         self._hooks: dict[int, Any] = {}
         self._taken: dict[int, Any] = {}
-        # The dtype in which gradients are added, if it is not the parameter's
+        # Accumulation dtype of gradients, if it differs from the parameter's dtype
         self.wide: torch.dtype | None = None
-        # The sharded parameter whose gradient may have any dtype
+        # The sharded parameter that accepts gradients of any dtype
         self._any_dtype: nn.Parameter | None = None
-        # The position of this rank's first value in the whole parameter, flattened
+        # Position of this rank's first value in the flattened unsharded parameter
         self.start = first_position(parameter.sharded_param)
 
     @property
     def sharded(self) -> nn.Parameter:
-        """Looked up each time: allocation and loading replace it."""
+        """The sharded parameter; looked up each time, because allocation and loading replace it."""
         return self._parameter.sharded_param
 
     @property
     def updated(self) -> nn.Parameter:
-        """What the optimizer updates; see `model_structure.updated_as`."""
+        """The tensor that the optimizer updates; see `model_structure.updated_as`."""
         sharded = self.sharded
         return getattr(sharded, UPDATED_AS, sharded)
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """In which its gradients are added. The model may have been cast since it was sharded."""
+        """Accumulation dtype of gradients; the model may have been cast since sharding."""
         return self.wide or part_of(self.sharded).dtype
 
     @property
@@ -379,17 +415,17 @@ class FSDPParameter:
 
     @property
     def has_run(self) -> bool:
-        """True if there was a forward."""
+        """True after the first forward."""
         return self.gathered is not None
 
     @property
     def has_unsharded_gradient(self) -> bool:
-        """True if this rank has a gradient of it that is not reduced over the shard axis."""
+        """True if this rank has a gradient that is not reduced over the shard axis."""
         whole = self.gathered
         return whole is not None and whole.grad is not None
 
     def take_unsharded_gradient(self) -> Tensor | None:
-        """Take out the gradient that is not reduced over the shard axis."""
+        """Remove and return the gradient that is not reduced over the shard axis."""
         whole = self.gathered
         if whole is None:
             return None
@@ -402,28 +438,32 @@ class FSDPParameter:
         whole = self.gathered
         if whole is None or gradient is None:
             return
-        # Autograd adds gradients in the dtype that computes to it.
+        # Autograd adds later gradients, in the compute dtype, to this sum.
         whole.grad_dtype = None
         whole.grad = gradient.to(self.gradient_dtype)
 
     def zeros(self) -> Tensor | None:
-        """A gradient of zeros in the wide dtype, not reduced over the shard axis."""
+        """Return an unreduced gradient of zeros in the wide dtype; None before a forward."""
         whole = self.gathered
         if whole is None:
             return None
         return torch.zeros_like(whole, dtype=self.gradient_dtype, requires_grad=False)
 
     def make_dense(self) -> None:
-        """Makes a sparse gradient, such as that of ``nn.Embedding(sparse=True)``, a dense one:
-        ranks have different rows, and torch reduces only dense ones."""
+        """Make a sparse gradient dense, for example of ``nn.Embedding(sparse=True)``.
+
+        Ranks have different rows, and FSDP reduces only dense gradients.
+        """
         whole = self.gathered
         if whole is not None and whole.grad is not None and whole.grad.is_sparse:
             whole.grad = whole.grad.to_dense()
 
     @property
     def unsharded_gradient_dtype(self) -> torch.dtype | None:
-        """The dtype of the gradient that is not reduced over the shard axis, or of zeros in its
-        place; None before the first forward."""
+        """Dtype of the gradient that is not reduced over the shard axis, or of zeros in its place.
+
+        None before the first forward.
+        """
         whole = self.gathered
         if whole is None:
             return None
@@ -433,11 +473,13 @@ class FSDPParameter:
 
     @property
     def part(self) -> Tensor | None:
-        """The gradient of a weight that stayed whole while its inputs were split over the tensor
-        axis: a part of a sum, in the dtype that computes. None for others."""
+        """The partial gradient of a replicated weight with split inputs on the tensor axis.
+
+        It is a part of a sum, in the compute dtype. None for other parameters.
+        """
         whole = self.gathered
         grad = None if whole is None else whole.grad
-        # A plain tensor where the parameter is not split or replicated over a tensor axis.
+        # A plain tensor if the parameter is not on a tensor axis.
         if not isinstance(grad, DTensor):
             return None
         for placement in grad.placements:
@@ -452,7 +494,7 @@ class FSDPParameter:
         return whole.device_mesh.get_group()
 
     def set_sum_of_parts(self, total: Tensor) -> None:
-        """Make ``total`` the gradient that is not reduced over the shard axis."""
+        """Set ``total`` as the gradient that is not reduced over the shard axis."""
         whole = self.gathered
         assert isinstance(whole, DTensor)
         whole.grad = None
@@ -461,27 +503,27 @@ class FSDPParameter:
 
     @property
     def local_gradient(self) -> Tensor | None:
-        """This rank's part of the reduced gradient."""
+        """This rank's local shard of the reduced gradient."""
         grad = self._parameter.sharded_param.grad
         return None if grad is None else part_of(grad)
 
     def set_gradient(self, local: Tensor | None) -> None:
-        """Set the reduced gradient from this rank's part."""
+        """Set the reduced gradient from its local shard."""
         sharded = self._parameter.sharded_param
         if local is None:
             sharded.grad = None
         else:
-            # A new `DTensor`, because one whose local tensor is exchanged has the storage offset of
-            # the earlier one, which compiled functions compare.
+            # A new `DTensor`: with an exchanged local tensor the old one would keep its storage
+            # offset, and compiled functions guard on the offset.
             self.allow_any_dtype()
-            # `DTensor.from_local` takes seven times as long, longer than to copy a small gradient.
+            # `DTensor.from_local` takes seven times as long, longer than a small copy.
             sharded.grad = self._parameter.to_sharded_dtensor(local)
 
     def add_gradient(self, whole: Tensor) -> None:
-        """Add ``whole``, which is this rank's part too, to the reduced gradient."""
+        """Add ``whole``, which is also this rank's local shard, to the reduced gradient."""
         if isinstance(whole, DTensor):
             assert isinstance(self.gathered, DTensor)
-            # Parts of a sum over the tensor axis are added here.
+            # A partial sum over the tensor axis is reduced here.
             if whole.placements != self.gathered.placements:
                 whole = whole.redistribute(placements=self.gathered.placements)
             whole = part_of(whole)
@@ -493,13 +535,13 @@ class FSDPParameter:
             total.add_(local)
 
     def cast_gradient(self, dtype: torch.dtype) -> None:
-        """Cast the reduced gradient, if there is one, to ``dtype``."""
+        """Cast the reduced gradient, if any, to ``dtype``."""
         local = self.local_gradient
         if local is not None and local.dtype != dtype:
             self.set_gradient(local.to(dtype))
 
     def allow_any_dtype(self) -> None:
-        """Let gradients have another dtype than the sharded parameter."""
+        """Allow gradients of another dtype than the sharded parameter's."""
         sharded = self._parameter.sharded_param
         if self.wide is not None and sharded is not self._any_dtype:
             sharded.grad_dtype = None
@@ -509,33 +551,34 @@ class FSDPParameter:
     def local_size(self) -> torch.Size:
         return part_of(self.sharded).shape
 
-    # Hooks of `register_post_accumulate_grad_hook`: torch would call them after the reduction over
-    # the shard axis, and they are to see the mean over all data ranks.
+    # Hooks of `register_post_accumulate_grad_hook`. FSDP would call them after the reduction over
+    # the shard axis only, and users expect the mean over all data ranks. The hooks are therefore
+    # removed before FSDP accumulates, and called after the reduction over the replicate axis.
 
     def take_hooks(self) -> None:
-        """Remove the hooks and keep them."""
-        # A dict of torch's, or None. The handles that users have refer to it, so it is emptied and
-        # filled again, never replaced.
+        """Unregister the hooks and keep them."""
+        # torch's dict, or None. Handles of users refer to this dict, so it is emptied and refilled,
+        # never replaced.
         registered = self.sharded._post_accumulate_grad_hooks or {}
         self._hooks = self._taken = dict(registered)
         registered.clear()
 
     def give_hooks_back(self) -> None:
-        """Register again what `take_hooks` has removed; `call_hooks` can still call them."""
+        """Register the hooks of `take_hooks` again; `call_hooks` can still call them."""
         if self._taken:
             self.sharded._post_accumulate_grad_hooks.update(self._taken)
         self._taken = {}
 
     def call_hooks(self) -> None:
-        """Call the hooks that were taken with the parameter that has the gradient, once."""
+        """Call the removed hooks once, with the parameter that has the gradient."""
         hooks, self._hooks = self._hooks, {}
         updated = self.updated
-        # Autograd calls none for a parameter that was not used.
+        # Like autograd, call no hook for an unused parameter.
         if updated.grad is not None:
             for hook in hooks.values():
                 hook(updated)
 
     def forget_hooks(self) -> None:
-        """`call_hooks` calls none any more."""
+        """Register the hooks again, and make `call_hooks` call none."""
         self.give_hooks_back()
         self._hooks = {}

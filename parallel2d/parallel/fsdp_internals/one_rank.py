@@ -1,5 +1,7 @@
-"""Gathered parameters that are the memory of the sharded ones, because the shard axis has one rank.
-torch would copy them, and keep both."""
+"""Unsharded parameters that alias the sharded parameters, for a shard axis of one rank.
+
+FSDP would copy the parameters and keep both copies.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ from parallel2d.parallel.fsdp_internals.tensors import part_of
 def share_memory(
     group: FSDPParamGroup, computes_in: torch.dtype, moved: Callable[[], None]
 ) -> None:
-    """Let the whole parameters of ``group`` show the memory of the sharded ones, where nothing is
-    cast to ``computes_in``. ``moved``: called when they did not before."""
+    """Make the unsharded parameters of ``group`` aliases of the sharded ones.
+
+    Parameters that must be cast to ``computes_in`` are copied as before. ``moved`` is called when
+    an unsharded parameter gets other memory.
+    """
     copy = group.wait_for_unshard
 
-    # torch calls this where parameters must be there, and its ``unshard``, which gathers nothing
-    # for one rank, also long before, or in vain.
+    # Replaces `wait_for_unshard`, not `unshard`: FSDP calls `wait_for_unshard` at the point where
+    # the parameters are needed. It calls `unshard`, which all-gathers nothing for one rank, earlier
+    # as a prefetch, and sometimes without any use.
     def wait_for_unshard() -> None:
         hidden = [parameter for parameter in group.fsdp_params if not _is_shown(parameter)]
         if not all(_is_stored_in(each.sharded_param, computes_in) for each in hidden):
@@ -40,13 +46,13 @@ def share_memory(
 
 
 def _is_stored_in(sharded: nn.Parameter, dtype: torch.dtype) -> bool:
-    """True if ``sharded`` need not be cast, and has no all-gather of its own class of tensors."""
+    """Return True if ``sharded`` needs no cast and has no custom all-gather."""
     is_cast = sharded.is_floating_point() and sharded.dtype != dtype
     return not is_cast and not hasattr(part_of(sharded), "fsdp_pre_all_gather")
 
 
 def _is_shown(parameter: FSDPParam) -> bool:
-    """True if the whole parameter shows the memory of the sharded one."""
+    """Return True if the unsharded parameter aliases the sharded one."""
     whole = getattr(parameter, "_unsharded_param", None)
     if whole is None:
         return False
@@ -54,10 +60,11 @@ def _is_shown(parameter: FSDPParam) -> bool:
 
 
 def _show(parameter: FSDPParam) -> None:
-    """Make the whole parameter show the memory of the sharded one."""
+    """Make the unsharded parameter an alias of the sharded one."""
     stored = part_of(parameter.sharded_param)
     whole = getattr(parameter, "_unsharded_param", None)
-    # A storage and a version of its own tell it from the sharded one. Fake tensors have no memory.
+    # The alias has a separate storage object and version counter, so autograd and the checks of
+    # writes distinguish the alias from the sharded parameter. Fake tensors have no memory to alias.
     alias = stored.data if isinstance(stored, FakeTensor) else torch.from_dlpack(stored.detach())
     if whole is not None:
         part_of(whole).data = alias
@@ -68,7 +75,7 @@ def _show(parameter: FSDPParam) -> None:
 
 
 def _over_tensor_axis(local: Tensor, sharded: Tensor) -> Tensor:
-    """``local`` as it is placed over the tensor axis, which is the last one of ``sharded``."""
+    """Return ``local`` with its placement on the tensor axis, the last axis of ``sharded``."""
     assert isinstance(sharded, DTensor)
     mesh = sharded.device_mesh
     if "tensor" not in (mesh.mesh_dim_names or ()):

@@ -1,5 +1,6 @@
-"""What `fully_shard` keeps for a whole model, such as the order of its forwards, and settings for
-which it has no public names."""
+"""State of `fully_shard` for a whole model, such as its running forward, and settings that have no
+public name.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-# The tensors of an output on which torch puts its hooks. A public traversal such as `tree_leaves`
-# does not enter the same containers.
+# Yields the tensors of an output that get FSDP's hooks. A public traversal such as `tree_leaves`
+# enters other containers.
 from torch.distributed.fsdp._common_utils import collect_grad_tensors as collect_grad_tensors
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -19,27 +20,33 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 
 def in_backward() -> bool:
-    """Whether the calling thread is inside a backward pass: a forward that runs now is a
-    recomputation of activations. torch has no public name for this."""
-    # The number of the task that autograd runs in this thread; it has none outside of backward.
+    """Return True inside a backward pass of this thread. torch has no public name for this.
+
+    A forward that runs then is a recomputation of activations.
+    """
+    # Id of the graph task that autograd runs in this thread; -1 outside of backward.
     return torch._C._current_graph_task_id() != -1
 
 
 def saving_hooks() -> Any:
-    """What changes the tensors that autograd saves, such as a checkpoint around what runs; None
-    where nothing does. torch has no public name for this."""
+    """Return the active hooks of saved tensors, for example of a checkpoint; None without hooks.
+
+    torch has no public name for this.
+    """
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def state_of(module: nn.Module) -> FSDPState:
-    """What `fully_shard` keeps for the group of modules that ``module`` is in."""
+    """Return FSDP's state of the group of modules that contains ``module``."""
     assert isinstance(module, FSDPModule)
     return module._get_fsdp_state()
 
 
 def states(model: nn.Module) -> dict[FSDPState, list[nn.Module]]:
-    """Return what `fully_shard` keeps for each group of modules that it was given together, and
-    these modules. It holds the groups of parameters, for which there is no public accessor."""
+    """Map each FSDP state of ``model`` to the modules that were given to `fully_shard` together.
+
+    The states hold the parameter groups, which have no public accessor.
+    """
     found: dict[FSDPState, list[nn.Module]] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -48,22 +55,24 @@ def states(model: nn.Module) -> dict[FSDPState, list[nn.Module]]:
 
 
 def groups(model: nn.Module) -> list[FSDPParamGroup]:
-    """Torch's groups of parameters, each once, in the order of the modules that own them."""
+    """Return FSDP's parameter groups, each once, in the order of the modules that own them."""
     found: list[FSDPParamGroup] = []
     for state in states(model):
-        # Empty where all parameters of a module are in groups inside it.
+        # Empty if all parameters of a module belong to groups inside it.
         found.extend(state._fsdp_param_groups)
     return found
 
 
 def module_groups(model: nn.Module) -> list[list[Any]]:
-    """Return the modules whose parameters are gathered together, by group."""
+    """Return the modules of each FSDP group with parameters."""
     return [modules for state, modules in states(model).items() if state._fsdp_param_groups]
 
 
 def streams_of_collectives(model: nn.Module) -> list[torch.Stream]:
-    """The streams in which torch gathers parameters and reduces gradients of ``model``; none before
-    its first forward. There is no public accessor, and streams have no hooks."""
+    """Return the all-gather and reduce-scatter streams of ``model``; none before its first forward.
+
+    torch has no public accessor, and streams have no hooks.
+    """
     found: dict[int, torch.Stream] = {}
     for state in states(model):
         context = state._comm_ctx
@@ -74,18 +83,15 @@ def streams_of_collectives(model: nn.Module) -> list[torch.Stream]:
 
 
 class RunningForward:
-    """Whether a forward of one module runs now.
-
-    Hooks of the module would miss those that begin in a method other than ``forward``
-    (`torch.distributed.fsdp.register_fsdp_forward_method`).
-    """
+    """State of the forwards of one module. Hooks of the module would miss forwards that begin in a
+    method other than ``forward`` (`torch.distributed.fsdp.register_fsdp_forward_method`)."""
 
     def __init__(self, module: nn.Module) -> None:
         self._state = state_of(module)
         own = self._state._fsdp_param_groups
-        # Of a group of several modules any one may run.
+        # In a group of several modules any module may run.
         self.is_alone = all(len(group.modules) == 1 for group in own)
-        # Whether parameters are freed between forward and backward
+        # True if parameters are freed between forward and backward
         self.frees = any(group.post_forward_mesh_info for group in own)
 
     @property
@@ -94,35 +100,39 @@ class RunningForward:
 
 
 def has_begun(model: nn.Module) -> bool:
-    """Whether ``model``, or a model that it is a part of, has begun its first forward.
+    """Return True once ``model``, or a model around it, has begun its first forward.
 
-    torch makes the first module that is called the root, and has no public name for that.
+    torch makes the first module that is called the root. torch has no public name for this.
     """
-    # None until then, for all of its modules.
+    # None before the first forward, on the states of all modules.
     return state_of(model)._is_root is not None
 
 
 def was_interrupted(model: nn.Module) -> bool:
-    """Whether an exception has ended a backward pass of ``model``: its last callback is still to
-    come. torch has no public name for that."""
+    """Return True if an exception has ended a backward pass of ``model``.
+
+    The final callback of the pass is still queued then. torch has no public name for this.
+    """
     return state_of(model)._state_ctx.post_backward_final_callback_queued
 
 
 def set_asynchronous_gathers(model: nn.Module, enabled: bool) -> None:
-    """Whether all-gathers that ``model`` issues return before they are done.
+    """Choose whether the all-gathers of ``model`` return before they finish.
 
-    On CPU, which has no streams, an all-gather that is issued early runs beside computation only in
-    this way. There is no public name; pytorch pull request 135523 added the private one.
+    CPU has no streams, so a prefetched all-gather overlaps with computation only if it returns
+    early. torch has no public name; pytorch pull request 135523 added the private setting.
     """
     assert isinstance(model, FSDPModule)
     model._set_unshard_async_op(enabled)
 
 
 def after_backward(model: nn.Module, callback: Callable[[], None]) -> None:
-    """Calls ``callback`` at the end of every backward pass, after all groups have been reduced.
+    """Call ``callback`` at the end of every backward pass, after all groups are reduced.
 
-    torch queues such a callback itself, in the first hook of a backward; ours follows it.
-    ``Variable._execution_engine.queue_callback``, the other way, is private too.
+    In the first hook of a backward pass FSDP queues its own final callback. ``callback`` runs
+    after it: only then does the current stream wait for FSDP's reductions, so work that
+    ``callback`` issues is ordered after them. The alternative,
+    ``Variable._execution_engine.queue_callback``, is private too.
     """
 
     def followed(original: Callable[[], None]) -> Callable[[], None]:
@@ -132,7 +142,7 @@ def after_backward(model: nn.Module, callback: Callable[[], None]) -> None:
 
         return final
 
-    # The module that backward reaches first has its own state's callback queued.
+    # Every state is wrapped: torch queues the callback of the state that backward reaches first.
     for state in states(model):
         original = state._root_post_backward_final_callback
         state._root_post_backward_final_callback = followed(original)  # type: ignore[method-assign]

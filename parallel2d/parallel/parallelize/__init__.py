@@ -1,11 +1,10 @@
-"""`parallelize` turns a plain ``nn.Module`` into one that is sharded, replicated and ready to
-train.
+"""Shard, replicate and prepare a plain ``nn.Module`` for training: `parallelize`.
 
-The same model object comes back, its parameters `DTensor`s, its parameter names unchanged. Each
-transform is in a file of its own. Float8 and tensor parallelism come first because they change what
-a layer computes; activation checkpointing and compilation wrap what a block runs and so must see
-the split layers; sharding comes last because its hooks must stay outside of what is recomputed or
-compiled.
+`parallelize` works in place: the model keeps its class and its parameter names, and its parameters
+become `DTensor`s. Each transform has its own file. The order of the transforms is fixed. Float8 and
+tensor parallelism come first because they replace the computation of single layers. Activation
+checkpointing and compilation come next: they wrap the ``forward`` of a block and must see the split
+layers. Sharding comes last because its hooks must stay outside of the recomputed or compiled code.
 """
 
 from __future__ import annotations
@@ -83,46 +82,51 @@ def parallelize(
     topology: Topology | None = None,
     ignored: Sequence[str | nn.Module | nn.Parameter] = (),
 ) -> ModelT:
-    """Shards ``model`` over ``mesh`` in place and returns it. Collective: every rank calls it with
-    equal arguments.
+    """Shard ``model`` over ``mesh`` in place and return the model.
+
+    Collective: every rank calls this function with equal arguments. Build the optimizer after this
+    call, from the parameters of the returned model.
 
     Args:
-        model: any ``nn.Module``. Built under `build_on_meta` its weights are drawn here, from
-            ``seed`` and the FQNs alone, or, where its constructor sets some by itself, those that
-            the constructor gives in one process under ``torch.manual_seed(seed)``; built with
-            real weights they are kept, after a check that all ranks hold the same.
-        mesh: from `parallel2d.build_mesh`, or your own with axes named ``replicate``, ``shard`` and
-            optionally ``context`` and ``tensor``.
-        config: strategy, bucketing, precision, activation checkpointing, compilation, prefetch,
-            offloading; presets by name.
-        seed: of the initial weights, required when parameters are on meta; and of what
-            ``sync.wire`` rounds at random.
-        init: ``init(module, name)`` sets the parameters that ``module`` owns; default: each
+        model: any ``nn.Module``. If it was built under `build_on_meta`, its weights are drawn here
+            from ``seed`` and the fully qualified names. If its constructor sets weights directly,
+            they are the weights that the constructor gives in one process under
+            ``torch.manual_seed(seed)``. Real weights are kept, after a check that they are equal
+            on all ranks.
+        mesh: from `parallel2d.build_mesh`, or a custom mesh with axes named ``replicate``,
+            ``shard`` and optionally ``context`` and ``tensor``.
+        config: strategy, bucketing, precision, activation checkpointing, compilation, prefetch and
+            offloading; each section also accepts the name of a preset.
+        seed: seed of the initial weights, required when parameters are on meta. It also seeds the
+            stochastic rounding of ``sync.wire``.
+        init: ``init(module, name)`` sets the parameters that ``module`` owns. Default: each
             module's own initializer, or the constructor.
         tensor_plan: module pattern -> parallel style or word
             (`parallelize.tensor_parallel`); required when the mesh has a tensor axis.
-        broadcast_from: the rank whose weights and buffers all ranks start from. The others may hold
-            any, or be on meta; they never hold the whole model. None: no rank is asked.
-        weights: for a model on meta: ``weights(model)`` fills what it has values for once the model
-            is sharded and has storage, and returns the FQNs; the rest is drawn from
-            ``seed``.
-        topology: which rank is on which host, if known; otherwise the ranks are asked.
-        ignored: modules, or patterns of names, whose frozen parameters stay whole and plain on
-            every rank; see `parallelize.ignored`.
-
-    Build the optimizer after this call, on the returned model's parameters.
+        broadcast_from: the rank that broadcasts its weights and buffers at the start. The other
+            ranks may hold any weights, or be on meta; they never hold the unsharded model. None: no
+            rank broadcasts.
+        weights: for a model on meta. ``weights(model)`` is called once the model is sharded and has
+            storage; it fills the tensors that it has values for and returns their FQNs. The other
+            tensors are drawn from ``seed``.
+        topology: the host of each rank, if known. None: the ranks exchange their hosts.
+        ignored: modules, or patterns of names. Their frozen parameters stay plain, replicated
+            tensors on every rank; see `parallelize.ignored`.
 
     Raises:
-        ConfigError: a setting that cannot work on this model or mesh, with what can.
+        ConfigError: a setting that this model or mesh does not support. The message names a
+            supported value.
     """
     check_arguments(model, mesh, config)
     config = config or ParallelConfig()
     topology = topology or Topology.gather()
     check(model, mesh, config, topology)
-    # Scripts choose parameter groups by attributes of parameters, which are replaced from here on.
+    # Scripts choose parameter groups by attributes of parameters, and sharding replaces the
+    # parameters below.
     attributes = {fqn_of(name): dict(vars(each)) for name, each in model.named_parameters()}
     source = WeightSource(model, seed=seed, init=init, broadcast_from=broadcast_from, given=weights)
-    # After the weights were handed over, which ties on all ranks what is tied on one.
+    # After `WeightSource`: when one rank broadcasts, it also ties on all ranks the parameters that
+    # are tied on the source rank, and the layout depends on these ties.
     shape = mesh_shape(mesh)
     layout = resolve(config, shape, model, mesh=mesh, tensor_plan=tensor_plan, ignored=ignored)
     apply_layout(layout, model, mesh, source, topology, seed or 0)
@@ -141,35 +145,39 @@ def model_sharded_context(
     init: Initializer | None = None,
     tensor_plan: Mapping[str, object] | Callable[[nn.Module], Mapping[str, object]] | None = None,
 ) -> Iterator[None]:
-    """Inside, modules are built without weights; at the end each outermost one with parameters is
-    parallelized over ``mesh``. Collective. ::
+    """Build modules without weights inside, and parallelize them over ``mesh`` at the end.
+
+    Collective. At the end each outermost module with parameters is parallelized. ::
 
         with model_sharded_context(mesh, ParallelConfig("hybrid"), seed=0):
             model = MyModel(...)
         optimizer = build_optimizer(model, ...)
 
-    Args:
-        mesh, config, seed, init: as of `parallelize`, for every outermost module alike. ``init`` is
-            called after the context, so ``lambda module, name: model.init_weights(module, name)``
-            may name a model that is built inside. The first outermost module draws from ``seed``,
-            each other one from a seed made of ``seed`` and its number, and a copy as its original.
-        tensor_plan: also a function of the module that returns the plan, because the module does
-            not exist before.
+    A module that is built and dropped inside, or becomes a child of another module, is not
+    outermost. If the body raises, nothing is parallelized.
 
-    A module that is built and dropped inside, or put into another one, is not outermost. After an
-    exception inside nothing is parallelized.
+    Args:
+        mesh: see `parallelize`.
+        config: see `parallelize`; the same for every outermost module.
+        seed: the first outermost module draws from ``seed``. Each further module draws from a seed
+            derived from ``seed`` and its number, and a copy draws the weights of its original.
+        init: see `parallelize`; the same for every outermost module. It is called after the
+            context, so ``lambda module, name: model.init_weights(module, name)`` may name a model
+            that is built inside.
+        tensor_plan: see `parallelize`, or a function of the module that returns the plan, because
+            the module does not exist before the context.
 
     Raises:
-        ConfigError: nothing with parameters was built inside, a module was given weights that are
-            not on meta (built outside), or what `parallelize` raises; of several outermost modules,
-            those before the one it refuses are parallelized.
+        ConfigError: no module with parameters was built inside; a module holds weights that are not
+            on meta (built outside); or any error of `parallelize`. With several outermost modules,
+            the modules before the refused module are parallelized by then.
     """
     with build_on_meta() as built:
         yield
     # A constructor may have been called twice.
     modules = dict.fromkeys(reference() for reference in built)
     alive = [module for module in modules if module is not None]
-    # The first of its modules is a module itself.
+    # `Module.modules` yields the module first.
     inner = set(chain.from_iterable(list(module.modules())[1:] for module in alive))
     outermost = [module for module in alive if module not in inner]
     with_parameters = [each for each in outermost if next(each.parameters(), None) is not None]
@@ -192,16 +200,28 @@ def apply_layout(
     topology: Topology,
     seed: int,
 ) -> ModelT:
-    """Makes of ``model`` what ``layout`` says, which `resolve` has found for it on this mesh; the
-    rest of `parallelize`, after `check`. ``seed``: of what ``sync.wire`` rounds at random."""
+    """Apply ``layout``, from `resolve` for this model and mesh, to ``model``.
+
+    This is the part of `parallelize` after `check`.
+
+    Args:
+        layout: the resolved layout.
+        model: the plain model, changed in place.
+        mesh: the mesh of the sizes in ``layout``.
+        source: the source of the weights.
+        topology: the host of each rank.
+        seed: seed of the stochastic rounding of ``sync.wire``.
+    """
     copy = copier(
         model, lambda twin, weights: apply_layout(layout, twin, mesh, weights, topology, seed)
     )
+    # Before the transforms for parameters that other models may share, and again after `_fill` for
+    # the parameters that the transforms have put in their places.
     mark_sharded(model, layout.ignored)
     stacks = _transform(layout, model, mesh, source, topology, seed)
     _fill(layout, model, mesh, source, topology)
     mark_sharded(model, layout.ignored)
-    # Errors for calls that would go wrong.
+    # Hooks that raise errors for misuse of the model.
     prepare_block_calls(model)
     explain_model_calls(model, mesh)
     gathered = follow_updates(model, sharding_mesh(mesh))
@@ -210,7 +230,7 @@ def apply_layout(
     watch_statistics(model, mesh)
     clear_with_gradients(model)
     learn_at_first(model, mesh, stacks)
-    # `fully_shard` has given the class one that raises.
+    # `fully_shard` has given the class a `__deepcopy__` that raises; the instance attribute wins.
     vars(model)[DEEPCOPY] = copy
     return model
 
@@ -222,9 +242,11 @@ def apply_on_fake_tensors(
     fake: FakeTensorMode,
     topology: Topology,
 ) -> nn.Module:
-    """As `apply_layout`, for a ``model`` on meta whose parameters become tensors of ``fake``,
-    without storage: to ask what a layout allocates. Calls that would go wrong are not refused."""
-    # Nothing is left to be drawn.
+    """Apply ``layout`` to a ``model`` on meta, with tensors of ``fake`` instead of storage.
+
+    Shows the allocations of a layout. No misuse checks are installed.
+    """
+    # All tensors count as given, so that nothing is drawn.
     given = all_tensors(model)
     source = WeightSource(
         model, seed=0, init=lambda *_: None, broadcast_from=None, given=lambda _: given
@@ -244,7 +266,7 @@ def _transform(
     topology: Topology,
     seed: int,
 ) -> list[Stack]:
-    """The transforms, in their order. Returns what a context axis is to split."""
+    """Apply the transforms in their order. Return the stacks that a context axis splits."""
     config = layout.config
     parameters = sharding_mesh(mesh)
     precision = Precision.of(config.precision, model)
@@ -271,7 +293,7 @@ def _transform(
 def _fill(
     layout: Layout, model: nn.Module, mesh: DeviceMesh, source: WeightSource, topology: Topology
 ) -> None:
-    """Weights on this rank."""
+    """Allocate this rank's local shards and fill them."""
     source.fill(model, sharding_mesh(mesh), topology, offload=layout.config.cpu_offload)
     engine = engine_of(model)
     engine.updates.make(model)

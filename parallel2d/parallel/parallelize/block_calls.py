@@ -1,6 +1,8 @@
-"""Calls of the modules that `fully_shard` has given hooks: `prepare_block_calls` makes a direct
-call of a forward one of the module, and gives calls for which no parameters are gathered an error
-that names the way."""
+"""Calls of modules that have hooks of `fully_shard`: `prepare_block_calls`.
+
+A direct call of ``module.forward`` becomes a call of the module, so that hooks all-gather its
+parameters. A call of another method, which gathers nothing, gets an error that names the remedy.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from parallel2d.parallel.fsdp_internals.sharded_model import RunningForward, has
 from parallel2d.parallel.model_structure import class_name
 from parallel2d.parallel.weights.unsharded_tensors import sharded_modules
 
-MIXED = "mixed torch.Tensor and DTensor"  # of torch's error
+MIXED = "mixed torch.Tensor and DTensor"  # part of torch's message
 
 
 class MixedTensorsError(RuntimeError):
@@ -23,14 +25,14 @@ class MixedTensorsError(RuntimeError):
 
 
 def prepare_block_calls(model: nn.Module) -> None:
-    """Prepares all modules of ``model`` that have hooks of `fully_shard`."""
+    """Prepare all modules of ``model`` that have hooks of `fully_shard`."""
     for name, module in sharded_modules(model):
         _explain_methods(module, name)
         _watch_calls(module, name, model)
 
 
 def _explain_methods(module: nn.Module, name: str) -> None:
-    """Wraps the public methods of the class that defines ``module``'s forward."""
+    """Wrap the public methods of the class that defines the ``forward`` of ``module``."""
     owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     for method, function in vars(owner).items():
         is_public = not method.startswith("_") and method != "forward"
@@ -42,14 +44,14 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
     call = getattr(module, method)
     forward = RunningForward(module)
 
-    # Of the bound method: without ``self`` in its signature.
+    # `wraps` of the bound method leaves ``self`` out of the signature.
     @functools.wraps(call)
     def explained(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
             is_mixed = isinstance(error, MixedTensorsError) or MIXED in str(error)
-            # In a forward of the module its parameters are gathered, and the error is another.
+            # Inside a forward of the module its parameters are unsharded: another cause.
             if forward.now or not is_mixed:
                 raise
             raise RuntimeError(
@@ -63,14 +65,16 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
 
 
 def _watch_calls(module: nn.Module, name: str, root: nn.Module) -> None:
-    """Makes a call raise RuntimeError before the first one of ``root``. Makes
-    ``module.forward(x)`` the call ``module(x)``, in which hooks gather parameters."""
-    # The arguments of the calls that run
+    """Turn ``module.forward(x)`` into ``module(x)``, so that hooks all-gather the parameters.
+
+    A call before the first forward of ``root`` raises RuntimeError.
+    """
+    # The arguments of the calls that are running, innermost last
     given: list[Any] = []
     running, forward = RunningForward(module), module.forward
 
     def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        # Once the model itself has been called, its modules may be called alone.
+        # After the first forward of the model its modules may be called directly.
         if module is not root and not has_begun(root):
             raise RuntimeError(
                 f"{name} was called before the model that it is a part of: call the model first, "
@@ -80,12 +84,13 @@ def _watch_calls(module: nn.Module, name: str, root: nn.Module) -> None:
         given.append({**dict(enumerate(args)), **kwargs})
 
     def restore(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # The sharding engine makes two tensors of one that is given twice, but not while
-        # activations are recomputed: attention computes otherwise where query is key is value.
+        # FSDP's pre-forward hook turns a tensor that is passed twice into two tensors, but not
+        # while activations are recomputed. Attention takes another path if query, key and value are
+        # the same tensor, so the identity is restored here.
         received = {**dict(enumerate(args)), **kwargs}
         first: dict[int, Any] = {}
         for key, value in given[-1].items():
-            # A hook of the model's own may have taken arguments away.
+            # A hook of the model may have removed arguments.
             if isinstance(value, Tensor) and key in received:
                 received[key] = first.setdefault(id(value), received[key])
         positional = tuple(received.pop(index) for index in range(len(args)))
@@ -97,7 +102,7 @@ def _watch_calls(module: nn.Module, name: str, root: nn.Module) -> None:
 
     @functools.wraps(forward)
     def called(*args: Any, **kwargs: Any) -> Any:
-        # Unless a call, or another method that gathers them, has come to it.
+        # Inside a running call, or inside a method that gathers the parameters, run it directly.
         if given or (running.is_alone and running.now):
             return forward(*args, **kwargs)
         return module(*args, **kwargs)

@@ -1,5 +1,7 @@
-"""Groups the modules of a model whose parameters are gathered by one all-gather and reduced by one
-reduce-scatter: `bucket_modules`. Parameters that are in no group belong to the root's.
+"""Group modules into buckets: `bucket_modules`.
+
+The parameters of one group share one all-gather and one reduce-scatter. Parameters outside of all
+groups belong to the root's group.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from parallel2d.parallel.model_structure import direct_parameters, own_parameter
 
 log = logging.getLogger(__name__)
 
-# The number of the root's group; smaller than the index of any other group.
+# Number of the root's group; smaller than the index of any other group.
 _ROOT = -1
 
 
@@ -28,22 +30,31 @@ def bucket_modules(
     stored: Mapping[nn.Parameter, torch.dtype],
     apart: Collection[int] = (),
 ) -> list[list[nn.Module]]:
-    """Groups of modules below the root, children before parents; modules with tied parameters
-    always share a group. ``stored``: in which dtype a parameter will be stored, where that is not
-    its own. ``apart``: ids of modules that are a group each whatever the policy; so are those with
-    complex parameters in a model that has real ones. Raises `ConfigError` when one of them is tied
-    to another.
+    """Return groups of modules below the root, children before parents.
+
+    Modules with tied parameters always share a group.
+
+    Args:
+        model: the model to group.
+        blocks: (name, module) of its repeated blocks.
+        config: the bucketing policy.
+        stored: storage dtype of each parameter that will not keep its current dtype.
+        apart: ids of modules that form a group each under every policy. Modules with only complex
+            parameters also form a group each, in a model that has real parameters.
+
+    Raises:
+        ConfigError: a module that must form its own group is tied to another module.
     """
     separate = {*apart, *_complex_modules(model)}
     groups: list[list[nn.Module]] = []
     for group in _groups_by_policy(model, blocks, config, stored):
         rest = [module for module in group if id(module) not in separate]
-        # A group may have held nothing else.
+        # All modules of the group may be separate.
         if rest:
             groups.append(rest)
     groups += [[module] for module in model.modules() if id(module) in separate]
     groups = _merge_tied(model, groups)
-    # Only now it is certain which modules are alone: merging may have joined one to another.
+    # Merging may have joined a separate module to another group, so the check comes after it.
     _check_separate(model, groups, separate, fp32=apart)
     depth = {id(module): name.count(".") for name, module in model.named_modules()}
     # The sort is stable, in reverse too: groups of equal depth stay in the model's order.
@@ -53,15 +64,17 @@ def bucket_modules(
 
 
 def _complex_modules(model: nn.Module) -> set[int]:
-    """Ids of modules whose trained parameters are all complex; empty when nothing in the model is
-    real. What is gathered together has one dtype."""
+    """Return ids of modules with only complex trained parameters.
+
+    Empty if the whole model is complex: one group has one dtype.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if all(parameter.is_complex() for parameter in trained):
         return set()
     found = set()
     for _, module in owning_modules(model):
         kinds = {own.is_complex() for own in own_parameters(module) if own.requires_grad}
-        # The root has a group of its own anyway.
+        # The root always has its own group.
         if module is not model and kinds == {True}:
             found.add(id(module))
     return found
@@ -73,15 +86,15 @@ def _groups_by_policy(
     config: BucketingConfig,
     stored: Mapping[nn.Parameter, torch.dtype],
 ) -> list[list[nn.Module]]:
-    """The groups that ``config`` names; parameters shared between them are not considered yet."""
+    """Return the groups that ``config`` names, before tied parameters are considered."""
     if config.name == "block" and blocks:
         return [[block] for _, block in blocks]
-    # The root, whose name is empty, is in none of these groups: `fully_shard` gets it last.
+    # The root, with an empty name, is in none of these groups: `fully_shard` takes it last.
     owners = [(name, module) for name, module in owning_modules(model) if name]
     if config.name == "size":
         return _by_size(owners, config.size_mib, stored)
     if config.name == "none":
-        # `fully_shard` takes modules: it cannot separate two parameters of one module.
+        # `fully_shard` takes modules, so it cannot separate two parameters of one module.
         log.info(
             "bucketing=none: a group per single parameter is not possible; the finest, a group per "
             "layer, is used"
@@ -99,9 +112,11 @@ def _by_size(
     size_mib: float,
     stored: Mapping[nn.Parameter, torch.dtype],
 ) -> list[list[nn.Module]]:
-    """Consecutive modules up to the limit. A group's members must not contain each other, so only
-    owners without an owner inside are members; what a module around them owns itself goes to the
-    root's group."""
+    """Group consecutive modules up to ``size_mib``.
+
+    Members of a group must not contain each other, so only owners without an owner inside are
+    members. Parameters that a module around them owns go to the root's group.
+    """
     limit = size_mib * 2**20
     containers = set()
     for name, _ in owners:
@@ -116,27 +131,29 @@ def _by_size(
         size = 0
         for parameter in module.parameters():
             size += parameter.numel() * stored.get(parameter, parameter.dtype).itemsize
-        # A module that is larger than the limit by itself has a group of its own.
+        # A module that exceeds the limit forms its own group.
         if not groups or filled + size > limit:
             groups.append([])
             filled = 0
         groups[-1].append(module)
         filled += size
-    # A single group would hold the whole model, which is what the root's group is for.
+    # One group would hold the whole model, like the root's group.
     if len(groups) == 1:
         return []
     return groups
 
 
 def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn.Module]]:
-    """Joins groups that hold one and the same parameter; a group that shares one with the root's is
-    dissolved into it."""
-    # For each index of a group the index of the group that it is joined to.
+    """Join groups that share a parameter.
+
+    A group that shares a parameter with the root's group is dissolved into the root's group.
+    """
+    # Index of a group -> index of the group that it is joined to.
     target = {index: index for index in range(_ROOT, len(groups))}
     group_of: dict[int, int] = {}
     for index, group in enumerate(groups):
         group_of |= {id(module): index for module in group}
-    # By name, the group that a module belongs to: its own, or that of what is around it.
+    # Name of a module -> its group, or the group of the nearest module around it.
     around: dict[str, int] = {}
     holders: dict[nn.Parameter, set[int]] = defaultdict(set)
     for name, module in model.named_modules(remove_duplicate=False):
@@ -145,7 +162,7 @@ def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn
         for _, parameter in direct_parameters(module):
             holders[parameter].add(around[name])
     for sharing in holders.values():
-        # Groups that were joined before stay together: all with the same target move at once.
+        # All groups with one target move together, so that earlier joins stay intact.
         joining = {target[index] for index in sharing}
         first = min(joining)
         for index, current in target.items():
@@ -154,7 +171,7 @@ def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn
     joined: dict[int, list[nn.Module]] = defaultdict(list)
     for index, group in enumerate(groups):
         joined[target[index]] += group
-    # The root's group needs no entry: it is what no other group holds.
+    # The root's group needs no entry: it holds all parameters that no other group holds.
     joined.pop(_ROOT, None)
     return list(joined.values())
 
@@ -165,13 +182,16 @@ def _check_separate(
     separate: Collection[int],
     fp32: Collection[int],
 ) -> None:
-    """``fp32``: ids of those of ``separate`` that the user chose, by ``precision.fp32_modules``."""
+    """Raise `ConfigError` for a module of ``separate`` that was joined to another one.
+
+    ``fp32``: ids of the modules that the user chose by ``precision.fp32_modules``.
+    """
     alone = {id(group[0]) for group in groups if len(group) == 1}
     joined = set(separate) - alone
     for name, module in model.named_modules():
         if id(module) not in joined:
             continue
-        why = "complex parameters are gathered apart"
+        why = "complex parameters need a separate group"
         if id(module) in fp32:
             why = "precision.fp32_modules"
         raise ConfigError(

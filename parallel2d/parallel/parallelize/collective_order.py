@@ -1,22 +1,25 @@
 """Checks that all ranks of a shard group issue the same collectives in the same order.
 
-[Note: one order of collectives] The ranks of a shard group gather and reduce each group of
-parameters together, so all must run the same groups in the same order. A model that chooses blocks
-by its data may break that on some ranks: torch then pairs collectives of different groups, silently
-where they are equal in size, and hangs or aborts where they are not. So each rank enters its next
-collective in shared memory, and issues it if no other rank has entered a different one at this
-position. Otherwise it leaves a mark, joins the collectives that others have issued already, with
-zeros, so that none of them waits forever, and raises. The others see the mark at their next entry
-and do the same. Then all ranks have issued the same collectives, and the group remains usable.
+[Note: one order of collectives] The ranks of a shard group all-gather and reduce-scatter each group
+of parameters together, so all ranks must run the same groups in the same order. A model that
+selects blocks by its data may violate this on some ranks. torch then pairs collectives of different
+groups: silently if their sizes are equal, otherwise with a hang or an abort.
 
-Instead of a lock, each rank writes only its own cells, by single stores of 8 bytes, and memory
-barriers keep the order: its entry first, then it reads the cells of the others. So of two ranks
-with different entries at least one sees the other's. And a rank that is about to issue sees a mark,
-or the rank that left it sees the entry, and waits until that counts as issued or is withdrawn.
+Each rank therefore enters its next collective in shared memory first, and issues it only if no
+other rank has entered a different collective at this position. If one has, the rank leaves a mark,
+joins with zeros the collectives that others have already issued, so that none of them waits
+forever, and raises. The other ranks see the mark at their next entry and do the same. In the end
+all ranks have issued the same collectives, and the process group remains usable.
 
-Ranks without shared memory, as on several hosts, keep a hash of their collectives, which is
-compared at the end of each backward pass. If collectives of different sizes were paired before,
-gloo ends the process and NCCL waits for its time-out; `TORCH_DISTRIBUTED_DEBUG=DETAIL` names both.
+The protocol has no lock. Each rank writes only its own cells, by single stores of 8 bytes, and
+memory barriers order its write before its reads of the other cells. Of two ranks with different
+entries, at least one therefore reads the entry of the other. For the same reason a rank that is
+about to issue either reads a mark, or the rank that left the mark reads the entry and waits until
+the entry counts as issued or is withdrawn.
+
+Ranks without shared memory, for example on several hosts, keep a hash of their collectives and
+compare it at the end of each backward pass. If collectives of different sizes were paired before,
+gloo ends the process and NCCL waits for its timeout; `TORCH_DISTRIBUTED_DEBUG=DETAIL` names both.
 """
 
 from __future__ import annotations
@@ -36,23 +39,23 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather, shared_memory
 from parallel2d.parallel.parallelize.reduce_scatter import END, VERBS, join
 
-RING = 4096  # entries kept for each rank; no rank is so many collectives ahead of another
-PATIENCE_S = 5.0  # with a rank that was killed or suspended before its entry counted as issued
+RING = 4096  # entries kept per rank; no rank is this many collectives ahead of another rank
+PATIENCE_S = 5.0  # wait for a rank that was killed or suspended before its entry counts as issued
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 
-# Rows of the shared memory, with one cell for each rank: how many collectives it has issued; the
-# difference that it has found (its code, another rank, the code of that rank); its mark, which is
-# the number of the error; RING rows of entries; RING rows of their sizes.
+# Rows of the shared memory, with one cell per rank: the number of issued collectives; the
+# difference that the rank found (its code, the other rank, the code of the other rank); its mark,
+# which is the number of the error; RING rows of entries; RING rows of their sizes.
 _ISSUED, _CODE, _OTHER, _OTHER_CODE, _MARK, _ENTRIES = range(6)
 _SIZES = _ENTRIES + RING
-_TAG, _CODES = 36, (1 << 36) - 1  # the lowest bit of the tag of an entry; the bits of the code
+_TAG, _CODES = 36, (1 << 36) - 1  # lowest bit of an entry's tag; the bits of the code
 
 
 class CollectiveOrder:
-    """The order of the collectives of one shard group, for all models on it. Made by `of`."""
+    """Order of the collectives of one shard group, shared by all its models. Built by `of`."""
 
     def __init__(self, group: dist.ProcessGroup, one_host: bool, device_type: str) -> None:
-        self._group = weakref.ref(group)  # the group is the key under which `of` keeps this
+        self._group = weakref.ref(group)  # weak: the group is the key under which `of` keeps this
         self._device_type = device_type
         self._ranks = dist.get_process_group_ranks(group)
         self._own = group.rank()
@@ -60,37 +63,48 @@ class CollectiveOrder:
         memory = shared_memory(group, 8 * group.size() * (_SIZES + RING)) if one_host else None
         self.shares_memory = memory is not None
         self._cells = memoryview(memory or b"").cast("q")
-        # The only memory barrier of Python. Nothing ever waits for this lock of one process.
+        # Python's only memory barrier. No other thread takes this lock, so it never blocks.
         self._barrier = threading.Lock()
         self._issued = 0  # collectives of this rank
-        self._error = 1  # the number of the next one
-        # Without shared memory: a hash of the collectives since the last digest, and the last codes
+        self._error = 1  # number of the next error
+        # Without shared memory: hash of the collectives since the last digest, and the last codes
         self._hash = 0
         self._recent: deque[int] = deque(maxlen=4 * RING)
         self._compared = self._recent
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, one_host: bool, device_type: str) -> CollectiveOrder:
-        """Return the order of ``group``, made at the first call. Collective over the group.
+        """Return the order of ``group``, built at the first call. Collective over the group.
 
         Args:
+            group: the process group of the shard axis.
             one_host: True if all its ranks run on one machine.
-            device_type: of the parameters.
+            device_type: device type of the parameters.
         """
         if group not in _orders:
             _orders[group] = cls(group, one_host, device_type)
         return _orders[group]
 
     def add_model(self, names: Sequence[str]) -> int:
-        """Return the number of a model with groups of these names; the same on every rank."""
+        """Register a model with groups of these names. Return its number, equal on every rank."""
         self._models.append(names)
         return len(self._models) - 1
 
     def enter(
         self, model: int, index: int, kind: int, numel: int = 0, dtype: torch.dtype = torch.uint8
     ) -> None:
-        """Enter the next collective before it is issued: of group ``index`` of ``model``, with
-        ``numel`` elements. Raises `ConfigError` when another rank does something else."""
+        """Enter the next collective before it is issued.
+
+        Args:
+            model: number of the model, from `add_model`.
+            index: number of the group in the model.
+            kind: kind of collective; see `reduce_scatter`.
+            numel: elements of the payload.
+            dtype: dtype of the payload.
+
+        Raises:
+            ConfigError: another rank has entered a different collective.
+        """
         # From the lowest bit: kind (2 bits), dtype (6), group (14), model (14)
         code = kind | _DTYPES.index(dtype) << 2 | index << 8 | (model & 0x3FFF) << 22
         if not self.shares_memory:
@@ -100,10 +114,10 @@ class CollectiveOrder:
         tag = self._write_entry(code, numel)
         may_issue = self._error not in self._row(_MARK)
         for rank, entry in enumerate(self._row(_ENTRIES + self._issued % RING)):
-            # A rank that has not come to this position has an older entry in its cell.
+            # A rank that has not reached this position has an older tag in its cell.
             if may_issue and entry >> _TAG == tag and entry != tag << _TAG | code:
                 may_issue = False
-                # The mark comes last, because it makes the difference valid.
+                # The mark is written last: it makes the three cells of the difference valid.
                 for row, value in enumerate((code, rank, entry & _CODES, self._error), _CODE):
                     self._write(row, value)
         if not may_issue:
@@ -113,11 +127,11 @@ class CollectiveOrder:
         self._write(_ISSUED, self._issued)
 
     def end_backward(self) -> None:
-        """Enter the end of this rank's backward pass. Raises `ConfigError` as `enter` does."""
+        """Enter the end of this rank's backward pass. Raises `ConfigError` like `enter`."""
         self.enter(0, 0, END)
 
     def acknowledge(self) -> None:
-        """Make further collectives possible, once all ranks of the group know of an error."""
+        """Allow further collectives, once all ranks of the group know of an error."""
         self._error += 1
 
     def digest(self) -> int:
@@ -133,15 +147,15 @@ class CollectiveOrder:
             for rank, code in enumerate(codes):
                 if code != codes[0]:
                     return self._message(rank, code, 0, codes[0])
-        # The lists may agree although the digests differ, because they hold the last codes only.
+        # The lists may agree although the digests differ, because they hold only the last codes.
         return "ranks of a shard group issued different collectives"
 
     def _join_others(self) -> str:
-        """Join the collectives that other ranks have issued. Returns the message of all ranks."""
+        """Join the collectives that other ranks have issued. Return the message of all ranks."""
         deadline = time.monotonic() + PATIENCE_S
         while self._others_decide() and time.monotonic() < deadline:
             time.sleep(0)
-        # Several ranks may have found a difference; all ranks name the one that the first found.
+        # Several ranks may have found a difference; all ranks report the first rank's.
         finder = self._row(_MARK).index(self._error)
         issued = self._row(_ISSUED)
         furthest = issued.index(max(issued))
@@ -158,7 +172,7 @@ class CollectiveOrder:
         return self._message(finder, code, other, other_code)
 
     def _others_decide(self) -> bool:
-        """True while a rank has an entry that is not withdrawn and does not count as issued."""
+        """Return True while a rank has an entry that is neither withdrawn nor issued."""
         return any(
             self._row(_ENTRIES + issued % RING)[rank] >> _TAG == self._tag(issued)
             for rank, issued in enumerate(self._row(_ISSUED))
@@ -174,12 +188,13 @@ class CollectiveOrder:
 
     def _write_entry(self, code: int, numel: int) -> int:
         tag = self._tag(self._issued)
+        # The size is written first: a rank that reads the entry then also finds its size.
         self._write(_SIZES + self._issued % RING, numel)
         self._write(_ENTRIES + self._issued % RING, tag << _TAG | code)
         return tag
 
     def _tag(self, position: int) -> int:
-        """Return 27 bits, never all zero, that tell an entry from older ones in its cell."""
+        """Return 27 bits, never all zero, that distinguish an entry from older ones in its cell."""
         return (self._error % 127 + 1) << 20 | position % (1 << 20)
 
     def _message(self, rank: int, code: int, other: int, other_code: int) -> str:
@@ -187,14 +202,14 @@ class CollectiveOrder:
             f"rank {self._ranks[rank]} {self._describe(code)} while rank {self._ranks[other]} of "
             f"the same shard group {self._describe(other_code)}. Parameters are gathered and "
             "reduced by all ranks of a shard group together, so all must run the same groups of "
-            "modules in the same order. Let the ranks of a shard group take the same route, put "
-            "modules that are chosen between into one group (bucketing=block with their common "
-            "block), or shard over one rank"
+            "modules in the same order. Run the same modules on all ranks of a shard group, put "
+            "alternative modules into one group (bucketing=block with their common block), or use "
+            "mesh.shard=1"
         )
 
     def _describe(self, code: int) -> str:
         return VERBS[code & 3].format(self._models[code >> 22][code >> 8 & 0x3FFF])
 
 
-# An order is freed with its process group, and with it the shared memory.
+# A process group frees its order, and with it the shared memory.
 _orders: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveOrder] = weakref.WeakKeyDictionary()

@@ -1,5 +1,7 @@
-"""Compiles each repeated block on its own: compilations are short that way, and all equal blocks
-share one."""
+"""Compile each repeated block separately: `compile_blocks`.
+
+Compilation is short, and all equal blocks share one compiled function.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,18 @@ import functools
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._pytree import tree_map_only
 
 from parallel2d.base.config import CompileConfig
+from parallel2d.base.config.parallel import AUTOMATIC
+from parallel2d.base.device import can_compile
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.private_folders import make_private
 from parallel2d.parallel.mesh_sizes import MeshShape
@@ -22,8 +29,8 @@ from parallel2d.parallel.mesh_sizes import MeshShape
 def compile_blocks(
     blocks: Sequence[tuple[str, nn.Module]], config: CompileConfig, memory_budget: float | None
 ) -> None:
-    """Compiles the ``forward`` of ``blocks``. ``memory_budget``: share of a block's activations
-    that may be kept for backward; None: all but what costs no time to recompute."""
+    """Compile the ``forward`` of ``blocks``. ``memory_budget``: share of a block's activations that
+    may be saved for backward. None: the compiler recomputes only activations that cost no time."""
     if config.name == "none":
         return
     _use_private_cache()
@@ -31,18 +38,42 @@ def compile_blocks(
     if memory_budget is not None:
         backend = _within_budget(config.backend, memory_budget)
     for _, block in blocks:
-        # On the instance: hooks run in the module's call, around what is compiled.
-        block.forward = torch.compile(block.forward, backend=backend)
+        # On the instance: hooks run in the module's call, outside of the compiled code.
+        compiled = torch.compile(block.forward, backend=backend)
+        block.forward = functools.partial(_call_on_waited, compiled)
+
+
+def _call_on_waited(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``compiled`` with the results of finished collectives.
+
+    The output of a tensor-parallel layer wraps the tensor that its collective fills. torch.compile
+    replaces this wrapper by the inner tensor, which has a separate autograd history: gradients
+    would omit the layer's conversion from DTensor.
+    """
+    args, kwargs = tree_map_only(AsyncCollectiveTensor, _Waited.apply, (args, kwargs))
+    return compiled(*args, **kwargs)
+
+
+class _Waited(torch.autograd.Function):
+    """The plain tensor of an `AsyncCollectiveTensor`, with the autograd history of the wrapper."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:
+        return tensor.trigger_wait().detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def _use_private_cache() -> None:
-    """Has torch keep compiled code in a folder of this user.
+    """Make torch keep compiled code in a folder of this user.
 
-    torch unpickles files of its cache. Its own default is a folder of the temporary folder with a
-    name that can be guessed, which another user may have made before. Triton's cache is inside.
+    torch unpickles files of its cache. torch's default folder is in the temporary folder and has a
+    guessable name, so another user may have created it before. Triton's cache is inside it.
     Raises `ConfigError` for a folder of another user.
     """
     path = os.environ.get(_CACHE, "")
@@ -59,39 +90,47 @@ def _use_private_cache() -> None:
         ) from None
 
 
-# One function per budget: compiled code is shared between blocks and models with the same backend,
-# and only then.
+# One function per budget: blocks and models share compiled code only if they share the backend
+# object.
 @functools.cache
 def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
-    """A backend that splits forward from backward within ``budget``, by torch's own solver (a
-    knapsack over the graph)."""
+    """Return a backend that splits forward from backward within ``budget``.
+
+    torch's own solver makes the split (a knapsack over the graph).
+    """
     compiler = torch._dynamo.lookup_backend(backend)
 
     def compile_within_budget(graph: Any, inputs: Any, **options: Any) -> Any:
-        # torch has this setting for the whole process only, and reads it while it compiles.
+        # The setting is process-wide in torch and is read during compilation.
         with functorch_config.patch(activation_memory_budget=budget):
             return compiler(graph, inputs, **options)
 
     return compile_within_budget
 
 
+def choose_compilation(
+    config: CompileConfig, shape: MeshShape, device_type: str, *, has_blocks: bool
+) -> CompileConfig:
+    """Return ``config`` with ``block`` or ``none`` in the place of ``auto``."""
+    if config.name != AUTOMATIC:
+        return config
+    compiles = has_blocks and shape.context == 1 and can_compile(device_type)
+    return replace(config, name="block" if compiles else "none")
+
+
 def check_compilation(config: CompileConfig, shape: MeshShape) -> None:
-    """Raises `ConfigError` for a backend that torch.compile does not have, and for compilation
-    together with context or tensor parallelism: with torch 2.13 a compiled tensor-parallel block
-    returned a zero gradient for its input."""
+    """Raise `ConfigError` for compilation settings that torch or this mesh does not support.
+
+    Refused are an unknown backend, and compilation together with context parallelism.
+    """
     if config.name == "none":
         return
     if config.backend not in torch.compiler.list_backends(exclude_tags=()):
-        # The message lists the back ends for users, not the many that are for debugging torch.
+        # The message lists the back ends for users, without the many for debugging torch.
         usual = sorted({"eager", "aot_eager", *torch.compiler.list_backends()})
         raise ConfigError(f"compile.backend={config.backend} is not one of {', '.join(usual)}")
     if shape.context > 1:
         raise ConfigError(
             f"compile={config.name} with mesh.context={shape.context}: a compiled block cannot "
-            "exchange what its attention needs; choose compile=none or mesh.context=1"
-        )
-    if shape.tensor > 1 and config.backend != "eager":
-        raise ConfigError(
-            f"compile={config.name} with mesh.tensor={shape.tensor}: compiled tensor-parallel "
-            "blocks return wrong gradients in this torch; choose compile=none or mesh.tensor=1"
+            "exchange the keys and values of its attention; choose compile=none or mesh.context=1"
         )

@@ -1,8 +1,9 @@
-"""Attention of a rank that has a slice of the positions, by ``F.scaled_dot_product_attention`` with
-whole sequences of some of the heads, or with the keys and values of all positions.
+"""Attention of a rank that holds a slice of the positions.
 
-Of each, query, key and value are [batch, heads, slice, dim], masks broadcast to
-[batch, heads, queries, keys] over whole sequences, or over this rank's queries.
+Each rank calls ``F.scaled_dot_product_attention`` either with whole sequences of some of the heads,
+or with its own queries and the keys and values of all positions. Query, key and value are
+[batch, heads, slice, dim]. Masks broadcast to [batch, heads, queries, keys], over whole sequences
+or over this rank's queries.
 """
 
 from __future__ import annotations
@@ -32,19 +33,27 @@ def attend_to_slices(
     mask: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Attends to keys and values of which each rank has a slice. ``name``: that of the block, for
-    errors; ``options``: other arguments of attention.
+    """Attend to keys and values that are split over the context axis by position.
+
+    Args:
+        axis: the context axis.
+        name: name of the block, for errors.
+        query: this rank's slice.
+        key: this rank's slice.
+        value: this rank's slice.
+        mask: over whole sequences, or over this rank's queries.
+        options: further arguments of attention.
 
     Raises:
-        ConfigError: ``mask`` is over the slice alone.
+        ConfigError: ``mask`` covers only the slice.
     """
     ranks, heads = axis.size, (query.shape[1], key.shape[1])
     gathers = bool(heads[0] % ranks or heads[1] % ranks)
     if mask is not None:
         mask = _all_columns(axis, name, mask, query.shape[2], key.shape[2])
     elif options["is_causal"]:
-        # Of causal attention to all keys the last rank would compute most, and some devices make a
-        # mask for it: each rank gets the one head of keys that its heads of queries need.
+        # With causal attention to all keys the last rank would compute most, and some devices would
+        # build a mask. Each rank therefore gets only the key head that its query heads need.
         if heads[0] % ranks == 0 and heads[1] < ranks and ranks % heads[1] == 0:
             copies = ranks // heads[1]
             with _gathered_again(
@@ -83,23 +92,23 @@ def attend_to_all(
     mask: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Attends to keys and values that every rank has whole."""
+    """Attend to keys and values of all positions, which every rank holds."""
     own = query.shape[2]
     if mask is not None and mask.shape[-2] not in (1, own):
         mask = axis.cut(mask, mask.ndim - 2)
     if options["is_causal"]:
         first, options = axis.rank * own, {**options, "is_causal": False}
-        # Nothing after this rank's last position.
+        # Causal: drop the keys after this rank's last position.
         key, value = key[:, :, : first + own], value[:, :, : first + own]
         mask = _causal(mask, query, key, first)
     return grouped_attention(query, key, value, attn_mask=mask, **options)
 
 
 def _causal(mask: Tensor | None, query: Tensor, key: Tensor, first: int) -> Tensor:
-    """``mask``, without keys after a query's own position. ``first``: that of the first query."""
+    """Return ``mask`` without keys after each query; ``first`` is the first query's position."""
     queries, keys = query.shape[2], key.shape[2]
     if mask is None and keys == first + queries:
-        # A tensor of a class of its own, which no mode of selective recomputation can make.
+        # A custom tensor class, which no dispatch mode of selective recomputation can create.
         with _disable_current_modes():
             return causal_lower_right(queries, keys)
     seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(first)
@@ -110,14 +119,16 @@ def _causal(mask: Tensor | None, query: Tensor, key: Tensor, first: int) -> Tens
 
 
 def _gather_is_cheaper(heads: tuple[int, int], ranks: int) -> bool:
-    """Whether keys and values, gathered again in backward, are fewer bytes than all heads. Not
-    asked for causal attention, whose last rank would compute most."""
+    """Return True if gathering keys and values, again in backward, sends fewer bytes than heads.
+
+    Not used for causal attention: its last rank would compute most.
+    """
     served = heads[0] / heads[1]
     return 6 / served < 4 / ranks * (1 + 1 / served)
 
 
 def _all_columns(axis: ContextAxis, name: str, mask: Tensor, own: int, keys: int) -> Tensor:
-    """``mask`` with a column for each position of the whole sequence."""
+    """Return ``mask`` with a column for each position of the whole sequence."""
     if mask.shape[-1] in (1, keys * axis.size):
         return mask
     if mask.shape[-1] == keys and mask.shape[-2] == 1:
@@ -130,8 +141,11 @@ def _all_columns(axis: ContextAxis, name: str, mask: Tensor, own: int, keys: int
 
 @contextmanager
 def _gathered_again(gather: Callable[[Tensor], Tensor], *slices: Tensor) -> Iterator[list[Tensor]]:
-    """What ``gather`` makes of the ``slices``. Has backward gather what is saved of it again, so
-    that no layer keeps it. Where activations are recomputed it is anyway."""
+    """Yield ``gather(slice)`` of each slice, and gather again in backward.
+
+    Backward recomputes the saved gathered tensors from the slices, so that no layer keeps them.
+    Under activation checkpointing the recomputation already repeats the gather.
+    """
     gathered = [gather(own) for own in slices]
     if saving_hooks() is not None:
         yield gathered
@@ -149,7 +163,7 @@ def _gathered_again(gather: Callable[[Tensor], Tensor], *slices: Tensor) -> Iter
         if isinstance(saved, Tensor):
             return saved
         own, *geometry = saved
-        # The storage is that of the parts before they were joined, which may have been a copy.
+        # Strides refer to the storage of the joined parts, which `gather` may have copied.
         return gather(own).as_strided(*geometry)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

@@ -1,7 +1,8 @@
-"""Blocks that compute on a slice of the positions. The first one of a stack cuts what it is given,
-the last one joins what it returns, and in between ``F.scaled_dot_product_attention`` is the only
-place where positions meet: there each rank gets whole sequences of some of the heads, or the keys
-and values of all positions. What is around the stacks sees whole sequences.
+"""Blocks that compute on a slice of the positions: `Stack` and `SplitBlock`.
+
+The first block of a stack cuts its input, and the last block joins its output. In between,
+positions meet only in ``F.scaled_dot_product_attention``: each rank gets whole sequences of some of
+the heads, or the keys and values of all positions. Modules around the stacks see whole sequences.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from parallel2d.parallel.parallelize.context_attention import (
     attend_to_slices,
 )
 
-# Where a tensor is: among a block's arguments, or of which call of attention it is what
+# Path of a tensor among a block's arguments, or the call of attention that takes or returns the
+# tensor
 Path = tuple[Any, ...]
 
 
 def map_tensors(function: Callable[[Tensor, Path], Any], value: Any, path: Path = ()) -> Any:
-    """``value`` with ``function(tensor, path)`` in the place of each tensor in plain containers."""
+    """Return ``value`` with ``function(tensor, path)`` for each tensor in plain containers."""
     if isinstance(value, Tensor):
         return function(value, path)
     if type(value) in (tuple, list):
@@ -43,7 +45,7 @@ def map_tensors(function: Callable[[Tensor, Path], Any], value: Any, path: Path 
 
 
 def first_hidden(value: Any) -> tuple[Path, Tensor | None]:
-    """The first floating-point tensor, which is what a block passes on, and where it is."""
+    """Return the path of the first floating-point tensor, the hidden states, and the tensor."""
     found: list[tuple[Path, Tensor]] = []
 
     def see(tensor: Tensor, path: Path) -> None:
@@ -55,26 +57,26 @@ def first_hidden(value: Any) -> tuple[Path, Tensor | None]:
 
 
 class Stack:
-    """Blocks of one container. ``is_split``: whether they compute on slices."""
+    """Blocks of one container, which are split over the context axis together."""
 
     def __init__(self, axis: ContextAxis) -> None:
         self.axis = axis
         self.blocks: list[SplitBlock] = []
-        self.is_split = False
-        self.in_parts = False  # tensor ranks have a part of the hidden states each
+        self.is_split = False  # True if the blocks compute on slices
+        self.in_parts = False  # True if each tensor rank has a part of the hidden states
         self.feeds_head = False  # no other stack runs after it
-        self.is_open = False  # its first block has run in this forward, and its last one has not
+        self.is_open = False  # True between the first and the last block of a forward
         self.watcher: Any = None  # a `ContextCheck`, while it learns
         self.draws_alike = True  # every rank draws the random numbers of whole sequences
 
     @property
     def parts(self) -> int:
-        """How many ranks of the tensor axis share hidden states."""
+        """Number of tensor ranks that share the hidden states."""
         tensor = self.axis.tensor
         return tensor.size() if self.in_parts and tensor is not None else 1
 
     def check_closed(self) -> None:
-        """Raises `ConfigError` where a forward has ended between the first and the last block."""
+        """Raise `ConfigError` if a forward has ended between the first and the last block."""
         if self.is_open:
             self.is_open = False
             raise ConfigError(
@@ -85,25 +87,26 @@ class Stack:
 
 
 class SplitBlock:
-    """One block. What is known of its tensors was learned by `context_check`.
+    """One block of a stack.
 
-    ``follows``: the dims that are as long as a sequence. ``as_slices``: paths of arguments that
-    come as slices, from another block.
+    `context_check` sets the fields that describe its tensors before the first split forward.
     """
 
     def __init__(self, stack: Stack, name: str, module: nn.Module) -> None:
         self.stack, self.name, self.module = stack, name, module
+        # The dims of each tensor that are as long as a sequence
         self.follows: dict[Path, tuple[int, ...]] = {}
+        # Paths of arguments that arrive as slices, from another block
         self.as_slices: set[Path] = set()
         self._own = 0  # positions of this rank in this forward
-        # Which child computes, and how often it has called attention
+        # The running child, and its number of calls of attention so far
         self._child, self._calls = "", 0
         self._is_active = False
-        self._hooks: Any = None  # of what autograd saves, as the block began
+        self._hooks: Any = None  # hooks of saved tensors, as the block began
         stack.blocks.append(self)
 
     def intercept(self) -> None:
-        """Has the block's calls of attention come here. Inside of what is recomputed."""
+        """Redirect the block's calls of attention to `attention`; inside of recomputed code."""
         # Looked up late: sharding changes the class, and transformers' classes may recompute.
         given = vars(self.module).get("forward")
 
@@ -113,12 +116,12 @@ class SplitBlock:
                 return run(*args, **kwargs)
 
         self.module.forward = forward
-        # A block that recomputes inside of its own forward calls its children in backward.
+        # A block that recomputes inside its own forward calls its children in backward.
         for name, child in self.module.named_children():
             child.forward = functools.partial(self._of_child, name, child.forward)
 
     def split(self) -> None:
-        """Has the block cut its arguments. Outside of what is recomputed, which keeps slices."""
+        """Make the block cut its arguments, outside of recomputed code, which saves slices."""
         self.module.forward = functools.partial(self._around, self.module.forward)
 
     def _of_child(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -157,9 +160,11 @@ class SplitBlock:
 
     @contextmanager
     def _own_numbers(self) -> Iterator[None]:
-        """Draws from a generator of this rank's own, which begins where all ranks are alike. So
-        what is around the blocks goes on drawing the same, and recomputation draws again what was
-        drawn."""
+        """Draw random numbers from a per-rank generator with a seed from the common generator.
+
+        Modules around the blocks continue to draw the same numbers on all ranks, and recomputation
+        repeats the numbers of forward.
+        """
         seed = int(torch.randint(2**62, ()))
         with preserve_rng_states():
             torch.manual_seed((seed + self.stack.axis.rank * 0x9E3779B97F4A7C15) % 2**63)
@@ -171,7 +176,7 @@ class SplitBlock:
         stack, axis = self.stack, self.stack.axis
         hidden_path, hidden = first_hidden(given)
         if hidden is None:
-            raise ConfigError(f"mesh.context={axis.size}: {self.name} is given no hidden states")
+            raise ConfigError(f"mesh.context={axis.size}: {self.name} receives no hidden states")
         (dim,) = self.follows[hidden_path]
         is_first = self is stack.blocks[0]
         if is_first:
@@ -190,7 +195,7 @@ class SplitBlock:
                 return self._cut_argument(tensor, path)
             own = tensor
             if is_first:
-                # A copy: blocks keep it for backward, and a view would keep the whole.
+                # A copy: blocks save it for backward, and a view would keep the whole sequence.
                 own = axis.cut(tensor, dim, stack.in_parts)
                 own = own.clone(memory_format=torch.contiguous_format)
             if stack.watcher is not None:
@@ -201,13 +206,13 @@ class SplitBlock:
         return found
 
     def problem_of_length(self, whole: int, parts: int) -> str:
-        """Says why sequences of ``whole`` positions cannot be divided; empty where they can."""
+        """Return why sequences of ``whole`` positions cannot be split; empty if they can."""
         ranks = self.stack.axis.size
         if whole % (ranks * parts) == 0 and whole >= 2 * ranks:
             return ""
         return (
-            f"{self.name} is given sequences of {whole} positions, which must be a multiple of "
-            f"{ranks * parts} and at least {2 * ranks}: choose train.seq_len so, or pad batches"
+            f"{self.name} receives sequences of {whole} positions, which must be a multiple of "
+            f"{ranks * parts} and at least {2 * ranks}: change train.seq_len, or pad batches"
         )
 
     def _check_length(self, whole: int, parts: int = 1) -> None:
@@ -219,7 +224,7 @@ class SplitBlock:
         axis = self.stack.axis
         dims = self.follows.get(path)
         if dims is None:
-            # It was not there when arguments were learned, such as a mask of some batches.
+            # The argument was absent in the check, such as a mask of some batches.
             whole = self._own * axis.size
             dims = tuple(dim for dim, size in enumerate(tensor.shape) if size == whole)
         if not dims or path in self.as_slices or is_mask(tensor, dims):
@@ -256,7 +261,7 @@ class SplitBlock:
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        """As ``F.scaled_dot_product_attention``, on this rank's positions."""
+        """Run ``F.scaled_dot_product_attention`` on this rank's positions."""
         stack = self.stack
         place = ("attention", self._child, self._calls)
         self._calls += 1
@@ -293,7 +298,7 @@ class SplitBlock:
         if not splits_query or query.shape[-2] != self._own or query.ndim not in (3, 4):
             raise ConfigError(
                 f"mesh.context={ranks}: attention of {self.name} has queries of shape "
-                f"{tuple(query.shape)}, which are no [batch, heads, positions, dim] of its "
+                f"{tuple(query.shape)}, expected [batch, heads, positions, dim] with its "
                 f"{self._own} positions"
             )
         if query.ndim == 3:
@@ -318,13 +323,15 @@ class SplitBlock:
 
 
 def is_mask(tensor: Tensor, dims: Sequence[int]) -> bool:
-    """Whether an argument whose ``dims`` follow the sequence is over pairs of positions, or over
-    keys: attention wants it whole."""
+    """Return True for an argument over pairs of positions or over keys, such as a mask.
+
+    Attention needs these arguments unsplit. ``dims``: the dims that follow the sequence.
+    """
     return len(dims) > 1 or (tensor.ndim == 4 and tuple(dims) == (3,))
 
 
 class _Intercept(TorchFunctionMode):
-    """Passes calls of attention inside to ``block``."""
+    """Redirect calls of attention to ``block``."""
 
     def __init__(self, block: SplitBlock) -> None:
         super().__init__()
@@ -335,14 +342,14 @@ class _Intercept(TorchFunctionMode):
     ) -> Any:
         if function in (F.scaled_dot_product_attention, grouped_attention):
             function = self._block.attention
-        # torch passes this function to the mode, and then its call of attention no more.
+        # torch passes this function to the mode, but not the call of attention inside it.
         elif function is F.multi_head_attention_forward:
             function = _with_attention(function, self._block.attention)
         return function(*args, **(kwargs or {}))
 
 
 def _with_attention(function: Any, attention: Callable[..., Tensor]) -> FunctionType:
-    """A copy of ``function`` that calls ``attention`` where ``function`` calls torch's."""
+    """Return a copy of ``function`` with ``attention`` in the place of torch's attention."""
     names = {**function.__globals__, "scaled_dot_product_attention": attention}
     copy = FunctionType(function.__code__, names, argdefs=function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__

@@ -1,13 +1,16 @@
-"""Learns which tensors of the blocks follow the length of the sequence, and finds blocks in which
-positions meet outside of attention: `ContextCheck`.
+"""Check before the first forward that a model can be split over the context axis: `ContextCheck`.
 
-[Note: whole against cut] Three forwards of a few positions run before the first one, without
-gradients and dropout. Two run whole, with different lengths: a dim that differs follows the
-sequence. In the third the stacks are split; each block gets the input that it had before, and what
-it gives to attention and returns is compared with this rank's part of before. For this time
-parameters that are zero, and scales that are small, get other values: a branch that begins near
-zero hides what it computes. At the end the outputs of the model, and what modules in blocks keep as
-attributes, are compared: losses that blocks leave aside show there.
+The check learns which tensors of the blocks follow the length of the sequence, and finds blocks
+that mix positions outside of attention.
+
+[Note: whole against cut] Three forwards of a few positions run before the first forward, without
+gradients and dropout. Two forwards run unsplit, with different lengths: a dim that differs between
+them follows the sequence. In the third forward the stacks are split. Each block gets its input of
+the unsplit forward, so that differences do not accumulate. Its output and the inputs of its
+attention are compared with this rank's slices of the unsplit forward. During the check, zero
+parameters and small scales get other values, because a branch that begins near zero hides its
+result. At the end the outputs of the model are compared, and the tensors that modules in blocks
+keep as attributes: losses that blocks leave aside show there.
 """
 
 from __future__ import annotations
@@ -40,17 +43,24 @@ from parallel2d.parallel.weights.geometry import local_part
 
 log = logging.getLogger(__name__)
 
-_MOST = 2**53  # of what is compared
-_SMALL = 0.1  # a scale that hides what its branch computes
-_POSITIONS = 8  # of a rank, at least, in what is compared
-_Key = tuple[str, Path, int]  # of a block, and which time the block has it in a forward
-# By how much two ways to compute the same may differ, relative to the largest value
+_MOST = 2**53  # more than any position of a comparison
+_SMALL = 0.1  # a smaller scale hides the result of its branch
+_POSITIONS = 8  # least number of positions of a rank in the check
+_Key = tuple[str, Path, int]  # block, path of a tensor, and how often the block had it before
+# Allowed difference of two ways to compute a tensor, relative to its largest value
 _BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4}
 
 
 class ContextCheck:
-    """``groups``: over which ranks agree; ``multiple``: of the sequence's length, other axes' too;
-    ``compares``: whether tensors have values."""
+    """The check of one model.
+
+    Args:
+        model: the model, with intercepted attention.
+        stacks: its stacks of blocks.
+        groups: process groups that must agree on the result.
+        multiple: factor of the sequence's length that other axes require.
+        compares: False for tensors without values.
+    """
 
     def __init__(
         self,
@@ -68,29 +78,32 @@ class ContextCheck:
             for block in stack.blocks:
                 for name, module in block.module.named_modules(prefix=block.name):
                     self._names[module] = block, name
-        # Of each forward the shapes; of the whole one this rank's slices
+        # Shapes of each forward, and this rank's slices of the unsplit forward
         self._shapes: list[dict[_Key, torch.Size]] = []
         self._slices: dict[_Key, Tensor] = {}
         self._seen: Counter[tuple[str, Path]] = Counter()
         self._order: dict[int, Stack] = {}
         self._differences: dict[_Key, float] = {}
-        self._position = 0  # among them, of what is wrong
-        # The modules that run, outermost first, and which one has made what
+        self._position = 0  # index of the first difference among the comparisons
+        # Names of the running modules, outermost first, and the module that produced each tensor
         self._running: list[str] = []
         self._made_by: dict[_Key, str] = {}
         self._is_split = False
-        self._kept: dict[tuple[str, str], Tensor] = {}  # what modules kept in the whole forward
+        # Attributes of modules after the unsplit forward
+        self._kept: dict[tuple[str, str], Tensor] = {}
 
     def run(self, args: Any, kwargs: Any) -> None:
-        """Learns from inputs of the model, and splits the stacks. Collective. Raises `ConfigError`
-        on every rank where it is not right."""
+        """Learn from inputs of the model, and split the stacks. Collective.
+
+        Raises `ConfigError` on every rank if any rank finds a problem.
+        """
         self._axis.is_learning = True
         for stack in self._stacks:
             stack.watcher = self
         try:
             with _branches_opened(self._model, self._compares), self._watched():
                 sizes, expected = self._learn(args, kwargs)
-                # Before any rank depends on another one's slices.
+                # Before any rank depends on the slices of another rank.
                 self._kept = self._attributes()
                 self._agree(self._choose(sizes))
                 self._agree(self._compare(args, kwargs, sizes, expected))
@@ -104,8 +117,8 @@ class ContextCheck:
                 stack.watcher = None
 
     def _agree(self, problem: str) -> None:
-        """Raises the same error on every rank where any has a problem."""
-        # What one rank finds first another one may find later, by what follows from it.
+        """Raise the same error on every rank if any rank has a problem."""
+        # Ranks may report different consequences of one cause; the earliest comparison wins.
         found = (self._position if problem else _MOST, problem)
         for group in self._groups if self._compares else ():
             found = min(all_gather(found, group), key=operator.itemgetter(0))
@@ -114,8 +127,8 @@ class ContextCheck:
             raise ConfigError(f"mesh.context={self._axis.size}: {problem}")
 
     def _learn(self, args: Any, kwargs: Any) -> tuple[dict[int, int], Any]:
-        """Runs whole sequences. Returns their lengths, each with that of what is compared, and what
-        the model gives for that."""
+        """Run whole sequences. Returns the compared length for each length of the inputs, and the
+        model's output for the compared lengths."""
         sizes = {length: self._shortened(length) for length in _lengths(args, kwargs)}
         if sizes:
             try:
@@ -125,13 +138,13 @@ class ContextCheck:
                 return sizes, self._forward(args, kwargs, sizes)
             except ConfigError:
                 raise
-            except Exception as error:  # a model may take one length alone
+            except Exception as error:  # a model may support only one length
                 log.info("mesh.context: checked on whole sequences: %s", str(error).split("\n")[0])
         self._shapes.clear()
         return {}, self._forward(args, kwargs, {})
 
     def _compare(self, args: Any, kwargs: Any, sizes: dict[int, int], expected: Any) -> str:
-        """What is wrong where blocks have slices, perhaps nothing."""
+        """Run with split stacks. Return the problem that this shows; empty if none."""
         self._is_split = True
         try:
             found = self._forward(args, kwargs, sizes)
@@ -146,7 +159,7 @@ class ContextCheck:
         return self._verdict(expected, found) if self._compares else ""
 
     def _shortened(self, length: int) -> int:
-        """How many positions of ``length`` are compared. What does not divide, does not here."""
+        """Return how many positions of ``length`` are compared; indivisible lengths stay so."""
         ranks = self._axis.size
         step = self._multiple * ranks
         least = -(-_POSITIONS * ranks // step) * step
@@ -161,7 +174,7 @@ class ContextCheck:
         args, kwargs = _shorten(args, sizes), _shorten(kwargs, sizes)
         return self._model(*args, **kwargs)
 
-    # What blocks have
+    # Tensors of blocks
 
     def see(self, block: SplitBlock, path: Path, tensor: Tensor) -> None:
         self._order[id(block.stack)] = self._order.pop(id(block.stack), block.stack)
@@ -176,17 +189,17 @@ class ContextCheck:
         if not self._compares or len(dims) != 1 or tensor.shape[dims[0]] % self._axis.size:
             return
         in_parts = block.stack.in_parts and path[0] != "attention"
-        # What modules inside have may be in parts or whole.
+        # Tensors of modules inside blocks may be in parts or whole.
         if path[0] not in ("input", "result") or not in_parts:
             self._slices[key] = self._axis.cut(tensor.detach(), dims[0], in_parts).clone()
 
     def _following(self, block: SplitBlock, key: _Key, shape: torch.Size) -> tuple[int, ...]:
-        """The dims that follow the length of the sequence."""
+        """Return the dims that follow the length of the sequence."""
         if len(self._shapes) == 2:
             pairs = zip(shape, self._shapes[0].get(key, shape), strict=False)
             return tuple(dim for dim, (one, other) in enumerate(pairs) if one != other)
-        # Of the input of the block the second dim is taken to be the length. The first dim of more
-        # than one is that of samples.
+        # With one forward, the second dim of the block's input counts as the length. The first of
+        # several dims counts samples.
         shapes = self._shapes[-1]
         whole = next((each for (name, _, _), each in shapes.items() if name == block.name), shape)
         return tuple(
@@ -194,7 +207,7 @@ class ContextCheck:
         )
 
     def _find_parts(self, stack: Stack) -> None:
-        """Notes where tensor ranks have parts of the hidden states: attention has all positions."""
+        """Note if tensor ranks have parts of the hidden states: attention has all positions."""
         shapes, tensor = self._shapes[-1], self._axis.tensor
         for (name, path, _), shape in shapes.items():
             is_query = path[0] == "attention" and path[-1] == "query"
@@ -214,7 +227,7 @@ class ContextCheck:
             (dim,) = dims
             if whole[dim] == tensor.shape[dim]:
                 return
-            # Another block, or what is between them, has made it from slices.
+            # Another block, or a module between the blocks, has made the argument from slices.
             block.as_slices.add(path)
         if expected is None:
             return
@@ -223,18 +236,18 @@ class ContextCheck:
             difference = _difference(tensor, expected)
         self._differences[key] = difference
         self._position += 1
-        # The block is what runs, and its arguments are what others have made.
+        # The running module is the block, and other modules have made its arguments.
         running = ["", *self._running[: -1 if is_argument else None]]
         self._made_by[key] = path[1] if path[0] == "result" else running[-1]
 
     def input_of(self, block: SplitBlock, path: Path, own: Tensor) -> Tensor:
-        """That of the whole forward: differences shall not add up."""
+        """Return the block's input of the unsplit forward, so that differences do not add up."""
         expected = self._slices.get((block.name, path, self._seen[block.name, path] - 1))
         return own if expected is None or expected.shape != own.shape else expected
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Sees what modules inside blocks get and return, which tells where a difference begins."""
+        """Record inputs and outputs of modules in blocks, to locate the first difference."""
 
         def see(module: nn.Module, kind: str, value: Any) -> None:
             block, name = self._names[module]
@@ -262,16 +275,16 @@ class ContextCheck:
             for hook in hooks:
                 hook.remove()
 
-    # What follows
+    # Conclusions
 
     def _choose(self, sizes: dict[int, int]) -> str:
-        """Splits the stacks whose attention is over positions, or says why it cannot."""
+        """Split the stacks with attention over positions. Return the problem; empty if none."""
         executed = list(self._order.values())
         for stack in executed:
             stack.is_split = any(map(_attends, stack.blocks))
         split = [stack for stack in executed if stack.is_split]
         for module, (block, name) in self._names.items():
-            # The statistics of a batch or a sequence, in training.
+            # These modules compute statistics of a batch or a sequence in training.
             is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
             if is_norm and block.stack.is_split:
                 return f"{name} is a {type(module).__name__}, which mixes positions; {_ADVICE}"
@@ -295,7 +308,7 @@ class ContextCheck:
         return block.problem_of_length(lengths.get(seen, seen), stack.parts)
 
     def _attributes(self) -> dict[tuple[str, str], Tensor]:
-        """The floating-point tensors that modules in blocks keep, such as a loss of their own."""
+        """Return the floating-point attributes of modules in blocks, such as an auxiliary loss."""
         found: dict[tuple[str, str], Tensor] = {}
         for module, (_, name) in self._names.items():
             for attribute, value in vars(module).items():
@@ -311,10 +324,10 @@ class ContextCheck:
         return ""
 
     def _verdict(self, expected: Any, found: Any) -> str:
-        # The widest, since what was computed in 16 bits may be kept in 32.
+        # The widest bound, since values that were computed in 16 bits may be kept in 32.
         bound = max((_BOUNDS.get(each.dtype, 3e-2) for each in self._slices.values()), default=0.0)
         differing = [key for key, each in self._differences.items() if each > bound]
-        # What modules inside a block have may be anything, such as the tokens of an expert.
+        # Tensors of modules inside a block may have any meaning, such as the tokens of an expert.
         if any(path[0] not in ("input", "result") for _, path, _ in differing):
             first = differing[0]
             difference, name = self._differences[first], self._made_by[first]
@@ -323,24 +336,25 @@ class ContextCheck:
             self._position = list(self._differences).index(first)
             return (
                 f"{where} mixes positions outside of F.scaled_dot_product_attention, or "
-                f"counts them (whole and cut differ by {difference:.1e}); {_ADVICE}"
+                f"counts them (unsplit and split differ by {difference:.1e}); {_ADVICE}"
             )
         problem = self._problem_of_attributes(bound)
         if problem:
             return problem
         for one, other in zip(_numbers(expected), _numbers(found), strict=False):
-            # What the blocks return was compared more strictly.
+            # The outputs of the blocks were compared with the smaller bound.
             if one.shape != other.shape or _difference(other, one) > 4 * bound:
                 return (
-                    f"an output of {type(self._model).__name__} of shape {tuple(one.shape)} is not "
-                    "that of whole sequences: losses and states that blocks leave aside "
-                    "(output_router_logits, output_hidden_states, use_cache) need mesh.context=1"
+                    f"an output of {type(self._model).__name__} of shape {tuple(one.shape)} "
+                    "differs from the output for unsplit sequences: losses and states outside of "
+                    "the blocks' outputs (output_router_logits, output_hidden_states, use_cache) "
+                    "need mesh.context=1"
                 )
         return ""
 
 
 def _attends(block: SplitBlock) -> bool:
-    """Whether it has queries of one for each position."""
+    """Return True if attention of ``block`` has one query per position."""
     for path, dims in block.follows.items():
         if path[0] == "attention" and path[-1] == "query" and len(dims) == 1:
             return True
@@ -366,8 +380,10 @@ def _numbers(outputs: Any) -> list[Tensor]:
 
 
 def _lengths(args: Any, kwargs: Any) -> list[int]:
-    """Of sequences among the inputs: the second dim of [batch, length] integers, or else of
-    [batch, length, dim]."""
+    """Return the lengths of sequences among the inputs.
+
+    A length is the second dim of [batch, length] integers, or else of [batch, length, dim].
+    """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     found = [t.shape[1] for t in tensors if t.ndim == 2 and not t.is_floating_point()]
     found = found or [t.shape[1] for t in tensors if t.ndim == 3]
@@ -375,7 +391,7 @@ def _lengths(args: Any, kwargs: Any) -> list[int]:
 
 
 def _shorten(inputs: Any, sizes: dict[int, int]) -> Any:
-    """The first positions of at most two samples."""
+    """Return the first positions of at most two samples."""
 
     def shorten(tensor: Tensor, _path: Path) -> Tensor:
         if tensor.ndim == 1 and tensor.shape[0] in sizes:
@@ -391,7 +407,7 @@ def _shorten(inputs: Any, sizes: dict[int, int]) -> Any:
 
 @contextmanager
 def _branches_opened(model: nn.Module, opens: bool) -> Iterator[None]:
-    """Inside, parameters have values where they are zero, and scales where they are small."""
+    """Replace zero parameters and small scales inside, and restore them at the end."""
     before: list[tuple[Tensor, Tensor, Tensor]] = []
     if opens:
         for number, parameter in enumerate(model.parameters()):
@@ -400,7 +416,7 @@ def _branches_opened(model: nn.Module, opens: bool) -> Iterator[None]:
             closed = part.abs() < _SMALL if is_scale else part == 0
             if part.is_floating_point() and closed.any():
                 before.append((part, closed, part[closed]))
-                # The same on ranks that hold the same part.
+                # Seeded by number: ranks with the same part get the same values.
                 generator = torch.Generator().manual_seed(number)
                 fan = max(1, math.prod(part.shape[1:]))
                 values = torch.randn(part.shape, generator=generator) / (2 * fan**0.5)

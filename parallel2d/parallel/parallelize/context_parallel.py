@@ -1,9 +1,11 @@
-"""Context parallelism: divides the activations of a sequence over the ``context`` axis, for any
-model whose repeated blocks mix positions in ``F.scaled_dot_product_attention`` alone. Start at
-`intercept_attention`; `slice_blocks` follows what wraps the blocks, and `learn_at_first` all else.
+"""Context parallelism: divide the activations of a sequence over the ``context`` axis.
 
-Before its first forward `ContextCheck` compares the model with itself on whole sequences, and
-raises an error that names what cannot be split.
+The repeated blocks of the model must mix positions only in ``F.scaled_dot_product_attention``. The
+entry point is `intercept_attention`. `slice_blocks` follows after activation checkpointing and
+compilation, `learn_at_first` after all other transforms.
+
+Before the first forward `ContextCheck` compares the model with an unsplit forward, and raises an
+error that names the module that cannot be split.
 """
 
 from __future__ import annotations
@@ -31,16 +33,16 @@ log = logging.getLogger(__name__)
 
 
 def intercept_attention(model: nn.Module, mesh: DeviceMesh) -> list[Stack]:
-    """The stacks of blocks of ``model``, whose attention is intercepted from now on; none without
-    a context axis. Raises `ConfigError` for a model without repeated blocks."""
+    """Intercept the attention of the model's blocks. Return the stacks of blocks. Returns an empty
+    list without a context axis. Raises `ConfigError` for a model without repeated blocks."""
     if mesh_shape(mesh).context == 1:
         return []
     axis = ContextAxis(mesh)
     blocks = find_blocks(model)
     if not blocks:
         raise ConfigError(
-            f"mesh.context={axis.size}: {type(model).__name__} has no repeated blocks, in which "
-            "sequences could be divided; use mesh.context=1"
+            f"mesh.context={axis.size}: {type(model).__name__} has no repeated blocks, which "
+            "context parallelism needs; use mesh.context=1"
         )
     register_axis(model, axis)
     stacks: dict[str, Stack] = defaultdict(lambda: Stack(axis))
@@ -51,7 +53,7 @@ def intercept_attention(model: nn.Module, mesh: DeviceMesh) -> list[Stack]:
 
 
 def slice_blocks(stacks: Sequence[Stack]) -> None:
-    """Has the blocks of ``stacks`` compute on slices, once `learn_at_first` has learned how."""
+    """Make the blocks of ``stacks`` compute on slices, once `learn_at_first` has run its check."""
     for stack in stacks:
         for block in stack.blocks:
             block.split()
@@ -60,16 +62,20 @@ def slice_blocks(stacks: Sequence[Stack]) -> None:
 def learn_at_first(
     model: nn.Module, mesh: DeviceMesh, stacks: Sequence[Stack], *, compares: bool = True
 ) -> None:
-    """Has the first forward of ``model`` split ``stacks``; before all other hooks of the model,
-    because it calls it.
+    """Make the first forward of ``model`` check and split ``stacks``.
 
-    ``compares``: whether whole and cut are compared before, and ranks draw their own random
-    numbers; not for tensors without values.
+    The hook runs before all other hooks of the model, because it calls the model.
+
+    Args:
+        model: the parallelized model. mesh: its mesh. stacks: from `intercept_attention`. compares:
+        True to compare an unsplit forward with a split forward, and to give each rank
+            different random numbers. False for tensors without values.
     """
     if not stacks:
         return
     multiple = mesh_shape(mesh).tensor
-    # Replicas agree too, unless one that joins is alone in its first forward.
+    # Replicas agree too, except where replicas may be lost: a joining replica runs its first
+    # forward without the others.
     agreeing = ("shard", "tensor") if current() is not None else ("replicate", "shard", "tensor")
     groups = [group_of(mesh, axis) for axis in agreeing if axis in axis_names(mesh)]
     device = torch.device(mesh.device_type)

@@ -1,6 +1,7 @@
-"""Matrix products in 8-bit floating point, by torchao, in the Linear layers inside blocks:
-`convert_to_float8`. Weights stay stored in `precision.storage`, gathered in `precision.param`, and
-are scaled and cast around each product.
+"""Float8 training of Linear layers inside blocks, by torchao: `convert_to_float8`.
+
+Weights stay stored in `precision.storage` and are gathered in `precision.param`. They are scaled
+and cast around each matrix product.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from parallel2d.parallel.model_structure import fqn_of
 
 log = logging.getLogger(__name__)
 
-CAPABILITY = (8, 9)  # the first with float8 matrix units
-MULTIPLE = 16  # of both sides of a weight, which the float8 products of CUDA require
+CAPABILITY = (8, 9)  # the first compute capability with float8 matrix units
+MULTIPLE = 16  # factor of both sides of a weight, required by CUDA's float8 products
 
 
 def check_float8(precision: PrecisionConfig, device_type: str) -> None:
-    """Raises `ConfigError` where ``precision.float8`` cannot run: without torchao, on CPU, on a GPU
-    without float8 units."""
+    """Raise `ConfigError` if ``precision.float8`` cannot run on this machine.
+
+    It needs torchao, and a GPU with float8 units.
+    """
     if precision.float8 == "none":
         return
     key = f"precision.float8={precision.float8}"
@@ -52,12 +55,23 @@ def convert_to_float8(
     *,
     emulate: bool = False,
 ) -> list[str]:
-    """Replaces the Linear layers inside ``blocks`` by float8 ones with the same parameters. Returns
-    their names. Left as they are, and logged with the reason: layers that a pattern of
-    ``precision.float8_exclude`` names, layers whose sides are no multiples of 16, a block that is
-    itself a Linear, and modules whose id is in ``apart`` (those computing in fp32). ``emulate``
-    computes the same roundings without float8 units, on any device. Raises `ConfigError` without
-    torchao, for a pattern without a match, and when nothing is left to replace.
+    """Replace the Linear layers inside ``blocks`` by float8 layers with the same parameters.
+
+    Layers stay as they are, logged with the reason, if a pattern of ``precision.float8_exclude``
+    matches them, if a side is not a multiple of 16, if the block itself is a Linear, or if their id
+    is in ``apart``.
+
+    Args:
+        blocks: (name, module) of the repeated blocks.
+        precision: the recipe and the exclusions.
+        apart: ids of modules that compute in fp32.
+        emulate: compute the same roundings without float8 units, on any device.
+
+    Returns:
+        The names of the replaced layers.
+
+    Raises:
+        ConfigError: torchao is missing, a pattern matches nothing, or no layer can be replaced.
     """
     if precision.float8 == "none":
         return []
@@ -87,10 +101,10 @@ def convert_to_float8(
         recipe = dataclasses.replace(recipe, emulate=True)
 
     def is_wanted(module: nn.Module, _name: str) -> bool:
-        # By identity: torchao passes names that begin inside the block.
+        # By identity: torchao passes names relative to the block.
         return id(module) in chosen
 
-    # Block by block: a Linear outside of them, such as the model's head, stays as it is.
+    # Block by block: a Linear outside of the blocks, such as the model's head, is not converted.
     for _, block in blocks:
         torchao.convert_to_float8_training(block, config=recipe, module_filter_fn=is_wanted)
     return list(chosen.values())
@@ -99,10 +113,8 @@ def convert_to_float8(
 def _choose(
     layers: Sequence[tuple[str, nn.Linear, bool]], exclude: Sequence[str], apart: Collection[int]
 ) -> tuple[dict[str, list[str]], dict[int, str]]:
-    """Return the names of the layers that stay, by reason, and of those to convert, by id.
-
-    ``layers``: (FQN, layer, True if it is a block itself).
-    """
+    """Select the layers to convert. ``layers``: (FQN, layer, True if the layer is a block). Returns
+    the names of the excluded layers by reason, and the names of the layers to convert by id."""
     names = [name for name, _, _ in layers]
     matched = {pattern: fnmatch.filter(names, pattern) for pattern in exclude}
     unmatched = [pattern for pattern, found in matched.items() if not found]
@@ -119,9 +131,9 @@ def _choose(
         obstacles = {
             "excluded": name in excluded,
             "computes in fp32": id(layer) in apart,
-            # torchao replaces a layer on its parent, which is outside of what it is given here.
+            # torchao replaces a layer on its parent, and here the parent is outside of the block.
             "is a whole block": is_block,
-            f"sizes are no multiples of {MULTIPLE}": any(
+            f"sizes are not multiples of {MULTIPLE}": any(
                 size % MULTIPLE for size in layer.weight.shape
             ),
         }
@@ -134,7 +146,7 @@ def _choose(
 
 
 def _torchao(key: str) -> Any:
-    """``key``: the setting that needs it, for messages."""
+    """Return ``torchao.float8``. ``key``: the setting that needs it, for messages."""
     # Imported here because it is an optional dependency.
     try:
         import torchao.float8

@@ -1,8 +1,8 @@
-"""Parameters that are excluded from sharding: they stay whole, plain tensors on every rank.
+"""Parameters that are excluded from sharding: plain, replicated tensors on every rank.
 
 [Note: ignored parameters are frozen] Nothing reduces the gradient of a parameter that is not
-sharded: replicas would drift apart without an error. So only frozen parameters may be ignored. They
-need no master copy, and are stored in the dtype that computes.
+sharded: replicas would diverge without an error. Only frozen parameters may therefore be ignored.
+They need no master copy, and are stored in the compute dtype.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from parallel2d.parallel.model_structure import fqn_of, near_names
 
 
 def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Parameter]) -> list[str]:
-    """FQNs of the parameters that ``ignored`` chooses, all names of a tied one, in the
-    model's order.
+    """Return the FQNs of the parameters that ``ignored`` selects, in the model's order.
 
-    A pattern (``*`` matches dots too) chooses the parameters or modules of that name, a module all
-    that is below it. Raises `ConfigError` for an entry that chooses nothing, with near names, and
-    when a chosen parameter is trainable.
+    A tied parameter contributes all its names. A pattern (``*`` also matches dots) selects the
+    parameters and modules with a matching name; a module selects all parameters below it. Raises
+    `ConfigError` for an entry that selects nothing, with near names, and for a trainable parameter.
     """
     every = model.named_parameters(remove_duplicate=False)
     named = {fqn_of(name): parameter for name, parameter in every}
@@ -37,7 +36,7 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
             given = [entry]
         else:
             given = _matching(model, named, entry)
-        # A module or parameter may be given that is not part of this model.
+        # The given module or parameter may belong to another model.
         found = in_model.intersection(given)
         if not found:
             nothing = f"chooses no parameter of {type(model).__name__}"
@@ -50,7 +49,7 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
         raise ConfigError(
             f"ignored: {first_five(trained, ', ')} {verb} trainable, and nothing averages the "
             "gradient of a parameter that is not sharded: freeze it (requires_grad_(False)), or "
-            "let it be sharded"
+            "do not ignore it"
         )
     return names
 
@@ -58,10 +57,10 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
 def _matching(
     model: nn.Module, named: Mapping[str, nn.Parameter], pattern: str
 ) -> list[nn.Parameter]:
-    """The parameters whose names match, and all those below the modules whose names match."""
+    """Return the parameters with matching names and those below modules with matching names."""
     found = [named[name] for name in fnmatch.filter(named, pattern)]
     for name, module in model.named_modules():
-        # The root's name is empty, and no pattern is meant for it.
+        # The root has an empty name, and no pattern is meant for the root.
         if name and fnmatch.fnmatchcase(fqn_of(name), pattern):
             found += module.parameters()
     if not found:
@@ -74,8 +73,10 @@ def _matching(
 def ignored_parameters(
     model: nn.Module, names: Collection[str], device_type: str
 ) -> set[nn.Parameter]:
-    """The parameters of these names, moved to this rank's device, for `fully_shard` to leave alone.
-    Raises `ConfigError` for one that the tensor plan has split."""
+    """Return the parameters with these FQNs, moved to this rank's device.
+
+    `fully_shard` ignores them. Raises `ConfigError` for a parameter that the tensor plan splits.
+    """
     found: set[nn.Parameter] = set()
     for name, parameter in model.named_parameters():
         if fqn_of(name) not in names:
@@ -85,9 +86,9 @@ def ignored_parameters(
                 f"ignored: {fqn_of(name)} is in the tensor plan, which splits or "
                 "replicates it: choose one of both"
             )
-        # On meta there is nothing to move; values come after sharding, on the right device.
+        # On meta nothing needs to move; values are created on the right device after sharding.
         if not parameter.is_meta and parameter.device.type != device_type:
-            # The object stays the same, because `fully_shard` looks for it by identity.
+            # `.data` keeps the object, because `fully_shard` finds ignored parameters by identity.
             parameter.data = parameter.data.to(current_device(device_type))
         found.add(parameter)
     return found

@@ -1,9 +1,10 @@
-"""Layout of a model over the ranks, decided before the model is changed: `resolve` returns a
-`Layout`. `parallelize` applies it, `cost` computes from it, and a run is described by it.
+"""The layout of a model over the ranks, resolved before anything changes: `resolve`, `Layout`.
 
-[Note: the peak-memory rank] Every axis splits a dim into parts of ceil(size / ranks) rows, of which
-the last ones are smaller or empty. So the rank that is first on every axis holds at least as much
-of each parameter as any other one, and what it stores is the memory of the peak-memory rank.
+`parallelize` applies the layout, `cost` computes its cost, and a run records it.
+
+[Note: the peak-memory rank] Every axis splits a dim into parts of ceil(size / ranks) rows; the last
+parts are smaller or empty. The rank that is first on every axis therefore holds at least as much of
+each parameter as any other rank, and its memory is the maximum over ranks.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from parallel2d.parallel.model_structure import (
     stays_replicated,
 )
 from parallel2d.parallel.parallelize.bucketing import bucket_modules
-from parallel2d.parallel.parallelize.compilation import check_compilation
+from parallel2d.parallel.parallelize.compilation import check_compilation, choose_compilation
 from parallel2d.parallel.parallelize.ignored import ignored_names
 from parallel2d.parallel.parallelize.precision import Precision, buffer_dtype, storage_dtypes
-from parallel2d.parallel.parallelize.preconditions import check_offload
+from parallel2d.parallel.parallelize.preconditions import check_offload, check_symmetric_memory
 from parallel2d.parallel.parallelize.tensor_parallel import split_dims
 from parallel2d.parallel.sync.methods import method_of
 from parallel2d.parallel.sync.methods.method import SyncMethod
@@ -53,20 +54,20 @@ class TensorShape:
 class SampleShape:
     """The tensors of one sample."""
 
-    noun: str = "tokens"  # the unit in which samples are counted
-    # As the model takes them: a `TensorShape`, or several in a tuple or a dict by parameter name
+    noun: str = "tokens"  # unit of a sample count
+    # A `TensorShape`, or several in a tuple or a dict by parameter name, as the model takes them
     inputs: Any = TensorShape(())
-    targets: TensorShape | None = TensorShape(())  # None for data without
+    targets: TensorShape | None = TensorShape(())  # None for data without targets
 
     @property
     def targets_per_sample(self) -> int:
-        """Such as the T of a sequence; 1 for a class, and for values."""
+        """Number of targets, such as the T of a sequence; 1 for a class, and for real values."""
         if self.targets is None or self.targets.dtype.is_floating_point:
             return 1
         return math.prod(self.targets.shape)
 
     def example(self, samples: int, device: torch.device | str) -> tuple[Any, torch.Tensor | None]:
-        """Zeros as inputs and targets of so many samples."""
+        """Return inputs and targets of ``samples`` samples, filled with zeros."""
 
         def zeros(each: TensorShape) -> torch.Tensor:
             return torch.zeros(samples, *each.shape, dtype=each.dtype, device=device)
@@ -75,7 +76,7 @@ class SampleShape:
         return inputs, None if self.targets is None else zeros(self.targets)
 
     def cast(self, floating: torch.dtype | None) -> SampleShape:
-        """The same with another dtype for what is floating-point; None: as it is."""
+        """Return a copy with another dtype for floating-point tensors; None: no change."""
 
         def cast(each: TensorShape) -> TensorShape:
             if floating is None or not each.dtype.is_floating_point:
@@ -86,7 +87,7 @@ class SampleShape:
         return replace(self, inputs=inputs, targets=targets)
 
     def describe(self, samples: int) -> str:
-        """The size of a batch of ``samples``, as text for messages."""
+        """Return the size of a batch of ``samples`` as text for messages."""
         each = f"x {self.targets_per_sample} " if self.targets_per_sample > 1 else ""
         return f"{samples} {each}{self.noun}"
 
@@ -100,74 +101,77 @@ class Workload:
     sample: SampleShape = field(default_factory=SampleShape)  # dtypes as they reach the model
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     muon: frozenset[str] = frozenset()  # FQNs of the parameters that Muon updates
-    device_type: str = ""  # decides which collectives there are; empty: that of the mesh
+    device_type: str = ""  # decides which collectives run; empty: the mesh's device type
     average: bool = False  # True if EMA weights are kept
 
     def example(self, device: torch.device | str) -> tuple[Any, torch.Tensor | None]:
-        """Zeros as inputs and targets of one micro-batch."""
+        """Return inputs and targets of one micro-batch, filled with zeros."""
         return self.sample.example(self.micro_batch_size, device)
 
 
 class ParameterShape(NamedTuple):
-    """One parameter as the first rank of the tensor axis has it, before other axes split it.
-    Itemsizes are bytes of one element."""
+    """One parameter on the first rank of the tensor axis, before other axes split it.
+
+    Itemsizes are bytes of one element.
+    """
 
     shape: tuple[int, ...]
-    whole: tuple[int, ...]  # over all tensor ranks
+    whole: tuple[int, ...]  # unsharded, over all tensor ranks
     tensor_dim: int | None  # the dim that the tensor axis splits
     stored: int  # itemsize of the sharded parameter
-    gathered: int  # the itemsize in which it is gathered
-    reduced: int  # the itemsize in which its gradient is reduced
-    gradient: int  # the itemsize of the gradient that the optimizer gets
+    gathered: int  # itemsize of the unsharded parameter
+    reduced: int  # itemsize of its gradient in the reduce-scatter
+    gradient: int  # itemsize of its gradient for the optimizer
     is_trained: bool
     by_muon: bool  # updated by Muon, with ``optimizer=muon``
     is_hidden: bool  # a hidden matrix
 
     @property
     def sum_itemsize(self) -> int:
-        """That of sums and of outer parameters: fp32 at least."""
+        """Itemsize of sums of gradients and of outer parameters: fp32 at least."""
         return max(4, self.stored)
 
 
 def first_part(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """The shape of the first of ``ranks`` parts by rows; see [Note: the peak-memory rank]."""
+    """Return the shape of the first of ``ranks`` parts by rows; see [Note: the peak-memory rank]."""
     return (-(-shape[0] // ranks), *shape[1:])
 
 
 class LayoutGroup(NamedTuple):
-    """Modules that are gathered and reduced together."""
+    """Modules that share one all-gather and one reduce-scatter."""
 
-    modules: tuple[str, ...]  # names; the root's is empty
+    modules: tuple[str, ...]  # names; the root has an empty name
     policy: MixedPrecisionPolicy
-    parameters: tuple[ParameterShape, ...]  # those that no group before has
+    parameters: tuple[ParameterShape, ...]  # without the parameters of earlier groups
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What each rank will have and do. Raises `ConfigError` for settings that this mesh or device
-    excludes, also when `dataclasses.replace` makes another one of it."""
+    """The state and the work of each rank of a job. Raises `ConfigError` for settings that this
+    mesh or device excludes, also in `dataclasses.replace`."""
 
     config: ParallelConfig
     shape: MeshShape
     workload: Workload
     tensor_plan: Mapping[str, object] | None
     blocks: tuple[str, ...]  # names of the modules that repeat
-    ignored: tuple[str, ...]  # FQNs of the parameters that are left out of sharding
+    ignored: tuple[str, ...]  # FQNs of the parameters that are excluded from sharding
     hidden: frozenset[str]  # FQNs of the hidden matrices
     groups: tuple[LayoutGroup, ...]  # innermost first, the root last
-    # The parameters of a group, and how many are equal to it: a Llama of 126 blocks has two
+    # The parameters of a group, and the number of equal groups: a Llama of 126 blocks has two
     equal_groups: tuple[tuple[tuple[ParameterShape, ...], int], ...]
-    whole: tuple[ParameterShape, ...]  # what every rank has whole: without dimensions, or ignored
-    buffer_bytes: int  # of all buffers, which every rank has whole too
+    whole: tuple[ParameterShape, ...]  # replicated parameters: without dimensions, or ignored
+    buffer_bytes: int  # of all buffers, which are replicated too
 
     def __post_init__(self) -> None:
         MeshSpec(**self.shape.sizes).refuse_contradiction(self.config.strategy)
         check_compilation(self.config.compile, self.shape)
+        check_symmetric_memory(self.config.fsdp.symmetric_memory, self.workload.device_type)
         check_offload(self.config.cpu_offload, self.workload.device_type, self.shape.replicate)
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a step."""
+        """Samples of a step over all data ranks."""
         work = self.workload
         return work.micro_batch_size * work.accumulation * self.shape.data_ranks
 
@@ -182,15 +186,15 @@ class Layout:
 
     @cached_property
     def method(self) -> SyncMethod:
-        """What crosses the replicate axis."""
+        """The sync method over the replicate axis."""
         return method_of(self.config.strategy, self.config.sync, self.shape.replicate)
 
     def blocks_of(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """(name, module) of the blocks."""
+        """Return (name, module) of the blocks."""
         return [(name, model.get_submodule(name)) for name in self.blocks]
 
     def groups_of(self, model: nn.Module) -> list[tuple[list[nn.Module], MixedPrecisionPolicy]]:
-        """The modules of each group, and the dtypes that they compute and communicate in."""
+        """Return the modules of each group, and their compute and communication dtypes."""
         found = []
         for group in self.groups:
             modules = [model.get_submodule(name) for name in group.modules]
@@ -208,16 +212,22 @@ def resolve(
     tensor_plan: Mapping[str, object] | None = None,
     ignored: Sequence[str | nn.Module | nn.Parameter] = (),
 ) -> Layout:
-    """The layout of ``model``, plain as `preconditions.check_parameters` accepts it, and left so.
+    """Resolve the layout of ``model``, which is plain and is not changed.
+
+    `preconditions.check_parameters` must accept the model.
 
     Args:
+        config: all settings of `parallelize`.
         shape: the resolved sizes of the axes.
-        mesh: the mesh of these sizes, if it exists. Without it, a style in ``tensor_plan`` that is
-            not one of torch's is taken to leave parameters unsplit.
-        ignored: as of `parallelize`.
+        model: the model, with real weights or on meta.
+        workload: the work of a step; the default is one sequence per micro-batch.
+        mesh: the mesh of these sizes, if it exists. Without a mesh, parameters under a custom
+            style in ``tensor_plan`` count as not split.
+        tensor_plan: see `parallelize`.
+        ignored: see `parallelize`.
 
     Raises:
-        ConfigError: settings that cannot work.
+        ConfigError: settings that this model or mesh does not support.
     """
     workload = workload or Workload()
     if mesh is not None and not workload.device_type:
@@ -237,6 +247,10 @@ def resolve(
         tensor_dims=dict(split_dims(model, mesh, tensor_plan or {}, shape.tensor)),
     )
     blocks = find_blocks(model, config.bucketing.blocks, config.bucketing.policy)
+    compilation = choose_compilation(
+        config.compile, shape, workload.device_type, has_blocks=bool(blocks)
+    )
+    config = replace(config, compile=compilation)
     if config.compile.name != "none" and not blocks:
         raise ConfigError(
             f"compile={config.compile.name}: {type(model).__name__} has no repeated blocks; name "
@@ -264,13 +278,15 @@ def resolve(
 
 @dataclass
 class _Collector:
-    """Takes parameters from the innermost group to the root; each belongs to the first that has
-    it."""
+    """Collector of parameters, from the innermost group to the root.
+
+    Each parameter belongs to the first group that contains it.
+    """
 
     precision: Precision
     stored: Mapping[nn.Parameter, torch.dtype]
     names: Mapping[nn.Parameter, str]  # FQNs
-    ignored: Collection[str]  # FQNs, as those of the next two
+    ignored: Collection[str]  # FQNs, like the next two fields
     muon: frozenset[str]
     hidden: frozenset[str]
     tensor: int
@@ -281,7 +297,7 @@ class _Collector:
     def groups(
         self, model: nn.Module, buckets: Sequence[Sequence[nn.Module]]
     ) -> Iterator[LayoutGroup]:
-        """The groups, innermost first, the root last."""
+        """Yield the groups, innermost first, the root last."""
         precision = self.precision
         names = {id(module): name for name, module in model.named_modules()}
         for modules in buckets:
@@ -291,7 +307,7 @@ class _Collector:
                 policy = MixedPrecisionPolicy(fp32, fp32, output_dtype=precision.param)
             named = tuple(names[id(module)] for module in modules)
             yield LayoutGroup(named, policy, self._take(modules, policy))
-        # Sharding makes one group of what is left, at the root.
+        # The root's group takes all parameters that no other group holds.
         policy = precision.policy
         if precision.output is not None:
             policy = replace(policy, output_dtype=precision.output)
@@ -300,7 +316,7 @@ class _Collector:
     def _take(
         self, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy
     ) -> tuple[ParameterShape, ...]:
-        """Those of ``modules`` that axes split; the others go to `whole`."""
+        """Return the parameters of ``modules`` that axes split; the others go to `whole`."""
         found: list[ParameterShape] = []
         for module in modules:
             for parameter in module.parameters():
@@ -319,8 +335,8 @@ class _Collector:
         local = list(parameter.shape)
         if dim is not None:
             local[dim] = -(-local[dim] // self.tensor)
-        # Without a dtype in the policy, parameters are gathered as they are stored, and gradients
-        # reduced as autograd made them.
+        # Without a dtype in the policy, parameters are gathered in their storage dtype, and
+        # gradients reduced in the dtype that autograd returns.
         stored = self.stored.get(parameter, parameter.dtype)
         gathered = policy.param_dtype or stored
         reduced = policy.reduce_dtype or gathered
@@ -338,7 +354,7 @@ class _Collector:
         )
 
     def _gradient_dtype(self, parameter: nn.Parameter, stored: torch.dtype) -> torch.dtype:
-        """The dtype of the gradient that the optimizer gets; see `ReplicaReducer`."""
+        """Return the dtype of the gradient that the optimizer gets; see `ReplicaReducer`."""
         # `Scalar` casts gradients to the dtype of the parameter.
         if stays_replicated(parameter):
             return stored

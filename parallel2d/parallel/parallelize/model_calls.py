@@ -1,6 +1,8 @@
-"""Calls that scripts for ``DistributedDataParallel`` and transformers make on a model, and pickles
-of its tensors: `explain_model_calls` makes them right, or gives them an error that names the way.
-All of it is on the model and its tensors, for as long as they live."""
+"""Calls of scripts for ``DistributedDataParallel`` and transformers: `explain_model_calls`.
+
+Calls on the model, and pickles of its tensors, either work or raise an error that names the remedy.
+All changes are on the model object and its tensors, for as long as they live.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def explain_model_calls(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Prepares ``model``, after `fully_shard`, for the calls above."""
+    """Prepare ``model``, after `fully_shard`, for these calls."""
     model.register_load_state_dict_pre_hook(_refuse_plain_tensors)
     model.register_state_dict_post_hook(_mark_state)
     for parameter in model.parameters():
@@ -45,7 +47,7 @@ def explain_model_calls(model: nn.Module, mesh: DeviceMesh) -> None:
         vars(model)["no_sync"] = functools.partial(no_sync, model)
     _explain_missing_wrapper(model)
     for _, module in sharded_modules(model):
-        # `to`, `half` and others go through it.
+        # `Module.to`, `half` and others go through `_apply`.
         vars(module)["_apply"] = functools.partial(_apply, model, module, module._apply)
     for module in model.modules():
         save = getattr(module, "save_pretrained", None)
@@ -54,7 +56,7 @@ def explain_model_calls(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _PickleWarning:
-    """A pickle of a tensor that has this attribute holds the part of one rank, and warns of it.
+    """Attribute that makes the pickle of a tensor warn: the pickle holds one rank's local shard.
 
     `torch.load` reads an empty dict in its place, also with ``weights_only``.
     """
@@ -72,10 +74,11 @@ _PICKLE_WARNING = _PickleWarning()
 
 @functools.cache
 def warn_of_parts() -> None:
-    """Warns, once per process, of a pickle that holds parts of tensors."""
+    """Warn, once per process, of a pickle that holds local shards."""
     log.warning(
-        "torch.save, or another pickle, of sharded tensors writes the parts that this rank has: "
-        "call parallel2d.save_full(path, model, optimizer) on all ranks to write whole ones"
+        "torch.save, or another pickle, of sharded tensors writes only this rank's local "
+        "shards: call parallel2d.save_full(path, model, optimizer) on all ranks to write unsharded "
+        "tensors"
     )
 
 
@@ -84,15 +87,18 @@ def _mark_pickle(tensor: DTensor) -> None:
 
 
 def _mark_state(_module: nn.Module, state: dict[str, Any], *_: Any) -> None:
-    """After ``state_dict``: its tensors are other objects than the parameters."""
+    """Run after ``state_dict``: its tensors are other objects than the parameters."""
     for value in state.values():
         if isinstance(value, DTensor):
             _mark_pickle(value)
 
 
 class _PlainTensors:
-    """The method ``name`` of a sharded parameter, such as ``new_zeros``, by which scripts make a
-    first hidden state on its device and in its dtype: a plain tensor of any size."""
+    """The method ``name`` of a sharded parameter, such as ``new_zeros``.
+
+    Returns a plain tensor of any size: scripts create a first hidden state by this method, on the
+    device and in the dtype of a parameter.
+    """
 
     def __init__(self, name: str, parameter: DTensor) -> None:
         self._name = name
@@ -104,37 +110,41 @@ class _PlainTensors:
 
 
 def _make_plain_tensors(parameter: DTensor) -> None:
-    # Attributes of the object come before methods of its class.
+    # Attributes of the object precede methods of its class.
     for name in ("new_empty", "new_full", "new_ones", "new_zeros"):
         vars(parameter)[name] = _PlainTensors(name, parameter)
 
 
 def _refuse_plain_tensors(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before ``load_state_dict``: raises `ConfigError` for plain tensors in the place of sharded
-    ones, which torch would refuse one by one."""
-    if prefix:  # a part of another model, whose state this is
+    """Raise `ConfigError` before ``load_state_dict`` loads plain tensors into sharded parameters.
+
+    torch would refuse these tensors one by one.
+    """
+    if prefix:  # the state belongs to another model around this one
         return
     for name, parameter in model.named_parameters():
         value = state.get(name)
         is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
         if is_whole and isinstance(parameter, DTensor):
             raise ConfigError(
-                f"load_state_dict: {name} is sharded, and the state holds a whole tensor; use "
-                "parallel2d.load_state(model, state), which sends rank 0's tensors to their "
-                'places, or load_full_state(model, optimizer, {"model": ..., "optimizer": ...})'
+                f"load_state_dict: {name} is sharded, and the state holds an unsharded tensor; use "
+                "parallel2d.load_state(model, state), which distributes rank 0's tensors, "
+                'or load_full_state(model, optimizer, {"model": ..., "optimizer": ...})'
             )
 
 
 def check_ranks_share_data(model: nn.Module, mesh: DeviceMesh, axis: str) -> None:
-    """Makes the first forward under the context or tensor ``axis`` compare its inputs over that
-    axis: a sampler keyed on the global rank feeds each of these ranks other data, which their parts
-    of one sequence or of one matrix silently mix."""
+    """Compare the inputs of the first forward over the context or tensor ``axis``.
+
+    A sampler keyed on the global rank feeds different data to the ranks of this axis. Their parts
+    of one sequence, or of one matrix product, would mix these data without an error.
+    """
     if axis not in axis_names(mesh):
         return
     group = mesh.get_group(axis)
 
-    # In the first forward alone: a sampler that is right once is right ever after. A hook before
-    # this one may have called the model: torch then calls it again, as one without ``kwargs``.
+    # Only in the first forward: a sampler that is right once stays right. An earlier hook may have
+    # called the model; torch then calls this hook again without ``kwargs``.
     def compare(_module: nn.Module, args: Any, kwargs: Any = None) -> None:
         handle.remove()
         if len(set(all_gather(_digest((args, kwargs)), group))) > 1:
@@ -170,14 +180,14 @@ def _apply(
     is_used = has_begun(model) or type(engine.updates) is not UpdateFollower
     for dtype in {parameter.dtype for parameter in model.parameters()}:
         wanted = function(torch.empty(0, dtype=dtype)).dtype
-        # The format sent to other replicas is no wider than what the configuration says.
+        # Communication over replicas keeps the dtype that the configuration names.
         is_wider = engine.buckets is not None and wanted.itemsize > dtype.itemsize
         if wanted != dtype and (is_used or is_wider):
             raise ConfigError(
-                f"model.to({wanted}): what gathers, reduces or updates parameters is made for "
-                f"{dtype}; choose it by parallelize(..., ParallelConfig(precision=...))"
+                f"model.to({wanted}): parameters are gathered, reduced and updated in "
+                f"{dtype}; choose the dtype by parallelize(..., ParallelConfig(precision=...))"
             )
-    # torch exchanges what parameters are, with their attributes.
+    # torch swaps the contents of parameters, including their attributes.
     attributes = [dict(vars(parameter)) for parameter in module.parameters()]
     result = apply(function, recurse)
     for parameter, kept in zip(module.parameters(), attributes, strict=True):
@@ -190,18 +200,18 @@ def _apply(
 def _save_unsharded(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("state_dict") is None:
         raise ConfigError(
-            "save_pretrained(...) would write this rank's parts of the parameters: gather them on "
-            "all ranks by state = parallel2d.full_state(model) and give state_dict=state['model'] "
+            "save_pretrained(...) would write this rank's local shards: unshard the parameters on "
+            "all ranks by state = parallel2d.full_state(model) and pass state_dict=state['model'] "
             "on rank 0, or save a checkpoint for python -m parallel2d.checkpoint convert"
         )
     return save(*args, **kwargs)
 
 
 def _explain_missing_wrapper(model: nn.Module) -> None:
-    """Gives ``model`` a class of its own: `fully_shard` has one for all modules of a class."""
+    """Give ``model`` a separate class: `fully_shard` makes one for all modules of a class."""
     kind = type(model)
 
-    # Not a property, whose AttributeError torch replaces, and which would hide a child.
+    # Not a property: torch replaces the AttributeError of a property, and a property hides a child.
     def find(self: Any, name: str) -> Any:
         try:
             return super(kind, self).__getattr__(name)
@@ -211,7 +221,8 @@ def _explain_missing_wrapper(model: nn.Module) -> None:
             problem = "model.module: parallelize(...) returns the model itself, without a wrapper"
             raise AttributeError(f"{problem}; use model") from error
 
-    # Modules make others of their class, such as a slice of a sequence: plain ones, as torch does.
+    # A module may create others of its class, such as a slice of a sequence: as in FSDP, they are
+    # of the plain class.
     def make(_kind: type, *args: Any, **kwargs: Any) -> nn.Module:
         made: nn.Module = kind(*args, **kwargs)
         return made

@@ -1,6 +1,8 @@
-"""Copies of a parallelized model on its layout: `sharded_copy`, frozen, and ``copy.deepcopy``.
-Hooks and groups refer to the model that they were made for, so a copy is made of the structure
-before the transforms, which are applied again."""
+"""Copies of a parallelized model on its layout: a frozen `sharded_copy`, and ``copy.deepcopy``.
+
+Hooks and groups refer to their own model. A copy therefore starts from a meta copy of the structure
+before the transforms, and the transforms are applied again.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,15 @@ from parallel2d.parallel.weights.geometry import local_part
 from parallel2d.parallel.weights.named_tensors import all_tensors, parameters_by_name, reshard
 from parallel2d.parallel.weights.source import WeightSource
 
-DEEPCOPY = "__deepcopy__"  # the attribute of the model by which `copy.deepcopy` finds its `copier`
+DEEPCOPY = "__deepcopy__"  # attribute of the model under which `copy.deepcopy` finds its `copier`
 Transforms = Callable[[nn.Module, WeightSource], nn.Module]
 
 
 def copier(model: nn.Module, transforms: Transforms) -> Callable[..., nn.Module]:
-    """What makes a copy, on request ``frozen``, of ``model``, which is plain and on which
-    ``transforms`` are about to work."""
+    """Return a function that copies ``model``, and freezes the copy if called with ``frozen``.
+
+    Called on the plain ``model``, before ``transforms`` change it.
+    """
     blueprint: Any = None
     reason = f"deepcopy: {type(model).__name__} cannot be copied: "
     try:
@@ -52,9 +56,10 @@ def copier(model: nn.Module, transforms: Transforms) -> Callable[..., nn.Module]
         twin: nn.Module = copy.deepcopy(blueprint)
         trained = {name for name, each in parameters_by_name(model).items() if each.requires_grad}
         for name, parameter in parameters_by_name(twin).items():
-            # Before the transforms, which allocate for trained ones what training needs.
+            # Before the transforms, which allocate training memory for trained parameters only.
             parameter.requires_grad_(name in trained and not frozen)
-        # All is given: no constructor is asked for values, which may be on some ranks alone.
+        # All tensors are given. A constructor must not draw values, because a copy may be made on
+        # some ranks only.
         source = WeightSource(twin, seed=0, init=lambda *_: None, broadcast_from=None, given=give)
         transforms(twin, source)
         take_over_statistics(twin, model)
@@ -68,14 +73,14 @@ def copier(model: nn.Module, transforms: Transforms) -> Callable[..., nn.Module]
 
 
 def _free_if_frozen(module: nn.Module, *_: Any) -> None:
-    """Frees what a forward has gathered if no backward will: the next update needs the parts."""
+    """Reshard after a forward without backward: the next update needs the local shards."""
     is_trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
     if not is_trained:
         reshard(module)
 
 
 class ShardedCopy:
-    """See `sharded_copy`. ``module``: the copy, in evaluation mode."""
+    """Result of `sharded_copy`. ``module`` is the copy, in evaluation mode."""
 
     def __init__(self, model: nn.Module) -> None:
         engine_of(model)  # raises for another model
@@ -86,16 +91,18 @@ class ShardedCopy:
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What is not found here is the module's: ``ema.eval()``, ``ema.state_dict()``."""
+        """Look up all other attributes on the module: ``ema.eval()``, ``ema.state_dict()``."""
         if name == "module":  # it is being built
             raise AttributeError(name)
         return getattr(self.module, name)
 
     @torch.no_grad()
     def update(self, decay: float) -> None:
-        """Makes each trained parameter ``decay`` times itself plus ``1 - decay`` times the model's,
-        and copies buffers. No communication. Raises `ConfigError` for a ``decay`` outside of
-        [0, 1], and for parameters in 16 bits, whose averages would stand still."""
+        """Set each trained parameter to ``decay * self + (1 - decay) * model``, and copy buffers.
+
+        No communication. Raises `ConfigError` for a ``decay`` outside of [0, 1], and for 16-bit
+        parameters, because their averages would not move.
+        """
         reshard(self.module)
         here = parameters_by_name(self.module)
         averages = {name: here[name].detach() for name in trained_values(self._model)}
@@ -111,8 +118,11 @@ class ShardedCopy:
 
 
 def sharded_copy(model: nn.Module) -> ShardedCopy:
-    """A frozen copy of ``model``, from `parallel2d.parallelize`, with what all replicas have of it:
-    ``ema(x)`` evaluates it, ``ema.update(0.999)`` moves it, ``ema.module`` is saved like any model.
-    Collective. Hooks set after `parallelize` are not copied. Raises `ConfigError` for what cannot
-    be copied."""
+    """Return a frozen copy of ``model``, from `parallel2d.parallelize`, sharded like the model.
+
+    Collective. The copy starts from the state that all replicas share. ``ema(x)`` evaluates the
+    copy, ``ema.update(0.999)`` moves its EMA weights, and ``ema.module`` is saved like any model.
+    Hooks set after `parallelize` are not copied. Raises `ConfigError` for a model that cannot be
+    copied.
+    """
     return ShardedCopy(model)

@@ -1,9 +1,8 @@
 """Hooks of all optimizers that update parameters of parallelized models: `follow_steps`.
 
-Before a step misuse is refused, state of one process that was loaded is cut, and the models hear of
-the update. An optimizer that updates each element on its own gets this rank's parts as plain
-tensors: a hook may give the step other arguments, and so a stand-in with the parts in the place of
-the parameters.
+Before a step the hooks refuse misuse, shard loaded unsharded state, and notify the models of the
+update. An elementwise optimizer gets this rank's local shards as plain tensors: torch's pre-hook
+may replace the arguments of the step, so it passes a stand-in optimizer of the local shards.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ from parallel2d.parallel.weights.geometry import as_part
 from parallel2d.parallel.weights.named_tensors import stepped_by
 from parallel2d.parallel.weights.unsharded_tensors import copy_part
 
-# An attribute of an optimizer: the state in which nothing is left to cut. Loading makes another.
+# Attribute of an optimizer: the state object that is already sharded. Loading makes a new object.
 _CUT = "_parallel2d_cut"
-# Those of torch that update each element on its own, whatever their arguments
+# torch's optimizers that update each element independently, under all arguments
 _ELEMENTWISE = (
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
     torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 )  # fmt: skip
-# Of the models that are alive, in the order in which they were parallelized
+# The live models, in the order of `parallelize` calls
 _followed: list[weakref.ref[UnshardedParameters]] = []
 _handles: list[RemovableHandle] = []
 
 
 def follow_steps(gathered: UnshardedParameters) -> None:
-    """Registers the hooks, until the last parallelized model is gone."""
+    """Register the hooks. They are removed with the last parallelized model."""
     _followed.append(weakref.ref(gathered, _leave))
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
@@ -79,12 +78,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     for gathered in _alive():
         gathered.before_update(optimizer, stepped)
     if is_first:
-        # The iterations of torch's Muon are in bf16.
+        # torch's Muon computes its iterations in bf16.
         if isinstance(optimizer, torch.optim.Muon) and any(map(_is_sharded, parameters)):
             raise script_checks.refusal(optimizer, "would round differently on sharded parameters")
         _shard_loaded_state(optimizer)
         vars(optimizer)[_CUT] = optimizer.state
-    # A closure computes gradients of the sharded parameters.
+    # A closure computes gradients of the sharded parameters, so the step must see these.
     if len(args) > 1 or kwargs:
         script_checks.runs_closure()
         return None
@@ -99,7 +98,7 @@ def _after_step(optimizer: Optimizer, args: Any, _kwargs: Any) -> None:
     stand_in = vars(args[0]).pop(_STAND_IN, None)
     if stand_in is not None:
         stand_in.hand_over(optimizer)
-    # Updates of many `DTensor`s at once count nowhere as a change in place.
+    # A foreach update of `DTensor`s does not count as an in-place change, so it is counted here.
     with quick_reads():
         updated = [each for each in parameters if each.grad is not None]
     torch.autograd.graph.increment_version(filter(_is_sharded, updated))
@@ -117,7 +116,7 @@ def _shard_loaded_state(optimizer: Optimizer) -> None:
     for parameter, entries in optimizer.state.items():
         for key, value in entries.items() if isinstance(parameter, DTensor) else ():
             is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
-            # The count of steps of a parameter without dims has its shape too.
+            # The step count of a parameter without dims has the same shape.
             if is_whole and key != "step" and value.shape == parameter.shape:
                 entries[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
                 copy_part(entries[key], value)
@@ -125,9 +124,11 @@ def _shard_loaded_state(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def _parts_of(optimizer: Optimizer) -> dict[Tensor, Tensor] | None:
-    """By parameter what ``optimizer`` can update in its place: this rank's part, with that of the
-    gradient. None where it needs more than these."""
-    # A subclass may do anything.
+    """Return the local shard, with its gradient, that the optimizer can update per parameter.
+
+    None if the optimizer needs more than local shards.
+    """
+    # A subclass may override any method.
     if type(optimizer) not in _ELEMENTWISE:
         return None
     parts: dict[Tensor, Tensor] = {}
@@ -141,7 +142,7 @@ def _parts_of(optimizer: Optimizer) -> dict[Tensor, Tensor] | None:
                     part = part_of(parameter).detach()
                     gradient = parameter.grad
                     if gradient is not None:
-                        # Such as a part of a sum, or one of another dtype
+                        # Refused: a partial sum, or a gradient of another dtype
                         if not _is_split_alike(gradient, parameter):
                             return None
                         part.grad = part_of(gradient)
@@ -158,13 +159,12 @@ def _is_split_alike(tensor: Tensor, parameter: DTensor) -> bool:
     )
 
 
-# An attribute of the optimizer that steps in the place of another: its `_StandIn`
+# Attribute of the optimizer that steps in the place of another: its `_StandIn`
 _STAND_IN = "_parallel2d_stand_in"
 
 
 class _StandIn:
-    """An ``optimizer`` like another, with ``parts`` in the places of its parameters, and of their
-    state. It steps once."""
+    """A copy of an optimizer with ``parts`` in place of its parameters, for one step."""
 
     def __init__(self, optimizer: Optimizer, parts: Mapping[Tensor, Tensor]) -> None:
         self.optimizer = optimizer
@@ -182,14 +182,14 @@ class _StandIn:
             groups.append({**group, "params": [parts[each] for each in group["params"]]})
         made = object.__new__(type(optimizer))
         stand_in = cls(made, parts)
-        # Also what others have left on it, such as the scale of a gradient scaler.
+        # Also attributes that others have set, such as the scale of a gradient scaler.
         vars(made).update(vars(optimizer), param_groups=groups, state=state)
         vars(made)[_STAND_IN] = stand_in
         return stand_in
 
     @torch.no_grad()
     def hand_over(self, optimizer: Optimizer) -> None:
-        """Puts the state that the step has left into that of ``optimizer``."""
+        """Move the state that the step has left to the state of ``optimizer``."""
         found = self.optimizer.state
         for parameter, part in self._parts.items():
             if part in found:

@@ -1,4 +1,4 @@
-"""The dtypes in which a model is stored, gathered, added and sent."""
+"""The dtypes of a model in storage, computation, accumulation and communication."""
 
 from __future__ import annotations
 
@@ -29,23 +29,25 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a model that is trained in mixed precision."""
+    """The dtypes of one model in mixed-precision training."""
 
     storage: torch.dtype  # of sharded parameters, their gradients and the optimizer state
-    param: torch.dtype  # of gathered parameters and activations
-    reduce: torch.dtype  # of gradients while they are sent
-    output: torch.dtype | None  # of what the model returns; None: whatever it computes
-    buffers: torch.dtype | None  # None: as built
-    cast_inputs: bool  # floating-point inputs are cast to `param`
-    keep_reduced: bool  # gradients stay in `reduce` instead of being cast to `storage`
-    fp32_modules: frozenset[int]  # ids of modules that compute in fp32 beside a lower `param`
+    param: torch.dtype  # of unsharded parameters and activations
+    reduce: torch.dtype  # of gradients in communication
+    output: torch.dtype | None  # of the model's outputs; None: the dtype that it computes
+    buffers: torch.dtype | None  # None: the dtype that the constructor chose
+    cast_inputs: bool  # True to cast floating-point inputs to `param`
+    keep_reduced: bool  # True to keep gradients in `reduce` instead of casting them to `storage`
+    fp32_modules: frozenset[int]  # ids of modules that compute in fp32 despite a lower `param`
 
     @classmethod
     def of(cls, config: PrecisionConfig, model: nn.Module) -> Precision:
-        """The dtypes that ``config`` names. Raises `ConfigError` for a class in
-        ``config.fp32_modules`` that ``model`` does not have."""
+        """Return the dtypes that ``config`` names.
+
+        Raises `ConfigError` for a class in ``config.fp32_modules`` that ``model`` does not contain.
+        """
         buffers = config.buffers
-        # They keep the dtype they were built with, but fp64 would be lost in narrower ones.
+        # Buffers keep the dtype of the constructor; with fp64 storage a narrower one would lose it.
         if buffers is None and config.storage == "fp64":
             buffers = "fp64"
         return cls(
@@ -61,12 +63,12 @@ class Precision:
 
     @property
     def sums(self) -> torch.dtype:
-        """The dtype in which gradients are added: fp32 at least."""
+        """The accumulation dtype of gradients: fp32 at least."""
         return torch.promote_types(self.storage, torch.float32)
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
-        """For `fully_shard`; a dtype that equals the one it would have anyway is omitted."""
+        """The policy for `fully_shard`; a dtype that equals FSDP's default is omitted."""
         param = None if self.param == self.storage else self.param
         reduce = None if self.reduce == self.param else self.reduce
         return MixedPrecisionPolicy(
@@ -75,19 +77,19 @@ class Precision:
 
 
 def input_dtype(config: PrecisionConfig) -> torch.dtype | None:
-    """The dtype in which floating-point inputs reach the model; None: as they are."""
+    """Return the dtype of floating-point inputs in the model; None: unchanged."""
     if not config.cast_forward_inputs:
         return None
     return DTYPES[config.param]
 
 
 def _fp32_modules(model: nn.Module, classes: Collection[str]) -> set[int]:
-    """Ids of the modules of these classes that own parameters, and of such modules inside them."""
+    """Return ids of the modules of these classes that own parameters, and of modules in them."""
     missing = set(classes)
     found: set[int] = set()
     for module in model.modules():
         name = type(module).__name__
-        # One without parameters, such as an activation, has no dtype to compute in.
+        # A module without parameters, such as an activation, has no compute dtype.
         if name in classes and next(module.parameters(), None) is not None:
             missing.discard(name)
             found.update(id(inner) for _, inner in owning_modules(module))
@@ -101,24 +103,24 @@ def _fp32_modules(model: nn.Module, classes: Collection[str]) -> set[int]:
 
 
 def cast_storage(model: nn.Module, precision: Precision, ignored: Container[str] = ()) -> nn.Module:
-    """Casts parameters to the storage dtype, complex ones to the complex dtype of its width, and
-    buffers to theirs. Makes them contiguous.
+    """Cast parameters to the storage dtype and buffers to theirs. Make both contiguous.
 
-    The parameters of ``precision.fp32_modules`` are stored in fp32 at least; those with FQNs in
-    ``ignored`` in the dtype that computes. Raises `ConfigError` for complex parameters in fewer
-    than 32 bits, which no such dtype can hold.
+    A complex parameter gets the complex dtype of the same width. The parameters of
+    ``precision.fp32_modules`` are stored in fp32 at least, and parameters with FQNs in ``ignored``
+    in the compute dtype. Raises `ConfigError` for complex parameters in fewer than 32 bits, because
+    torch has no such dtype.
     """
     storage = storage_dtypes(model, precision, ignored)
     cast: dict[nn.Parameter, nn.Parameter] = {}
     for parameter, dtype in storage.items():
         value = parameter.detach()
-        # `to` and `contiguous` return the tensor itself where they have nothing to do.
+        # `to` and `contiguous` return the same tensor if nothing changes.
         stored = value.to(dtype).contiguous()
         if stored is not value:
             cast[parameter] = nn.Parameter(stored, parameter.requires_grad)
     for module in model.modules():
         for name, held in list(direct_parameters(module)):
-            # A tied parameter is replaced by the same new one in each of its modules.
+            # A tied parameter is replaced by one new parameter in all of its modules.
             if held in cast:
                 setattr(module, name, cast[held])
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -129,7 +131,7 @@ def cast_storage(model: nn.Module, precision: Precision, ignored: Container[str]
 def storage_dtypes(
     model: nn.Module, precision: Precision, ignored: Container[str] = ()
 ) -> dict[nn.Parameter, torch.dtype]:
-    """The dtype in which `cast_storage` stores each floating-point or complex parameter."""
+    """Return the storage dtype of each floating-point or complex parameter; see `cast_storage`."""
     in_fp32: set[nn.Parameter] = set()
     for module in model.modules():
         if id(module) in precision.fp32_modules:
@@ -155,8 +157,7 @@ def storage_dtypes(
 
 
 def buffer_dtype(buffer: torch.Tensor, precision: Precision) -> torch.dtype:
-    """Returns the dtype in which a buffer is stored; a complex one changes only to one of 32 bits
-    or more."""
+    """Return the storage dtype of a buffer; complex buffers need a dtype of 32 bits or more."""
     dtype = precision.buffers
     if dtype is not None and buffer.is_floating_point():
         return dtype

@@ -1,4 +1,4 @@
-"""What `parallelize` refuses before it changes anything: `check`, and the rules of a `Layout`."""
+"""Checks of `parallelize` before it changes anything: `check`, and the rules of a `Layout`."""
 
 from __future__ import annotations
 
@@ -30,17 +30,21 @@ from parallel2d.parallel.weights.named_tensors import stepped_by
 
 
 def mark_sharded(model: nn.Module, ignored: Container[str]) -> None:
-    """Has `check_parameters` refuse another model with the parameters of ``model``, those with the
-    names ``ignored`` apart."""
+    """Make `check_parameters` refuse another model with the parameters of ``model``.
+
+    Parameters with names in ``ignored`` may be shared.
+    """
     for name, parameter in model.named_parameters():
         if fqn_of(name) not in ignored:
             setattr(parameter, SHARDED_AS, name)
 
 
 def check(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, topology: Topology) -> None:
-    """Raises `ConfigError` for what a `Layout` does not show: where the ranks are, what their
-    devices can do, which software they run, and what else holds the model's parameters.
-    Collective."""
+    """Raise `ConfigError` for conditions that a `Layout` does not show. Collective.
+
+    They are the hosts of the ranks, the capabilities of their devices, their versions of torch, and
+    other holders of the model's parameters.
+    """
     check_placement(ranks_of(mesh), topology, config.allow_cross_node)
     check_float8(config.precision, mesh.device_type)
     ranks = all_gather((str(torch.__version__), socket.gethostname()))
@@ -55,8 +59,11 @@ def check(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, topology: 
 
 
 def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
-    """Raises `ConfigError` for a mesh or configuration of another kind, for settings that
-    contradict each other, and for a model that is sharded already."""
+    """Raise `ConfigError` for arguments of `parallelize` that no model could have.
+
+    Refused are a mesh or configuration of another type, settings that contradict each other, and a
+    model that is already sharded.
+    """
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
             "the second argument of parallelize is the mesh, from parallel2d.build_mesh; got "
@@ -69,28 +76,32 @@ def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
         )
     if config is not None and config.strategy.name == AUTOMATIC:
         raise ConfigError("strategy=auto is resolved by the train command: in code, name one")
+    if config is not None and config.precision.name == AUTOMATIC:
+        raise ConfigError("precision=auto is resolved by the train command: in code, name one")
     if config is not None:
         validated(config)
     if isinstance(model, nn.ModuleList | nn.ModuleDict) and not is_called(model):
         raise ConfigError(
-            f"parallelize: a {type(model).__name__} has no forward, in which parameters are "
-            "gathered: parallelize each of its members, or a module that calls them"
+            f"parallelize: a {type(model).__name__} has no forward to gather its "
+            "parameters in: parallelize each of its members, or a module that calls them"
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
-            "the model is sharded already, by parallelize or fully_shard: give the plain one, once"
+            "the model is sharded already, by parallelize or fully_shard: pass the plain model"
         )
 
 
 def _check_no_optimizer(model: nn.Module) -> None:
-    """Raises `ConfigError` when a live optimizer holds parameters of ``model``: sharding replaces
-    them, so it would train nothing."""
+    """Raise `ConfigError` when a live optimizer holds parameters of ``model``.
+
+    Sharding replaces the parameters, so the optimizer would train nothing.
+    """
     parameters = {id(parameter) for parameter in model.parameters()}
     for found in gc.get_objects():
-        # Not isinstance, which reads __class__: on a proxy that may run code.
+        # `isinstance` reads __class__, which may run code on a proxy; `type` does not.
         if not issubclass(type(found), torch.optim.Optimizer):
             continue
-        # Optimizers of other models may be alive, and are fine.
+        # Optimizers of other models may be alive.
         if parameters.intersection(map(id, stepped_by(found))):
             raise ConfigError(
                 f"{type(found).__name__} was built before parallelize: it holds parameters that "
@@ -100,15 +111,17 @@ def _check_no_optimizer(model: nn.Module) -> None:
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Raises `ConfigError`, with the name, for a parameter of which sharding would lose something
-    without an error: a hook, a copy of the reference, an update that its module writes. And for one
-    without a size."""
+    """Raise `ConfigError`, with the name, for a parameter that sharding would break silently.
+
+    The causes are a gradient hook, a second reference to the parameter or its memory, an update by
+    the parameter's own module in forward, and a parameter without a size.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in nn.Module.named_parameters(model):
         if id(parameter) not in names:
             raise ConfigError(
-                f"{type(model).__name__}.named_parameters() omits {name}, which is to be sharded "
-                "too: give the method that selects parameters another name"
+                f"{type(model).__name__}.named_parameters() omits {name}, which must be sharded "
+                "too: rename the method that selects parameters"
             )
         _check_parameter(name, parameter)
     by_storage: dict[int | None, list[nn.Parameter]] = defaultdict(list)
@@ -126,27 +139,27 @@ def check_parameters(model: nn.Module) -> None:
             called = name or "the model"
             raise ConfigError(
                 f"{called} has max_norm={module.max_norm}: it rescales rows of its "
-                "weight in forward, which writes to a gathered copy and is lost; use max_norm=None "
-                "and rescale the weight after the optimizer's step"
+                "weight in forward, which writes to an unsharded copy and is lost; use "
+                "max_norm=None and rescale the weight after the optimizer's step"
             )
         _check_references(name, module, names, by_storage)
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     earlier = getattr(parameter, SHARDED_AS, None)
-    # A frozen one goes on being the same in both, unless it is that of a sharded module.
+    # A frozen parameter stays the same object in both models, unless its module is sharded.
     if earlier is not None and (parameter.requires_grad or isinstance(parameter, DTensor)):
         raise ConfigError(
-            f"{name} is {earlier} of another model, which parallelize has sharded: it would be "
-            "two parameters from now on; put both models into one nn.Module and parallelize "
-            "that, or give this one a copy"
+            f"{name} is {earlier} of another model, which parallelize has sharded: the two "
+            "models would train separate parameters; put both into one nn.Module and parallelize "
+            "that, or use a copy here"
         )
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ConfigError(
             f"{name} has no size yet: run one forward pass of the model before parallelize, or "
             "give its sizes"
         )
-    # A tensor has hooks of two kinds; those of the second run when its gradient is complete.
+    # Post-accumulate hooks run when the gradient is complete; the others run on each gradient.
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise ConfigError(
             f"{name} has a gradient hook, which would never be called, because sharding "
@@ -161,17 +174,19 @@ def _check_references(
     names: Mapping[int, str],
     by_storage: Mapping[int | None, list[nn.Parameter]],
 ) -> None:
-    """Raises `ConfigError` when a plain attribute or a buffer of ``module`` holds parameters or
-    shares their memory. ``names``: of the model's parameters, by id."""
+    """Raise `ConfigError` when an attribute or a buffer of ``module`` aliases a parameter.
+
+    ``names``: FQNs of the model's parameters by id.
+    """
     for attribute, value in plain_attributes(module):
         for held in tensors_in(value):
             known = ""
-            # A frozen one that the model does not have stays as it is: sharding leaves it alone.
+            # A frozen parameter that the model does not register is not sharded and stays valid.
             if isinstance(held, nn.Parameter) and (id(held) in names or held.requires_grad):
                 known = names.get(id(held), "a parameter that the model does not know")
             elif not isinstance(held, nn.Parameter):
                 for parameter in by_storage.get(storage_of(held), ()):
-                    # A view of a frozen one goes on having its values, if it has them.
+                    # A view of a frozen parameter with values keeps these values.
                     changes = parameter.requires_grad or parameter.is_meta
                     if changes and _overlap(held, parameter):
                         known = f"the memory of {names[id(parameter)]}"
@@ -179,14 +194,16 @@ def _check_references(
                 path = f"{name}.{attribute}".removeprefix(".")
                 raise ConfigError(
                     f"{path} holds {known} in a plain {type(value).__name__}: it would keep the "
-                    "value of today, because sharding replaces parameters; use nn.ParameterList or "
+                    "current value, because sharding replaces parameters; use nn.ParameterList or "
                     "nn.ParameterDict, or ask the module that owns it"
                 )
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors in one storage share memory. Files that are mapped put many tensors, one
-    after the other, into one storage."""
+    """Return True if two tensors of one storage share memory.
+
+    A mapped file has many tensors, one after the other, in one storage.
+    """
     ranges = []
     for tensor in (one, other):
         steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -196,10 +213,21 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return bool(max(ranges)[0] < min(ranges)[1]) and 0 not in (one.numel(), other.numel())
 
 
+def check_symmetric_memory(symmetric_memory: bool, device_type: str) -> None:
+    """Raises `ConfigError` for ``symmetric_memory`` on a CPU, where NCCL does not run."""
+    if symmetric_memory and device_type == "cpu":
+        raise ConfigError(
+            "fsdp.symmetric_memory=true needs GPUs with NCCL, and this runs on CPU: use "
+            "fsdp.symmetric_memory=false"
+        )
+
+
 def check_offload(cpu_offload: bool, device_type: str, replicate: int = 1) -> None:
-    """Raises `ConfigError` for ``cpu_offload`` where parameters are on CPU anyway, with replicas,
-    and where ranks cannot communicate from CPU: the norm of offloaded gradients, whole parameters
-    and checkpoints are collectives of CPU tensors."""
+    """Raise `ConfigError` for ``cpu_offload`` without a use or that would fail.
+
+    It needs an accelerator, a single replica, and a process group with a CPU backend: the norm of
+    offloaded gradients, unsharded parameters and checkpoints are collectives of CPU tensors.
+    """
     if not cpu_offload:
         return
     if device_type == "cpu":

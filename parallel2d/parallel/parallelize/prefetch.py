@@ -1,16 +1,17 @@
-"""Gathers parameters some groups ahead of the one that computes: `prefetch_parameters`.
+"""Prefetch: gather parameters some groups ahead of the computation (`prefetch_parameters`).
 
-[Note: the order in which groups run] Groups that gather others ahead need the order of execution,
-which need not be the order of registration: a model may run its modules in any order, or one of
-them twice. So chains of groups are set when the first forward has ended, in the order in which it
-ran them; that first forward runs without them. A group that ran several times has no one successor:
-it gathers nothing ahead and is gathered when it is reached. A later forward that runs other groups
-is still correct: gathers that were not used are dropped, at the cost of that gather.
+[Note: the order in which groups run] Prefetching needs the order of execution, which may differ
+from the order of registration: a model may run its modules in any order, or run a module twice.
+Prefetch chains are therefore set at the end of the first forward, in the recorded order; the first
+forward runs without chains. A group that ran several times has no unique successor: it prefetches
+nothing, and is gathered when it runs. A later forward that runs other groups is still correct:
+unused prefetched parameters are dropped, at the cost of their all-gather.
 
-Without a chain, torch gathers one group ahead in backward, from its own record of forwards. Those
-of a validation, and of earlier micro-batches, stay in that record, and the last group in backward
-would gather what was before it there in vain. So the group whose forward ends first gathers nothing
-ahead. Forward chains rest in backward, in which checkpointed blocks run forward again.
+Without a chain, torch prefetches one group in backward, from its own record of post-forward hooks.
+The forwards of a validation and of earlier micro-batches stay in this record. The group with the
+first entry of the current forward runs last in backward, and would prefetch the group of an earlier
+forward for nothing. This group therefore gets a chain that prefetches nothing. Forward chains are
+removed during backward, because checkpointed blocks run forward again there.
 """
 
 from __future__ import annotations
@@ -37,39 +38,41 @@ from parallel2d.parallel.sync.engine.replica_reducer import engine_in
 
 log = logging.getLogger(__name__)
 
-Group = Sequence[Any]  # modules whose parameters are gathered together, each an `FSDPModule`
+Group = Sequence[Any]  # modules of one FSDP group, each an `FSDPModule`
 Chains = list[tuple[Any, list[Any]]]
 
 
 def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConfig) -> nn.Module:
-    """Set how early the groups of ``model``, which `shard` has made, gather their parameters. With
-    forward chains all-gathers become asynchronous on CPU, which on GPU streams see to."""
+    """Set the prefetch distance of the groups of ``model``, after `shard`.
+
+    On CPU, forward chains also make all-gathers asynchronous; on GPU streams do this.
+    """
     if mesh_shape(mesh).shard == 1:
         if config != PrefetchConfig():
             log.info("prefetch has no effect with mesh.shard=1: no parameters are gathered")
         return model
     if mesh.device_type == "cpu" and config.forward:
         set_asynchronous_gathers(model, True)
-    # An empty chain would mean torch's own choice, which is one group ahead in backward.
+    # An empty chain would select torch's default, which is one group ahead in backward.
     if config.backward == 0:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_modules_to_backward_prefetch([module])
-    ended: list[Group] = []  # in the forward that runs
+    ended: list[Group] = []  # groups of the running forward, in the order of their ends
     for group in module_groups(model):
         _record(group, ended)
 
     def set_chains(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-        # Later forwards use the chains of the first one, whichever groups they run.
+        # Later forwards use the chains of the first forward, also if they run other groups.
         handle.remove()
         times = Counter(map(id, ended))
         once = [group for group in ended if times[id(group)] == 1]
         if config.forward:
             _follow_in_forward(model, list(_chains(_in_order_of_begin(once), config.forward)))
-        # Backward runs groups in the reverse of the order in which their forward ended.
+        # Backward runs the groups in the reverse order of the ends of their forwards.
         if config.backward > 1:
             for module, later in _chains(once[::-1], config.backward):
-                # An empty chain, that of the last group, would mean torch's own choice.
+                # An empty chain would select torch's default, so the last group names itself.
                 module.set_modules_to_backward_prefetch(later or [module])
 
     model.register_forward_pre_hook(lambda *_: ended.clear(), prepend=True)
@@ -81,8 +84,7 @@ def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConf
 
 
 def _record(group: Group, ended: list[Group]) -> None:
-    """Append ``group`` to ``ended`` whenever its forward ends, which is when all of its modules
-    have run."""
+    """Append ``group`` to ``ended`` at the end of its forward, when all of its modules have run."""
     running = set(group)
 
     def note(module: Any, _inputs: Any, _output: Any) -> None:
@@ -96,7 +98,7 @@ def _record(group: Group, ended: list[Group]) -> None:
 
 
 def _end_at_first(model: nn.Module, ended: Sequence[Group]) -> None:
-    """Let the group whose forward ended first gather nothing ahead in backward."""
+    """Make the first group of each forward prefetch nothing in backward."""
     first: list[Any] = []
 
     def end(*_: Any) -> None:
@@ -110,15 +112,17 @@ def _end_at_first(model: nn.Module, ended: Sequence[Group]) -> None:
 
 
 def _chains(order: Sequence[Group], ahead: int) -> Iterator[tuple[Any, list[Any]]]:
-    """Yields each group's first module, and the first modules of the ``ahead`` groups after it."""
+    """Yield each group's first module with the first modules of the next ``ahead`` groups."""
     first = [group[0] for group in order]
     for index, module in enumerate(first):
         yield module, first[index + 1 : index + 1 + ahead]
 
 
 def _in_order_of_begin(ended: Sequence[Group]) -> list[Group]:
-    """The same groups in the order in which their forward began: a group begins before those inside
-    it, which end before it."""
+    """Return the groups in the order of the begins of their forwards.
+
+    A group begins before the groups inside it, and ends after them.
+    """
     begun: list[Group] = []
     for group in ended:
         inside = set(chain.from_iterable(module.modules() for module in group))
@@ -128,7 +132,7 @@ def _in_order_of_begin(ended: Sequence[Group]) -> list[Group]:
 
 
 def _follow_in_forward(model: nn.Module, chains: Chains) -> None:
-    """Let modules gather those that follow them in ``chains`` ahead, in forward."""
+    """Set the forward prefetch of ``chains`` during forwards of ``model`` only."""
 
     def begin(*_: Any) -> None:
         for module, later in chains:
@@ -138,14 +142,17 @@ def _follow_in_forward(model: nn.Module, chains: Chains) -> None:
         for module, _later in chains:
             module.set_modules_to_forward_prefetch([])
 
-    # Before the hook of `fully_shard`, which gathers what follows the root
+    # `prepend`: FSDP's pre-forward hook of the root already prefetches, so chains are set before.
     model.register_forward_pre_hook(begin, prepend=True)
     model.register_forward_hook(end, always_call=True)
 
 
 def _drop_unused(model: nn.Module) -> None:
-    """Drop parameters that a forward without gradients has gathered ahead and not used: the next
-    forward would take them for current. After others torch drops them when backward ends."""
+    """Drop parameters that a forward without gradients has prefetched and not used.
+
+    The next forward would take the outdated values for current ones. After a forward with
+    gradients torch drops them at the end of backward.
+    """
 
     def end(_module: nn.Module, _inputs: Any, _output: Any) -> None:
         if torch.is_grad_enabled() or in_backward():

@@ -12,7 +12,7 @@ from torch import Tensor
 from parallel2d.base.device import current_device
 from parallel2d.base.errors import ConfigError
 
-# Kinds of collectives, and the end of a backward pass
+# Kinds of collectives, and the end of a backward pass as another kind
 GATHER, SCATTER, EXCHANGE, END = range(4)
 VERBS = ("gathers {}", "reduces {}", "reduces {}", "ends its backward pass")
 
@@ -21,7 +21,8 @@ class _Ordered:
     """A collective that is entered in the order of the shard group before it is issued.
 
     Args:
-        enter: takes the kind, size and dtype. Raises `ConfigError` if it must not be issued.
+        enter: takes the kind, size and dtype. Raises `ConfigError` if the collective must not be
+            issued.
         failed: cleans up, and returns the error to raise.
     """
 
@@ -58,9 +59,9 @@ class OrderedAllGather(_Ordered):
 class OrderedReduceScatter(_Ordered):
     """The reduce-scatter of a group of gradients.
 
-    A payload of fewer than 32 bits is exchanged and added in fp32, so that each contribution and
-    the result are rounded once, not every partial sum (Megatron-LM and VeOmni do the same). A rank
-    sends as many bytes as in a ring reduce-scatter.
+    A payload of fewer than 32 bits is exchanged by an all-to-all and summed in fp32, so that each
+    contribution and the result are rounded once, instead of every partial sum (as in Megatron-LM
+    and VeOmni). A rank sends as many bytes as in a ring reduce-scatter.
     """
 
     def __call__(
@@ -78,6 +79,9 @@ class OrderedReduceScatter(_Ordered):
             )
         assert not async_op, "the engine never asks for it"
         self._enter(EXCHANGE, input_tensor)
+        # FSDP calls this on its reduce-scatter stream, and records its event on that stream after
+        # the call. All kernels below run on that stream, so the event also covers the sum, and
+        # FSDP may reuse the memory of the input after it.
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         total = received.view(group.size(), -1).sum(0, dtype=torch.float32)

@@ -1,5 +1,8 @@
-"""Buffers that each rank computes of its own samples, which is warned of. `average_buffers` makes
-running statistics of BatchNorm equal."""
+"""Running statistics of BatchNorm.
+
+Each rank computes them from its own samples. A warning reports different statistics, and
+`average_buffers` makes them equal.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,19 @@ from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 
 log = logging.getLogger(__name__)
 
-_STATISTICS = "_parallel2d_statistics"  # an attribute of the model
+_STATISTICS = "_parallel2d_statistics"  # attribute of the model
 _BUFFERS = ("running_mean", "running_var")
 
 
 class RunningStatistics:
-    """Those of ``norms``, by FQN."""
+    """The running statistics of ``norms``, by FQN."""
 
     def __init__(self, mesh: DeviceMesh, norms: Mapping[str, nn.Module]) -> None:
         self._mesh, self._norms = mesh, norms
         self.differ = self._was_said = False
 
     def before_forward(self, *_: Any) -> None:
-        """Notes, without communication, that ranks will differ, or warns once that they do."""
+        """Note, without communication, that ranks will differ, or warn once that they do."""
         if any(norm.training for norm in self._norms.values()):
             self.differ = True
         elif self.differ and not self._was_said and dist.get_rank() == 0:
@@ -45,7 +48,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Makes them equal on all data ranks. Collective."""
+        """Make the statistics equal on all data ranks. Collective."""
         for norm in self._norms.values():
             both = torch.stack([getattr(norm, name).double() for name in _BUFFERS])
             means = sum_over_data_ranks(both, self._mesh) / live_data_ranks(self._mesh)
@@ -55,11 +58,13 @@ class RunningStatistics:
 
 
 def watch_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Finds the running statistics of ``model``, for `average_buffers` and the warning, and its
-    other buffers, which the agreement of each global batch compares."""
+    """Register the running statistics of ``model`` for `average_buffers` and the warning.
+
+    The other buffers are registered for the check of each global batch that ranks agree.
+    """
     norms, others = {}, {}
     for name, module in model.named_modules():
-        # None where a module keeps none. Those of SyncBatchNorm are equal.
+        # A buffer may be None. SyncBatchNorm has equal statistics on all ranks.
         has_both = all(module._buffers.get(buffer) is not None for buffer in _BUFFERS)
         if has_both and not isinstance(module, nn.SyncBatchNorm):
             norms[fqn_of(name)] = module
@@ -73,14 +78,16 @@ def watch_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def take_over_statistics(twin: nn.Module, model: nn.Module) -> None:
-    """Lets ``twin``, which has got the buffers of ``model``, warn as this would."""
+    """Make ``twin``, which has the buffers of ``model``, warn under the same conditions."""
     if _STATISTICS in vars(model):
         vars(twin)[_STATISTICS].differ = vars(model)[_STATISTICS].differ
 
 
 def average_buffers(model: nn.Module) -> None:
-    """Gives ``running_mean`` and ``running_var`` of each BatchNorm their means over the data ranks,
-    so that all evaluate the same model. The variance is that within a rank's samples. Collective.
+    """Set ``running_mean`` and ``running_var`` of each BatchNorm to their means over data ranks.
+
+    All ranks then evaluate the same model. The variance is the mean of the variances within the
+    ranks. Collective.
     """
     for module in model.modules():
         if _STATISTICS in vars(module):

@@ -1,9 +1,10 @@
-"""Parameters without dimensions, such as the temperature of a contrastive loss, and without
-elements, such as adapters of rank 0. `fully_shard` takes neither. `replicate_scalars` keeps them
-whole on every rank, as `DTensor`s that are replicated over all axes, so that optimizers, norms,
-states and checkpoints find parameters of one kind. While the model computes, plain tensors on the
-same memory take their places in the modules, and their gradients are averaged over the data ranks
-with the others'.
+"""Parameters without dimensions or without elements: `replicate_scalars`.
+
+Examples are the temperature of a contrastive loss and adapters of rank 0. `fully_shard` takes
+neither. They are `DTensor`s that are replicated over all axes, so that optimizers, norms, states
+and checkpoints find parameters of one kind. While the model computes, plain tensors on the same
+memory take their places in the modules, and their gradients are averaged over the data ranks
+together with the other gradients.
 """
 
 from __future__ import annotations
@@ -24,32 +25,39 @@ from parallel2d.parallel.model_structure import Places, places_in, stays_replica
 
 
 class Scalar:
-    """One such parameter. ``places``: the (module, attribute) of each of its occurrences.
-    ``computes_in``: the dtype of one without elements while the model computes."""
+    """One parameter without dimensions or elements.
+
+    Args:
+        places: (module, attribute) of each of its occurrences.
+        mesh: the mesh of the model.
+        computes_in: compute dtype of a parameter without elements.
+    """
 
     def __init__(
         self, places: list[tuple[nn.Module, str]], mesh: DeviceMesh, computes_in: torch.dtype
     ) -> None:
         self._places = places
-        # The one that computes. After tensor parallelism it may be replicated over that axis.
+        # The parameter of forwards. Tensor parallelism may have replicated it over its axis.
         self._plain = self._in_modules
         self._tensor_mesh: DeviceMesh | None = None
-        # The one that the optimizer has, also while `_plain` is in the modules.
+        # The parameter of the optimizer, also while `_plain` is in the modules.
         axes = ["replicate", "shard"] if mesh_shape(mesh).replicate > 1 else ["shard"]
         if isinstance(self._plain, DTensor):
             self._tensor_mesh = self._plain.device_mesh
             axes.append("tensor")
         local = part_of(self._plain.detach())
-        # As `fully_shard` does with the other parameters.
+        # `fully_shard` moves the other parameters to the device in the same way.
         if not local.is_meta:
             local = local.to(current_device(mesh.device_type))
         all_axes = mesh[tuple(axes)]
         whole = [Replicate()] * all_axes.ndim
         value = DTensor.from_local(local, all_axes, whole, run_check=False)
         self._kept = nn.Parameter(value, self._plain.requires_grad)
+        # From now on `model.parameters()` yields the replicated parameter, until `compute` puts the
+        # plain tensor into the modules for a forward and its backward.
         self._put(self._kept)
         is_empty = not local.numel() and local.is_floating_point()
-        # One without dimensions takes the dtype of the tensors that it meets.
+        # A parameter without dimensions adopts the dtype of the other operand.
         self._computes_in = computes_in if is_empty else None
 
     @property
@@ -63,44 +71,46 @@ class Scalar:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The one that the optimizer has. Allocation and loading may have replaced it."""
+        """The parameter of the optimizer, which allocation and loading may have replaced."""
         found = self._in_modules
         return self._kept if found is self._plain else found
 
     def compute(self) -> None:
-        """Puts the plain tensor into the modules."""
+        """Put the plain tensor into the modules."""
         parameter = self.parameter
         local = part_of(parameter).detach()
         plain = part_of(self._plain)
         dtype = self._computes_in or local.dtype
         is_same = plain.device == local.device and plain.data_ptr() == local.data_ptr()
-        # Allocation or loading may have replaced the memory of the one that the optimizer has.
+        # Allocation or loading may have replaced the memory of the optimizer's parameter.
         if not is_same or plain.dtype != dtype:
             local = local.to(dtype)
             if self._tensor_mesh is not None:
                 local = DTensor.from_local(local, self._tensor_mesh, [Replicate()], run_check=False)
             self._plain = nn.Parameter(local, parameter.requires_grad)
-        # The user may have frozen the one that the optimizer has.
+        # The user may have frozen the optimizer's parameter.
         self._plain.requires_grad_(parameter.requires_grad)
         self._kept = parameter
         self._put(self._plain)
 
     def rest(self) -> None:
-        """Puts the replicated parameter back."""
+        """Put the replicated parameter back into the modules."""
         self._put(self.parameter)
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient that autograd has added up on this rank since the last `set_mean`, plain."""
+        """The plain gradient that autograd has accumulated here since the last `set_mean`."""
         gradient = self._plain.grad
-        # Over the tensor axis it may be a part of a sum.
+        # A gradient on the tensor axis may be a partial sum.
         if isinstance(gradient, DTensor):
             return gradient.full_tensor()
         return gradient
 
     def set_mean(self, mean: Tensor | None) -> None:
-        """Adds the mean over the data ranks to the gradient of `parameter`; None: no rank has
-        one."""
+        """Add the mean over the data ranks to the gradient of `parameter`.
+
+        None: no rank has a gradient.
+        """
         self._plain.grad = None
         parameter: Any = self.parameter
         if mean is None:
@@ -112,20 +122,22 @@ class Scalar:
         else:
             mesh, placements = parameter.device_mesh, parameter.placements
             parameter.grad = DTensor.from_local(local, mesh, placements, run_check=False)
-        # Autograd calls such hooks for the parameter that computes, which has none.
+        # Autograd runs such hooks on the plain parameter, which has none, so they are run here.
         hooks = parameter._post_accumulate_grad_hooks or {}
         for hook in list(hooks.values()):
             hook(parameter)
 
     def discard(self) -> None:
-        """Drops what was added up on this rank alone."""
+        """Drop the gradient that was accumulated on this rank only."""
         self._plain.grad = None
 
 
 def scalar_places(model: nn.Module, left_out: Container[nn.Parameter]) -> Places:
-    """The (module, attribute) of each occurrence of each parameter without dimensions or elements
-    that is not in ``left_out``. Raises `ConfigError` for complex ones without dimensions, and where
-    the model has no others."""
+    """Return (module, attribute) of each occurrence of parameters without dims or elements.
+
+    ``left_out``: parameters to ignore. Raises `ConfigError` for a complex parameter without
+    dimensions, and for a model without any other parameters.
+    """
     to_split = [parameter for parameter in model.parameters() if parameter not in left_out]
     scalars = {parameter for parameter in to_split if stays_replicated(parameter)}
     found = places_in(model.modules())
@@ -136,7 +148,7 @@ def scalar_places(model: nn.Module, left_out: Container[nn.Parameter]) -> Places
             raise ConfigError(f"{name} {problem}")
     if scalars and len(scalars) == len(to_split):
         raise ConfigError(
-            "the model has parameters without dimensions or elements alone: nothing to shard"
+            "the model only has parameters without dimensions or elements: nothing to shard"
         )
     return places
 
@@ -147,8 +159,10 @@ def replicate_scalars(
     places: Iterable[list[tuple[nn.Module, str]]],
     computes_in: torch.dtype,
 ) -> list[Scalar]:
-    """Replicates the parameters at ``places``, from `scalar_places`. To be called after
-    `fully_shard`, which must have ignored them."""
+    """Replicate the parameters at ``places``, from `scalar_places`.
+
+    Called after `fully_shard`, which must have ignored these parameters.
+    """
     scalars = [Scalar(each, mesh, computes_in) for each in places]
     if not scalars:
         return []
@@ -158,12 +172,13 @@ def replicate_scalars(
             scalar.compute()
 
     def rest(*_: Any) -> None:
-        # With gradients the plain tensors stay, for recomputation and until their gradients have
-        # been averaged.
+        # With gradients the plain tensors stay in the modules until their gradients are averaged:
+        # recomputation during backward must find the same tensors as forward did, and autograd
+        # accumulates into them. A state dict restores the replicated parameters earlier.
         if not torch.is_grad_enabled():
             rest_all(scalars)
 
-    # Before other hooks of the model, so that these find the plain tensors too.
+    # `prepend`: the other hooks of the model find the plain tensors too.
     model.register_forward_pre_hook(compute, prepend=True)
     model.register_forward_hook(rest, always_call=True)
     for module in model.modules():

@@ -1,39 +1,40 @@
-"""Shards over the ``shard`` axis with FSDP2's `fully_shard` (`shard`), and has gradients reduced
-over ``replicate`` (`synchronize`).
+"""Sharding over the ``shard`` axis with FSDP2's `fully_shard`: `shard`. Reduction of gradients over
+the ``replicate`` axis: `synchronize`.
 
-[Note: one engine for every strategy] `fully_shard` gets the ``shard`` axis, and gathers and reduces
-over it; with shard = 1 it sends nothing. `sync` reduces over the replicas, because torch's own
-second axis adds sums of micro-batches that use different parameters into each other. With replicate
-> 1 the parameters are then placed on both axes, so that checkpoints and norms know of the replicas;
-`fully_shard` takes over parameters that are replaced before the first forward. So ``ddp``,
-``zero2``, ``zero3`` and the hybrids are readings of one code path, with one set of hooks and one
-kind of parameter. Gradients are averaged over the data ranks, as everywhere in PyTorch; `loss`
-builds on it.
+[Note: one engine for every strategy] `fully_shard` gets the ``shard`` axis, and all-gathers and
+reduce-scatters over it; with shard = 1 it sends nothing. `sync` reduces over the replicas instead
+of FSDP2's second mesh axis, because FSDP2 (HSDP) adds the sums of micro-batches that use different
+parameters into each other. With replicate > 1 the parameters are then placed on both axes, so that
+checkpoints and norms take the replicas into account; `fully_shard` accepts parameters that are
+replaced before the first forward. ``ddp``, ``zero2``, ``zero3`` and the hybrids thus share one code
+path, one set of hooks and one kind of parameter. As everywhere in PyTorch, gradients are averaged
+over the data ranks, and `loss` relies on this.
 
-[Note: views and hooks] `fully_shard` puts a hook on what a group returns; when its gradient comes,
-backward gathers the group's parameters. Two things go wrong when that is a view. If the view's base
-was changed in place after the view was taken (``y = h.view(-1); h[0] += 1; return y``), torch ends
-the process by SIGSEGV as the hook is set (pytorch issue 196459). And if the caller changes the view
-in place (``y = block(x); y += x``), the hook is lost, and backward fails, because parameters are
-missing. So in place of a view the group returns a tensor that shares the view's memory and version,
-and is a node of its own in the autograd graph.
+[Note: views and hooks] `fully_shard` puts a hook on the outputs of a group. When the gradient of an
+output arrives, the hook all-gathers the group's parameters for backward. An output that is a view
+breaks this in two ways. If the view's base was changed in place after the view was taken (``y =
+h.view(-1); h[0] += 1; return y``), torch ends the process by SIGSEGV when the hook is set (pytorch
+issue 196459). If the caller changes the view in place (``y = block(x); y += x``), the hook is lost,
+and backward fails because the parameters are not gathered. The group therefore returns, instead of
+a view, a tensor that shares the view's memory and version and has its own autograd node.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map
 
+from parallel2d.base.config import FSDPConfig
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, fsdp_groups
 from parallel2d.parallel.fsdp_internals.sharded_model import (
@@ -62,18 +63,26 @@ def shard(
     layout: Layout,
     ignored: set[nn.Parameter] | None = None,
 ) -> nn.Module:
-    """Applies `fully_shard` to each group of ``layout``, the root for all that is left.
-    ``ignored``: parameters that stay as they are."""
+    """Apply `fully_shard` to each group of ``layout``; the root's group takes the other parameters.
+
+    Args:
+        model: the model, after all transforms that replace ``forward``.
+        mesh: the mesh of parameters.
+        layout: the groups with their dtypes.
+        ignored: parameters that are not sharded.
+    """
     config = layout.config
     offload = OffloadPolicy()
     if config.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for modules, policy in layout.groups_of(model):
         for module in modules:
-            # Before `fully_shard`, whose hook must come later; see [Note: views and hooks].
+            # Before `fully_shard`: post-forward hooks run in the order of their registration, and
+            # FSDP's hook must see the outputs after views were replaced. See [Note: views and
+            # hooks].
             module.register_forward_hook(_without_views)
         fully_shard(
-            # A list would make torch hold a module of one group otherwise.
+            # torch treats a list of one module differently: its hooks wait for the whole list.
             modules if len(modules) > 1 else modules[0],
             mesh=mesh["shard"],
             mp_policy=policy,
@@ -87,10 +96,12 @@ def shard(
 
 
 def _place_on_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Place the sharded parameters on the ``replicate`` axis too; see [Note: one engine for every
-    strategy]."""
+    """Place the sharded parameters on the ``replicate`` axis too.
+
+    See [Note: one engine for every strategy].
+    """
     for parameter, places in places_in(model.modules()).items():
-        # Those that `replicate_scalars` has placed are on all axes.
+        # `replicate_scalars` has placed its parameters on all axes already.
         if not isinstance(parameter, DTensor) or "replicate" in axis_names(parameter.device_mesh):
             continue
         placed = DTensor.from_local(
@@ -104,7 +115,7 @@ def _place_on_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
         replaced = nn.Parameter(placed, parameter.requires_grad)
         for module, name in places:
             module.register_parameter(name, replaced)
-    # A move that moves nothing: `FSDPModule` takes over what it finds in the modules.
+    # A move without effect: `FSDPModule._apply` takes over the parameters found in the modules.
     model.to(memory_format=torch.preserve_format)
 
 
@@ -117,9 +128,9 @@ def synchronize(
     scalars: Sequence[Scalar] = (),
     seed: int = 0,
 ) -> None:
-    """Has the gradients of ``model``, which `shard` has made, reduced over all data ranks.
+    """Reduce the gradients of ``model``, which `shard` has sharded, over all data ranks.
 
-    Raises `ConfigError` for a group whose trained parameters have several dtypes.
+    Raises `ConfigError` for a group with trained parameters of several dtypes.
     """
     groups = fsdp_groups(model)
     shard_ranks = mesh_shape(mesh).shard
@@ -129,8 +140,11 @@ def synchronize(
         group.set_dtypes(precision.sums, communication_dtype, shard_ranks)
         if shard_ranks == 1 and not layout.config.cpu_offload:
             group.share_memory(torch.float32 if in_fp32 else precision.param)
-    # With one rank nothing is gathered or reduced over the shard axis.
-    order = _order_of(mesh, topology) if shard_ranks > 1 else None
+    # With one rank no collective runs over the shard axis.
+    options, order = layout.config.fsdp, None
+    if shard_ranks > 1:
+        _use_options(model, options)
+        order = _order_of(mesh, topology) if options.keeps_order else None
     kept = precision.reduce if precision.keep_reduced else precision.storage
     engine = ReplicaReducer(
         mesh,
@@ -144,8 +158,8 @@ def synchronize(
     )
     register_engine(model, engine)
     after_backward(model, engine.end_backward)
-    if order is not None:
-        _keep_order(order, groups, engine)
+    if shard_ranks > 1 and not options.symmetric_memory:
+        _use_own_collectives(order, groups, engine)
 
 
 def _order_of(mesh: DeviceMesh, topology: Topology) -> CollectiveOrder:
@@ -162,15 +176,35 @@ def _order_of(mesh: DeviceMesh, topology: Topology) -> CollectiveOrder:
     return order
 
 
-def _keep_order(
-    order: CollectiveOrder, groups: Sequence[FSDPGroup], engine: ReplicaReducer
+def _use_options(model: nn.Module, options: FSDPConfig) -> None:
+    """Set the options of FSDP2 on ``model`` and its submodules. Collective over the shard group."""
+    root: Any = model
+    if options.reduce_scatter_buffers > 1:
+        root.set_reduce_scatter_max_input_buffers(options.reduce_scatter_buffers)
+    if options.separate_reduce_scatter_group:
+        root.set_separate_reduce_scatter_group()
+    if options.symmetric_memory:
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.set_symm_mem_for_comm()
+
+
+def _use_own_collectives(
+    order: CollectiveOrder | None, groups: Sequence[FSDPGroup], engine: ReplicaReducer
 ) -> None:
-    number = order.add_model([group.called for group in groups])
+    """Replace the collectives of FSDP2. Without ``order`` they are issued without a comparison."""
+    number = order.add_model([group.called for group in groups]) if order is not None else 0
     for index, group in enumerate(groups):
-        enter = functools.partial(order.enter, number, index)
+        enter: Callable[[int, int, torch.dtype], None] = _enter_without_order
+        if order is not None:
+            enter = functools.partial(order.enter, number, index)
         module: Any = group.module  # its methods name private classes of torch
         module.set_custom_all_gather(OrderedAllGather(enter, engine.abandon))
         module.set_custom_reduce_scatter(OrderedReduceScatter(enter, engine.abandon))
+
+
+def _enter_without_order(_kind: int, _numel: int, _dtype: torch.dtype) -> None:
+    pass
 
 
 class _OwnTensor(torch.autograd.Function):
@@ -184,7 +218,7 @@ class _OwnTensor(torch.autograd.Function):
 
 
 def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-    """Replaces views by tensors of their own; see [Note: views and hooks]."""
+    """Replace views by tensors with their own autograd nodes; see [Note: views and hooks]."""
     if not torch.is_grad_enabled():
         return output
     if not any(map(_is_live_view, collect_grad_tensors(output))):
@@ -193,9 +227,9 @@ def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
 
 
 def _is_live_view(leaf: Any) -> bool:
-    """Whether ``leaf`` is a view that backward passes through."""
+    """Return True if ``leaf`` is a view with a gradient function."""
     if not isinstance(leaf, Tensor) or not leaf.requires_grad:
         return False
-    # Reading grad_fn also makes torch update the view's node in the graph, where the view's base
-    # was changed in place. torch omits this before it sets its hook.
+    # Reading grad_fn also makes torch regenerate the view's autograd node if the view's base was
+    # changed in place. FSDP sets its hook without this step, and torch then crashes.
     return leaf.grad_fn is not None and leaf._is_view()

@@ -1,24 +1,24 @@
-"""Tensor parallelism: splits the matrices that a plan names over the ``tensor`` axis. A plan maps
-patterns of module names to a torch ``ParallelStyle`` or to a word:
+"""Tensor parallelism: split the matrices of a plan over the ``tensor`` axis. A plan maps patterns
+of module names to a torch ``ParallelStyle`` or to a word:
 
     colwise            splits the outputs of a Linear (its heads, its hidden units) or the columns
-                       of an Embedding; a Linear's output stays split
-    rowwise            splits the inputs of a Linear that a colwise one feeds, or the rows of an
-                       Embedding; the output is whole again
-    sequence           computes on a slice of the sequence (dim 1), whole before and after: a norm's
-                       work and memory are divided
-    replicate          stays whole, on purpose
+                       of an Embedding; the output of a Linear stays split
+    rowwise            splits the inputs of a Linear that follows a colwise Linear, or the rows of
+                       an Embedding; the output is unsplit
+    sequence           computes on a slice of the sequence (dim 1), with unsplit inputs and outputs:
+                       divides the work and memory of a norm
+    replicate          replicated on purpose
     colwise_gather_output
-                       colwise, and the output is gathered: a head whose logits any loss can read
+                       colwise, and the output is gathered: for a head with logits for any loss
     replicated_with_grad_allreduce
-                       whole weights on split heads (a norm of queries and keys); their gradients
-                       are summed
+                       replicated weights on split heads (a norm of queries and keys); the
+                       gradients of the weights are summed
     rowwise_split_input
-                       rowwise, and the input is whole: what a gathered colwise one feeds
+                       rowwise, with unsplit input: follows colwise_gather_output
     embedding_rowwise  rowwise, of an Embedding
 
-The last four are words of Hugging Face's own plans. A layer under a word takes and returns whole
-activations, but for the split between a colwise and its rowwise.
+The last four words are those of Hugging Face plans. A layer under a word takes and returns unsplit
+activations, except between a colwise Linear and its rowwise Linear.
 """
 
 from __future__ import annotations
@@ -62,16 +62,18 @@ from parallel2d.parallel.model_structure import (
 
 log = logging.getLogger(__name__)
 
-# Styles that leave parameters whole
+# Styles that leave parameters unsplit
 _WHOLE = (PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, SequenceParallel)
 
 
 class _OnSlices(ParallelStyle):
-    """A module with whole weights computes on a slice of its input; its weights' gradients are
-    summed over the slices.
+    """Style of a replicated module that computes on a slice of its input.
 
-    ``dim``: of the input that is split. ``split_already``: what comes in is this rank's slice, and
-    so is what goes out; otherwise both are whole.
+    The gradients of its weights are summed over the slices.
+
+    Args:
+        dim: the split dim of the input.
+        split_already: True if input and output are this rank's slices; False if they are unsplit.
     """
 
     def __init__(self, dim: int, split_already: bool) -> None:
@@ -89,7 +91,7 @@ class _OnSlices(ParallelStyle):
         def enter(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             x: Tensor = inputs[0]
             split = Shard(self.dim % x.ndim)
-            # With run_check torch would broadcast the first rank's values.
+            # `run_check=True` would broadcast the values of the first rank.
             if self.split_already:
                 return (DTensor.from_local(x, mesh, [split], run_check=False), *inputs[1:])
             whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
@@ -106,10 +108,20 @@ class _OnSlices(ParallelStyle):
 def apply_tensor_parallel(
     model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, object] | None
 ) -> nn.Module:
-    """Applies ``plan`` (module pattern -> style or word) over the mesh's ``tensor`` axis, if it has
-    one, and logs which parameters stayed whole. Raises `ConfigError` when there is an axis and no
-    plan, for a pattern that matches no module, a word that does not fit the module, and sizes or
-    heads that the axis does not divide."""
+    """Apply ``plan`` over the ``tensor`` axis of ``mesh``, if it has one.
+
+    Logs the parameters that stay replicated.
+
+    Args:
+        model: the plain model.
+        mesh: the mesh of parameters.
+        plan: module pattern -> style or word.
+
+    Raises:
+        ConfigError: the mesh has a tensor axis and the plan is missing, a pattern matches no
+            module, a word does not fit its module, or the axis does not divide a size or a number
+            of heads.
+    """
     if "tensor" not in axis_names(mesh):
         return model
     if not plan:
@@ -132,8 +144,8 @@ def apply_tensor_parallel(
         pattern = re.sub(r"\b\d+\b", "*", name)
         kept.setdefault(pattern, []).append(parameter.numel())
     log.info(
-        f"tensor axis: {split / max(total, 1):.1%} of {total:,} parameters are split; whole on "
-        "every tensor rank:"
+        f"tensor axis: {split / max(total, 1):.1%} of {total:,} parameters are split; replicated "
+        "on every tensor rank:"
     )
     for pattern, sizes in kept.items():
         log.info(f"  {pattern}: {len(sizes)} x {sizes[0]:,}")
@@ -141,20 +153,22 @@ def apply_tensor_parallel(
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, object]) -> None:
-    """As `apply_tensor_parallel`, without logging; the mesh must have a ``tensor`` axis."""
+    """Split the layers as `apply_tensor_parallel` does, without logging."""
     styles = resolve_plan(model, plan, mesh["tensor"].size())
     ties = tied_parameters(model)
     parallelize_module(model, mesh["tensor"], styles)
     _check_ties(model, ties)
-    # Splitting makes a new parameter per module; tied ones must stay one.
+    # Splitting makes one new parameter per module, so tied parameters are tied again.
     tie_again(ties)
 
 
 def resolve_plan(
     model: nn.Module, plan: Mapping[str, object], tensor: int
 ) -> dict[str, ParallelStyle]:
-    """The plan with words turned to styles, one entry per module for them; checked against the
-    model. See `apply_tensor_parallel`."""
+    """Return ``plan`` with words as styles, one entry per module, checked against the model.
+
+    Patterns with a torch style stay as they are. See `apply_tensor_parallel`.
+    """
     modules = dict(model.named_modules())
     styles: dict[str, ParallelStyle] = {}
     words: dict[str, str] = {}
@@ -164,10 +178,10 @@ def resolve_plan(
         if not matched:
             problems.append(f"{pattern!r} matches no module of {type(model).__name__}")
         elif isinstance(style, str):
-            # Of several patterns that match a module, the last one counts.
+            # The last of several matching patterns wins.
             words |= dict.fromkeys(matched, style)
         else:
-            # `parallelize_module` matches patterns too, and a torch style needs no check of ours.
+            # `parallelize_module` matches patterns too, and torch checks its own styles.
             styles[pattern] = style  # type: ignore[assignment]
     _complete_ties(model, words)
     for name, word in words.items():
@@ -176,7 +190,7 @@ def resolve_plan(
         try:
             styles[name] = _style(name, modules, word, tensor)
         except ValueError as error:
-            # Collected, so that one message has all problems of a plan.
+            # Collected, so that one message lists all problems of a plan.
             problems.append(str(error))
     if problems:
         raise ConfigError(f"tensor-parallel plan: {first_five(problems)}")
@@ -186,8 +200,10 @@ def resolve_plan(
 def split_dims(
     model: nn.Module, mesh: DeviceMesh | None, plan: Mapping[str, object], tensor: int
 ) -> Iterator[tuple[nn.Parameter, int]]:
-    """Yields (parameter, dim) of what ``plan`` splits over a tensor axis of ``tensor`` ranks, which
-    need not exist: ``mesh`` may be None."""
+    """Yield (parameter, dim) of each parameter that ``plan`` splits over ``tensor`` ranks.
+
+    The tensor axis need not exist: ``mesh`` may be None.
+    """
     if tensor == 1:
         return
     for pattern, style in resolve_plan(model, plan, tensor).items():
@@ -196,7 +212,7 @@ def split_dims(
 
 
 def _modules_named(model: nn.Module, pattern: str) -> list[nn.Module]:
-    """As `parallelize_module` finds them: each part of a name is matched on its own."""
+    """Match modules like `parallelize_module`: each part of a name separately."""
     found = [model]
     for part in filter(None, pattern.split(".")):
         around, found = found, []
@@ -214,11 +230,11 @@ def _split_by(
         for parameter in module.parameters():
             yield parameter, rows
     elif type(style) is RowwiseParallel:
-        # A bias is added once, by all ranks.
+        # The bias is not split: it is added once, after the reduction.
         assert isinstance(module.weight, nn.Parameter)
         yield module.weight, columns
     elif mesh is not None and not isinstance(style, _WHOLE):
-        # A style of somebody's own is tried.
+        # For a custom style, apply it to a meta copy and read the placements.
         twin = parallelize_module(without_storage(module), mesh["tensor"], style)
         for parameter, split in zip(module.parameters(), twin.parameters(), strict=True):
             for placement in getattr(split, "placements", ()):
@@ -227,12 +243,14 @@ def _split_by(
 
 
 def _complete_ties(model: nn.Module, words: dict[str, str]) -> None:
-    """Adds to ``words`` the Embeddings that are tied to a split Linear: both are split by rows of
-    the one weight. Other ties cannot be completed."""
+    """Add to ``words`` the Embeddings that are tied to a split Linear.
+
+    Both are split by rows of the common weight. Other ties cannot be completed.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     for group in tied_parameters(model):
         modules = {names[id(module)]: module for module, _ in group}
-        # What stays whole on purpose requires nothing of the others.
+        # A module that is replicated on purpose requires nothing of the others.
         split = {words.get(name, "replicate") for name in modules} - {"replicate"}
         if split and split <= {"colwise", "colwise_gather_output"}:
             for name, module in modules.items():
@@ -241,8 +259,7 @@ def _complete_ties(model: nn.Module, words: dict[str, str]) -> None:
 
 
 def _check_ties(model: nn.Module, ties: Ties) -> None:
-    """Raises `ConfigError` when one place of a tied parameter was split otherwise than another: it
-    cannot stay one parameter."""
+    """Raise `ConfigError` when the plan splits one tied parameter in different ways."""
     names = {id(module): name for name, module in model.named_modules()}
     for group in ties:
         layouts: dict[str, str] = {}
@@ -256,13 +273,13 @@ def _check_ties(model: nn.Module, ties: Ties) -> None:
             made = ", ".join(map(" ".join, layouts.items()))
             raise ConfigError(
                 f"tensor-parallel plan: {' and '.join(layouts)} are one parameter, and the plan "
-                f"makes {made}; split all of its places alike (embedding: rowwise with head: "
+                f"makes {made}; split all its occurrences alike (embedding: rowwise with head: "
                 "colwise or colwise_gather_output) or none"
             )
 
 
 def _style(name: str, modules: Mapping[str, nn.Module], word: str, tensor: int) -> ParallelStyle:
-    """The style for one module. Raises ValueError when the word does not fit the module."""
+    """Return the style for one module. Raise ValueError if the word does not fit the module."""
     if word not in TENSOR_WORDS:
         raise ValueError(f"{name}: {word} is not one of {', '.join(TENSOR_WORDS)}")
     module = modules[name]
@@ -275,24 +292,24 @@ def _style(name: str, modules: Mapping[str, nn.Module], word: str, tensor: int) 
     if word == "sequence":
         return _OnSlices(1, split_already=False)
     if word == "replicated_with_grad_allreduce":
-        # A norm of queries or keys gets [..., heads, head_dim], with this rank's heads.
+        # A norm of queries or keys gets [..., heads, head_dim] with this rank's heads.
         return _OnSlices(-2, split_already=True)
     match module, word:
         case nn.Embedding(), "colwise":
             _must_divide(name, "embedding_dim", module.embedding_dim, tensor)
             return ColwiseParallel(output_layouts=Replicate())
         case nn.Embedding(), "rowwise" | "embedding_rowwise":
-            # Any number of rows can be split: ids outside of a rank's rows give zeros there.
+            # Any number of rows can be split: ids outside of a rank's rows give zeros on this rank.
             return RowwiseParallel(input_layouts=Replicate())
         case nn.Linear(), "rowwise" | "rowwise_split_input":
             _must_divide(name, "in_features", module.in_features, tensor)
             return RowwiseParallel(input_layouts=Shard(-1) if word == "rowwise" else Replicate())
         case nn.Linear(), "colwise_gather_output":
-            # Uneven parts can be gathered, so that a vocabulary of any size can be split.
+            # Uneven parts can be gathered, so a vocabulary of any size can be split.
             return ColwiseParallel(output_layouts=Replicate())
         case nn.Linear(), "colwise":
             _must_divide(name, "out_features", module.out_features, tensor)
-            # The outputs of attention projections are heads, and a rank needs whole ones.
+            # The outputs of attention projections are heads, which must not be split inside.
             head_dim = getattr(parent, "head_dim", None)
             if isinstance(head_dim, int) and head_dim > 0 and module.out_features % head_dim == 0:
                 _must_divide(name, "heads", module.out_features // head_dim, tensor)
@@ -304,6 +321,6 @@ def _style(name: str, modules: Mapping[str, nn.Module], word: str, tensor: int) 
 
 
 def _must_divide(name: str, what: str, size: int, tensor: int) -> None:
-    """Raises ValueError when ``tensor`` ranks cannot have equal parts of ``size``."""
+    """Raise ValueError if ``tensor`` ranks cannot have equal parts of ``size``."""
     if size % tensor:
         raise ValueError(f"mesh.tensor={tensor} does not divide the {size} {what} of {name}")

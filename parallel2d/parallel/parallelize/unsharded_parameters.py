@@ -1,6 +1,8 @@
-"""Gathered parameters, whose memory `fully_shard` frees and fills again: `follow_updates` lets
-autograd and later forwards see changes of the sharded ones, and gives what a forward returns memory
-of its own."""
+"""Storage of unsharded parameters, which `fully_shard` frees and refills: `follow_updates`.
+
+Autograd and later forwards must see changes of the sharded parameters, and the outputs of a forward
+must not share the storage of unsharded parameters.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ INSTEAD = (
 
 
 def follow_updates(model: nn.Module, mesh: DeviceMesh) -> UnshardedParameters:
-    """Installs the hooks on ``model``, which has its weights."""
+    """Install the hooks on ``model``, after its weights are set."""
     gathered = UnshardedParameters(model, mesh)
     model.register_forward_pre_hook(gathered.begin, prepend=True)
     model.register_forward_hook(gathered.end)
@@ -46,25 +48,29 @@ def follow_updates(model: nn.Module, mesh: DeviceMesh) -> UnshardedParameters:
 
 
 class UnshardedParameters:
-    """The gathered parameters of one model."""
+    """The unsharded parameters of one model."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         self._model = model
         self._replicates = mesh_shape(mesh).replicate > 1
         self.engine: ReplicaReducer = engine_of(model)
-        # By number of their memory the names of gathered parameters, once they have been
+        # Storage number -> name of its unsharded parameter, set once the parameter was gathered
         self.storages: dict[int, str] = {}
         self.groups = [_UnshardedGroup(each, self.storages) for each in self.engine.gradients]
         hooked = [module for each in self.groups for module in each.group.modules]
         for module in dict.fromkeys([*hooked, model]):
-            # Before the hook by which `fully_shard` frees the memory.
+            # `prepend`: before the post-forward hook of `fully_shard`, which frees the storage.
+            # After that hook a clone would read freed memory, and the identity of the storage is
+            # the only sign that an output is a view of an unsharded parameter.
             module.register_forward_hook(self._leave, prepend=True)
+        # The versions are recorded when the group has computed, and not at the end of the model's
+        # forward: an update between the two changes parameters that backward needs.
         for each in self.groups:
             for module in each.group.modules:
                 module.register_forward_hook(each.record, prepend=True)
 
     def begin(self, *_: Any) -> None:
-        """Before a forward of the model."""
+        """Run before a forward of the model."""
         if in_backward():
             return
         if was_interrupted(self._model):
@@ -73,22 +79,26 @@ class UnshardedParameters:
             for each in self.groups:
                 each.refuse_set_data()
         for each in self.groups:
-            # An earlier forward has left them gathered.
+            # An earlier forward with a pending backward has left the parameters unsharded. They
+            # hold the values before the update. They are released here so that this forward
+            # gathers the updated local shards; FSDP would otherwise skip the all-gather.
             if each.take_updates() and each.awaits_backward:
                 each.group.release()
 
     def end(self, *_: Any) -> None:
-        """After a forward of the model."""
+        """Run after a forward of the model."""
         if torch.is_grad_enabled() or in_backward():
             return
-        # Where no backward will follow, whoever asks for parameters gets the sharded ones.
+        # No backward follows: code that reads parameters now gets the sharded ones.
         for each in self.groups:
             if not each.awaits_backward:
                 each.group.release()
 
     def changed(self) -> Iterator[FSDPGroup]:
-        """The groups that were changed after a forward whose backward is to come, with the sharded
-        parameters in the places of the gathered ones of before."""
+        """Yield the groups that were changed between a forward and its pending backward.
+
+        Their modules hold the sharded parameters again, instead of the outdated unsharded ones.
+        """
         for each in self.groups:
             if each.awaits_backward and each.take_updates():
                 each.group.release()
@@ -96,15 +106,17 @@ class UnshardedParameters:
                 yield each.group
 
     def before_update(self, stepping: torch.optim.Optimizer, stepped: set[int]) -> None:
-        """Refuses gradients that `no_sync` has left as they are. ``stepped``: by id what
-        ``stepping`` updates."""
+        """Refuse gradients that `no_sync` has left unreduced.
+
+        ``stepped``: ids of the parameters that ``stepping`` updates.
+        """
         if self.engine.pending and self._is_unreduced():
             parameters = [each for group in self.groups for each in group.group.parameters]
             if any(id(updated_as(each.sharded)) in stepped for each in parameters):
                 raise RuntimeError(
-                    f"{type(stepping).__name__}.step() with gradients of no_sync() alone, which "
+                    f"{type(stepping).__name__}.step() with gradients from no_sync() only, which "
                     "are not reduced over all ranks: run the last backward pass of a global batch "
-                    "outside of it, or use parallel2d.accumulate(model, micro_batches)"
+                    "outside of no_sync(), or use parallel2d.accumulate(model, micro_batches)"
                 )
         self.engine.updates.before_update(stepping)
         self.engine.count_update(stepping)
@@ -112,21 +124,21 @@ class UnshardedParameters:
     def _is_unreduced(self) -> bool:
         return self._replicates or any(each.group.has_unsharded_gradients for each in self.groups)
 
-    # Memory of what a forward returns
+    # Memory of outputs
 
     def _leave(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         return self._own(output)
 
     def _own(self, output: Any) -> Any:
-        """``output`` with copies of tensors that are views of gathered parameters."""
+        """Return ``output`` with clones of tensors that are views of unsharded parameters."""
         if isinstance(output, Tensor):
             return output.clone() if self._is_shared(output) else output
         leaves = tree_leaves(output)
         for leaf in leaves:
-            # A leaf for torch, which all the same puts its hooks on the tensors inside.
+            # pytree sees a dataclass as a leaf, although FSDP hooks the tensors inside.
             if is_dataclass(type(leaf)):
                 for each in fields(leaf):
-                    # It may be frozen, or have slots.
+                    # `object.__setattr__` also sets fields of a frozen or slotted dataclass.
                     object.__setattr__(leaf, each.name, self._own(getattr(leaf, each.name)))
         if not any(map(self._is_shared, leaves)):
             return output
@@ -137,14 +149,14 @@ class UnshardedParameters:
 
 
 class _UnshardedGroup:
-    """The gathered parameters of one group. ``storages``: as of `UnshardedParameters`."""
+    """The unsharded parameters of one group. ``storages``: see `UnshardedParameters`."""
 
     def __init__(self, gradients: GroupGradients, storages: dict[int, str]) -> None:
         self._gradients = gradients
         self.group = gradients.group
         self._storages = storages
         self._numbers: list[int] = []
-        # Of the sharded parameters: now, and when a forward with gradients has computed with them
+        # Versions of the sharded parameters: now, and at the last forward with gradients
         self._versions: list[int] = []
         self._recorded: list[int] = []
         # The sharded parameters, each with its identity
@@ -153,11 +165,11 @@ class _UnshardedGroup:
 
     @property
     def awaits_backward(self) -> bool:
-        """True if there was a forward whose backward pass is to come."""
+        """True if a forward has run and its backward is pending."""
         return bool(self._gradients.forwards)
 
     def _note(self) -> None:
-        """Takes down the memory of gathered parameters, which later gathers do not change."""
+        """Record the storages of the unsharded parameters; later all-gathers reuse them."""
         for earlier in self._numbers:
             del self._storages[earlier]
         self._numbers = []
@@ -168,7 +180,7 @@ class _UnshardedGroup:
             if number is not None:
                 self._numbers.append(number)
                 self._storages[number] = each.name
-        # Torch takes over what allocation has put in their places in the first forward.
+        # In the first forward FSDP takes over the sharded parameters that allocation has set.
         if not self._versions:
             self._versions = self._recorded = self._read()
             parameters = [each.sharded for each in self.group.parameters]
@@ -179,9 +191,11 @@ class _UnshardedGroup:
             return [version_of(each.sharded) for each in self.group.parameters]
 
     def take_updates(self) -> bool:
-        """True if sharded parameters were changed since the last call. Autograd hears of it as a
-        change of the gathered ones, so that it raises its own error where a backward pass needs the
-        values of before."""
+        """Return True if sharded parameters have changed since the last call.
+
+        The change also counts as a change of the unsharded parameters: autograd then raises its own
+        error if a backward needs the values before the update.
+        """
         if not self._versions:  # before the first forward
             return False
         versions = self._read()
@@ -190,14 +204,16 @@ class _UnshardedGroup:
         gathered = [each.gathered for each in self.group.parameters]
         is_new = map(ne, versions, self._versions)
         self._versions = versions
-        # Those of inference mode have no version.
+        # Tensors of inference mode have no version.
         changed = [each for each in compress(gathered, is_new) if each is not None]
         torch.autograd.graph.increment_version(e for e in changed if not e.is_inference())
         return True
 
     def refuse_set_data(self) -> None:
-        """Raises RuntimeError for a sharded parameter whose ``.data`` was set, as scripts do to
-        evaluate averages."""
+        """Raise RuntimeError if the ``.data`` of a sharded parameter was set.
+
+        Scripts set ``.data`` to evaluate averaged weights.
+        """
         for parameter, (noted, identity) in zip(
             self.group.parameters, self._identities, strict=False
         ):
@@ -205,7 +221,7 @@ class _UnshardedGroup:
                 raise RuntimeError(data_was_set(parameter.name))
 
     def record(self, *_: Any) -> None:
-        """After a forward of the group."""
+        """Run after a forward of the group."""
         if torch.is_grad_enabled():
             self._recorded = self._versions
 
@@ -216,21 +232,23 @@ class _UnshardedGroup:
 
 
 def data_was_set(name: str) -> str:
-    """The message for ``parameter.data = tensor``, which reaches neither this rank's part nor
-    torch's engine."""
+    """Return the message for ``parameter.data = tensor``.
+
+    The assignment reaches neither this rank's local shard nor FSDP.
+    """
     return (
         f"{name}.data was set to another tensor, which has no effect on a sharded parameter: "
-        f"use {name}.data.copy_(value) with a value that is sharded alike, or {INSTEAD}"
+        f"use {name}.data.copy_(value) with a value of the same sharding, or {INSTEAD}"
     )
 
 
 def refuse_stale_unsharded(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
-    """Raises `ConfigError` for an optimizer of gathered ``parameters``."""
+    """Raise `ConfigError` for an optimizer that was built from unsharded ``parameters``."""
     for parameter in parameters:
         name = getattr(parameter, GATHERED_AS, None)
         if name is not None:
             raise ConfigError(
-                f"{type(optimizer).__name__} was built while {name} was gathered, between a "
+                f"{type(optimizer).__name__} was built while {name} was unsharded, between a "
                 "forward and its backward, and would train nothing: build it after parallelize(), "
                 "before the first forward"
             )

@@ -1,7 +1,7 @@
-"""Reduces gradients over the replicate axis: in which micro-batch, in which order, in which form.
+"""Reduction of gradients over the replicate axis.
 
-`methods/` says what crosses the axis and when, `formats/` in which format, `engine/` does it by
-both.
+`methods/` defines the traffic over the axis and its time, `formats/` defines the communication
+formats, and `engine/` runs the reductions during and after a backward pass.
 """
 
 from parallel2d.parallel.sync.engine.accumulation import (

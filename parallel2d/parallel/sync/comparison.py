@@ -1,8 +1,8 @@
-"""Compares what must be equal on all replicas: `ReplicaComparison`.
+"""Comparison of tensors that must be equal on all replicas: `ReplicaComparison`.
 
-One bit that differs would stay for the rest of the run, and be saved. A hash of each group of
-parameters travels on a sum over all ranks that exists anyway; only where hashes differ do ranks
-exchange more, to name the parameter and the rank.
+A single differing bit would stay for the rest of the run, and would be saved. A hash of each group
+of parameters travels with an existing sum over all ranks. Only if hashes differ do ranks exchange
+more, to name the parameter and the rank.
 """
 
 from __future__ import annotations
@@ -22,25 +22,28 @@ from parallel2d.parallel.mesh import axis_positions, mesh_shape
 from parallel2d.parallel.sync.formats.quantize import key_of
 from parallel2d.parallel.weights.geometry import local_part
 
-_HASH_BITS = 20  # so that fp64 adds the squares of up to 8,192 ranks exactly
-_PIECE = 2**22  # elements that are hashed at a time, in 8 bytes each
+_HASH_BITS = 20  # fp64 adds the squares of up to 8,192 such hashes exactly
+_PIECE = 2**22  # elements that are hashed at a time, at 8 bytes each
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicaComparison:
-    """Compares the tensors of ``groups``: by group, by name. All replicas have the same ones."""
+    """Comparison of the tensors of ``groups``, by group and name, equal on all replicas."""
 
     def __init__(self, mesh: DeviceMesh, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._groups = groups
         shape = mesh_shape(mesh)
         self._places = shape.shard * shape.tensor
         at = axis_positions(mesh)
-        # This rank's place in its replica: ranks of one place hold equal tensors.
+        # This rank's position in its replica: ranks of one position hold equal tensors.
         self._place = at.get("shard", 0) * shape.tensor + at.get("tensor", 0)
 
     def vector(self) -> Tensor:
-        """fp64 [2 * groups * places], on CPU, to be summed over all ranks: by group and place the
-        hash of this rank's tensors, and its square; of one that has no state yet zeros."""
+        """Return this rank's addend of the sum over all ranks: fp64 [2 * groups * positions], CPU.
+
+        It has a hash and its square for each group, at this rank's position. A joining replica adds
+        zeros, because it has no state yet.
+        """
         vector = torch.zeros(len(self._groups), self._places, 2, dtype=torch.float64)
         if is_joining():
             return vector.flatten()
@@ -50,11 +53,14 @@ class ReplicaComparison:
         return vector.flatten()
 
     def check(self, summed: Tensor, ranks: int) -> None:
-        """Raises `ConfigError` on every rank when replicas differ. Collective over the world when
-        they do. ``summed``: the sum of `vector` over all ranks; ``ranks``: how many had the state.
+        """Raise `ConfigError` on every rank if replicas differ. Then collective over the world.
+
+        Args:
+            summed: the sum of `vector` over all ranks.
+            ranks: number of ranks that had the state.
         """
         total, squares = summed.view(len(self._groups), self._places, 2).unbind(2)
-        # Equal numbers are those whose squares add up to the square of their sum over their count.
+        # n numbers are equal if n times the sum of their squares is the square of their sum.
         replicas = ranks // self._places
         differs = (squares * replicas != total**2).any(1)
         if differs.any():
@@ -62,7 +68,7 @@ class ReplicaComparison:
             raise ConfigError(self._explain(names))
 
     def _explain(self, groups: Sequence[str]) -> str:
-        """The message for ``groups`` that differ. Collective over the world."""
+        """Return the message for ``groups`` that differ. Collective over the world."""
         own: dict[str, int] = {}
         for group in groups:
             tensors = self._groups[group]
@@ -74,39 +80,38 @@ class ReplicaComparison:
             for rank, (at, hashes) in enumerate(ranks):
                 if at == place:
                     ranks_by_hash[hashes[name]].append(rank)
-            # With two replicas nobody is in the majority.
+            # Two replicas have no majority, and the first counts as one.
             majority, *others = sorted(ranks_by_hash.values(), key=len, reverse=True)
             if others:
                 minority = sorted(itertools.chain.from_iterable(others))
                 found.append(f"{name} differs between ranks {majority} and {minority}")
         return (
-            f"replicas are not equal any more, in {first_five(groups, ', ')}: {first_five(found)}. "
+            f"replicas differ in {first_five(groups, ', ')}: {first_five(found)}. "
             "Memory was damaged, or something other than the optimizer has changed a parameter on "
-            "some ranks. Checkpoints since the last comparison may hold it: go on from an earlier "
-            "one (checkpoint.resume=PATH)"
+            "some ranks. Checkpoints since the last comparison may contain it: resume from an "
+            "earlier one (checkpoint.resume=PATH)"
         )
 
 
 def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Hashes the bits of this rank's part of each tensor. Any single bit changes the hash."""
+    """Hash the bits of this rank's part of each tensor. Any single bit changes its hash."""
     if not tensors:
         return []
     values = [_hash_of(local_part(tensor.detach())) for tensor in tensors]
-    # One copy from the device for all.
+    # One device-to-host copy for all hashes.
     return [int(value) for value in torch.stack(values).tolist()]
 
 
 def _hash_of(local: Tensor) -> Tensor:
-    """int64: the sum of the elements' bits, each times an odd number of its place, modulo 2**64."""
-    # A product with an odd number has another value for every other factor, so a single element
-    # that differs always shows.
-    # Of as many bytes as an element, or half of a complex one, has
+    """Return int64: the sum of the elements' bits times odd numbers, modulo 2**64."""
+    # Multiplication by an odd number is injective modulo 2**64, so a change of a single element
+    # always changes the hash. The integer type has the size of an element, or of half a complex128.
     integer = _INTEGERS[min(local.element_size(), 8)]
     bits = local.contiguous().view(-1).view(torch.uint8).view(integer)
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for begin in range(0, len(bits), _PIECE):
         piece = bits[begin : begin + _PIECE].to(torch.int64)
         places = torch.arange(begin, begin + len(piece), device=local.device)
-        # The places are spread, so that exchanged neighbours show too.
+        # Each position has a different factor, so exchanged elements change the hash too.
         total += (piece * (places * 0x9E3779B97F4A7C1 * 2 + 1)).sum()
     return total

@@ -1,4 +1,4 @@
-"""Exponential moving averages (EMA) of weights: `EMAWeights` has those of ``train.ema``."""
+"""Exponential moving averages (EMA) of weights: `EMAWeights` implements ``train.ema``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from parallel2d.parallel.weights.named_tensors import (
     reshard,
 )
 
-_AVERAGE = "_parallel2d_average"  # an attribute of the model
+_AVERAGE = "_parallel2d_average"  # attribute of the model
 
 
 def trained_values(model: nn.Module) -> dict[str, Tensor]:
-    """FQN -> trained parameter as all replicas have it: with ``sync=diloco`` the outer one."""
-    # Parameters that a forward has gathered would hide the sharded ones.
+    """Return FQN -> trained parameter as all replicas share it: with ``sync=diloco`` the outer."""
+    # Unsharded parameters of a forward would hide the sharded ones.
     reshard(model)
     parameters = parameters_by_name(model)
     found = {name: each.detach() for name, each in parameters.items() if each.requires_grad}
@@ -33,8 +33,10 @@ def trained_values(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def update_ema(averages: Mapping[str, Tensor], model: nn.Module, decay: float) -> None:
-    """Makes each of ``averages``, split as the parameter of ``model`` with its FQN, ``decay`` times
-    itself plus ``1 - decay`` times the parameter."""
+    """Set each of ``averages`` to ``decay * average + (1 - decay) * parameter``.
+
+    Averages are keyed by FQN and sharded like the parameters of ``model``.
+    """
     for name, value in trained_values(model).items():
         if name in averages:
             average = local_part(averages[name])
@@ -42,7 +44,7 @@ def update_ema(averages: Mapping[str, Tensor], model: nn.Module, decay: float) -
 
 
 class EMAWeights:
-    """Averages of the trained parameters of ``model``, split as these are, in fp32 at least."""
+    """EMA weights of the trained parameters, sharded like the parameters, in fp32 at least."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -53,13 +55,15 @@ class EMAWeights:
         vars(model)[_AVERAGE] = self
 
     def update(self, decay: float) -> None:
-        """As `update_ema`; with 0 they begin anew."""
+        """Move the EMA weights; see `update_ema`. With 0 they restart from the parameters."""
         update_ema(self.values, self._model, decay)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Inside, the model has the averages, which are saved too. Memory: a copy of this rank's
-        parts."""
+        """Put the EMA weights into the model inside; they are also saved then.
+
+        Memory: a copy of this rank's local shards.
+        """
         parameters = parameters_by_name(self._model)
         own = [local_part(parameters[name].detach()) for name in self.values]
         averages = map(local_part, self.values.values())
@@ -71,6 +75,6 @@ class EMAWeights:
 
 
 def ema_of(model: nn.Module) -> EMAWeights | None:
-    """What ``train.ema`` keeps for ``model``; None without it."""
+    """Return the EMA weights of ``train.ema`` for ``model``; None without them."""
     found: EMAWeights | None = vars(model).get(_AVERAGE)
     return found

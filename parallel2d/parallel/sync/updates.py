@@ -1,6 +1,8 @@
-"""Functions for training loops of one's own, where something happens after each update of the
-parameters (``strategy=hybrid_full`` and ``sync=diloco``), and where they reduce gradients in their
-own way."""
+"""Functions for custom training loops.
+
+Some methods act after each update of the parameters (``strategy=hybrid_full`` and ``sync=diloco``),
+and a loop may reduce its gradients by a custom hook.
+"""
 
 from __future__ import annotations
 
@@ -31,23 +33,27 @@ Hook = Callable[[Any, Any], Any]
 
 
 def updated_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters to build an optimizer on: with ``strategy=hybrid_full`` the parts that this
-    replica updates, otherwise those of ``model``."""
+    """Return the parameters to build an optimizer on.
+
+    With ``strategy=hybrid_full`` these are the parts that this replica updates, otherwise the
+    parameters of ``model``.
+    """
     return [updated_as(parameter) for parameter in model.parameters()]
 
 
 def attach_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Lets ``model`` follow the updates of ``optimizer``, which becomes collective where replicas
-    must hear of them. `parallel2d.build_optimizer` does this.
+    """Run the model's synchronization after each step of ``optimizer``.
 
-    With several optimizers attach the one that steps last. Raises `ConfigError` for a model that
-    did not come from `parallel2d.parallelize`, or an optimizer of whole parameters that are split.
+    Steps become collective if replicas must exchange updates. `parallel2d.build_optimizer` calls
+    this function. Of several optimizers attach the last to step. Raises `ConfigError` for a model
+    that did not come from `parallel2d.parallelize`, and for an optimizer of unsplit parameters that
+    are updated in parts.
     """
     engine_of(model).updates.attach(optimizer)
 
 
 def outer_sync(model: nn.Module) -> OuterSync | None:
-    """What ``sync=diloco`` keeps for ``model``; None with ``sync=every_step``."""
+    """Return the state of ``sync=diloco`` for ``model``; None with ``sync=every_step``."""
     for engine in engines_in(model):
         if isinstance(engine.updates, OuterSync):
             return engine.updates
@@ -55,7 +61,7 @@ def outer_sync(model: nn.Module) -> OuterSync | None:
 
 
 def error_feedback_of(model: nn.Module) -> UpdateFollower:
-    """What has the residuals of ``model``; without any, where nothing is kept."""
+    """Return the object with the error feedback of ``model``, or an empty one without."""
     for engine in engines_in(model):
         if engine.updates.residual_name:
             return engine.updates
@@ -63,9 +69,15 @@ def error_feedback_of(model: nn.Module) -> UpdateFollower:
 
 
 def set_step(model: nn.Module, step: int, loss_scale: float = 1.0) -> None:
-    """Tells ``model`` the number of the global batch that comes next, from 1, on which depends what
-    is rounded at random, and by what its loss is multiplied before backward. Without it the batches
-    of this process are counted."""
+    """Set the number of the next global batch and the loss scale of ``model``.
+
+    Without this call ``model`` counts the batches of this process.
+
+    Args:
+        model: the parallelized model.
+        step: number of the next global batch, from 1; seeds stochastic rounding.
+        loss_scale: factor of the loss before backward.
+    """
     for engine in engines_in(model):
         engine.keys.step = step
         engine.used_parameters.reductions = step - 1
@@ -74,13 +86,16 @@ def set_step(model: nn.Module, step: int, loss_scale: float = 1.0) -> None:
 
 @contextmanager
 def outer_parameters(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model`` has the parameters that all replicas share, for validation and export.
-    They are its own but with ``sync=diloco``; and with ``train.ema`` their averages."""
+    """Put the parameters that all replicas share into ``model`` inside.
+
+    For validation and export. They differ from the model's parameters with ``sync=diloco``, and
+    with ``train.ema``, which shares the EMA weights.
+    """
     outer, average = outer_sync(model), ema_of(model)
     if outer is None and average is None:
         yield
         return
-    # Parameters that a forward has gathered would hide the others.
+    # Unsharded parameters of a forward would hide the sharded ones.
     reshard(model)
     shared = nullcontext() if outer is None else outer.outer_parameters()
     with shared, nullcontext() if average is None else average.shown():
@@ -91,17 +106,19 @@ def outer_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """By group of parameters and by name, what must be equal on all replicas: the parameters, or
-    with ``sync=diloco`` those that the replicas share."""
+    """Return the tensors that must be equal on all replicas, by group and name.
+
+    These are the parameters, or with ``sync=diloco`` the outer parameters.
+    """
     shared: dict[str, Tensor] = {}
     found: dict[str, dict[str, Tensor]] = {}
     for engine in engines_in(model):
         shared |= engine.updates.shared_values()
         for group in engine.groups:
-            # Frozen parameters have no others.
+            # Frozen parameters have no outer ones.
             values = {each.name: shared.get(each.name, each.sharded) for each in group.parameters}
             found[group.called] = values
-    # Parameters without dimensions are in no group.
+    # Parameters without dimensions belong to no group.
     alone: dict[str, Tensor] = {}
     for name, parameter in parameters_by_name(model).items():
         if stays_replicated(parameter):
@@ -113,8 +130,11 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 @control_traffic()
 def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raises `ConfigError`, with the parameter and the ranks, when replicas differ in a single bit
-    of what must be equal. Collective over the world; see ``sync.compare_every``."""
+    """Raise `ConfigError`, with the parameter and the ranks, if replicas differ in a single bit of
+    the tensors that must be equal.
+
+    Collective over the world; see ``sync.compare_every``.
+    """
     comparison = ReplicaComparison(sharding_mesh(mesh), replicated_tensors(model))
     vector = comparison.vector()
     if not has_cpu_backend():
@@ -124,7 +144,7 @@ def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def finish_updates(model: nn.Module) -> None:
-    """At the end of training: with ``sync=diloco`` a last outer step with the rest. Collective."""
+    """End training: with ``sync=diloco`` run a last outer step with the rest. Collective."""
     outer = outer_sync(model)
     if outer is not None:
         reshard(model)
@@ -132,19 +152,23 @@ def finish_updates(model: nn.Module) -> None:
 
 
 def register_sync_hook(model: nn.Module, hook: Hook, state: Any = None) -> None:
-    """Lets ``hook`` reduce the gradients of ``model`` over the replicate axis, in its own way.
+    """Reduce the gradients of ``model`` over the replicate axis by ``hook``.
+
+    The hooks of `torch.distributed.algorithms.ddp_comm_hooks` work, for example
+    ``default_hooks.bf16_compress_hook`` and ``powerSGD_hook`` with the group
+    ``replicate_group(model)`` in its state.
 
     Args:
+        model: the parallelized model.
         hook: ``hook(state, bucket)`` gets the gradients of this replica, averaged over its shard
-            group, as ``bucket.buffer()``, a flat tensor in the dtype of gradients; `Bucket` has the
-            methods of torch's ``GradBucket``. It returns a future of their mean over the replicas,
-            or the mean itself, or None if it has changed the buffer in place. It runs on every
-            replica for the same buckets in the same order, one after the other.
+            group, as ``bucket.buffer()``, a flat tensor in the accumulation dtype; `Bucket` has the
+            methods of torch's ``GradBucket``. The hook returns a future of the mean over the
+            replicas, or the mean, or None if it has changed the buffer in place. It runs on every
+            replica for the same buckets in the same order, one bucket at a time.
         state: passed to the hook; default: the process group of the replicate axis.
 
-    The hooks of `torch.distributed.algorithms.ddp_comm_hooks` work, among them
-    ``default_hooks.bf16_compress_hook`` and ``powerSGD_hook``, whose state takes the group that
-    ``replicate_group(model)`` returns. Raises `ConfigError` for a mesh with one replica.
+    Raises:
+        ConfigError: the mesh has one replica, or the strategy is ``hybrid_full``.
     """
     buckets = _buckets_of(model)
     if engine_of(model).method.splits_updates:
@@ -157,7 +181,7 @@ def register_sync_hook(model: nn.Module, hook: Hook, state: Any = None) -> None:
 
 
 def replicate_group(model: nn.Module) -> dist.ProcessGroup:
-    """The process group over the replicas. Raises `ConfigError` as `register_sync_hook` does."""
+    """Return the process group over the replicas. Raise `ConfigError` for a single replica."""
     return _buckets_of(model).group
 
 
@@ -170,11 +194,13 @@ def _buckets_of(model: nn.Module) -> BucketQueue:
 
 @dataclass
 class HookReduction:
-    """A function of the user's; see `parallel2d.register_sync_hook`."""
+    """Reduction by a user's hook; see `parallel2d.register_sync_hook`."""
 
     state: Any
     hook: Hook
-    # Hooks may start further collectives, and all replicas must start them in one order.
+    # One: a hook may start further collectives, and all replicas must start collectives in one
+    # order. With two hooks in flight, the second collective of one hook could come before or after
+    # the first collective of the next hook, in a different order on each replica.
     most_in_flight: int | None = 1
 
     def start(self, bucket: Bucket) -> list[Wait]:
@@ -183,7 +209,7 @@ class HookReduction:
 
         def wait() -> None:
             result = answer.wait() if isinstance(answer, torch._C.Future) else answer
-            # The futures of some collectives hold a list of one tensor.
+            # Futures of some collectives hold a list of one tensor.
             if isinstance(result, list | tuple):
                 (result,) = result
             if result is None:
@@ -192,7 +218,7 @@ class HookReduction:
                 raise TypeError(
                     f"a sync hook returns a future of a tensor, a tensor or None, not {result!r}"
                 )
-            # A hook that works in place may return the buffer itself.
+            # An in-place hook may return the buffer.
             if result.data_ptr() != flat.data_ptr():
                 flat.copy_(result.view(-1))
 

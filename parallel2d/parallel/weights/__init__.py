@@ -1,3 +1,5 @@
-"""Weights of parallelized models: read from a folder of pretrained files, loaded from a state dict
-of one rank, and gathered to be viewed or changed whole. What is to survive the process is written
-by `checkpoint`."""
+"""Weights of parallelized models.
+
+They are read from a folder of pretrained files, loaded from the state dict of one rank, and
+unsharded for inspection and changes. `checkpoint` writes states that outlive the process.
+"""

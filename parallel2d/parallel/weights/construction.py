@@ -1,11 +1,13 @@
-"""Constructors of models: `build_on_meta` runs them without values, `own_constructor` finds those
-that set initial values by themselves, and `build_for_real` runs them again for these.
+"""Constructors of models: `build_on_meta` runs constructors without storage.
+
+`own_constructor` finds constructors that set initial values directly, and `build_for_real` runs
+them again for these values.
 
 [Note: constructors that initialize] Values that are drawn module by module (see [Note:
-mesh-independent weights]) lack what a constructor does after it: a projection that is zeroed, a
-parameter that no method sets again. Such a model is built for real by the first rank of each
-replica, on CPU and under the seed, and sent inside the replica piece by piece. So its weights are
-those of ``torch.manual_seed(seed); Model(...)`` in one process.
+mesh-independent weights]) lack later changes by a constructor, for example a zeroed projection, or
+a parameter that no method initializes. The first rank of each replica therefore builds such models
+with real weights, on CPU and under the seed, and sends them inside the replica piece by piece. The
+weights equal the result of ``torch.manual_seed(seed); Model(...)`` in one process.
 """
 
 from __future__ import annotations
@@ -40,16 +42,16 @@ from parallel2d.parallel.model_structure import direct_parameters, fqn_of, join_
 from parallel2d.parallel.weights.initial_values import initializer_of, is_unset, no_initializer
 from parallel2d.parallel.weights.named_tensors import all_tensors, ties_of
 
-# Names of methods of tensors: those that draw, and all that write
+# Names of tensor methods: methods that draw, and all methods that write
 _DRAWS = ("normal_", "uniform_", "exponential_", "bernoulli_", "log_normal_", "cauchy_")
 _WRITES = re.compile(r"__setitem__|(?!requires_grad_|detach_|share_memory_)[a-z]\w*_")
-# The first two are called again where values are drawn; the third casts and moves.
+# The first two run again when values are drawn; the third casts and moves.
 _NOT_ITS_OWN = ("reset_parameters", "_reset_parameters", "_apply")
 
-# Attributes of modules: the `_Call` that made it, and by parameter the one that wrote to it last
+# Attributes of modules: the `_Call` that built it, and the last writing `_Call` per parameter
 _MADE_BY, _WRITTEN_BY = "_parallel2d_made_by", "_parallel2d_written_by"
 _COPIES = copyreg.__newobj__.__code__  # type: ignore[attr-defined]  # makes copies of objects
-_ON_META = "_parallel2d_on_meta"  # an attribute of a parameter: its substitute
+_ON_META = "_parallel2d_on_meta"  # attribute of a parameter: its replacement on meta
 
 _numbers = itertools.count()
 
@@ -64,24 +66,25 @@ class _Call:
     number: int = field(default_factory=lambda: next(_numbers))
 
     def __deepcopy__(self, _memo: object) -> _Call:
-        return self  # of a copied module too
+        return self  # a copied module keeps the call of its original
 
 
-_NO_CALL = _Call()  # what runs in no constructor
+_NO_CALL = _Call()  # writer of parameters outside of all constructors
 
 
 @contextmanager
 def build_on_meta() -> Iterator[list[weakref.ref[nn.Module]]]:
-    """Inside, every parameter that a module registers goes to the meta device; buffers stay real,
-    so that tables which a constructor computes are right without being computed again. Costs one
-    parameter of memory at a time. Gives the modules that are built, in their order.
+    """Register parameters on the meta device inside. Yield the modules that are built, in order.
 
-    A profile function of Python (`sys.setprofile`) sees the calls of constructors: torch has hooks
-    for the parameters that a module registers, and none for its construction. A profiler that is
-    running rests meanwhile.
+    Buffers stay real, so that tables of a constructor are correct without a second computation. The
+    memory of one parameter is used at a time.
+
+    A Python profile function (`sys.setprofile`) sees the calls of constructors: torch has hooks for
+    the registration of parameters, but none for the construction of modules. A running profiler is
+    suspended inside.
     """
     recorder = _Recorder()
-    # torch's annotation lacks the result that its documentation allows.
+    # torch's annotation omits the result that its documentation allows.
     hook: Callable[..., Any] = recorder.replace_registered
     handle = register_module_parameter_registration_hook(hook)
     profiler = sys.getprofile()
@@ -90,7 +93,7 @@ def build_on_meta() -> Iterator[list[weakref.ref[nn.Module]]]:
         with recorder:
             yield recorder.built
     finally:
-        # cProfile, whose object is not a function
+        # A cProfile object is not callable.
         sys.setprofile(profiler if callable(profiler) else None)
         if isinstance(profiler, cProfile.Profile):
             profiler.enable()
@@ -100,36 +103,35 @@ def build_on_meta() -> Iterator[list[weakref.ref[nn.Module]]]:
 
 def _on_meta(param: nn.Parameter) -> nn.Parameter:
     attributes = dict(vars(param))
-    # The same one for each place, so that what is tied stays tied.
+    # One replacement per parameter, so that tied parameters stay tied.
     if _ON_META not in attributes:
         found = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
-        # Subclasses of Parameter and attributes that a library hangs on it are kept.
+        # Keep subclasses of Parameter and attributes that a library adds.
         vars(found).update(attributes)
         setattr(param, _ON_META, found)
     return getattr(param, _ON_META)
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes which parameters on meta are written to, and skips the drawing of values for them: on
-    meta it would be decomposed in Python, for which torch loads its whole compiler, a second per
-    process."""
+    """Records writes to parameters on meta, and skips the drawing of values. On meta torch would
+    decompose a draw in Python, and load its compiler for this: a second per process."""
 
     def __init__(self) -> None:
         super().__init__()
         self.built: list[weakref.ref[nn.Module]] = []
-        # By storage, which views and `data` of a parameter share with it; None: not written to
+        # Writer by storage, which views and `data` of a parameter share; None: not written
         self._writers: dict[torch.UntypedStorage, _Call | None] = {}
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # Functions that write take the tensor first, or as `out`; initializers return it.
+        # Writing functions take the tensor as first argument or as `out`; initializers return it.
         tensor = kwargs.get("out", next(iter([*args, *kwargs.values()]), None))
         if not (isinstance(tensor, Tensor) and tensor.is_meta):
             return function(*args, **kwargs)
         name, module = (getattr(function, key, "") for key in ("__name__", "__module__"))
-        # Some initializers look at `is_meta` alone, and return.
+        # Some initializers only check `is_meta`, and return.
         initializes = "torch.nn.init" in (module, sys._getframe(1).f_globals.get("__name__"))
         if initializes or _WRITES.fullmatch(name):
             self._note_written(tensor)
@@ -143,8 +145,8 @@ class _Recorder(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def note_call(self, frame: FrameType, event: str, value: object) -> None:
-        """Profile function: note a module whose construction begins, or that is copied."""
-        # It runs at every call and return, so that the most frequent cases come first.
+        """Record a module at its construction, or a copied module (profile function)."""
+        # This runs at every call and return, so the most frequent cases come first.
         if event == "call":
             if frame.f_code.co_name == "__init__":
                 self._note_constructor(frame)
@@ -154,20 +156,23 @@ class _Recorder(TorchFunctionMode):
     def _note_constructor(self, frame: FrameType) -> None:
         code = frame.f_code
         module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        # Constructors of base classes have other arguments.
+        # Only the first constructor: base-class constructors have other arguments.
         if isinstance(module, nn.Module) and _MADE_BY not in vars(module):
             vars(module)[_MADE_BY] = _Call(type(module), *_arguments_of(frame))
             self.built.append(weakref.ref(module))
 
     def replace_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter:
-        """Hook of torch: return the parameter on meta that ``module`` registers instead."""
+        """Return the meta parameter to register instead (torch hook)."""
         param = param if param.is_meta else _on_meta(param)
         self._note_registered(module, name, param)
         return param
 
     def _note_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
-        """What is not tied has a value here. It counts as written to unless ``module`` itself
-        registers it, for the first time, and an initializer around it sets it again."""
+        """Record a parameter that gets its value here, unless it is tied.
+
+        It counts as written, unless ``module`` registers it for the first time in its own
+        constructor and an initializer of a module around it sets it again.
+        """
         if param.untyped_storage() in self._writers:
             return
         self._writers[param.untyped_storage()] = None
@@ -183,7 +188,7 @@ class _Recorder(TorchFunctionMode):
             self._writers[tensor.untyped_storage()] = next(iter(calls), _NO_CALL)
 
     def mark_modules(self) -> None:
-        """Notes at each module what wrote to its parameters."""
+        """Record the writers of each module's parameters on the module."""
         alive = filter(None, [reference() for reference in self.built])
         begun = [module for module in alive if "_modules" in vars(module)]
         for module in set(chain.from_iterable(each.modules() for each in begun)):
@@ -194,8 +199,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _arguments_of(frame: FrameType) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments, without ``self``, of the call that begins in
-    ``frame``."""
+    """Return positional and keyword arguments of the call in ``frame``, without ``self``."""
     names, rest, named, values = inspect.getargvalues(frame)
     count = frame.f_code.co_argcount
     positional = tuple(values[name] for name in names[1:count])
@@ -204,8 +208,10 @@ def _arguments_of(frame: FrameType) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _constructing() -> list[nn.Module] | None:
-    """The modules whose constructors run, the innermost first; None inside of what is called again
-    where values are drawn."""
+    """Return the modules with running constructors, innermost first.
+
+    None inside of code that runs again when values are drawn.
+    """
     found = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -217,7 +223,7 @@ def _constructing() -> list[nn.Module] | None:
             owner = frame.f_locals.get(code.co_varnames[0])
             if isinstance(owner, nn.Module) and repeated:
                 return None
-            # Not one around the context.
+            # A module with a running constructor around the context does not count.
             if isinstance(owner, nn.Module) and _MADE_BY in vars(owner):
                 found.append(owner)
         frame = frame.f_back
@@ -225,15 +231,17 @@ def _constructing() -> list[nn.Module] | None:
 
 
 def own_constructor(model: nn.Module) -> Callable[[], nn.Module] | None:
-    """Builds ``model`` again, with values, where a constructor has set some by itself inside
-    `build_on_meta`, or nothing else can; else None. Raises `ConfigError` for what cannot be
-    repeated. See [Note: constructors that initialize]."""
-    # Adapters set their own values, and their base is loaded.
+    """Return a function that builds ``model`` again with values, if a constructor sets values.
+
+    None if initializers set all values. Raises `ConfigError` for values that cannot be set again.
+    See [Note: constructors that initialize].
+    """
+    # Adapters have their own initializer, and their base is loaded.
     if adapters.settings_of(model):
         return None
     calls: dict[Any, _Call] = {}
     _collect_calls(model, calls)
-    # None are called again where the model itself was put together outside of the context.
+    # Without a recorded call of the model, no constructor can run again.
     made_by = {vars(module).get(_MADE_BY) for module in model.modules() if calls}
     late, written = [], False
     for prefix, module in model.named_modules():
@@ -244,8 +252,8 @@ def own_constructor(model: nn.Module) -> Callable[[], nn.Module] | None:
     if late:
         raise ConfigError(
             f"{first_five(late, ', ')}: set inside build_on_meta by none of the constructors of "
-            f"{type(model).__name__}, which is not repeated; set it there, pass "
-            "init=function(module, name), or build the model for real and pass broadcast_from=0"
+            f"{type(model).__name__}, and only these run again; set it in a constructor, pass "
+            "init=function(module, name), or build the model with values and pass broadcast_from=0"
         )
     return functools.partial(_call_again, model, calls) if written else None
 
@@ -261,7 +269,7 @@ def _collect_calls(module: nn.Module, calls: dict[Any, _Call]) -> None:
 
 def _call_again(model: nn.Module, calls: dict[Any, _Call]) -> nn.Module:
     made: dict[Any, nn.Module] = {}
-    # In the order in which they have drawn.
+    # In the order of the original calls, so that draws have the same order.
     for module, call in sorted(calls.items(), key=lambda each: each[1].number):
         given = (call.arguments, call.keywords)
         arguments, keywords = tree_map_only(nn.Module, lambda leaf: made.get(leaf, leaf), given)
@@ -270,8 +278,8 @@ def _call_again(model: nn.Module, calls: dict[Any, _Call]) -> nn.Module:
 
 
 def seeds_of(models: Sequence[nn.Module], seed: int) -> list[int]:
-    """The seeds of ``models`` that were built in one `build_on_meta`: ``seed`` for the first, and
-    another one for each construction that follows it. A copy has the seed of its original."""
+    """Return the seeds of ``models`` from one `build_on_meta`. ``seed`` for the first model, and a
+    derived seed for each later construction. A copy has the seed of its original."""
     numbers: dict[object, int] = {}
     found = []
     for model in models:
@@ -282,16 +290,20 @@ def seeds_of(models: Sequence[nn.Module], seed: int) -> list[int]:
 
 
 def outline(model: nn.Module) -> list[str]:
-    """What a model that is built again must have in common: classes, names, shapes and ties."""
+    """Return classes, names, shapes and ties, which a model that is built again must share."""
     lines = [f"{name or 'root'}: {type(each).__name__}" for name, each in model.named_modules()]
     lines += [f"{name} {tuple(each.shape)}" for name, each in all_tensors(model).items()]
     return lines + [f"{name} tied to {first}" for name, first in ties_of(model).items()]
 
 
 def build_for_real(construct: Callable[[], nn.Module], seed: int, expected: list[str]) -> nn.Module:
-    """What ``construct`` returns in a process that was just seeded, on CPU; random generators of
-    this process stay as they are. Raises `ConfigError` when its `outline` is not ``expected``, and
-    for parameters that have no values."""
+    """Return the model of ``construct``, which runs on CPU under ``seed``.
+
+    The random generators of this process are restored afterwards.
+
+
+    Raises `ConfigError` if the `outline` is not ``expected``, and for parameters without values.
+    """
     python, numbers = random.getstate(), numpy.random.get_state()
     mode = torch.get_deterministic_debug_mode()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -299,7 +311,7 @@ def build_for_real(construct: Callable[[], nn.Module], seed: int, expected: list
             random.seed(seed)
             numpy.random.seed(seed % 2**32)
             torch.default_generator.manual_seed(seed)
-            # torch.empty then gives NaN, by which a parameter that nothing sets is found.
+            # torch.empty then returns NaN, which reveals a parameter that nothing sets.
             torch.set_deterministic_debug_mode("warn")
             model = construct()
         finally:
@@ -310,8 +322,8 @@ def build_for_real(construct: Callable[[], nn.Module], seed: int, expected: list
     differing = next((pair for pair in pairs if pair[0] != pair[1]), None)
     if differing is not None:
         raise ConfigError(
-            f"built for real, the model has {differing[0]}; on meta it has {differing[1]}: do not "
-            "build by values, or change a model after its constructor has returned; or give "
+            f"built with values, the model has {differing[0]}; on meta it has {differing[1]}: its "
+            "structure must not depend on values, or change after the constructor; or set "
             "model.init (init=)"
         )
     unset = [name for name, each in model.named_parameters() if each.is_meta or is_unset(each)]

@@ -1,13 +1,12 @@
-"""Initial values that depend on a seed and on names alone: `InitialWeights` gives a model on meta
-its slices of them after it was sharded.
+"""Initial values that depend only on a seed and on names: `InitialWeights`.
 
-[Note: mesh-independent weights] A module's initial values depend on the seed and on fully
-qualified names (FQNs) alone. Before any transform a blueprint of the model (structure without
-storage) is kept. After sharding it is filled one unit at a time, where a unit is a repeated block
-or the rest of the model: storage on CPU, each module's own initializer in post-order, under a
-generator seeded from a hash of the seed and that module's FQN. Every rank does the same and keeps
-its slice, so no device, mesh or world size enters, and a rank never holds more than the largest
-unit.
+[Note: mesh-independent weights] A module's initial values depend only on the seed and on fully
+qualified names (FQNs). Before any transform a meta copy of the model is kept (structure without
+storage). After sharding the copy is filled one unit at a time, where a unit is a repeated block or
+the rest of the model: storage on CPU, then each module's own initializer in post-order, under a
+generator seeded by a hash of the seed and the FQN of the module. Every rank does the same and keeps
+its local shard. The values thus do not depend on device, mesh or world size, and a rank never holds
+more than the largest unit.
 """
 
 from __future__ import annotations
@@ -40,9 +39,11 @@ Initializer = Callable[[nn.Module, str], None]
 
 
 def has_meta_parameters(model: nn.Module, seed: int | None) -> bool:
-    """Whether all parameters are on meta. Raises `ConfigError` for a mixture, or for meta without a
-    seed."""
-    # One of those that are on meta, and one of those that are not.
+    """Return True if all parameters are on meta.
+
+    Raises `ConfigError` for a mixture, and for meta parameters without a seed.
+    """
+    # One name of a meta parameter, and one of another parameter.
     one = {parameter.is_meta: name for name, parameter in model.named_parameters()}
     if not one:
         raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to train")
@@ -55,13 +56,15 @@ def has_meta_parameters(model: nn.Module, seed: int | None) -> bool:
     return True in one
 
 
-# Of a tensor on meta: its FQN, the parameters or buffers of its module, its key there, and itself.
+# A meta tensor: its FQN, the parameter or buffer dict of its module, its key there, and the tensor.
 _Place = tuple[str, dict[str, Any], str, Tensor]
 
 
 class InitialWeights:
-    """Keeps a blueprint of ``model``, whose parameters are on meta, before the transforms; `write`
-    comes after them. ``init``: None for the modules' own. See [Note: mesh-independent weights]."""
+    """Keeps a meta copy of ``model`` before the transforms; `write` fills the sharded model.
+
+    ``init``: None for the modules' own initializers. See [Note: mesh-independent weights].
+    """
 
     def __init__(
         self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], init: Initializer | None
@@ -73,13 +76,15 @@ class InitialWeights:
     def write(
         self, model: nn.Module, seed: int, device_type: str, given: Container[str] = ()
     ) -> None:
-        """Allocates what is still on meta on this rank's device and fills it with its slice of the
-        initial values; what ``given`` lists by FQN keeps its own. Raises `ConfigError` naming every
-        other parameter that no initializer sets."""
+        """Allocate meta parameters on this rank's device and fill them with initial values.
+
+        Tensors with FQNs in ``given`` keep their values. Raises `ConfigError` with the names of all
+        other parameters that no initializer sets.
+        """
         if any(parameter.is_meta for parameter in model.parameters()):
             allocate(model, device_type)
         here = all_tensors(model)
-        # Ids of what has its values: a tied parameter is drawn under its first name.
+        # Ids of tensors with values: a tied parameter is drawn under its first name.
         written = {id(tensor) for name, tensor in here.items() if name in given}
         unset: list[str] = []
         have_values = {name for name, tensor in here.items() if id(tensor) in written}
@@ -91,11 +96,14 @@ class InitialWeights:
             raise no_initializer(unset)
 
     def _units(self, given: set[str]) -> Iterator[list[tuple[str, nn.Module]]]:
-        """(name, module) of what is drawn together: first the model without its blocks, then each
-        block; children before their parent, whose initializer may overwrite what they draw."""
+        """Yield the units as (name, module): first the model without its blocks, then each block.
+
+        Children come before their parent, since its initializer may overwrite their values.
+        """
         loaded: set[int] = set()
-        # The base of a model with adapters is large and loaded, and its adapters are in every
-        # block. In other models the initializer of a module may set what is inside a loaded one.
+        # The base of a model with adapters is large and loaded, and adapters are in every block, so
+        # loaded modules are skipped. In other models the initializer of a module may set parameters
+        # inside a loaded module.
         if given and adapters.settings_of(self.blueprint):
             for module in adapters.initialized_modules(self.blueprint, given):
                 loaded.update(map(id, module.modules()))
@@ -112,29 +120,31 @@ class InitialWeights:
         written: set[int],
         seed: int,
     ) -> list[str]:
-        """Draws the values of ``modules`` and copies this rank's slices of what is not ``written``
-        yet; adds it there. Returns the FQNs of what no initializer set."""
+        """Draw the values of ``modules`` and copy local shards that are not ``written`` yet.
+
+        Adds the copied tensors to ``written``. Returns the FQNs that no initializer set.
+        """
         places = list(_places_on_meta(modules))
-        # Nothing is drawn for a unit whose values were all loaded.
+        # Skip the drawing of a unit with only loaded values.
         if all(id(here.get(fqn)) in written for fqn, *_ in places):
             return []
         storage: dict[int, Tensor] = {}
         for _, held, key, on_meta in places:
-            # A tied parameter has several places, which get the same storage.
+            # The places of a tied parameter get the same storage.
             if id(on_meta) not in storage:
                 storage[id(on_meta)] = _without_values(on_meta)
             held[key] = storage[id(on_meta)]
-        # Values are made on CPU, so only its generator is seeded, and restored afterwards.
+        # Values are drawn on CPU, so only the CPU generator is seeded and restored.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for name, module in modules:
                 self._initialize(module, name, seed)
         unset = []
         for fqn, held, key, on_meta in places:
             value = held[key]
-            # Back on meta: no other unit is held beside this one.
+            # Back to meta, so that only one unit has storage at a time.
             held[key] = on_meta
             tensor = here.get(fqn)
-            # The transforms may have taken a buffer out of the model.
+            # The transforms may have removed a buffer from the model.
             if tensor is None or id(tensor) in written:
                 continue
             if is_unset(value):
@@ -146,22 +156,22 @@ class InitialWeights:
     def _initialize(self, module: nn.Module, name: str, seed: int) -> None:
         digest = hashlib.sha256(f"{seed}/{fqn_of(name)}".encode()).digest()
 
-        # Seeded anew each time: the values of a module depend on no other module's draws.
+        # Seeded for each call: a module's values do not depend on draws of other modules.
         def run(initialize: Callable[..., object], *args: Any) -> None:
-            # torch's generators take a seed of 64 bits with a sign.
+            # torch's generators take a signed 64-bit seed.
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
             initialize(*args)
 
         has_values = False
         library = self._library_initializer(name)
         if library is not None:
-            # Hugging Face's initializers may reach below a module. What is of another unit is on
-            # meta, where setting it does nothing.
+            # Hugging Face's initializers may write below a module. Modules of other units are on
+            # meta, where a write has no effect.
             run(library, module)
-            # Classes that the library has no rule for still get their own initializer.
+            # Classes without a rule in the library still get their own initializer.
             has_values = all(_has_values(value) for _, value in direct_parameters(module))
-        # The initializer of a module would reach into parts of it that are of another unit. If it
-        # has parameters of its own it must run nevertheless: nothing else sets them.
+        # The initializer of a module would write to modules of other units below it. If the module
+        # owns parameters directly, it must run nevertheless: nothing else sets them.
         is_complete = not any(parameter.is_meta for parameter in module.parameters())
         reset = initializer_of(module)
         if not has_values and (is_complete or owns_itself(module)):
@@ -169,18 +179,20 @@ class InitialWeights:
                 run(self.init, module, fqn_of(name))
             elif reset is not None:
                 run(reset)
-        # A layer with adapters sets them last, whatever its parts have drawn for them.
+        # A layer with adapters sets them last, and overwrites the values of its children.
         try:
             run(adapters.reset_adapter, module, self.blueprint)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
     def _library_initializer(self, name: str) -> Callable[[nn.Module], None] | None:
-        """``_init_weights`` of the innermost model around ``name`` that has one: Hugging Face's
-        contract, by which a model sets the weights of the modules below it."""
+        """Return ``_init_weights`` of the innermost model around ``name`` that has this method.
+
+        By Hugging Face's contract a model sets the weights of the modules below it.
+        """
         if self.init is not None or not callable(getattr(self.blueprint, "_init_weights", None)):
             return None
-        # Ends at the latest at the blueprint itself, whose name is empty.
+        # Ends at the root, which has an empty name.
         while True:
             found = getattr(self.blueprint.get_submodule(name), "_init_weights", None)
             if callable(found):
@@ -191,8 +203,10 @@ class InitialWeights:
 def _in_post_order(
     module: nn.Module, name: str, skipped: set[int]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of what is below ``module``, but ``skipped`` ones, by id, and of itself. A
-    module in two places comes twice."""
+    """Yield (name, module) below ``module`` and then ``module``, without modules in ``skipped``.
+
+    ``skipped`` holds ids. A module in two places is yielded twice.
+    """
     for child_name, child in module.named_children():
         if id(child) not in skipped:
             yield from _in_post_order(child, join_names(name, child_name), skipped)
@@ -202,7 +216,7 @@ def _in_post_order(
 def _places_on_meta(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[_Place]:
     for name, module in modules:
         held: dict[str, Any]
-        # Buffers are real under `build_on_meta`, and keep what the constructor computed.
+        # Buffers are real under `build_on_meta`, with the values of the constructor.
         for held in (module._parameters, module._buffers):
             for key, tensor in held.items():
                 if tensor is not None and tensor.is_meta:
@@ -210,7 +224,7 @@ def _places_on_meta(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[_Place
 
 
 def initializer_of(module: nn.Module) -> Callable[[], object] | None:
-    # nn.MultiheadAttention and nn.Transformer have theirs under the second name.
+    # nn.MultiheadAttention and nn.Transformer use the second name.
     for attribute in ("reset_parameters", "_reset_parameters"):
         reset = getattr(module, attribute, None)
         if callable(reset):
@@ -228,14 +242,14 @@ def no_initializer(names: Sequence[str]) -> ConfigError:
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    """A parameter or buffer like ``tensor``, on CPU, of which `is_unset` is true."""
+    """Return a parameter or buffer like ``tensor`` on CPU, for which `is_unset` is True."""
     dtype = tensor.dtype
     if not isinstance(tensor, nn.Parameter):
-        # Integers that nothing sets are zeros, which may be what is wanted.
+        # Integer buffers that nothing sets become zeros, a common initial value.
         missing: complex = torch.nan if dtype.is_floating_point else 0
         return torch.full_like(tensor, missing, device="cpu")
     missing = False
-    # Drawn in 32 bits whatever they are stored in: every precision starts from the same values.
+    # Drawn in 32 bits for every storage dtype: all precisions start from the same values.
     if dtype.is_complex:
         missing = complex(torch.nan, torch.nan)
         dtype = torch.complex64
@@ -249,33 +263,37 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 def is_unset(value: Tensor) -> bool:
-    """Whether a part of ``value``, or an integer ``value`` as a whole, is as `_without_values` made
-    it."""
+    """Return True if floating-point values of ``value``, or all its integers, are still unset.
+
+    `_without_values` defines the unset values.
+    """
     if value.is_floating_point() or value.is_complex():
         return bool(value.isnan().any())
-    # Neither of the two values of a bool can mark it as unset.
+    # A bool has no spare value to mark it as unset.
     if value.dtype == torch.bool or value.numel() == 0:
         return False
-    # The largest integer may be one of the values, but is hardly all of them.
+    # The largest integer may occur as a value, but hardly as all values.
     return bool((value == torch.iinfo(value.dtype).max).all())
 
 
 def _has_values(value: Tensor) -> bool:
-    # `all` of nothing is true.
+    # `all` of an empty tensor is True.
     return value.is_meta or value.numel() == 0 or not value.isnan().all()
 
 
 def apply_to_tensors(model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replaces every parameter and buffer by ``function`` of it; tied parameters stay tied."""
-    # `_apply` makes a new parameter at each place of a tied one: ties are restored after it.
+    """Replace every parameter and buffer by ``function`` of it; tied parameters stay tied."""
+    # `_apply` makes a new parameter at each place of a tied one, so ties are restored afterwards.
     ties = tied_parameters(model)
     model._apply(function)
     tie_again(ties)
 
 
 def allocate(model: nn.Module, device_type: str, *, offload: bool = False) -> None:
-    """Gives every parameter and buffer storage on this rank's device, with ``offload`` sharded
-    parameters in CPU memory."""
+    """Allocate every parameter and buffer on this rank's device.
+
+    With ``offload`` sharded parameters are allocated in CPU memory.
+    """
 
     def place(tensor: Tensor) -> Tensor:
         in_cpu_memory = offload and isinstance(tensor, DTensor)

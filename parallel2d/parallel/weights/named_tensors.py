@@ -1,9 +1,9 @@
-"""Tensors of a model and of its optimizer by fully qualified name (FQN), the same on every layout.
+"""Tensors of a model and its optimizer by fully qualified name (FQN), equal on every layout.
 
-[Note: master values] Some methods of synchronization compute with other values than those that a
-run is about: with ``sync=diloco`` each replica has its own parameters, with split updates sent in
-bf16 all replicas compute with rounded ones. What the run is about are master values, kept by the
-method beside the parameters (`MasterValues`).
+[Note: master values] Some synchronization methods compute with other values than the values of the
+run. With ``sync=diloco`` each replica has different parameters, and with split updates in bf16 all
+replicas compute with rounded parameters. The method keeps the values of the run as master values,
+in addition to the parameters (`MasterValues`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parallel2d.parallel.weights.optimizer_settings import plain_settings
 
 SCALARS = bool | int | float | str
 
-# Attributes of modules: of all modules of a model, and of the model itself
+# Attributes of all modules of a model, and of the model only
 _MASTERS = "_parallel2d_masters"
 _MASTERS_OF = "_parallel2d_masters_of"
 
@@ -31,48 +31,47 @@ class MasterValues(Protocol):
     """The master values of one model. See [Note: master values]."""
 
     replicas_differ: bool
-    """Whether each replica has parameters of its own."""
+    """True if each replica has different parameters."""
 
     def masters(self) -> Mapping[str, Tensor]:
-        """By FQN of the parameter, for those that have one; with what was written to parameters."""
+        """Return master values by FQN of the parameter, including writes to parameters."""
 
     def masters_were_loaded(self) -> None:
-        """Makes the parameters what the master values imply. Collective."""
+        """Set the parameters from loaded master values. Collective."""
 
     def parameters_were_loaded(self) -> None:
-        """Makes the master values equal to the parameters."""
+        """Set the master values from loaded parameters."""
 
     def parameters_were_changed(self) -> None:
-        """Takes over parameters that something other than the optimizer has changed."""
+        """Adopt parameters that something other than the optimizer has changed."""
 
     def as_parameters(self) -> AbstractContextManager[None]:
-        """Inside, they are equal to the parameters, so that these are saved."""
+        """Set master values equal to the parameters inside, so that the parameters are saved."""
 
 
 def register_masters(model: nn.Module, masters: MasterValues) -> None:
-    """Makes ``masters`` the master values of ``model``."""
+    """Register ``masters`` as the master values of ``model``."""
     vars(model).setdefault(_MASTERS_OF, []).append(masters)
-    # A change through any module of the model must reach them.
+    # On all modules, since a change through any module must update the master values.
     for module in model.modules():
         vars(module).setdefault(_MASTERS, []).append(masters)
     model.register_load_state_dict_post_hook(lambda *_: masters.parameters_were_loaded())
 
 
 def masters_in(model: nn.Module) -> list[MasterValues]:
-    """Master values of ``model``, of the model that it is a part of, and of models inside it."""
+    """Return master values of ``model``, of the model around it, and of models inside it."""
     found = chain.from_iterable(vars(module).get(_MASTERS, []) for module in model.modules())
     return list({id(masters): masters for masters in found}.values())
 
 
 def masters_were_loaded(model: nn.Module) -> None:
-    """After `model_tensors` were written to: parameters follow their master values. Collective."""
+    """Set parameters from their master values after writes to `model_tensors`. Collective."""
     for masters in masters_in(model):
         masters.masters_were_loaded()
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees gathered parameters (after a forward without backward), so that every parameter is the
-    sharded one again."""
+    """Free unsharded parameters after a forward without backward, and restore the sharded ones."""
     for module in model.modules():
         # `reshard` is not recursive: each module frees the parameters of its own group.
         if isinstance(module, FSDPModule):
@@ -81,8 +80,10 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, ``model`` evaluates, without gradients. Its modes and the random generators are as
-    before afterwards, and nothing that a forward has gathered stays."""
+    """Evaluate ``model`` inside, without gradients and without lasting effects.
+
+    Modes and random generators are restored, and unsharded parameters are freed.
+    """
     modes = {module: module.training for module in model.modules()}
     devices = [device] if device.type == "cuda" else []
     model.eval()
@@ -98,8 +99,10 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
 @contextmanager
 @torch.no_grad()  # but not inside
 def equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Inside, the first tensor of each pair has the values of the second, then its own again.
-    Memory: a copy of the first ones."""
+    """Set the first tensor of each pair to the values of the second inside, then restore it.
+
+    Memory: a copy of the first tensors.
+    """
     kept = [(tensor, tensor.clone(), shown) for tensor, shown in pairs]
     try:
         for tensor, _, shown in kept:
@@ -111,12 +114,12 @@ def equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """FQN -> parameter; a shared one once, under its first name."""
+    """Return FQN -> parameter; a tied parameter once, under its first name."""
     return {fqn_of(name): parameter for name, parameter in model.named_parameters()}
 
 
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """FQN -> parameter or buffer; a shared one under each of its names."""
+    """Return FQN -> parameter or buffer; a tied parameter under each of its names."""
     named = chain(
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     )
@@ -124,16 +127,16 @@ def all_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """FQN -> what is saved and loaded: a parameter, or its master value, or a persistent buffer. A
-    shared one is listed once, under its first name."""
+    """Return FQN -> tensor to save and load. These are parameters, or their master values, and
+    persistent buffers. A tied parameter is listed once, under its first name."""
     found: dict[str, Tensor] = {**parameters_by_name(model)}
     transient: set[str] = set()
     for prefix, module in model.named_modules():
-        # Several models may be parts of one.
+        # Several models may be parts of this model.
         for masters in vars(module).get(_MASTERS_OF, []):
             for name, master in masters.masters().items():
                 found[join_names(fqn_of(prefix), name)] = master
-        # torch has no public name for the buffers that no state dict has.
+        # torch has no public name for the buffers outside of state dicts.
         transient.update(join_names(prefix, name) for name in module._non_persistent_buffers_set)
     for name, buffer in model.named_buffers():
         if name not in transient:
@@ -142,57 +145,60 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Further FQNs of shared parameters -> the one they are stored under, the first."""
+    """Return further FQNs of tied parameters -> the first FQN, under which they are stored."""
     return {fqn_of(name): fqn_of(first) for name, first in ties_of(model).items()}
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:
-    """As `tied_names`, by names as they are in ``model``."""
+    """Return `tied_names` with the names of ``model``, including wrapper prefixes."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[id(each)] for name, each in every if name != first[id(each)]}
 
 
 def stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The parameters of all groups."""
+    """Return the parameters of all groups."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def updated_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """FQN -> what an optimizer updates: the parameter, or the part of it that this replica owns."""
+    """Return FQN -> the tensor that an optimizer updates; see `model_structure.updated_as`."""
     return {name: updated_as(value) for name, value in parameters_by_name(model).items()}
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """FQN -> parameter, or the part of it that the optimizer has, for those that it steps; in the
-    model's order."""
+    """Return FQN -> parameter, or its owned part, for each one that ``optimizer`` steps.
+
+    They are in the order of the model.
+    """
     stepped = set(map(id, stepped_by(optimizer)))
-    # The order of the groups may differ between runs; that of the model does not.
+    # The order of the groups may differ between runs; the model's order does not.
     return {name: each for name, each in updated_by_name(model).items() if id(each) in stepped}
 
 
 def join_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """Groups and state of several optimizers, as they are now, in what states and checkpoints take
-    for one."""
+    """Combine groups and state of several optimizers into one object for states and checkpoints."""
     groups = list(chain.from_iterable(each.param_groups for each in optimizers.values()))
     state: dict[Tensor, Any] = {}
     for optimizer in optimizers.values():
         spread_state(optimizer)
-        # An entry that does not exist is made, so that loading fills that of the optimizer itself.
+        # Missing entries are created, so that loading fills the state of the optimizer itself.
         state |= {parameter: optimizer.state[parameter] for parameter in stepped_by(optimizer)}
-    # States are compared by the name of the class too.
+    # States are also compared by class name.
     name = "+".join(type(each).__name__ for each in optimizers.values())
     attributes: dict[str, Any] = {"param_groups": groups, "state": state}
     if any(hasattr(each, "spread_state") for each in optimizers.values()):
-        # Their state is shared by now; it tells `new_state_tensor` what shapes there may be.
+        # The state is shared by now; the attribute marks this for `new_state_tensor`.
         attributes["spread_state"] = staticmethod(lambda: None)
     joined: Any = type(name, (), attributes)
     return joined()
 
 
 def spread_state(optimizer: torch.optim.Optimizer) -> None:
-    """Before all of a state is read: lets an optimizer that has it on some ranks alone
-    (`parallel2d.whole_matrices`) share it. Collective for such a one."""
+    """Share the state of an optimizer that holds it on some ranks only, before it is read.
+
+    These are the optimizers of `parallel2d.whole_matrices`; the call is collective then.
+    """
     spread = getattr(optimizer, "spread_state", None)
     if spread is not None:
         spread()
@@ -203,17 +209,18 @@ def drop_state(
     parameters: Mapping[str, Tensor],
     loaded: Mapping[str, Iterable[str]],
 ) -> None:
-    """Drops optimizer state that is not replaced by a state that is loaded next.
+    """Drop optimizer state that the next load does not replace.
 
     Args:
-        parameters: by name, those whose state is loaded.
-        loaded: by name, the keys of the state that is loaded.
+        optimizer: the optimizer.
+        parameters: parameters with loaded state, by name.
+        loaded: keys of the loaded state, by name.
     """
     forget = getattr(optimizer, "forget_state", None)
     if forget is not None:
         forget(parameters.values())
     for name, parameter in parameters.items():
-        # In place: `join_optimizers` has the entries of other optimizers.
+        # In place: `join_optimizers` shares the entries of its optimizers.
         entries = optimizer.state.get(parameter, {})
         for key in entries.keys() - set(loaded.get(name, ())):
             del entries[key]
@@ -222,45 +229,47 @@ def drop_state(
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """``<key>/<FQN>`` -> optimizer state that is a tensor. Empty before the first step."""
+    """Return ``<key>/<FQN>`` -> tensors of the optimizer state; empty before the first step."""
     found: dict[str, Tensor] = {}
     for name, parameter in trained_parameters(model, optimizer).items():
-        # `get`, because looking up in the state of an optimizer creates an entry.
+        # `get`, because indexing the state of an optimizer creates an entry.
         entries = optimizer.state.get(parameter, {})
-        # Sorted, so that every rank lists them in one order, restored or not.
+        # Sorted: every rank lists them in one order, also after a restore.
         for key, value in sorted(entries.items()):
-            # Anything else, such as a count of steps, is in `describe_optimizer`.
+            # `describe_optimizer` has all other values, such as a step count.
             if isinstance(value, Tensor):
                 found[f"{key}/{name}"] = value
     return found
 
 
 def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The manifest's part: class, parameter groups by FQN with their settings, and state that is
-    not tensors."""
+    """Return the optimizer's part of a manifest.
+
+    It has the class, the parameter groups by FQN with their settings, and state other than tensors.
+    """
     names: dict[int, str] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for name, parameter in trained_parameters(model, optimizer).items():
         names[id(parameter)] = name
         entries = optimizer.state.get(parameter, {})
-        # Tensors are in `optimizer_tensors`; nothing else is saved.
+        # Tensors are in `optimizer_tensors`; other types are not saved.
         plain = {key: value for key, value in entries.items() if isinstance(value, SCALARS)}
         if plain:
             scalars[name] = plain
     groups = []
     for group in optimizer.param_groups:
         settings = plain_settings(group)
-        # What a manifest cannot hold, such as a tensor of several values, is omitted.
+        # Settings that a manifest cannot hold, such as a tensor of several values, are omitted.
         kept = {key: value for key, value in settings.items() if _is_plain(value)}
-        # An optimizer may hold parameters that are not in this model.
+        # An optimizer may hold parameters of other models.
         listed = filter(None, [names.get(id(each)) for each in group["params"]])
         groups.append({"settings": kept, "parameters": list(listed)})
     return {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars}
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether ``value`` is made of None, scalars, and lists and tuples of them."""
-    # Such as the betas of Adam.
+    """Return True if ``value`` consists of None, scalars, and lists and tuples of them."""
+    # Lists and tuples, such as the betas of Adam.
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return isinstance(value, SCALARS | None)

@@ -1,7 +1,8 @@
-"""Settings of an optimizer's parameter groups (lr, betas, weight decay): `match_settings` finds
-those of a stored state for the groups of an optimizer, `put_settings` sets them.
+"""Settings of an optimizer's parameter groups (lr, betas, weight decay).
 
-How a step is computed (``fused``, ``foreach``) and by which class is not taken from a state.
+`match_settings` finds settings of a stored state for the groups of an optimizer, and `put_settings`
+sets them. The class of the optimizer and the implementation of its step (``fused``, ``foreach``)
+are not taken from a state.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# How a step is computed, which may differ between a state and the optimizer that loads it.
+# Implementation of a step, which may differ between a state and the loading optimizer.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
-# torch's schedulers add them to groups.
+# Keys that torch's schedulers add to groups.
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 _NOT_OF_A_CLASS = _IMPLEMENTATION | _OF_SCHEDULERS | {"params", "param_names"}
 
@@ -25,10 +26,10 @@ Stored = Sequence[tuple[Settings, Sequence[str]]]
 
 
 def plain_settings(group: Mapping[str, Any]) -> Settings:
-    """The settings of a parameter group, an lr that is a tensor as a number."""
+    """Return the settings of a parameter group, with a tensor lr as a number."""
     plain = dict(group)
     plain.pop("params", None)
-    # An lr is a tensor where a step is compiled or captured in a CUDA graph.
+    # The lr is a tensor if a step is compiled or captured in a CUDA graph.
     for key, value in plain.items():
         if isinstance(value, Tensor) and value.numel() == 1:
             plain[key] = value.item()
@@ -44,12 +45,17 @@ def match_settings(
     check_class: bool = False,
     same_class: bool = True,
 ) -> tuple[list[Settings], list[str]]:
-    """For each group of ``optimizer`` the settings that a state gives its parameters ({} where it
-    has none of them), and what is wrong. Where they are not ``wanted``, a group's counters alone.
+    """Return the stored settings for each group of ``optimizer``, and a list of problems.
 
-    ``names``: of the parameters in each group of ``optimizer``. ``check_class``: settings of
-    another class of optimizer are wrong too. ``same_class``: the state is of this class, and takes
-    its counters along.
+    The settings are {} for a group without parameters in the state.
+
+    Args:
+        optimizer: the loading optimizer.
+        names: names of the parameters in each of its groups.
+        stored: the groups of the state.
+        wanted: False to return only the counters of a group.
+        check_class: True to report settings of another class of optimizer.
+        same_class: True if the state is of this class, so that its counters are taken too.
     """
     index_of: dict[str, int] = {}
     for index, (_, listed) in enumerate(stored):
@@ -58,16 +64,16 @@ def match_settings(
     problems: list[str] = []
     for number, (group, listed) in enumerate(zip(optimizer.param_groups, names, strict=True)):
         indices = [index_of[name] for name in listed if name in index_of]
-        # A group without parameters is the one in its place.
+        # A group without parameters matches the stored group at its index.
         if not listed and len(stored) == len(names) and not stored[number][1]:
             indices = [number]
-        # Each once, in the order of the parameters here: the first group decides.
+        # Each once, in the order of the parameters here: the first stored group decides.
         given = [stored[index][0] for index in dict.fromkeys(indices)]
         own = set(group) - _NOT_OF_A_CLASS
         for settings in given if check_class else ():
             problems += _other_class(optimizer, own, settings)
         first = given[0] if given else {}
-        # A setting that another class of optimizer has would stay in the group unused.
+        # Settings of another class of optimizer would stay in the group unused.
         keys = own | _OF_SCHEDULERS if wanted else set[str]()
         if same_class:
             keys |= _counters(first, group)
@@ -78,8 +84,10 @@ def match_settings(
 
 
 def _counters(settings: Settings, group: Mapping[str, Any]) -> set[str]:
-    """The keys in which an optimizer counts its steps in its groups. One that its first step adds
-    is not in a new ``group``."""
+    """Return the keys of an optimizer's step counts in its groups.
+
+    A new ``group`` lacks keys that the first step adds.
+    """
     return {"step"} | (settings.keys() - set(group) - _NOT_OF_A_CLASS)
 
 
@@ -88,7 +96,7 @@ def _other_class(
 ) -> Iterator[str]:
     foreign = settings.keys() - own - _NOT_OF_A_CLASS
     missing = own - settings.keys()
-    # Versions of one class differ in one direction: the newer has a setting more.
+    # Versions of one class differ in one direction: the newer version has more settings.
     if foreign and missing:
         yield (
             f"its optimizer is of another class: it has {', '.join(sorted(foreign))}, and "
@@ -99,36 +107,40 @@ def _other_class(
 def _problems(
     settings: Settings, others: Sequence[Settings], group: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yields what keeps ``settings`` from being those of ``group``, whose other parameters are in
-    stored groups with the settings ``others``."""
+    """Yield reasons why ``settings`` cannot be the settings of ``group``.
+
+    ``others``: settings of further stored groups with parameters of ``group``.
+    """
     for key, value in settings.items():
         for other in others:
-            # A setting that the other group does not have contradicts nothing.
+            # A setting that the other group lacks is not a contradiction.
             if other.get(key, value) != value:
                 yield (
                     f"its groups have {key}={value!r:.30} and {key}={other[key]!r:.30} for "
-                    "parameters that are one group here (settings=False keeps those here)"
+                    "parameters that are one group here (settings=False keeps the current ones)"
                 )
         current = group.get(key)
         if isinstance(current, tuple):
-            # Such as betas; a state that has been JSON has lists.
+            # For example betas; a state that has been JSON has lists.
             if not isinstance(value, tuple | list) or len(value) != len(current):
-                yield f"its {key} is {value!r:.60}, no list of {len(current)}"
+                yield f"its {key} is {value!r:.60}, not a list of {len(current)}"
         elif isinstance(current, Number | Tensor) and not isinstance(value, Number):
-            yield f"its {key} is {value!r:.60}, no number"
+            yield f"its {key} is {value!r:.60}, not a number"
 
 
 def put_settings(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Gives each group of ``optimizer`` its settings; a tensor stays the same tensor, with the new
-    value."""
+    """Set the settings of each group of ``optimizer``.
+
+    A tensor stays the same object and is filled with the new value.
+    """
     for group, given in zip(optimizer.param_groups, settings, strict=True):
         for key, value in given.items():
             current = group.get(key)
-            # A compiled step or a CUDA graph reads the lr from this very tensor.
+            # A compiled step or a CUDA graph reads the lr from this tensor object.
             if isinstance(current, Tensor):
                 current.fill_(value)
             elif isinstance(current, tuple):
-                # The manifest of a checkpoint is JSON, which has lists only.
+                # A checkpoint's manifest is JSON, which has only lists.
                 group[key] = tuple(value)
             else:
                 group[key] = value

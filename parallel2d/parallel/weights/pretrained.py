@@ -1,7 +1,9 @@
-"""Pretrained weights read into a sharded model by `load_pretrained`. Only safetensors are read,
-from a folder that ``save_pretrained`` has written; nothing in it is executed. A parameter that the
-library stores in several tensors, the experts of a mixture, is put together from the parts that
-this rank keeps."""
+"""Pretrained weights for a sharded model: `load_pretrained`.
+
+Only safetensors are read, from a folder of ``save_pretrained``; nothing in the folder is executed.
+A parameter that the library stores in several tensors, such as the experts of a mixture, is built
+from the parts of this rank.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,12 @@ SINGLE = "model.safetensors"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _MAX_INDEX = 64 * 2**20  # bytes
 
-# The tensors in the files of a folder, by the name they have there.
+# The tensors in the files of a folder, by their names in the folder.
 _Headers = Mapping[str, tuple[ByteSource, Entry]]
 
 
 def has_weights(path: str) -> bool:
-    """Whether the folder holds safetensors. Raises `ConfigError` when it holds only pickles."""
+    """Return True if the folder holds safetensors. Raise `ConfigError` if it holds only pickles."""
     if _has(path, INDEX) or _has(path, SINGLE):
         return True
     pickled = [name for name in _PICKLED if _has(path, name)]
@@ -63,21 +65,21 @@ def has_weights(path: str) -> bool:
 
 
 def _has(path: str, name: str) -> bool:
-    # A link that leads nowhere counts: reading it then fails with its name.
+    # A broken link counts: reading it then fails with its name.
     return os.path.lexists(os.path.join(path, name))
 
 
 class _Stored(NamedTuple):
-    """A whole parameter in the folder: its shape, and by the name of each stored tensor, where that
-    is and which value of the parameter is its first."""
+    """An unsharded parameter in the folder. ``parts`` maps the name of each stored tensor to its
+    entry and to the position of its first value in the parameter."""
 
     shape: tuple[int, ...]
     parts: dict[str, tuple[Entry, tuple[int, ...]]]
 
 
 class _Target(NamedTuple):
-    """A parameter or persistent buffer of the model: its FQNs, several where it is tied, and the
-    names under which a folder may have it, the first of which counts."""
+    """A parameter or persistent buffer of the model. ``names`` are its FQNs, several if it is tied.
+    ``spellings`` are possible names in a folder, by priority."""
 
     tensor: Tensor
     names: list[str]
@@ -89,26 +91,32 @@ class _Target(NamedTuple):
 
 @torch.no_grad()
 def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -> set[str]:
-    """Fills ``model``, sharded or not, with the tensors of the folder ``path``; returns the FQNs
-    that it had.
+    """Fill ``model``, sharded or not, from the folder ``path``. Return the FQNs that were filled.
 
-    No communication: every rank reads the byte ranges of its own rows, `PIECE_BYTES` at once.
-    Values are cast to the dtype of the parameter. A name may carry, or lack, the prefix of the
-    model's base (``transformer.``, ``model.``), as published weights do; names and forms that the
-    ``transformers`` library changes between file and model (experts stored one by one) are changed
-    alike. Parameters outside of the base that the folder does not have, a new head, are left to the
-    caller and logged; so are those whose FQNs match a pattern of ``fresh``: adapters. The base of a
-    model of the ``peft`` library is filled, its adapters are left to the caller. Collective with
-    ``sync=diloco``, whose outer parameters are filled.
+    No communication: every rank reads the byte ranges of its rows, `PIECE_BYTES` at a time.
+    Values are cast to the dtype of the parameter. Collective with ``sync=diloco``, because the
+    outer parameters are filled too.
 
-    Raises `ConfigError` for shapes that differ, for other parameters of the base that the folder
-    does not have, and for a pattern of ``fresh`` that matches no parameter.
+    A name may have or lack the prefix of the model's base (``transformer.``, ``model.``), as in
+    published weights. Names and forms that the ``transformers`` library changes between file and
+    model (experts stored one by one) are changed in the same way. Parameters outside of the base
+    that the folder lacks, for example a new head, are left to the caller and logged. In a model of
+    the ``peft`` library the base is filled, and the adapters are left to the caller.
+
+    Args:
+        model: the model to fill.
+        path: a local folder.
+        fresh: patterns of FQNs of further parameters that are left to the caller, such as adapters.
+
+    Raises:
+        ConfigError: a shape differs, the folder lacks a parameter of the base, or a pattern of
+            ``fresh`` matches no parameter.
     """
-    # Where each tensor is, by its name; no values are read before they are wanted.
+    # Entries of tensors by name; values are read later.
     headers = read_headers(path)
     plain, adapted = adapters.base_of(model)
-    # What names of the base begin with in a ``transformers`` model of this kind that has a head,
-    # and in this model: "" where it has no head, and all of it is the base.
+    # Prefix of the base's names in a ``transformers`` model with a head, and in this model. The
+    # latter is "" for a model without a head, which is all base.
     name = getattr(plain, "base_model_prefix", None) or ""
     prefix = f"{name}."
     base = prefix if isinstance(getattr(plain, name, None), nn.Module) else ""
@@ -121,22 +129,22 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
     for target in targets:
         names = target.stored_names(stored)
         if not names:
-            # Without spellings it is of an adapter of peft's, which is in no folder of a base.
+            # A target without spellings is an adapter of peft, which no base folder contains.
             if target.spellings:
                 missing.append(target.names[0])
             continue
-        # A tied parameter may be stored once per name: one of them is read, none is left over.
+        # A tied parameter may be stored under each name: one is read, and all count as read.
         read.update(chain.from_iterable(stored[name].parts for name in names))
         found.update(target.names)
         value = stored[names[0]]
         shape = tuple(target.tensor.shape)
-        # What does not fit is listed with the rest.
+        # Mismatches are listed together.
         if value.shape == shape:
             _fill(target.tensor, value, headers)
         else:
             problem = f"has shape {value.shape}, the model's is {shape}"
             problems.append(f"{printable(names[0])} {problem}")
-    # Of the base everything must be there, but for the adapters that the caller fills.
+    # All of the base is required, except adapters that the caller fills.
     required = [name for name in missing if name.startswith(adapted + base)]
     problems += _lacking(model, required, fresh, targets)
     if problems:
@@ -147,7 +155,7 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
 
 
 def _log_rest(path: str, missing: Sequence[str], unread: Sequence[str]) -> None:
-    # Left are a new head and adapters, which have initial values.
+    # The rest is a new head and adapters, which have initial values.
     if missing:
         log.warning("%s has no %s: drawn from the seed", path, ", ".join(missing))
     if unread:
@@ -156,8 +164,10 @@ def _log_rest(path: str, missing: Sequence[str], unread: Sequence[str]) -> None:
 
 
 def _targets(model: nn.Module, adapted: str, prefix: str, base: str) -> list[_Target]:
-    """Lists everything in the model's state dict, tied parameters once. ``adapted``: what names
-    begin with in a model with adapters."""
+    """List the entries of the model's state dict, tied parameters once.
+
+    ``adapted``: prefix of the base's names in a model with adapters.
+    """
     reshard(model)
     targets = {name: _Target(value, [name], []) for name, value in model_tensors(model).items()}
     for name, first in tied_names(model).items():
@@ -173,13 +183,15 @@ def _targets(model: nn.Module, adapted: str, prefix: str, base: str) -> list[_Ta
 def _lacking(
     model: nn.Module, missing: Sequence[str], fresh: Sequence[str], targets: Sequence[_Target]
 ) -> list[str]:
-    """One line for each of ``missing`` that no pattern of ``fresh`` matches. Raises `ConfigError`
-    for a pattern that matches nothing."""
+    """Return one line per name of ``missing`` that no pattern of ``fresh`` matches.
+
+    Raises `ConfigError` for a pattern without a match.
+    """
     names = list(chain.from_iterable(target.names for target in targets))
     left_to_caller: set[str] = set()
     for pattern in fresh:
         matching = fnmatch.filter(names, pattern)
-        # A misspelt pattern would otherwise show as a parameter that is missing, or not at all.
+        # Otherwise a misspelt pattern would show as a missing parameter, or not at all.
         if not matching:
             raise ConfigError(
                 f"fresh: pattern {pattern} matches no parameter of {type(model).__name__}"
@@ -191,8 +203,10 @@ def _lacking(
 def _find_stored(
     model: nn.Module, targets: Sequence[_Target], headers: _Headers
 ) -> dict[str, _Stored]:
-    """Finds what the folder holds, by its own names and, where these are not enough, by those that
-    the library gives it. Raises `ConfigError` for a form that cannot be read in parts."""
+    """Return the contents of the folder by name, and if necessary by the library's new names.
+
+    Raises `ConfigError` for a form that cannot be read in parts.
+    """
     stored: dict[str, _Stored] = {}
     for name, (_, entry) in headers.items():
         stored[name] = _Stored(entry.shape, {name: (entry, (0,) * len(entry.shape))})
@@ -205,14 +219,14 @@ def _find_stored(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     converted = {name: _put_together(name, form, headers) for name, form in forms.items()}
-    # Names that need no conversion take precedence.
+    # Names without conversion take precedence.
     return {**converted, **stored}
 
 
 def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) -> _Stored:
-    """The parts of parameter ``name``, each at its place. Nothing is read."""
+    """Return the position of each part of parameter ``name``. Nothing is read."""
     try:
-        # Of tensors without storage, torch says whether they fit together.
+        # torch checks on meta tensors that the parts fit together.
         groups = [_group_on_meta(group, form, headers) for group in form.names]
         whole = groups[0] if form.dim is None else torch.cat(groups, form.dim)
         # torch skips tensors of shape (0,).
@@ -225,7 +239,7 @@ def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) ->
     parts = {}
     begin = [0] * whole.ndim
     for names, group in zip(form.names, groups, strict=True):
-        # A tensor that is stacked has a dim more than in its file.
+        # A stacked tensor has one dim more than in its file.
         shape = tuple(group[:1].shape) if form.stacked else tuple(group.shape)
         for index, stored in enumerate(names):
             if form.stacked:
@@ -238,15 +252,17 @@ def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) ->
 
 
 def _group_on_meta(names: Sequence[str], form: huggingface.StoredForm, headers: _Headers) -> Tensor:
-    """The tensors of a group, stacked, or the only one. Raises what torch does if they differ."""
+    """Return the stacked tensors of a group, or its only tensor. Raises torch's shape errors."""
     tensors = [torch.empty(headers[name][1].shape, device="meta") for name in names]
     (group,) = [torch.stack(tensors)] if form.stacked else tensors
     return group
 
 
 def read_headers(path: str) -> dict[str, tuple[ByteSource, Entry]]:
-    """Where each tensor of the folder is, by the name it has there; no values are read. Raises
-    `ConfigError` for a name that two files have."""
+    """Return the entry of each tensor of the folder by its name there; no values are read.
+
+    Raises `ConfigError` for a name in two files.
+    """
     label = os.path.basename(os.path.abspath(path))
     found: dict[str, tuple[ByteSource, Entry]] = {}
     for file in sorted(set(weight_map(path).values())) or [SINGLE]:
@@ -261,33 +277,36 @@ def read_headers(path: str) -> dict[str, tuple[ByteSource, Entry]]:
 
 
 def weight_map(path: str) -> dict[str, str]:
-    """Name of each tensor -> its file, as the folder's index says; empty where it has no index.
-    Raises `ConfigError` for an index that is none."""
+    """Return the name of each tensor -> its file from the folder's index; empty without an index.
+
+    Raises `ConfigError` for an invalid index.
+    """
     if not _has(path, INDEX):
         return {}
     what = f"{os.path.basename(os.path.abspath(path))}/{INDEX}"
     folder, name = behind_links(path, INDEX)
-    # The content of the file may be anything.
+    # The file may contain anything.
     weights: Any = parse_json(folder.read(name, _MAX_INDEX), what).get("weight_map")
     values = weights.values() if isinstance(weights, dict) else [None]
     if not all(isinstance(file, str) for file in values):
-        raise ConfigError(f"{what}: weight_map is no mapping of names to files")
+        raise ConfigError(f"{what}: weight_map is not a mapping of names to files")
     return dict(weights)
 
 
 def behind_links(path: str, name: str) -> tuple[LocalFolder, str]:
-    """The folder and name of the file that ``path/name`` is: in the library's download cache,
-    models are folders of links."""
-    # A name that is a path can only come from a hostile index. `LocalFolder` refuses it.
+    """Return folder and name of the file behind ``path/name``.
+
+    In the library's download cache models are folders of links.
+    """
+    # A path instead of a name can only come from a hostile index. `LocalFolder` refuses it.
     if os.path.basename(name) == name:
         path, name = os.path.split(os.path.realpath(os.path.join(path, name)))
-    # A mapped file would count, page by page, as memory of the rank.
+    # Pages of a mapped file would count as memory of the rank.
     return LocalFolder(path, mapped=False), name
 
 
 def _fill(tensor: Tensor, stored: _Stored, headers: _Headers) -> None:
-    """Writes what this rank keeps of ``tensor``; of each part no more is read than the rows that
-    hold some of it."""
+    """Write this rank's part of ``tensor``, and read only rows that contain values of the part."""
     local = local_part(tensor)
     for name, (entry, begin) in stored.parts.items():
         kept = local_region(tensor).seen_from(begin)
@@ -299,7 +318,7 @@ def _fill(tensor: Tensor, stored: _Stored, headers: _Headers) -> None:
             first = entry.begin + piece.position_in(entry.shape) * size
             alone = Entry(entry.dtype, piece.lengths, first, first + piece.numel * size)
             values = read_rows(headers[name][0], alone, 0, math.prod(piece.lengths[:1]))
-            wanted: Any = kept.intersect(piece)  # of full rows, some is kept
+            wanted: Any = kept.intersect(piece)  # never None: rows that this rank needs
             local[wanted.slices_in(kept)].copy_(values[wanted.slices_in(piece)])
-            # Before the next piece is read, or two would be held.
+            # Freed before the next piece is read, so that only one is held.
             del values

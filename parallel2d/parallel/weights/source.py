@@ -1,5 +1,7 @@
-"""Where the weights of a model come from: `WeightSource` keeps them while the model is sharded, and
-checks that all ranks hold the same model."""
+"""Source of a model's weights: `WeightSource` keeps the weights while the model is sharded.
+
+It also checks that all ranks hold the same model.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,11 @@ from parallel2d.parallel.weights.unsharded_tensors import Route, fill
 
 
 class WeightSource:
-    """The weights that a model starts from: those it has, those of one rank, or, for a model on
-    meta, values drawn from a seed or set by its constructor. See [Note: constructors that
-    initialize]."""
+    """The initial weights of a model.
+
+    They are the model's own weights, the weights of one rank, or, for a model on meta, values that
+    are drawn from a seed or set by its constructor; see [Note: constructors that initialize].
+    """
 
     def __init__(
         self,
@@ -44,10 +48,19 @@ class WeightSource:
         given: Callable[[nn.Module], Container[str]] | None,
         construct: Callable[[], nn.Module] | None = None,
     ) -> None:
-        """Takes the weights that one rank gives the others out of ``model``. Collective. Arguments
-        are those of `parallel2d.parallelize`, ``given`` is its ``weights``. ``construct`` builds
-        the model with its values; None: what was recorded of it. Raises `ConfigError` when ranks
-        have different models, and for arguments that exclude each other."""
+        """Take the weights out of ``model`` if one rank broadcasts them. Collective.
+
+        Args:
+            model: the plain model.
+            seed: see `parallel2d.parallelize`.
+            init: see `parallel2d.parallelize`.
+            broadcast_from: see `parallel2d.parallelize`.
+            given: the argument ``weights`` of `parallel2d.parallelize`.
+            construct: builds the model with its values; None: the recorded constructor.
+
+        Raises:
+            ConfigError: ranks have different models, or arguments exclude each other.
+        """
         self._seed = seed
         self._init = init
         self._given = given or (lambda _: ())
@@ -56,7 +69,7 @@ class WeightSource:
         if broadcast_from is not None:
             self._received = _hand_over(model, broadcast_from)
             seed = 0  # nothing is drawn, so a model on meta needs no seed
-        # After the weights were handed over, which ties on all ranks what is tied on the source.
+        # After `_hand_over`, which ties on all ranks the parameters that are tied on the source.
         check_same_structure(model)
         self._on_meta = has_meta_parameters(model, seed)
         is_drawn = self._on_meta and broadcast_from is None
@@ -73,16 +86,18 @@ class WeightSource:
             self._bytes = sum(each.nbytes for each in chain(model.parameters(), model.buffers()))
 
     def remember(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
-        """Keeps what `fill` needs of ``model`` as it is before the transforms. Collective. Raises
-        `ConfigError` when ranks hold different weights."""
+        """Keep the state of ``model`` before the transforms that `fill` needs. Collective.
+
+        Raises `ConfigError` if ranks hold different weights.
+        """
         if not self._on_meta:
             digests = all_gather(_digest(model.named_parameters()))
             different = [rank for rank, other in enumerate(digests) if other != digests[0]]
             if different:
                 raise ConfigError(
-                    f"ranks {different} hold other weights than rank 0: build the model under the "
-                    "same torch.manual_seed on every rank, or under parallel2d.build_on_meta with "
-                    "seed=, or let all start from rank 0's by parallelize(..., broadcast_from=0)"
+                    f"ranks {different} hold different weights than rank 0: build the model under "
+                    "the same torch.manual_seed on every rank, or under parallel2d.build_on_meta "
+                    "with seed=, or use rank 0's by parallelize(..., broadcast_from=0)"
                 )
         elif self._source is None and self._construct is None:
             _check_buffers(model)
@@ -91,9 +106,11 @@ class WeightSource:
     def fill(
         self, model: nn.Module, mesh: DeviceMesh, topology: Topology, *, offload: bool
     ) -> None:
-        """Gives ``model``, sharded by now, storage where it has none, in CPU memory with
-        ``offload``, and its weights. Collective. Raises `ConfigError` on every rank when they
-        cannot be made."""
+        """Allocate the sharded ``model`` and set its weights. Collective.
+
+        With ``offload`` parameters are in CPU memory. Raises `ConfigError` on every rank if the
+        weights cannot be created.
+        """
         if not self._on_meta:
             return
         allocate(model, mesh.device_type, offload=offload)
@@ -111,14 +128,16 @@ class WeightSource:
                 return
             self._build(mesh, topology)
             route = route_in_replica(mesh)
-        # Buffers too: those of the other ranks may have been on meta. What is tied is sent once.
+        # Buffers too: other ranks may have them on meta. Tied tensors are sent once.
         pairs = {id(each): (each, self._received.get(name)) for name, each in here.items()}
         fill(pairs.values(), route)
         self._received = {}
 
     def _build(self, mesh: DeviceMesh, topology: Topology) -> None:
-        """Builds the model for real on the first rank of each replica. Collective. Raises
-        `ConfigError` on every rank when one of them cannot, or gets other weights."""
+        """Build the model with real weights on the first rank of each replica. Collective.
+
+        Raises `ConfigError` on every rank if one of them fails or gets different weights.
+        """
         assert self._construct is not None
         rank, builders = dist.get_rank(), ranks_of(mesh)[:, 0, 0, 0].tolist()
         host = topology.hosts[rank]
@@ -128,9 +147,9 @@ class WeightSource:
         if rank in builders and needed > free:
             problem = (
                 f"the model's constructor sets its values: {count} on {host} take {needed:.3g} GiB "
-                f"and {free:.3g} are free; give model.init (init=), called module by module"
+                f"and {free:.3g} are free; set model.init (init=), called module by module"
             )
-        # Before any of them takes memory.
+        # Before any rank allocates memory.
         _raise_any(problem)
         if rank in builders:
             try:
@@ -144,12 +163,12 @@ class WeightSource:
         if len(set(digests.values())) > 1:
             raise ConfigError(
                 f"ranks {list(digests)} built the model under one seed and got different weights: "
-                "its constructor must draw from the generators of torch, NumPy and Python alone"
+                "its constructor must draw only from the generators of torch, NumPy and Python"
             )
 
 
 def _raise_any(problem: str | None, value: str | None = None) -> dict[int, str]:
-    """Raises the first ``problem`` of any rank; returns the values of all that have one."""
+    """Raise the first ``problem`` of any rank; return the values of all ranks with a value."""
     found = all_gather((problem, value))
     for first, _ in found:
         if first is not None:
@@ -158,13 +177,13 @@ def _raise_any(problem: str | None, value: str | None = None) -> dict[int, str]:
 
 
 def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
-    """Takes the weights out of ``model``, which is on meta afterwards; returns them by FQN on rank
-    ``source``. Collective. Raises `ConfigError` on every rank when the source has none."""
+    """Take the weights out of ``model``, which is on meta afterwards. Collective. Returns them by
+    FQN on rank ``source``. Raises `ConfigError` on every rank if the source lacks values."""
     world = dist.get_world_size()
     if not 0 <= source < world:
-        raise ConfigError(f"broadcast_from={source} is no rank: there are {world}, counted from 0")
+        raise ConfigError(f"broadcast_from={source} is not a rank: use 0 to {world - 1}")
     _refuse_sparse(model, source)
-    # The source alone has weights to give, and finds out whether it lacks any.
+    # Only the source has weights to send, and can check that none is missing.
     weights: dict[str, Tensor] = {}
     problem = None
     if dist.get_rank() == source:
@@ -176,10 +195,10 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
     problem = broadcast(problem, source)
     if problem is not None:
         raise ConfigError(problem)
-    # `model.to("meta")`, with which the other ranks may have been built, takes ties apart.
+    # The other ranks may have used `model.to("meta")`, which unties parameters.
     named = dict(model.named_parameters(remove_duplicate=False))
     for name, first in broadcast(ties_of(model), source).items():
-        # What differs here is reported by the check that all ranks have one structure.
+        # `check_same_structure` reports any difference here.
         if {name, first} <= named.keys() and named[name].shape == named[first].shape:
             path, _, attribute = name.rpartition(".")
             model.get_submodule(path)._parameters[attribute] = named[first]
@@ -195,16 +214,18 @@ def _refuse_sparse(model: nn.Module, source: int) -> None:
     if sparse:
         raise ConfigError(
             f"broadcast_from={source}: {first_five(sparse)} is sparse, and only dense tensors are "
-            "sent: build it alike on every rank and register it after parallelize, or make it dense"
+            "sent: build it on every rank and register it after parallelize, or make it dense"
         )
 
 
 def check_same_structure(model: nn.Module) -> None:
-    """Raises `ConfigError` when a rank's model has other parameters, shapes, ties or frozen
-    parameters than rank 0's: sooner or later its collectives would wait for, or be filled with,
-    something else. Collective."""
+    """Raise `ConfigError` if a rank's model differs from rank 0's. Collective.
+
+    Compared are parameters, buffers, shapes, ties and frozen parameters. Later collectives of
+    different models would wait forever, or mix tensors.
+    """
     ties = ties_of(model)
-    # Dtypes of parameters may differ: they are cast alike.
+    # Dtypes of parameters may differ: all ranks cast them to one dtype.
     own = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         training = "trained" if parameter.requires_grad else "frozen"
@@ -212,7 +233,7 @@ def check_same_structure(model: nn.Module) -> None:
         own.append(f"{name}, {training}, of shape {tuple(parameter.shape)}{tie}")
     for name, buffer in model.named_buffers(remove_duplicate=False):
         own.append(f"{name}, a buffer in {buffer.dtype} of shape {tuple(buffer.shape)}")
-    # Every rank compares its model with rank 0's; all show what the first that differs has found.
+    # Every rank compares its model with rank 0's; all report the first difference by rank.
     first = broadcast(own)
     difference = ""
     if own != first:
@@ -224,13 +245,15 @@ def check_same_structure(model: nn.Module) -> None:
     if different:
         one = different[0]
         raise ConfigError(
-            f"ranks {different} have another model than rank 0. Rank {one} has {found[one]}"
+            f"ranks {different} have a different model than rank 0. Rank {one} has {found[one]}"
         )
 
 
 def _check_buffers(model: nn.Module) -> None:
-    """Raises `ConfigError` where a constructor has given ranks different values of a buffer, which
-    no initializer sets again. Collective."""
+    """Raise `ConfigError` if constructors gave ranks different values of a buffer. Collective.
+
+    No initializer sets the buffer again.
+    """
     own = {
         name: _digest([(name, each)]) for name, each in model.named_buffers() if not each.is_meta
     }
@@ -241,20 +264,20 @@ def _check_buffers(model: nn.Module) -> None:
     if different:
         names = next(iter(different.values()))
         raise ConfigError(
-            f"ranks {list(different)} hold other values of the buffer {first_five(names, ', ')} "
-            "than rank 0, which its constructor gives it and no initializer sets again; call the "
-            "same torch.manual_seed on every rank before the model is built"
+            f"ranks {list(different)} hold different values of the buffer "
+            f"{first_five(names, ', ')} than rank 0: its constructor sets it and no initializer "
+            "sets it again; call the same torch.manual_seed on every rank before the model is built"
         )
 
 
 def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Differs when any tensor does."""
+    """Return a digest that differs if any tensor differs."""
     digest = hashlib.sha256()
     for name, parameter in tensors:
         data = parameter.detach()
         if data.is_complex():
             data = torch.view_as_real(data.resolve_conj())
-        # Sums of narrower dtypes would overflow, or be too coarse to show a difference.
+        # Sums in a narrower dtype would overflow, or miss small differences.
         wide = data.double() if data.is_floating_point() else data.long()
         sums = wide.sum().item(), wide.square().sum().item()
         digest.update(f"{name} {tuple(parameter.shape)} {sums}".encode())

@@ -1,11 +1,13 @@
-"""The state of a sharded model and its optimizer in memory: whole by `full_state`, in each rank's
-parts by `sharded_state`, loaded by `load_full_state`, `load_sharded_state` and `load_state`. For
-states that should outlive the process use `Checkpointer`.
+"""The state of a sharded model and its optimizer in memory.
 
-Those of ``torch.distributed.checkpoint.state_dict`` are not used. To get an optimizer's state they
-step it where it has none, and they do not find parameters of which a replica updates a part. To set
-a state they send a pickle, give every rank each parameter whole, and have written some when they
-find that another one does not fit.
+`full_state` returns unsharded tensors and `sharded_state` local shards. `load_full_state`,
+`load_sharded_state` and `load_state` load them. `Checkpointer` writes states that outlive the
+process.
+
+``torch.distributed.checkpoint.state_dict`` is not used. To read an optimizer's state, its functions
+run a step if the state is empty, and they do not find parameters that a replica updates in part. To
+set a state, they send a pickle, give every rank each unsharded parameter, and may find a mismatch
+after they have written some tensors.
 """
 
 from __future__ import annotations
@@ -59,19 +61,20 @@ def full_state(
     cpu: bool = True,
     key_by: Key = "name",
 ) -> dict[str, Any]:
-    """``{"model": ..., "optimizer": ...}`` with whole tensors; the latter only where ``optimizer``
-    is given. Collective.
+    """Return ``{"model": ..., "optimizer": ...}`` with unsharded tensors. Collective.
+
+    ``"optimizer"`` is present only if ``optimizer`` is given. ``state["model"]`` fits
+    ``load_state_dict`` of the bare module. Peak memory is the returned state and one unsharded
+    tensor.
 
     Args:
-        model, optimizer: or several, ``{"critic": ..., ...}``, each optimizer by the name of its
-            model; ``state["model"]["critic"]`` is then the state of one.
+        model: a model, or several as ``{"critic": ..., ...}``. ``state["model"]["critic"]`` is then
+            the state of one model.
+        optimizer: an optimizer, or several by the names of their models.
         rank0_only: the other ranks get an empty dict and keep nothing.
-        cpu: each tensor is moved to CPU memory as soon as it is whole.
-        key_by: the keys of the optimizer's parameters: FQNs, or numbers (``id``), as
-            ``torch.optim``'s own ``load_state_dict`` wants them; `rekey_optimizer_state` converts.
-
-    ``state["model"]`` is what the bare module's ``load_state_dict`` takes. The peak beside what is
-    kept is one whole tensor.
+        cpu: move each unsharded tensor to CPU memory at once.
+        key_by: keys of the optimizer's parameters: FQNs, or numbers (``id``), as in
+            ``load_state_dict`` of ``torch.optim``; `rekey_optimizer_state` converts them.
     """
     if isinstance(model, Mapping) or isinstance(optimizer, Mapping):
         states: dict[str, Any] = {}
@@ -87,11 +90,11 @@ def full_state(
     def gather(tensor: Tensor) -> Tensor | None:
         return gather_tensor(tensor, keep=keep, cpu=cpu)
 
-    # Gathering is collective: ranks that keep nothing go through all of it too.
+    # Gathering is collective, so ranks that keep nothing take part too.
     state = _state(model, optimizer, gather)
     if not keep:
         return {}
-    # A bare module's `load_state_dict` expects a tied parameter under each of its names.
+    # `load_state_dict` of a bare module expects a tied parameter under each of its names.
     for name, first in tied_names(model).items():
         state["model"][name] = state["model"][first]
     if optimizer is not None and key_by == "id":
@@ -103,9 +106,11 @@ def full_state(
 def sharded_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, copy: bool = False
 ) -> dict[str, Any]:
-    """``{"model": ..., "optimizer": ...}`` with this rank's parts, `DTensor`s where tensors are
-    sharded; the optimizer's parameters by FQN. The tensors are the live ones, which the next step
-    changes; ``copy=True`` copies them. No communication."""
+    """Return ``{"model": ..., "optimizer": ...}`` with this rank's local shards.
+
+    Sharded tensors are `DTensor`s, and the optimizer's parameters are keyed by FQN. The tensors are
+    live, so the next step changes them; ``copy=True`` copies them. No communication.
+    """
 
     def take(tensor: Tensor) -> Tensor:
         return tensor.detach().clone() if copy else tensor.detach()
@@ -118,8 +123,8 @@ def _state(
     optimizer: torch.optim.Optimizer | None,
     take: Callable[[Tensor], Tensor | None],
 ) -> dict[str, Any]:
-    """``{"model": ..., "optimizer": ...}`` by FQN, with ``take`` of each tensor."""
-    # After a forward without backward, some parameters may still be gathered.
+    """Return ``{"model": ..., "optimizer": ...}`` by FQN, with ``take`` of each tensor."""
+    # After a forward without backward, some parameters may be unsharded.
     reshard(model)
     tensors = {name: take(tensor) for name, tensor in model_tensors(model).items()}
     if optimizer is None:
@@ -127,8 +132,8 @@ def _state(
     spread_state(optimizer)
     state: dict[str, dict[str, Any]] = {}
     for name, parameter in trained_parameters(model, optimizer).items():
-        # Before the first step, and where a parameter got no gradient, there is no state, and
-        # torch's own `state_dict` does not list the parameter either.
+        # Before the first step, and without a gradient, a parameter has no state; torch's own
+        # `state_dict` does not list the parameter either.
         for key, value in optimizer.state.get(parameter, {}).items():
             taken = take(value) if isinstance(value, Tensor) else value
             state.setdefault(name, {})[key] = taken
@@ -141,11 +146,18 @@ def _state(
 def rekey_optimizer_state(
     state: Mapping[str, Any], *, key: Key, names: list[str] | None = None
 ) -> dict[str, Any]:
-    """An optimizer state whose parameters are called by name, called by number instead
-    (``key="id"``), or the other way round (``key="name"``), with ``names`` in the order of the
-    groups. Raises `ConfigError` when names and parameters do not match in number."""
+    """Convert the keys of an optimizer state between names and numbers.
+
+    Args:
+        state: the optimizer state.
+        key: ``"id"`` for numbers, ``"name"`` for names.
+        names: for ``key="name"``, the names of the parameters in the order of the groups.
+
+    Raises:
+        ConfigError: the number of names differs from the number of parameters.
+    """
     old = list(chain.from_iterable(group["params"] for group in state["param_groups"]))
-    # In torch, the number of a parameter is its position.
+    # In torch the number of a parameter is its position.
     new: Sequence[Any] = range(len(old))
     if key == "name":
         new = names or []
@@ -157,18 +169,18 @@ def rekey_optimizer_state(
     groups = []
     for group in state["param_groups"]:
         groups.append({**group, "params": [rekeyed[each] for each in group["params"]]})
-    # Parameters without state are in groups alone.
+    # Parameters without state occur only in groups.
     state_of = {rekeyed[parameter]: entries for parameter, entries in state["state"].items()}
     return {"state": state_of, "param_groups": groups}
 
 
 def load_state(model: nn.Module, state: Mapping[str, Tensor] | None, *, source: int = 0) -> None:
-    """Loads ``state``, FQN -> tensor, into a parallelized ``model``. Collective.
+    """Load ``state``, FQN -> tensor, into a parallelized ``model``. Collective.
 
-    Whole tensors are needed on rank ``source`` alone; the others pass None and get their parts
-    piece by piece. `DTensor`s, as ``model.state_dict()`` gives them on every rank, are copied, or
-    redistributed one at a time where they are split differently. Raises `ConfigError` on every
-    rank, before anything is written, when names or shapes differ.
+    Unsharded tensors are needed only on rank ``source``; the other ranks pass None and receive
+    their local shards piece by piece. `DTensor`s, as in ``model.state_dict()`` on every rank, are
+    copied, or redistributed one by one if they are split differently. Raises `ConfigError` on every
+    rank, before anything is written, if names or shapes differ.
     """
     given = state or {}
     is_sharded = any(isinstance(tensor, DTensor) for tensor in given.values())
@@ -184,23 +196,24 @@ def load_full_state(
     from_rank0: bool = True,
     settings: bool = True,
 ) -> None:
-    """Gives whole tensors to a model (and its optimizer), sharded or bare: what `full_state`
-    returned, or plain state dicts. Collective.
+    """Load unsharded tensors into a model and its optimizer, sharded or bare. Collective.
+
+    The state is from `full_state`, or consists of plain state dicts. Missing optimizer state is
+    created.
 
     Args:
-        model, optimizer: or several, as for `full_state`, loaded one after the other. Without an
-            optimizer the model alone is loaded.
+        model: a model, or several as for `full_state`, loaded one after the other.
+        optimizer: None to load only the model.
         state: ``{"model": state dict, "optimizer": state dict}``, the optimizer's keyed by FQN or
-            by number. Rank 0 alone needs it (others may pass None or ``{}``) unless ``from_rank0``
-            is false.
-        from_rank0: rank 0's tensors are sent to the others piece by piece; False: every rank takes
-            its part of its own, and nothing is sent.
-        settings: parameter groups take those of the state (lr, betas, weight decay), from which a
-            scheduler of torch goes on; False: they keep theirs.
+            number. With ``from_rank0`` only rank 0 needs it; others may pass None or ``{}``.
+        from_rank0: True to send rank 0's tensors to the others piece by piece; False: every rank
+            takes its local shards from its own state, without communication.
+        settings: True to load the settings of parameter groups (lr, betas, weight decay), from
+            which a torch scheduler continues; False to keep the current settings.
 
-    Optimizer state that does not exist yet is created. Raises `ConfigError` on every rank, before
-    anything is written, when names, shapes or the class of the optimizer differ; with
-    ``from_rank0=False`` on the ranks whose own state differs.
+    Raises:
+        ConfigError: names, shapes or the class of the optimizer differ. Raised on every rank before
+            anything is written; with ``from_rank0=False`` only on ranks with a different state.
     """
     if isinstance(model, Mapping) or isinstance(optimizer, Mapping):
         for name, each, own in _by_name(model, optimizer):
@@ -238,16 +251,18 @@ def load_sharded_state(
     *,
     settings: bool = True,
 ) -> None:
-    """Gives back what `sharded_state` returned, on every rank, to a model on the same ranks;
-    another layout of them is redistributed tensor by tensor, which is collective. ``settings`` and
-    what is raised: as for `load_full_state`."""
+    """Load the state of `sharded_state`, on every rank, into a model on the same ranks.
+
+    Another layout of these ranks is redistributed tensor by tensor, which is collective. For
+    ``settings`` and errors see `load_full_state`.
+    """
     _load(model, optimizer, state, None, settings)
 
 
 @sendable
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of an optimizer state, for the ranks that do not have the state."""
+    """Shape and dtype of a tensor of an optimizer state, for ranks without the state."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -261,8 +276,10 @@ def _load(
     source: int | None,
     settings: bool,
 ) -> None:
-    """Loads the whole tensors that rank ``source`` alone has, or, for None, this rank's parts of
-    tensors that every rank has, whole or sharded."""
+    """Load unsharded tensors from rank ``source``.
+
+    If ``source`` is None, every rank has the tensors, unsharded or sharded, and takes its part.
+    """
     reshard(model)
     problems: list[str] = []
     tensors: Mapping[str, Tensor] = {}
@@ -270,17 +287,17 @@ def _load(
     new_settings: list[Settings] = []
     described: dict[str, dict[str, Any]] = {}
     if source is None or dist.get_rank() == source:
-        # All problems at once: whoever loads the state of another model wants the list.
+        # All problems at once, because a state of another model has many.
         tensors, problems = _match_model(model, state)
         if optimizer is not None:
             given = state.get("optimizer")
             entries, new_settings, more = _match_optimizer(model, optimizer, given, settings)
             problems += more
-        # Nothing is read of an optimizer's state that does not fit.
+        # The optimizer state is not read if anything does not fit.
         if not problems:
             described = _described(entries, tensors, updated_by_name(model))
     if source is not None:
-        # Ranks without the state learn whether it fits, and which tensors come in which order.
+        # Ranks without the state receive the problems, and the tensors with their order.
         plan = problems, described, new_settings
         problems, described, new_settings = broadcast(plan, source)
     if problems:
@@ -296,13 +313,13 @@ def _load(
 
 
 def _match_model(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-    """The model's tensors in ``state`` by FQN, and in what they differ from those here."""
+    """Return the model's tensors in ``state`` by FQN, and differences from the model."""
     given = state.get("model")
     if not isinstance(given, Mapping):
         problem = "it has no model"
-        # A likely slip: the model's state dict itself was given.
+        # A common mistake: the argument is the model's state dict.
         if any(isinstance(value, Tensor) for value in state.values()):
-            problem += ': give a state dict as {"model": state_dict}'
+            problem += ': pass a state dict as {"model": state_dict}'
         elif state:
             problem += f", but {first_five(list(map(str, state)), ', ')}"
         return {}, [problem]
@@ -310,8 +327,8 @@ def _match_model(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, 
     here = model_tensors(model)
     problems = [f"{name} is missing" for name in here if name not in tensors]
     problems += _other_shapes(tensors, here)
-    # A bare model's state dict lists a tied parameter under each of its names. Buffers that are in
-    # no state dict may be given all the same.
+    # The state dict of a bare model lists a tied parameter under each of its names. Buffers outside
+    # of state dicts are also allowed.
     known = all_tensors(model).keys() | here.keys()
     problems += [f"{name} is not in the model" for name in tensors if name not in known]
     return tensors, problems
@@ -320,7 +337,7 @@ def _match_model(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, 
 def _other_shapes(given: Mapping[str, Any], here: Mapping[str, Tensor]) -> Iterator[str]:
     for name, tensor in here.items():
         value = given.get(name)
-        # Where one of them is no tensor, what is given replaces what is here.
+        # A value that is not a tensor is replaced without a comparison.
         if isinstance(value, Tensor) and value.shape != tensor.shape:
             yield f"{name} has shape {list(value.shape)}, not {list(tensor.shape)}"
 
@@ -331,8 +348,10 @@ def _match_optimizer(
     state: Mapping[str, Any] | None,
     settings: bool,
 ) -> tuple[Entries, list[Settings], list[str]]:
-    """The entries of ``state`` by FQN, new settings for each group of ``optimizer`` ({}: its own),
-    and in what ``state`` does not fit."""
+    """Return entries of ``state`` by FQN, new settings per group of ``optimizer``, and problems.
+
+    Settings are {} for a group that keeps its own.
+    """
     if state is None:
         return {}, [], ["it has no optimizer"]
     names = [group["parameters"] for group in describe_optimizer(model, optimizer)["groups"]]
@@ -340,7 +359,7 @@ def _match_optimizer(
     listed = [group["params"] for group in state["param_groups"]]
     # torch's own `state_dict` numbers parameters; `full_state` and `sharded_state` name them.
     if isinstance(next(chain.from_iterable(listed), None), int):
-        # Numbers count through the groups: they mean the same only where groups are as large.
+        # Numbers count through the groups, so they match only if groups have equal sizes.
         sizes, here = list(map(len, listed)), list(map(len, names))
         if sizes != here:
             problem = f"its optimizer has groups of {sizes} parameters, this one of {here}"
@@ -352,7 +371,7 @@ def _match_optimizer(
     given: dict[str, Any] = {}
     for name, values in entries.items():
         given |= {f"{key}/{name}": value for key, value in values.items()}
-    # Before the optimizer's first step it has no tensors: any shape fits.
+    # Before its first step the optimizer has no tensors, and any shape fits.
     problems += _other_shapes(given, optimizer_tensors(model, optimizer))
     stored = [(plain_settings(group), group["params"]) for group in state["param_groups"]]
     new_settings, more = match_settings(optimizer, names, stored, wanted=settings, check_class=True)
@@ -362,13 +381,15 @@ def _match_optimizer(
 def _described(
     entries: Entries, given: Mapping[str, Tensor], here: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Any]]:
-    """``entries`` with a `TensorEntry` in the place of each tensor. ``given``, ``here``: the
-    parameters of the state, and those that it is loaded into."""
+    """Return ``entries`` with a `TensorEntry` for each tensor.
+
+    ``given`` and ``here`` are the parameters of the state and of the loading model.
+    """
     described: dict[str, dict[str, Any]] = {}
     for name, values in entries.items():
         described[name] = dict(values)
         for key, value in values.items():
-            # Sent with the description, a scalar needs no collective of its own.
+            # Scalars are sent with the description, without a collective.
             if isinstance(value, Tensor) and (value.ndim or type(value) is not Tensor):
                 dtype = state_dtype(value.dtype, given[name].dtype, here[name].dtype)
                 described[name][key] = TensorEntry(value.shape, dtype)
@@ -376,8 +397,8 @@ def _described(
 
 
 def state_dtype(stored: torch.dtype, of_parameter: torch.dtype, here: torch.dtype) -> torch.dtype:
-    """The dtype of an optimizer's tensor that was ``stored`` beside a parameter in
-    ``of_parameter``, for one in ``here``: what had its parameter's dtype has it again."""
+    """Return the dtype of a loaded optimizer tensor. A tensor ``stored`` in its parameter's dtype,
+    ``of_parameter``, gets the dtype of the parameter ``here``; other tensors keep their dtype."""
     return here if stored == of_parameter else stored
 
 
@@ -387,11 +408,13 @@ def _tensors_to_fill(
     described: Entries,
     entries: Entries,
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Each tensor of the optimizer's state, created where it does not exist, with that of
-    ``entries``, empty on ranks that do not have them. Sets scalars and plain values."""
+    """Yield each tensor of the optimizer's state with its source in ``entries``, or None.
+
+    Missing tensors are created. Scalars and plain values are set directly.
+    """
     for name, values in described.items():
         parameter = parameters[name]
-        # A default dict: where the parameter has no state yet, this makes an empty one.
+        # A defaultdict: indexing creates an empty state for a parameter without state.
         state = optimizer.state[parameter]
         for key, value in values.items():
             is_tensor = isinstance(value, TensorEntry | Tensor)
@@ -412,25 +435,27 @@ def new_state_tensor(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Zeros as ``optimizer`` itself would make them for ``key`` of the state of ``parameter``:
-    split like the parameter, or a scalar. Raises `ConfigError` for any other ``shape``: only the
-    optimizer knows how it is split."""
-    # The step count of a parameter without dims has its shape too, and is no `DTensor` like it.
+    """Return zeros as ``optimizer`` would create them for ``key`` of the state of ``parameter``.
+
+    They are split like the parameter, or a scalar. Raises `ConfigError` for any other ``shape``,
+    because only the optimizer knows its split.
+    """
+    # The step count of a parameter without dims has the same shape, but is not a `DTensor`.
     if tuple(shape) == tuple(parameter.shape) and key != "step":
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    # An optimizer that shares its state has whole tensors beside those of the parameter's shape.
+    # An optimizer that shares its state also has unsharded tensors of other shapes.
     shares_state = hasattr(optimizer, "spread_state")
     if tuple(shape) not in ((), (1,)) and not shares_state:
         raise ConfigError(
             f"{key} of shape {list(shape)}: how it is split is unknown before the optimizer's "
             "first step"
         )
-    # torch's optimizers count steps on the CPU, unless their kernels are fused or captured in a
-    # CUDA graph and read the count on the device.
+    # torch's optimizers count steps on the CPU, unless fused or CUDA-graph kernels read the count
+    # on the device.
     device = torch.device("cpu")
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
-        # By id: `in` would compare the values of tensors.
+        # By id, since `in` would compare the values of tensors.
         on_device = on_device or (shares_state and shape)
         if on_device and id(parameter) in map(id, group["params"]):
             device = parameter.device

@@ -1,5 +1,7 @@
-"""Whole tensors, and the parts that ranks hold of them: `gather_tensor` makes one whole, `fill`
-fills parts from whole ones, `summon_full_params` and `apply_full` show a model's parameters whole.
+"""Unsharded tensors and local shards.
+
+`gather_tensor` unshards a tensor, `fill` fills local shards from unsharded tensors, and
+`summon_full_params` and `apply_full` unshard a model's parameters.
 """
 
 from __future__ import annotations
@@ -20,26 +22,28 @@ from parallel2d.parallel.model_structure import Places, fqn_of, places_in
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region
 from parallel2d.parallel.weights.named_tensors import masters_in, reshard
 
-PIECE_BYTES = 16 * 2**20  # of a tensor that are sent, or read from a file, at once
+PIECE_BYTES = 16 * 2**20  # bytes of a tensor that are sent, or read from a file, at a time
 
-# (a tensor of which this rank holds a part, the whole one; None on ranks that do not have it)
+# (local shard, unsharded tensor); None on ranks without the unsharded tensor
 Pairs = Iterable[tuple[Tensor, Tensor | None]]
 
-# The broadcasts that bring this rank what the first rank of all has: of which rank, in which group
+# Broadcasts from the first rank of all to this rank: (source, group) of each hop
 Route = Sequence[tuple[int, dist.ProcessGroup | None]]
 
 
 @torch.no_grad()
 def gather_tensor(tensor: Tensor, *, keep: bool, cpu: bool) -> Tensor | None:
-    """A whole copy of ``tensor`` where ``keep`` is true, in CPU memory with ``cpu``; None
-    elsewhere. Collective for a `DTensor`."""
+    """Return an unsharded copy of ``tensor`` if ``keep``, in CPU memory with ``cpu``; else None.
+
+    Collective for a `DTensor`.
+    """
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    # Only now: every rank takes part in gathering.
+    # After the collective: every rank must take part in it.
     if not keep:
         return None
     whole = whole.detach().to("cpu" if cpu else whole.device)
-    # With one rank, or unsharded, this may be the storage of the tensor itself: a change of one
-    # would change the other.
+    # With one rank, or for a plain tensor, this may be the tensor's own storage, and a change of
+    # one would change the other.
     if whole.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr():
         return whole.clone()
     return whole
@@ -47,9 +51,11 @@ def gather_tensor(tensor: Tensor, *, keep: bool, cpu: bool) -> Tensor | None:
 
 @torch.no_grad()
 def copy_part(tensor: Tensor, other: Tensor) -> None:
-    """Copies this rank's part of ``other``, of the same whole shape and on any device, into
-    ``tensor``. Collective where ``other`` is a `DTensor` that is split otherwise: it is
-    redistributed, or, on another mesh, made whole for a moment."""
+    """Copy this rank's part of ``other`` into ``tensor``.
+
+    ``other`` has the same unsharded shape, on any device. Collective if ``other`` is a `DTensor`
+    with another split: it is redistributed, or, on another mesh, unsharded for a moment.
+    """
     if isinstance(other, DTensor):
         # torch redistributes on one mesh only.
         if isinstance(tensor, DTensor) and other.device_mesh == tensor.device_mesh:
@@ -64,15 +70,17 @@ def copy_part(tensor: Tensor, other: Tensor) -> None:
 
 @torch.no_grad()
 def fill(pairs: Pairs, source: int | Route | None) -> None:
-    """Fills this rank's part of each tensor from the whole one: that of rank ``source``, or of the
-    rank at which a route begins, or, for None and an empty route, this rank's own, by `copy_part`.
-    Collective in the other cases: all ranks go through the same tensors in the same order.
+    """Fill this rank's local shard of each tensor from its unsharded tensor.
 
-    Values are sent `PIECE_BYTES` at a time, in the dtype of the tensor they are for, whatever its
-    shape: other ranks never hold more than one piece beside their part.
+    The unsharded tensor is on rank ``source``, or on the first rank of a route. For None or an
+    empty route every rank uses its own unsharded tensor, by `copy_part`. The other cases are
+    collective: all ranks process the same tensors in the same order.
+
+    Values are sent `PIECE_BYTES` at a time, in the dtype of the target tensor, for any shape: the
+    other ranks never hold more than one piece in addition to their shard.
     """
-    # Pieces arrive in one buffer: with one of its own each, a process group that lets go of them
-    # late would hold many.
+    # All pieces are received in one buffer. With separate buffers, a process group that releases
+    # its tensors late would keep many buffers alive.
     buffer = torch.empty(0, dtype=torch.uint8)
     whole: Any  # not None where it is used
     route = [(source, None)] if isinstance(source, int) else source
@@ -91,11 +99,14 @@ def fill(pairs: Pairs, source: int | Route | None) -> None:
                 values = values.contiguous()
             else:
                 bytes_ = piece.numel * size
-                # Tensors may be on several devices, such as those that are offloaded.
+                # Tensors may be on several devices, for example offloaded ones.
                 if buffer.device != local.device or buffer.numel() < bytes_:
                     buffer = torch.empty(bytes_, dtype=torch.uint8, device=local.device)
                 values = buffer[:bytes_].view(local.dtype).view(piece.lengths)
-            # A broadcast, because replicas keep the same rows, and a rank part of a row.
+            # A broadcast instead of a scatter: replicas need the same rows, and a rank may need a
+            # part of a row. The hops of a route are ordered from the source outwards: a rank sends
+            # a piece to its second group after it has received the piece in the first. All pieces
+            # come in the order of the tensors, which is the same on all ranks.
             for root, group in route:
                 dist.broadcast(values, src=root, group=group)
             common = kept.intersect(piece)
@@ -113,28 +124,31 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Inside, the parameters of ``model``, a parallelized model or a module of one, are whole plain
-    tensors. Collective.
+    """Unshard the parameters of a parallelized model, or of one of its modules, inside. Collective.
+
+    They are plain tensors. Call neither forward nor backward inside: hooks expect sharded
+    parameters.
 
     Args:
-        recurse: also those of submodules; False: only those that ``model`` owns itself.
-        writeback: changes made inside are kept, each rank's part of its own copy (they must be
-            equal on all ranks); with ``rank0_only`` those of rank 0, sent to the others. False:
-            they are dropped.
-        rank0_only: other ranks keep their sharded parameters and pay the memory of one whole
-            parameter, while it is gathered.
-        offload_to_cpu: whole tensors are moved to CPU memory one by one.
-        with_grads: ``.grad`` is whole as well, and written back like the parameters.
+        model: the model or module.
+        recurse: include submodules; False: only parameters that ``model`` owns directly.
+        writeback: keep changes: each rank takes its local shard from its own copy (copies must be
+            equal on all ranks), or, with ``rank0_only``, from rank 0's copy. False: changes are
+            dropped.
+        rank0_only: the other ranks keep their sharded parameters. They need the memory of one
+            unsharded parameter during its all-gather.
+        offload_to_cpu: move unsharded tensors to CPU memory one by one.
+        with_grads: unshard ``.grad`` too, and write it back like the parameters.
 
-    Call neither forward nor backward inside: the hooks expect sharded parameters. Raises
-    `ConfigError` inside another such context on the same parameters.
+    Raises:
+        ConfigError: an outer context has unsharded the same parameters.
     """
     if rank0_only and writeback and any(masters.replicas_differ for masters in masters_in(model)):
         raise ConfigError(
-            "summon_full_params(rank0_only=True) would write rank 0's parameters over those of "
-            "other replicas, which differ with sync=diloco: use writeback=False to look at them"
+            "summon_full_params(rank0_only=True) would overwrite the parameters of other "
+            "replicas, which differ with sync=diloco: use writeback=False to read them"
         )
-    # After a forward without backward, some parameters may still be gathered.
+    # After a forward without backward, some parameters may be unsharded by FSDP.
     reshard(model)
     places = places_in(model.modules() if recurse else [model])
     _refuse_nested(places)
@@ -142,12 +156,12 @@ def summon_full_params(
     wholes = {}
     for parameter in places:
         wholes[parameter] = _gather(parameter, keep=keep, cpu=offload_to_cpu, grads=with_grads)
-    # Only now: should gathering fail, the model is as it was.
+    # Only after all gathers: if one fails, the model is unchanged.
     _show(places, wholes)
     try:
         yield
     finally:
-        # After an error inside too: a step needs sharded parameters, in every module.
+        # Also after an error inside: a step needs sharded parameters in every module.
         _show(places, dict(zip(places, places, strict=True)))
         if writeback:
             _write_back(wholes, 0 if rank0_only else None, grads=with_grads)
@@ -159,16 +173,18 @@ def _refuse_nested(places: Places) -> None:
     for parameter, ((module, name), *_) in places.items():
         if hasattr(parameter, _MARK):
             place = f"{name} of {type(module).__name__}"
-            raise ConfigError(f"summon_full_params: {place} is whole already, in an outer context")
+            raise ConfigError(
+                f"summon_full_params: {place} is already unsharded in an outer context"
+            )
 
 
 def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.Module:
-    """``model.apply(function)`` with whole parameters: children first, one module's own parameters
-    at a time. Collective. Returns ``model``.
+    """Run ``model.apply(function)`` with unsharded parameters. Collective. Return ``model``.
 
-    ``function(module)`` sees the parameters that ``module`` owns itself as plain whole tensors,
-    those below it sharded. It must do the same on every rank, random numbers included; each rank
-    keeps its part of its own result.
+    Children come first, and one module's own parameters are unsharded at a time. In
+    ``function(module)`` the parameters that ``module`` owns directly are plain unsharded tensors,
+    and parameters below ``module`` are sharded. The function must do the same on every rank,
+    including random numbers; each rank keeps the local shard of its result.
     """
     for child in model.children():
         apply_full(child, function)
@@ -178,27 +194,29 @@ def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.
 
 
 def sharded_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(FQN, module) of the modules with a hook that gathers parameters, in the order of
-    ``named_modules``: ``model`` itself (FQN ``""``), and those of each bucket."""
-    # `fully_shard` has replaced the module's class by a subclass of it and of `FSDPModule`.
+    """Return (FQN, module) of the modules with hooks of `fully_shard`, as in ``named_modules``.
+
+    They are ``model`` (FQN ``""``) and the modules of each bucket.
+    """
+    # `fully_shard` replaces the module's class by a subclass of the class and `FSDPModule`.
     every = [(fqn_of(name), module) for name, module in model.named_modules()]
     return [(name, module) for name, module in every if issubclass(type(module), FSDPModule)]
 
 
-# An attribute of whole parameters, by which a context inside another is noticed.
+# Attribute of unsharded parameters, which reveals a nested context.
 _MARK = "_summoned_whole"
 
 
 def _show(places: Places, shown: Mapping[nn.Parameter, nn.Parameter]) -> None:
     for parameter, owners in places.items():
         for module, name in owners:
-            # Not by `setattr`, which a module may override.
+            # Not `setattr`, which a module may override.
             module._parameters[name] = shown[parameter]
 
 
 @torch.no_grad()
 def _gather(sharded: nn.Parameter, *, keep: bool, cpu: bool, grads: bool) -> nn.Parameter:
-    """The whole parameter, or ``sharded`` itself where it is not to be kept. Collective."""
+    """Return the unsharded parameter, or ``sharded`` itself without ``keep``. Collective."""
     tensor = gather_tensor(sharded, keep=keep, cpu=cpu)
     gradient = None
     if grads and sharded.grad is not None:
@@ -208,7 +226,7 @@ def _gather(sharded: nn.Parameter, *, keep: bool, cpu: bool, grads: bool) -> nn.
     whole = nn.Parameter(tensor, sharded.requires_grad)
     setattr(whole, _MARK, True)
     if gradient is not None:
-        # torch accepts a gradient of another dtype only where this is declared.
+        # torch accepts a gradient of another dtype only after this declaration.
         whole.grad_dtype = gradient.dtype
         whole.grad = gradient
     return whole
@@ -217,12 +235,12 @@ def _gather(sharded: nn.Parameter, *, keep: bool, cpu: bool, grads: bool) -> nn.
 def _write_back(
     wholes: Mapping[nn.Parameter, nn.Parameter], source: int | None, *, grads: bool
 ) -> None:
-    """Fills each sharded parameter from its whole one, and, with ``grads``, its gradient."""
+    """Fill each sharded parameter, and with ``grads`` its gradient, from the unsharded one."""
     fill([(sharded, whole.detach()) for sharded, whole in wholes.items()], source)
     if not grads:
         return
     kept = [whole.grad is not None for whole in wholes.values()]
-    # The other ranks have no whole parameters, so rank 0 decides for them.
+    # The other ranks have no unsharded parameters, so rank 0 decides for them.
     if source is not None:
         kept = broadcast(kept, source)
     pairs: list[tuple[Tensor, Tensor | None]] = []

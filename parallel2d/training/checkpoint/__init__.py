@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints: `Checkpointer` for a run, `Checkpoint` to read one.
+"""Saves and loads checkpoints: `Checkpointer` for a run, `Checkpoint` to read a checkpoint.
 
 A checkpoint is complete or absent, loads on any mesh, and executes no code when it is read.
 """

@@ -1,4 +1,5 @@
-"""`Checkpointer`: when a run saves, what it resumes from, and what happens when that fails.
+"""`Checkpointer`: decides when a run saves, which checkpoint it resumes from, and how it handles
+failed saves.
 
 Every decision depends only on values that all ranks have, or is made by rank 0 and broadcast.
 """
@@ -66,11 +67,11 @@ from parallel2d.training.checkpoint.storage import (
 
 log = logging.getLogger(__name__)
 
-BEST = "best.json"  # in the folder of the checkpoints: which of them is the best
+BEST = "best.json"  # in the folder of the checkpoints: names the best one
 
 
 def _joined(models: Mapping[str, nn.Module]) -> nn.Module:
-    """Several models as one: the name of a parameter begins with that of its model."""
+    """Join several models into one module; a parameter's name begins with its model's name."""
     joined = nn.ModuleDict(models)
     if any(each.replicas_differ for each in masters_in(joined)):
         raise ConfigError(
@@ -80,25 +81,27 @@ def _joined(models: Mapping[str, nn.Module]) -> nn.Module:
 
 
 class Checkpointer:
-    """Saves and restores one run. Collective: every rank builds it and calls its methods at the
+    """Saves and restores one run. Collective: every rank constructs it and calls its methods at the
     same points.
 
     Args:
+        config: the ``checkpoint`` section of the job.
         run_dir: checkpoints go to ``checkpoints/`` in it unless ``config.folder`` is set.
         mesh: the job's mesh; None for a single process without one.
         model, optimizer: sharded or plain, or several, ``{"generator": ..., "critic": ...}``.
-            ``optimizer=None`` saves models alone.
+            ``optimizer=None`` saves only models.
         layout: facts for the manifest: numbers, strings, lists and dicts.
-        copies: what `in_memory_checkpoints` makes of the same ``config``; None: the store alone.
+        copies: the result of `in_memory_checkpoints` for the same ``config``; None: no in-memory
+            checkpoints.
 
     Attributes:
-        blocked_s: seconds the last `save_if_due` kept the loop waiting.
-        age_steps: steps since the state that the newest published checkpoint holds.
-        failures: saves in a row that failed.
-        published: steps published by this object, ascending.
+        blocked_s: seconds for which the last `save_if_due` blocked the loop.
+        age_steps: steps since the state in the newest published checkpoint.
+        failures: number of consecutive failed saves.
+        published: steps that this object has published, ascending.
 
-    Raises `ConfigError`: the folder cannot be written, or is not the same on every rank, or
-    ``config.memory_every`` is a number and there are no ``copies``.
+    Raises `ConfigError`: the folder is not writable, or is not the same folder on every rank, or
+    ``config.memory_every`` is a number and ``copies`` is None.
     """
 
     def __init__(
@@ -121,7 +124,8 @@ class Checkpointer:
                 "copies=parallel2d.training.checkpoint.in_memory_checkpoints(config, run_dir, mesh)"
             )
         self.group = Group.new()
-        # The agreement of a step must not mix with the messages of a save that runs beside it.
+        # A save in a thread has its own group. The decision of a step needs a second one, because
+        # the messages of two collectives that run at the same time on one group would mix.
         self._votes = Group.new() if config.enabled and config.every_minutes else None
         own_folder = os.path.join(os.fspath(run_dir), "checkpoints")
         if not config.folder:
@@ -132,13 +136,13 @@ class Checkpointer:
         self.published: list[int] = []
         self._known_good: set[int] = set()
         self._resume: Resume | None = None
-        # Rank 0, with `keep_best`: the best state of which there is a checkpoint; empty for none.
+        # Rank 0, with `keep_best`: the best state that has a checkpoint; empty for none.
         self._best: dict[str, Any] = {}
         self._staging = Staging()
-        # Its step, an error and bytes; None where a replica was lost.
+        # Resolves to step, error and bytes; None if a replica failed during the save.
         self._saving: Future[tuple[int, str | None, int] | None] | None = None
-        self._given: tuple[int, dict[str, Any]] = 0, {}  # to the last save
-        self._has_lost = False  # a replica in that save, which is to be repeated
+        self._given: tuple[int, dict[str, Any]] = 0, {}  # the arguments of the last save
+        self._has_lost = False  # a replica failed during this save, which must be repeated
         self._last_step = self._base = 0
         self._first_call = True
         self._last_save = time.monotonic()
@@ -147,12 +151,12 @@ class Checkpointer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """Several as one."""
+        """The optimizer; several are joined into one."""
         given = self._optimizer
         return join_optimizers(given) if isinstance(given, Mapping) else given
 
     def follow(self, step: int) -> None:
-        """The run goes on from ``step``, whose state came from elsewhere."""
+        """Continue from ``step`` with the state that another replica has sent."""
         self._last_step = self._base = step
         if self.in_memory is not None:
             self.in_memory.follow()
@@ -164,27 +168,27 @@ class Checkpointer:
     def restore(
         self, *, restarted: bool = False, settings: bool = False, begin: bool = True
     ) -> dict[str, Any] | None:
-        """Fills model, optimizer and random generators as ``config.resume`` asks. Collective.
+        """Restore model, optimizer and random generators according to ``config.resume``.
 
-        ``auto`` takes the newest complete checkpoint of this run, verified; damaged ones are passed
-        over, each named with the reason. ``never`` moves those that are there aside. A path is
-        loaded; if it belongs to another run and this one has checkpoints of its own (it was
-        restarted), its own come first.
+        ``auto`` loads the newest complete checkpoint of this run after verification, and skips
+        damaged ones with a warning that gives the reason. ``never`` moves existing checkpoints
+        aside. A path is loaded as given; if it belongs to another run and this run already has
+        checkpoints (it was restarted), the run's own checkpoints take precedence. Collective.
 
         Args:
-            restarted: these workers replace others of the same run, or go back: to its newest
-                checkpoint or copy, whatever ``config.resume`` is. It is enough that one rank passes
-                True.
-            settings: parameter groups take the lr, betas and weight decay that were saved, which a
-                scheduler of torch goes on from. By default they keep those they were built with.
-            begin: false leaves the run's folders as they are until `begin` is called, for callers
-                that may still refuse what was restored.
+            restarted: these workers replace earlier workers of the same run, or the run returns to
+                an older step: load its newest checkpoint or in-memory checkpoint, and ignore
+                ``config.resume``. One rank that passes True is enough.
+            settings: parameter groups take the saved lr, betas and weight decay, so that a torch
+                scheduler continues. By default they keep the settings of their construction.
+            begin: False leaves the run's folders unchanged until `begin` is called, for callers
+                that may still reject the restored state.
 
-        Returns the ``state`` given to the save that was loaded (``step`` included), or None when
-        the run starts from step 0: nothing to resume, or ``load=model_only`` from another run.
+        Returns the ``state`` of the loaded save, including ``step``, or None if the run starts from
+        step 0: there was nothing to resume, or ``load=model_only`` took only weights.
 
-        Raises `ConfigError`: all checkpoints are damaged, the path is no checkpoint, or model or
-        optimizer do not fit.
+        Raises `ConfigError`: all checkpoints are damaged, the path is not a checkpoint, or the
+        checkpoint does not fit model or optimizer.
         """
         self.collect()
         self.group.stay()
@@ -211,8 +215,9 @@ class Checkpointer:
         return state
 
     def begin(self) -> None:
-        """The run goes on from what `restore` has loaded. Moves aside the checkpoints that it has
-        passed over, drops copies of other states, and names the best checkpoint. Collective."""
+        """Continue the run from the state that `restore` has loaded: move the skipped checkpoints
+        aside, delete in-memory checkpoints of other states, and record the best checkpoint.
+        Collective."""
         if self._resume is None:
             return
         self._resume.set_aside()
@@ -225,31 +230,35 @@ class Checkpointer:
             self._name_best()
 
     def newest(self) -> str | None:
-        """The path of the newest checkpoint of this run that this object knows to be sound."""
+        """Return the path of the newest checkpoint of this run that is known to be intact."""
         return self.store.path_of(max(self._known_good)) if self._known_good else None
 
     def best(self) -> str | None:
-        """The path of the checkpoint that ``keep_best`` keeps. Rank 0; None on others."""
+        """Return the path of the checkpoint that ``keep_best`` keeps. Rank 0; None on others."""
         return self.store.path_of(self._best["step"]) if self._best else None
 
     def take_over(self, state: dict[str, Any]) -> None:
-        """This rank deletes what is not kept from now on. ``state``: of the run now."""
+        """Make this rank responsible for deleting old checkpoints.
+
+        Args:
+            state: the current state of the run.
+        """
         best = state.get("best")
         if best and best.get("metric") == self.config.keep_best:
             self._best = best
 
     def _find_best(self, state: dict[str, Any], own: Sequence[int]) -> None:
-        """Takes over the best step that ``state`` knows. If its checkpoint is not among the ``own``
-        of this run, ``state`` forgets it, and the next value is the best."""
+        """Adopt the best step in ``state``. If its checkpoint is not among the ``own`` steps of
+        this run, remove it from ``state``; the next value then counts as the best."""
         self._best = {}
-        # Nothing of the state was checked yet: it may come from anywhere.
+        # The state has not been validated yet and may have any origin.
         best = state.get("best")
         keep_best = self.config.keep_best
         if keep_best is None or not isinstance(best, dict) or best.get("metric") != keep_best:
             return
         if best.get("step") not in own:
             state["best"] = None
-            what = "there is no checkpoint of the best step so far; it is forgotten"
+            what = "the best step so far has no checkpoint, so it no longer counts"
             self.group.log(what, logging.WARNING)
         elif self.group.is_first:
             self._best = best
@@ -264,25 +273,26 @@ class Checkpointer:
         due: bool | None = None,
         wanted: bool = False,
     ) -> None:
-        """Saves after ``step``, from 1, if that is due; by default waits for the staging copy only.
-        Collective.
+        """Save after ``step`` (steps count from 1) if a save is due.
+
+        By default the call returns after staging, and a thread writes the files. Collective.
 
         Args:
-            state: what a resumed run needs beside model and optimizer: numbers, strings, lists,
-                dicts. ``samples`` is the position in the data; ``best``, with ``keep_best``, has
+            state: the state of the run except model and optimizer: numbers, strings, lists, dicts.
+                ``samples`` is the position in the data; ``best``, with ``keep_best``, has
                 ``step``, ``value``, ``metric`` and ``mode`` of the best state so far.
-            last: the run ends here: save whatever the interval.
-            preempted: save now and return only when it is published.
-            due: whether ``every_minutes`` have passed, where all ranks have agreed on it already
-                (see `time_is_up`); None: rank 0's clock decides, which costs a broadcast a step.
-            wanted: save whatever the interval, and go on.
+            last: the run ends here: save regardless of the interval.
+            preempted: save now, and return only after publication.
+            due: True if ``every_minutes`` have passed and all ranks have already agreed on this
+                (see `time_is_up`); None: rank 0's clock decides, with one broadcast per step.
+            wanted: save regardless of the interval, and continue.
 
-        Raises `CheckpointError`, alike on every rank: ``max_failures`` saves in a row failed.
+        Raises `CheckpointError` on every rank after ``max_failures`` consecutive failures.
         """
         begin = time.perf_counter()
         self._last_step = step
         self.blocked_s = 0.0
-        # The last state and that of a pre-emption are needed on disk, whatever copies there are.
+        # The last state and the state at a preemption must be on disk in any case.
         if self.in_memory is not None and self.in_memory.is_due(step) and not (last or preempted):
             self.in_memory.save(self._state(step, state))
             self.blocked_s = time.perf_counter() - begin
@@ -291,7 +301,7 @@ class Checkpointer:
         is_due = any((due, last, preempted, wanted, self._is_of_interval(step)))
         self._first_call = False
         if self.config.enabled and is_due:
-            # One save at a time: all use the same staging buffers.
+            # One save at a time, because all saves share the staging buffers.
             self.collect()
             if step not in self._known_good:
                 self._start(step, state, wait=preempted or not self.config.asynchronous)
@@ -305,20 +315,20 @@ class Checkpointer:
         return self.config.every > 0 and step % self.config.every == 0
 
     def time_is_up(self) -> bool:
-        """Whether ``every_minutes`` have passed on this rank's clock, or a save has lost a replica
-        and is to be repeated."""
+        """True if ``every_minutes`` have passed on this rank's clock, or if a replica failed during
+        a save, which must then be repeated."""
         minutes = self.config.every_minutes
         is_up = minutes > 0 and time.monotonic() - self._last_save >= minutes * 60
         return self._has_lost or is_up
 
     @property
     def save_is_done(self) -> bool:
-        """Whether a save that ran beside the loop has ended on this rank, and `collect` has not
-        been called since."""
+        """True if a background save has ended on this rank and `collect` has not been called since
+        then."""
         return self._saving is not None and self._saving.done()
 
     def collect(self) -> None:
-        """Waits for the save in progress, so that all ranks take account of it at one point.
+        """Wait for the save in progress, so that all ranks learn its result at the same step.
         Collective. Raises as `save_if_due`."""
         saving, self._saving = self._saving, None
         if saving is None:
@@ -344,8 +354,8 @@ class Checkpointer:
             )
 
     def finish(self) -> None:
-        """Waits for a save that is still running, then removes the copies. For a run that ended
-        well. Collective. Raises `CheckpointError` if its last save failed."""
+        """Wait for the save in progress, then delete the in-memory checkpoints. For a run that
+        ended successfully. Collective. Raises `CheckpointError` if the last save failed."""
         self._complete()
         if self.failures:
             failed = f"({self.failures} failed in a row); see the log"
@@ -354,7 +364,7 @@ class Checkpointer:
             self.in_memory.finish()
 
     def _complete(self) -> None:
-        """Waits for the save in progress; all who are left save again where a replica was lost."""
+        """Wait for the save in progress; the survivors repeat it if a replica failed."""
         self.collect()
         if current() is None or not any(exchange.all_gather(self._has_lost)):
             return
@@ -363,16 +373,20 @@ class Checkpointer:
     def _start(self, step: int, state: dict[str, Any], wait: bool) -> None:
         self._last_save = time.monotonic()
         self._given, self._has_lost = (step, state), False
+        # The members are fixed on this thread, before the thread of the save starts. The loop goes
+        # through later steps while the save runs, and replicas may fail or join in these steps: if
+        # ranks disagreed about the members of a save, it would wait for a rank that takes no part.
+        # Staging also stays on this thread, because the next step changes the tensors.
         self.group.stay()
         taken = take(self._state(step, state), self.mesh, self.group.rank, self._staging)
 
         def write() -> tuple[int, str | None, int] | None:
             try:
                 error, size = write_checkpoint(*taken, self.store, self.group, self._clear_the_way)
-            except ReplicaLost:  # no fault of the storage
+            except ReplicaLost:  # not a fault of the storage
                 self._has_lost = True
                 return None
-            except Exception:  # a rank has ended: the loop will get an error too
+            except Exception:  # a rank has ended: the loop will get an error as well
                 error = "another rank ended meanwhile; the next start checks whether it is complete"
                 size = 0
             if self.group.is_first:
@@ -389,9 +403,9 @@ class Checkpointer:
             self._complete()
 
     def _state(self, step: int, state: dict[str, Any]) -> SavedState:
-        # Parameters that a forward has gathered would hide the sharded ones.
+        # Unsharded parameters of a forward would hide the sharded parameters.
         reshard(self.model)
-        # Files would have the mean of one rank beside the variance of another.
+        # Without this the files would combine one rank's mean with another rank's variance.
         average_buffers(self.model)
         described, optimizer = {}, self.optimizer
         if optimizer is not None:
@@ -413,8 +427,8 @@ class Checkpointer:
         return SavedState(manifest, shared, of_replica, rng_tensors(self.group.rank))
 
     def _clear_the_way(self, step: int) -> str | None:
-        """Rank 0: a checkpoint of this step that is there already is kept if it is sound, else
-        moved aside."""
+        """Rank 0: if a checkpoint of ``step`` exists, keep it and return a message if it is intact;
+        otherwise move it aside and return None."""
         if step not in self.store.steps():
             return None
         try:
@@ -423,15 +437,18 @@ class Checkpointer:
             name = self.store.move_aside(step)
             log.warning("%s was damaged (%s) and is now %s", step_name(step), fault, name)
             return None
-        return f"{step_name(step)} is there already and sound: it is kept"
+        return f"{step_name(step)} exists already and is intact, so it is kept"
 
     def _retire(self, newest: int, best: dict[str, Any] | None) -> None:
-        """Rank 0: names the best checkpoint, and deletes what is not kept. The newest was read back
-        before it was published, so what is deleted is never the last good one."""
+        """Rank 0: record the best checkpoint, and delete the checkpoints beyond ``keep_last``.
+
+        Runs after publication only. The newest checkpoint was read back before it was published, so
+        a deletion never removes the last intact one.
+        """
         config = self.config
         try:
             steps = self.store.steps()
-            # If the best step could not be saved, the one before it stays the best.
+            # If the best step could not be saved, the previous best checkpoint stays the best.
             if config.keep_best is not None and best and best["step"] in steps:
                 self._best = best
                 self._name_best()
@@ -446,7 +463,7 @@ class Checkpointer:
             log.warning("an old checkpoint could not be deleted: %s", describe_error(fault))
 
     def _name_best(self) -> None:
-        """Rank 0: writes `BEST`, or removes it."""
+        """Rank 0: write `BEST`, or delete it."""
         text = None
         if self._best:
             named = {key: self._best.get(key) for key in ("metric", "mode", "step", "value")}

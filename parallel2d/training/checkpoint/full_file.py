@@ -1,5 +1,5 @@
-"""Files with whole tensors, which a script in one process reads and writes by ``torch.load`` and
-``torch.save``: `save_full` and `load_full`."""
+"""Single files with unsharded tensors, which a script in one process reads and writes with
+``torch.load`` and ``torch.save``: `save_full` and `load_full`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Path = str | os.PathLike[str]
 
 
 def save_full(path: Path, model: Models, optimizer: Optimizers | None = None, **extra: Any) -> None:
-    """Writes ``{"model": ..., "optimizer": ..., **extra}`` with whole tensors, as ``state_dict()``
-    of the bare model and optimizer give them, to one file. Collective; rank 0 writes, completely or
-    not at all.
+    """Write ``{"model": ..., "optimizer": ..., **extra}`` to one file, with unsharded tensors as in
+    ``state_dict()`` of the unparallelized model and optimizer.
 
-    Memory: rank 0 holds the whole state in CPU memory, the others one whole tensor at a time.
-    Raises `ConfigError` on every rank when the file cannot be written.
+    Rank 0 writes the file completely or not at all. Rank 0 holds the unsharded state in CPU memory,
+    the other ranks one unsharded tensor at a time. Collective. Raises `ConfigError` on every rank
+    if the file cannot be written.
     """
     content = full_state(model, optimizer, key_by="id") | extra
 
@@ -37,18 +37,19 @@ def save_full(path: Path, model: Models, optimizer: Optimizers | None = None, **
 
 
 def load_full(path: Path, model: Models, optimizer: Optimizers | None = None) -> dict[str, Any]:
-    """Loads what `save_full` wrote, or a script in one process: a dict with such states, or the
-    model's state dict alone. Returns the rest of the dict, on every rank. Collective; rank 0 reads,
-    tensor by tensor, and no code in the file is run.
+    """Load a file that `save_full` or a script in one process wrote: a dict with both states, or
+    only the model's state dict.
 
-    Raises `ConfigError` on every rank for a file that cannot be read, and as `load_full_state`.
+    Returns the rest of the dict on every rank. Rank 0 reads, tensor by tensor, and executes no code
+    in the file. Collective. Raises `ConfigError` on every rank if the file cannot be read, and as
+    `load_full_state`.
     """
     content: dict[str, Any] = {}
 
     def read() -> bytes:
         found = load_torch(os.fspath(path))
         if not isinstance(found, dict):
-            raise ConfigError(f"{path} holds no dict but a {type(found).__name__}")
+            raise ConfigError(f"{path} holds a {type(found).__name__}, not a dict")
         is_state = all(isinstance(value, Tensor) for value in found.values())
         content.update({"model": found} if is_state else found)
         rest = io.BytesIO()
@@ -58,7 +59,7 @@ def load_full(path: Path, model: Models, optimizer: Optimizers | None = None) ->
 
     rest = _world().on_first(read)
     load_full_state(model, optimizer, content)
-    # It has been read in this way before, so it can be read again.
+    # Rank 0 has already read this content with weights_only, so the second read is safe.
     extra: dict[str, Any] = torch.load(io.BytesIO(rest), map_location="cpu", weights_only=True)
     return extra
 

@@ -1,19 +1,22 @@
-"""Copies of a run's state in the nodes' shared memory, so that ranks that lost it need not go back
-to a checkpoint on disk: `in_memory_checkpoints`.
+"""Checkpoints in memory: `in_memory_checkpoints` keeps the state of a run in shared memory, so that
+ranks that lost the state recover without a checkpoint on disk.
 
 [Note: in-memory checkpoints] The shared memory of a node outlives its workers. Every few steps each
-rank stages what it has of the state, and a thread writes that there as a checkpoint of this rank
-alone, see [Note: atomic publication]; the one before stays. For a node that is lost, the ranks in
-the same place of the other replicas have the same state; of what replicas split
-(``strategy=hybrid_full``) the one of another replica keeps a second copy.
+rank stages its part of the state, and a thread writes this part to shared memory as a checkpoint of
+one rank; see [Note: atomic publication]. The previous copy stays until the new one is complete on
+all ranks. If a node fails, the ranks at the same position of the other replicas hold the same
+state. With ``strategy=hybrid_full``, where replicas split the state, a rank of another replica
+keeps a second copy.
 
-All ranks load the newest step of which a copy is left for every rank, on the same mesh, and nodes
-are sent what they lack. Otherwise the checkpoints on disk remain.
+All ranks load the newest step with a copy for every rank, provided that the mesh is the same. Nodes
+without a copy receive their parts from the others. If a part is missing everywhere, the run falls
+back to the checkpoints on disk.
 
-[Note: lineage] Whenever a run starts or goes back, it gets a random name, which its copies are
-under. ``memory.json`` in the run directory has the last name, and the copy that it went on from; no
-others count. So the copies of another run, and those of steps that the run has left for an older
-checkpoint, are never loaded, whichever node holds them.
+[Note: lineage] Every start and every return to an older step gives the run a new random name, and
+its copies are stored under this name. ``memory.json`` in the run directory records the last name,
+and the copy that the run then continued from; no other copies count. Therefore no rank ever loads a
+copy of another run, or of steps that the run abandoned for an older checkpoint, whichever node
+holds that copy.
 """
 
 from __future__ import annotations
@@ -72,8 +75,8 @@ log = logging.getLogger(__name__)
 AUTO_EVERY = 10  # steps, with checkpoint.memory_every=auto
 RECORD = "memory.json"
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-# In the folder of a run. OF is a rank whose state it is, or whose place of a replica, where all
-# ranks in that have the same.
+# The path of a copy below the folder of a run. The group "of" is the number of the rank that owns
+# the state, or of a position in a replica if all ranks at this position have the same state.
 _COPY = re.compile(
     r"(?P<start>[0-9a-f]{16})/rank-\d{5,9}/(?P<kind>rank|place)-(?P<of>\d{5,9})"
     r"/step-(?P<step>\d{8,18})"
@@ -83,13 +86,16 @@ _COPY = re.compile(
 def in_memory_checkpoints(
     config: CheckpointConfig, run_dir: str | os.PathLike[str], mesh: DeviceMesh | None
 ) -> InMemoryCheckpoints | None:
-    """The copies that ``config.memory_every`` asks for, for a `Checkpointer` of the same arguments;
-    None for none. Rank 0 decides, since environments may differ. Collective."""
+    """Return the in-memory checkpoints that ``config.memory_every`` requests, or None.
+
+    The result is for a `Checkpointer` with the same arguments. Rank 0 decides, because environment
+    variables may differ between ranks. Collective.
+    """
     group = Group.new()
     every = config.memory_every if config.enabled else 0
     if every == "auto":
         starts_again = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        # Else the others have the state.
+        # Otherwise the surviving replicas hold the state.
         is_needed = (replicas := current()) is None or replicas.needs_all
         every = AUTO_EVERY if starts_again and is_needed else 0
     every = int(group.broadcast(every))
@@ -97,31 +103,35 @@ def in_memory_checkpoints(
 
 
 def forget_in_memory_checkpoints(run_dir: str | os.PathLike[str]) -> None:
-    """The run goes on without copies, and leaves the steps of those that there may be."""
+    """Delete the record of in-memory checkpoints: the run continues without them, and any copies
+    that still exist no longer count."""
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(run_dir, RECORD))
 
 
 class InMemoryCheckpoints:
-    """Copies of one run's state in shared memory. Every rank makes one and calls its methods at the
-    same points, and gives a ``group`` of its own: the thread that finishes a copy communicates
-    while the loop does. A fault that all ranks hear of turns the copies off (``on``), with one
-    warning. When a rank no longer answers, all is left as it is: that is what copies are for.
+    """The in-memory checkpoints of one run.
+
+    Every rank constructs one and calls its methods at the same points. ``group`` must not be used
+    elsewhere, because the thread that completes a copy communicates while the loop runs. A fault
+    that is reported to all ranks turns the copies off (``on``) with one warning. If a rank no
+    longer answers, all copies stay: they exist for this case.
     """
 
     def __init__(self, every: int, run_dir: str, mesh: DeviceMesh | None, group: Group) -> None:
         self.every, self.run_dir, self._group, self.on = every, run_dir, group, True
         self._shape = (MeshShape(1, 1) if mesh is None else mesh_shape(mesh)).shown
-        self._rows = {group.rank: [group.rank]}  # of each rank those in its place of each replica
+        # Rank -> the ranks at the same position of each replica.
+        self._rows = {group.rank: [group.rank]}
         if mesh is not None:
             for row in ranks_of(mesh).flatten(1).T.tolist():
                 self._rows |= dict.fromkeys(row, row)
-        # Step -> for each rank, which rank has its copy in reach, and where.
+        # Step -> rank -> the rank that can read its copy, and the path of this copy.
         self._sources: dict[int, dict[int, tuple[int, str]]] = {}
-        self._opened: tuple[Any, ...] = ()  # start and step of what was loaded
-        self._start = ""  # the name of this start, once it has begun
+        self._opened: tuple[Any, ...] = ()  # start and step of the loaded copy
+        self._start = ""  # the name of this start, set by `begin`
         self._staging, self._staged = Staging(), _NOTHING
-        self._whole = 0  # the newest step of this start that all ranks have a copy of
+        self._whole = 0  # the newest step of this start with a copy on every rank
         self._due_now = False
         self._copying: Future[None] | None = None
         self._root = self._folder = ""
@@ -133,16 +143,16 @@ class InMemoryCheckpoints:
 
         self._try(find_folder)
 
-    # At the start of the run, and where it goes back
+    # At the start of the run and at a return to an older step
 
     def steps(self) -> list[int]:
-        """Steps that `open` can be called with, ascending: those of this run of which a copy is
-        left for every rank. Collective."""
+        """Return the steps that `open` accepts, ascending: the steps of this run with a copy for
+        every rank. Collective."""
         self.wait()
         self._group.stay()
         self._sources, self._opened = {}, ()
         answers = self._group.all_gather((self._group.rank, self.on, self._copies()))
-        # A rank that has started later knows nothing of a fault.
+        # A rank that started later does not know of an earlier fault.
         self.on = all(is_on for _, is_on, _ in answers)
         if self.on:
             found = {rank: copies for rank, _, copies in answers}
@@ -150,20 +160,20 @@ class InMemoryCheckpoints:
         return sorted(self._sources)
 
     def _copies(self) -> list[str]:
-        """Paths of the copies that this node holds, finished or not."""
+        """Return the paths of the copies on this node, complete or not."""
         found = Path(self._folder).glob("*/*/*/*")
         return [str(path.relative_to(self._folder)) for path in found]
 
     def _find_sources(
         self, reached: Mapping[int, Sequence[str]]
     ) -> dict[int, dict[int, tuple[int, str]]]:
-        """See ``_sources``. ``reached``: the copies that each rank reaches."""
+        """Compute `_sources` from the paths of the copies that each rank can read."""
         try:
             start, loaded = _read_record(self.run_dir)
         except (OSError, ValueError) as fault:
-            log.warning("copies in memory are passed over: %s", describe_error(fault))
+            log.warning("in-memory checkpoints are ignored: %s", describe_error(fault))
             return {}
-        # Step -> rank -> copies of its state, each with a rank that reaches it.
+        # Step -> rank -> the copies of its state, each with a rank that can read it.
         found: dict[int, dict[int, list[tuple[int, str]]]] = {}
         for rank, paths in reached.items():
             for copy in filter(None, map(_COPY.fullmatch, paths)):
@@ -183,8 +193,8 @@ class InMemoryCheckpoints:
         return sources
 
     def open(self, step: int) -> Checkpoint:
-        """The copy of ``step``, verified. Raises `DamagedCheckpointError` with the reason, on all
-        ranks, when it cannot be had. Collective."""
+        """Load and verify the copy of ``step``. Raises `DamagedCheckpointError` with the reason on
+        all ranks if the copy cannot be read. Collective."""
         rank, sources, group = self._group.rank, self._sources[step], self._group
         reached = {path for source, path in sources.values() if source == rank}
         held = group.agree(lambda: {path: self._read(path) for path in reached})
@@ -197,37 +207,41 @@ class InMemoryCheckpoints:
         _, own = sources[rank]
         manifest, data = held[own]
         opened: LocalState = group.agree(lambda: LocalState.from_bytes(manifest, data, self._shape))
-        group.log(f"{step_name(step)} is in memory; {len(moved)} ranks were sent their parts")
+        group.log(f"{step_name(step)} is in memory; {len(moved)} ranks received their parts")
         self._opened = own.split("/")[0], step
         return opened
 
     def _read(self, path: str) -> list[Tensor]:
-        """The bytes of the manifest and of the state of a copy, mapped."""
+        """Map the manifest and the state file of a copy into memory."""
         folder = LocalFolder(os.path.join(self._folder, path))
         found = [folder.source(name) for name in (MANIFEST, STATE)]
         return [torch.frombuffer(each.buffer(0, each.size), dtype=torch.uint8) for each in found]
 
     def _exchange(self, sent: Mapping[int, Tensor]) -> Tensor:
-        """Sends each rank in ``sent``, which are in order, its bytes, and returns those that one
-        sends here. Collective."""
+        """Send each rank in ``sent``, ordered by rank, its bytes, and return the bytes that this
+        rank receives: at most one rank sends to it. Collective."""
         sizes = {to: data.numel() for to, data in sent.items()}
         incoming = [each.get(self._group.rank, 0) for each in self._group.all_gather(sizes)]
         outgoing = [sizes.get(rank, 0) for rank in filter(is_present, range(self._group.size))]
         received = torch.empty(sum(incoming), dtype=torch.uint8)
         data = [_NOTHING, *sent.values()]
-        # One alone is not copied.
+        # A single tensor is sent without a copy.
         whole = data[-1] if len(data) < 3 else torch.cat(data)
         c10d.all_to_all_single(received, whole, incoming, outgoing, self._group.group)
         return received
 
     def begin(self, base: int) -> None:
-        """The run goes on from step ``base``: copies of any other state are dropped. What was
-        loaded stays until there is a newer one. Collective."""
+        """Continue the run from step ``base`` and delete the copies of every other state. The
+        loaded copy stays until a newer one is complete. Collective."""
         if not self.on:
             return
         self._start, self._whole = self._group.broadcast(os.urandom(8).hex()), 0
         loaded = self._opened if base in self._opened else ()
 
+        # The order is: record the new name, delete the old copies, then write. The record comes
+        # first because a crash between the two must not leave old copies under a name that still
+        # counts. `_try` returns after every rank has finished, so that no rank writes a copy
+        # while another rank of its node still deletes.
         def clear() -> None:
             if self._group.is_first:
                 record = {"start": self._start, "loaded": loaded}
@@ -240,15 +254,16 @@ class InMemoryCheckpoints:
                     shutil.rmtree(os.path.join(self._folder, path), ignore_errors=True)
             os.makedirs(self._own_folder)
 
-        # Nobody writes before every node has been cleared.
         if self._try(clear):
-            self._due_now = bool(loaded)  # nodes that are new hold nothing yet
-            self._group.log(f"memory copies on: one every {self.every} steps in {self._root}")
+            self._due_now = bool(loaded)  # nodes that have just joined hold no copy yet
+            self._group.log(
+                f"in-memory checkpoints on: one every {self.every} steps in {self._root}"
+            )
 
     def follow(self) -> None:
-        """This replica has got the state from another one, and makes copies as that does."""
+        """Continue the lineage of the replica that has sent its state to this replica."""
         self._start, _ = _read_record(self.run_dir)
-        self.on = bool(self._start)  # else it has turned them off
+        self.on = bool(self._start)  # without a record that replica has turned the copies off
         os.makedirs(self._own_folder, exist_ok=True)
 
     @property
@@ -258,18 +273,18 @@ class InMemoryCheckpoints:
     # In the loop
 
     def is_due(self, step: int) -> bool:
-        """Whether `save` is called after ``step``, once the copy before is complete."""
+        """True if `save` must be called after ``step``. Waits for the previous copy first."""
         if step % self.every and not self._due_now:
             return False
         self.wait()
         return self.on
 
     def save(self, state: SavedState) -> None:
-        """Copies the state. Never raises for a fault of the memory. All ranks."""
+        """Copy the state in the background. A fault of the memory does not raise. Collective."""
         step = state.manifest.step
         if not self._start:
             self.begin(step - 1)
-        # What replicas split, or each has for itself, is needed of all of them.
+        # State that replicas split, or that each replica has for itself, needs a copy per rank.
         several = len(self._rows[self._group.rank]) > 1
         splits = several and any("replicate" in split_dims(each) for each in state.shared.values())
         kind = "rank" if splits or state.of_replica else "place"
@@ -280,7 +295,7 @@ class InMemoryCheckpoints:
             self._staged = self._staging.take(blocks)
             if not self._whole:
                 self._check_room(splits)
-        except Exception as error:  # the others hear of it, whatever it is, and training goes on
+        except Exception as error:  # `_finish_copy` reports it to all ranks, and training continues
             fault = error
         self._group.stay()
         self._copying = in_thread(lambda: self._finish_copy(manifest, kind, splits, fault))
@@ -289,30 +304,32 @@ class InMemoryCheckpoints:
     def _finish_copy(
         self, manifest: Manifest, kind: str, splits: bool, fault: Exception | None
     ) -> None:
-        """Beside the loop: makes a copy of what is staged, and waits for all."""
+        """Write the staged state in a thread, and wait until all ranks have written theirs."""
 
         def write() -> None:
             if fault is not None:
                 raise fault
             self._write(f"{kind}-{self._group.rank:05d}", manifest, self._staged)
 
-        with contextlib.suppress(Exception):  # where a rank has ended: the loop hears of it too
+        # An exception means that a rank has ended, which the loop finds out as well. The copies of
+        # earlier starts go last: until all ranks have a copy of this start, the loaded copy is the
+        # only complete one.
+        with contextlib.suppress(Exception):
             if not self._try(write) or (splits and not self._keep(manifest)):
                 return
             self._whole = manifest.step
-            # What was loaded, and is needed no longer.
             for start in Path(self._folder).glob("*"):
                 if start.name != self._start:
                     shutil.rmtree(start, ignore_errors=True)
 
     def _write(self, of: str, manifest: Manifest, state: Tensor) -> None:
-        """Makes a copy of ``state``, which is that ``of`` a rank or place."""
+        """Write ``state`` as a copy that belongs to ``of``, a rank or a position."""
         store = LocalStore(os.path.join(self._own_folder, of), durable=False)
-        # A loop may ask twice for one step.
+        # The loop may request the same step twice.
         if manifest.step == self._whole and manifest.step in store.steps():
             return
         place = store.begin(manifest.step, "copy")
-        # Room for this one. That of which all have a copy stays.
+        # Free the memory of older copies, except the newest one that all ranks have.
         for step in store.steps():
             if step != self._whole:
                 store.delete(step)
@@ -320,9 +337,9 @@ class InMemoryCheckpoints:
         store.publish(place, manifest.step, manifest.encode())
 
     def _keep(self, manifest: Manifest) -> bool:
-        """Makes a copy of what a rank of another replica has, as that does of this rank's."""
+        """Exchange copies with ranks of other replicas: keep one of theirs, send one of ours."""
         row = self._rows[self._group.rank]
-        # Half of the replicas further: on another node, unless all are on one.
+        # Half of the replicas away: on another node, unless all replicas are on one node.
         here, away = row.index(self._group.rank), len(row) // 2
         to = row[(here + away) % len(row)]
         text = self._exchange({to: as_bytes(exchange.encode(manifest).encode())})
@@ -331,31 +348,31 @@ class InMemoryCheckpoints:
         return self._try(lambda: self._write(of, other, state))
 
     def _check_room(self, splits: bool) -> None:
-        """Raises `CheckpointError` unless two copies fit on this node, before the first is made."""
-        # Ranks of one node see each other's folders, and their parts are alike.
+        """Raise `CheckpointError` unless two copies fit on this node. Runs before the first."""
+        # Ranks of one node see each other's folders, and their parts have about the same size.
         ranks = len(os.listdir(os.path.dirname(self._own_folder)))
         share = ranks * self._staged.numel()
         mib = share * (4 if splits else 2) / 2**20
         system = os.statvfs(self._root)
-        # What another replica has is received as a whole first.
+        # The copy of another replica is first received as one tensor.
         received = share if splits else 0
-        # A tenth of the memory that this machine or container has left stays free.
+        # A tenth of the free memory of this machine or container stays free.
         free = min(system.f_bavail * system.f_frsize, 0.9 * free_memory() - received)
         free = (free + used(self._folder)) / 2**20
         if mib > free:
             raise CheckpointError(
-                f"{free:.1f} MiB of shared memory to give, and two copies need {mib:.1f} MiB; "
+                f"{free:.1f} MiB of shared memory are free, and two copies need {mib:.1f} MiB; "
                 "make it larger (in a container: --shm-size), or set checkpoint.memory_every=0"
             )
-        self._group.log(f"memory copies: {mib:.1f} MiB of memory on this node")
+        self._group.log(f"in-memory checkpoints: {mib:.1f} MiB of memory on this node")
 
     def wait(self) -> None:
-        """Returns when the last copy is complete on all nodes, or has failed."""
+        """Wait until the last copy is complete on all nodes, or has failed."""
         if self._copying is not None:
             self._copying.result()
 
     def finish(self) -> None:
-        """Removes the copies of a run that has ended well. Collective."""
+        """Delete the copies of a run that has ended successfully. Collective."""
         self.wait()
         if self.on:
             self._group.stay()
@@ -363,14 +380,14 @@ class InMemoryCheckpoints:
                 self._remove()
 
     def _try(self, work: Callable[[], object]) -> bool:
-        """Runs ``work`` on every rank; the first fault of any turns the copies off. Collective."""
+        """Run ``work`` on every rank; a fault on any rank turns the copies off. Collective."""
         try:
             self._group.agree(work)
         except ConfigError as fault:
             self.on = False
             self._group.log(
-                f"memory copies off: {fault}. Training goes on; a lost worker costs the steps "
-                "since the last checkpoint",
+                f"in-memory checkpoints off: {fault}. Training continues; a failed worker "
+                "costs the steps since the last checkpoint",
                 logging.WARNING,
             )
             self._remove()
@@ -378,7 +395,7 @@ class InMemoryCheckpoints:
 
     def _remove(self) -> None:
         self._staging, self._staged = Staging(), _NOTHING
-        self._group.all_gather(None)  # nobody is still writing
+        self._group.all_gather(None)  # wait until no rank writes any more
         if self._group.is_first:
             forget_in_memory_checkpoints(self.run_dir)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -387,16 +404,16 @@ class InMemoryCheckpoints:
 
 
 def _nearest(rank: int, sources: Sequence[tuple[int, str]]) -> tuple[int, str]:
-    """Chooses one that ``rank`` has written, or reaches, itself, where there is one, since the
-    first has its random generators; senders take turns."""
+    """Choose a copy for ``rank``: preferably the copy that it wrote, which has its random
+    generators, then any copy that it can read; otherwise senders take turns."""
     here = [source for source in sources if source[0] == rank]
     own = [source for source in here if f"/rank-{rank:05d}/" in source[1]]
     return (own or here or [sources[rank % len(sources)]])[0]
 
 
 def _read_record(run_dir: str) -> tuple[str, tuple[Any, ...]]:
-    """The last start, and the start and step of the copy that it went on from. Raises OSError or
-    ValueError."""
+    """Read the name of the last start, and the start and step of the copy that it continued from.
+    Raises OSError or ValueError."""
     try:
         content = files.read_json(os.path.join(run_dir, RECORD))
     except FileNotFoundError:
@@ -408,16 +425,16 @@ def _read_record(run_dir: str) -> tuple[str, tuple[Any, ...]]:
 
 
 def open_place() -> str:
-    """The folder in shared memory of this node, made if it does not exist. Raises OSError when it
-    is not ours alone."""
+    """Return the folder in this node's shared memory, created if necessary. Raises OSError if other
+    users can access the folder."""
     path = os.environ.get(MEMORY_DIR)
     if path:
         with contextlib.suppress(FileNotFoundError):
             mode = os.lstat(path).st_mode
-            # /tmp, /dev/shm: making it private would close it for others
+            # /tmp or /dev/shm: private permissions would lock out all other users.
             if stat.S_ISDIR(mode) and mode & 0o022:
                 raise PermissionError(
-                    errno.EPERM, "others may write to it; name a folder inside it", path
+                    errno.EPERM, "other users may write to it; use a folder inside it", path
                 )
         private_folders.make_private(path)
         return os.path.abspath(path)
@@ -429,7 +446,8 @@ def open_place() -> str:
 
 
 def used(path: str) -> int:
-    """Bytes that the files below ``path`` occupy, which other ranks may rename meanwhile."""
+    """Return the bytes that the files below ``path`` occupy. Other ranks may rename them
+    meanwhile."""
     blocks = 0
     for folder, _, names in os.walk(path):
         for name in names:

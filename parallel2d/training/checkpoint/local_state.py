@@ -1,7 +1,8 @@
-"""What one rank has of a run's state, as one file: `pack` lays it out, `Staging` holds it, and
-`LocalState` reads it again on the rank in the same place, of any replica that has the same. Copies
-in memory are such files, a replica that joins others takes theirs, and a checkpoint on disk has one
-of each rank.
+"""One rank's part of a run's state as one file: `pack` lays the file out, `Staging` holds it, and
+`LocalState` reads it on a rank at the same position of any replica with the same state.
+
+In-memory checkpoints are such files, a joining replica receives them from another replica, and a
+checkpoint on disk consists of one file per rank.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from parallel2d.training.checkpoint.manifest import (
 from parallel2d.training.checkpoint.storage import step_name
 
 STATE = "state.safetensors"
-_ROOM = 2**16  # bytes by which a file may grow: numbers in its header, states of generators
+_ROOM = 2**16  # bytes of spare room: numbers in the header and generator states may grow
 
 
 class Part(NamedTuple):
-    """A rectangle of the tensor ``name``, of this whole shape, and the values in it."""
+    """A rectangle of the tensor ``name`` with the unsharded ``shape``, and its values."""
 
     name: str
     shape: torch.Size
@@ -42,16 +43,16 @@ class Part(NamedTuple):
 
 
 def local_parts(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
-    """What this rank has of each."""
+    """Yield this rank's part of each tensor."""
     for name, tensor in tensors.items():
         yield Part(name, tensor.shape, local_region(tensor), local_part(tensor.detach()))
 
 
 def pack(parts: Iterable[Part], file: str = STATE) -> tuple[dict[str, StoredTensor], list[Tensor]]:
-    """Returns what a manifest says of these parts, and the blocks that make up their ``file``: a
-    header, then the values, on whatever device."""
+    """Return the manifest entries of these parts, and the blocks of their ``file``: a header on
+    CPU, then the values on their device."""
     stored, entries, blocks = {}, [], []
-    # The widest first, so that each begins at a multiple of its own width.
+    # Wide dtypes come first, so that every tensor begins at a multiple of its element size.
     for name, shape, region, values in sorted(parts, key=lambda each: -each.values.element_size()):
         dtype = DTYPE_NAMES[values.dtype]
         chunks: tuple[Chunk, ...] = ()
@@ -64,14 +65,14 @@ def pack(parts: Iterable[Part], file: str = STATE) -> tuple[dict[str, StoredTens
 
 
 class Staging:
-    """A buffer on CPU that holds a packed file, allocated once (page-locked beside a GPU)."""
+    """A CPU buffer for a packed file, allocated once; pinned if the tensors are on a GPU."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
     def take(self, blocks: Sequence[Tensor]) -> Tensor:
-        """Copies the blocks, one after the other."""
+        """Copy the blocks into the buffer, one after the other."""
         sizes = [block.nbytes for block in blocks]
         types = {block.device.type for block in blocks} - {"cpu"}
         on_device = bool(types)
@@ -80,21 +81,21 @@ class Staging:
             self._buffer = torch.empty(total + _ROOM, dtype=torch.uint8, pin_memory=on_device)
         staged = self._buffer[:total]
         for block, piece in zip(blocks, staged.split(sizes), strict=True):
-            # One without gaps is made here alone.
+            # `copy_` makes a block contiguous, so that no second copy of all blocks exists.
             piece.view(block.dtype).view(block.shape).copy_(block, non_blocking=on_device)
-        # Copies into page-locked memory run beside this thread, and training would change values.
+        # Copies into pinned memory are asynchronous, and training soon changes the values.
         for device_type in types:
             synchronize(device_type)
         return staged
 
 
 def as_bytes(data: bytes) -> Tensor:
-    """``data`` as a tensor of uint8."""
+    """Return ``data`` as a tensor of uint8."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 class _InMemory:
-    """The folder of a `Checkpoint` whose one file is in a tensor of uint8."""
+    """The folder of a `Checkpoint` with a single file, held in a tensor of uint8."""
 
     def __init__(self, label: str, data: Tensor) -> None:
         self.label, self.size, self._data = label, data.numel(), memoryview(data.numpy().data)
@@ -110,22 +111,23 @@ class _InMemory:
 
 
 class LocalState(Checkpoint):
-    """Every tensor of a checkpoint, and of each the part that one rank has, in the file `STATE`."""
+    """A checkpoint that describes every tensor and has one rank's part of each, in the file
+    `STATE`."""
 
     def __init__(self, manifest: Manifest, data: Tensor, label: str) -> None:
-        # What is here of replicas is of this rank's own alone: as with one replica, nothing of
-        # another one is missing.
+        # State of replicas in this file belongs to a single replica. Without a mesh it reads like
+        # the state of a run with one replica, and no state of other replicas counts as missing.
         folder: Any = _InMemory(label, data)
         super().__init__(folder, dataclasses.replace(manifest, mesh={}))
 
     @classmethod
     def from_bytes(cls, manifest: Tensor, data: Tensor, mesh: dict[str, int]) -> LocalState:
-        """Checks both, whose origin may be any, and that they are of a ``mesh`` as here. Raises
-        `DamagedCheckpointError`."""
+        """Decode manifest and data of any origin, and verify them. Raises `DamagedCheckpointError`
+        for damaged data and for a mesh other than ``mesh``."""
         decoded = Manifest.decode(manifest.numpy().tobytes(), MANIFEST, local=True)
         state = cls(decoded, data, f"{step_name(decoded.step)} from memory")
         if decoded.mesh != mesh:
-            raise DamagedCheckpointError(f"{state.folder.label} is of another mesh")
+            raise DamagedCheckpointError(f"{state.folder.label} was saved on another mesh")
         state.verify()
         return state
 
@@ -133,6 +135,6 @@ class LocalState(Checkpoint):
         held = [chunk.region for chunk in self.tensors[name].chunks]
         if held != ([region] if region.numel else []):
             raise DamagedCheckpointError(
-                f"{self.folder.label} has {held} of {name}, and not {region}: the layout is another"
+                f"{self.folder.label} has {held} of {name}, and not {region}: the layout differs"
             )
         super().copy_into(name, region, destination)

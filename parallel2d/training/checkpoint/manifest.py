@@ -1,9 +1,10 @@
-"""What a checkpoint consists of: `Manifest` encodes its list as JSON, and decodes JSON of any
-origin into checked data or one error; `Checkpoint` verifies and reads the files.
+"""The content of a checkpoint: `Manifest` lists it and is stored as JSON, `Checkpoint` verifies and
+reads the files.
 
-It lists every file with size and checksum, and every tensor with the rectangles that it is stored
-in. Checksums guard against accidents only: whoever alters a checkpoint on purpose recomputes them.
-So every name, number and dtype is checked as if hostile, and nothing is imported or instantiated.
+The manifest lists every file with size and checksum, and every tensor with the rectangles that it
+is stored in. The checksums protect only against accidents: an attacker can recompute them.
+Therefore JSON of any origin is decoded into checked data or one error: every name, number and dtype
+is checked as if hostile, and nothing is imported or instantiated.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from parallel2d.training.progress import LARGEST_COUNT, problems_of_state
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-MAX_BYTES = 96 * 2**20  # two million chunks, for which a reader needs 2 GiB of memory
+MAX_BYTES = 96 * 2**20  # two million chunks; a reader then needs 2 GiB of memory
 _MOST_AXES = 8
-TRAINED = "global_batch_size"  # in the layout of what the train command saves
+TRAINED = "global_batch_size"  # a key in the layout of every run of the train command
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# What is stored as it is, and what must be an object.
+# Keys that are stored without conversion, and keys with an object as their value.
 PLAIN = ("step", "state", "layout", "mesh", "world_size", "optimizer", "tied", "buffers")
 _OBJECTS = ("state", "layout", "mesh", "optimizer", "tied", "tensors", "files")
 
@@ -44,7 +45,7 @@ _OBJECTS = ("state", "layout", "mesh", "optimizer", "tied", "tensors", "files")
 @sendable
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A rectangle of a tensor and the file that holds it, under `chunk_key`."""
+    """A rectangle of a tensor, and the file that stores it under `chunk_key`."""
 
     file: str
     region: Region
@@ -53,7 +54,7 @@ class Chunk:
 @sendable
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor: dtype by safetensors name, whole shape, and the chunks that tile it."""
+    """A tensor: its dtype by safetensors name, its unsharded shape, and the chunks that tile it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,7 +64,7 @@ class StoredTensor:
 @sendable
 @dataclass(frozen=True)
 class StoredFile:
-    """Size in bytes and SHA-256 in hex."""
+    """The size of a file in bytes, and its SHA-256 in hex."""
 
     bytes: int
     sha256: str
@@ -72,16 +73,16 @@ class StoredFile:
 @sendable
 @dataclass
 class Manifest:
-    """A checked manifest."""
+    """The checked manifest of a checkpoint."""
 
     step: int
-    state: dict[str, Any] = field(default_factory=dict)  # the caller's: step, samples, counters
-    layout: dict[str, Any] = field(default_factory=dict)  # facts about the run that wrote it
+    state: dict[str, Any] = field(default_factory=dict)  # of the caller: step, samples, counters
+    layout: dict[str, Any] = field(default_factory=dict)  # facts about the run that saved it
     mesh: dict[str, int] = field(default_factory=dict)
     world_size: int = 1
-    # Its class, parameter groups and the state that is not tensors
+    # Class, parameter groups, and the part of the state that is not tensors
     optimizer: dict[str, Any] = field(default_factory=dict)
-    # Further names of shared parameters -> the one they are stored under
+    # Further names of shared parameters -> the name that stores the values
     tied: dict[str, str] = field(default_factory=dict)
     # Names of the model's tensors that are buffers
     buffers: list[str] = field(default_factory=list)
@@ -90,12 +91,12 @@ class Manifest:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all files."""
+        """The total size of all files in bytes."""
         return sum(file.bytes for file in self.files.values())
 
     def encode(self) -> bytes:
-        """The JSON text. Numbers that JSON has not (infinity, NaN) become their names."""
-        # The position is for people and other programs: `decode` takes it from the state.
+        """Return the JSON text. Infinity and NaN, which JSON lacks, become strings."""
+        # The position is for people and other programs: `decode` reads it from the state.
         content = {"format": FORMAT, "position": self.state.get("samples")}
         content |= {key: getattr(self, key) for key in PLAIN}
         content["files"] = {name: vars(file) for name, file in self.files.items()}
@@ -111,8 +112,12 @@ class Manifest:
     @classmethod
     @tensor_file.without_collector()
     def decode(cls, data: bytes, what: str = MANIFEST, *, local: bool = False) -> Manifest:
-        """Raises `DamagedCheckpointError`, naming ``what``, for what `encode` cannot have made.
-        ``local``: it is of what one rank has."""
+        """Decode and check the JSON text. Raises `DamagedCheckpointError`, naming ``what``, for
+        any text that `encode` cannot have produced.
+
+        Args:
+            local: the manifest lists one rank's part, so that chunks need not cover the tensors.
+        """
         if len(data) > MAX_BYTES:
             raise DamagedCheckpointError(f"{what}: {len(data)} bytes, more than {MAX_BYTES}")
         content = tensor_file.parse_json(data, what)
@@ -124,7 +129,7 @@ class Manifest:
                 files[name] = StoredFile(item["bytes"], item["sha256"])
             tensors, stored = {}, content["tensors"]
             tensor_file.check_number(len(stored), what)
-            # One by one, or both forms of all of them would be in memory.
+            # One at a time, because memory could not hold both forms of all of them.
             for name in list(stored):
                 tensors[name] = _decode_tensor(name, stored.pop(name), files, what, local)
             for name, other in content["tied"].items():
@@ -139,14 +144,14 @@ class Manifest:
 
 
 class Checkpoint:
-    """A readable checkpoint. Before a value is used, the manifest is compared with the sizes and
-    headers of the files; every method raises `DamagedCheckpointError` when they do not match."""
+    """A readable checkpoint. The sizes and headers of the files are compared with the manifest
+    before any value is used; every method raises `DamagedCheckpointError` if they differ."""
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self.tensors = manifest.tensors
         self._files: dict[str, tuple[ByteSource, dict[str, Entry]]] = {}
-        # File -> chunk -> dtype and shape.
+        # File -> chunk -> dtype and shape
         self._expected: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
         for name, tensor in manifest.tensors.items():
             for chunk in tensor.chunks:
@@ -156,7 +161,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str, mapped: bool = True) -> Checkpoint:
-        """The checkpoint at a path or fsspec address; its manifest is checked, files are not."""
+        """Open the checkpoint at a path or fsspec address. Checks the manifest, not the files."""
         folder = open_folder(path, mapped)
         data = folder.read(MANIFEST, MAX_BYTES)
         return cls(folder, Manifest.decode(data, f"{folder.label}/{MANIFEST}"))
@@ -170,7 +175,7 @@ class Checkpoint:
             raise DamagedCheckpointError(f"{what}: {source.size} bytes, the manifest says {size}")
         header = tensor_file.read_header(source, what)
         expected = self._expected.get(name, {})
-        # Of the right size, the file may still be that of another checkpoint.
+        # A file of the right size may still belong to another checkpoint.
         found = {key: (entry.dtype, entry.shape) for key, entry in header.items()}
         if found != expected:
             wrong = min(key for key, _ in found.items() ^ expected.items())
@@ -182,7 +187,8 @@ class Checkpoint:
         return source, header
 
     def verify(self, files: list[str] | None = None, progress: Progress | None = None) -> None:
-        """Checks size, structure and SHA-256 of ``files`` (all). ``progress`` gets bytes read."""
+        """Check size, structure and SHA-256 of ``files``, by default all files. ``progress`` is
+        called with the bytes read."""
         for name in self.manifest.files if files is None else files:
             self._file(name)
             if self.folder.digest(name, progress) != self.manifest.files[name].sha256:
@@ -192,7 +198,8 @@ class Checkpoint:
                 )
 
     def copy_into(self, name: str, region: Region, destination: Tensor) -> None:
-        """Fills ``destination``, shaped as ``region``, with that rectangle, converting dtypes."""
+        """Copy the rectangle ``region`` into ``destination``, which has its shape, and convert
+        the dtype."""
         tensor = self.tensors[name]
         for chunk in tensor.chunks:
             common = chunk.region.intersect(region)
@@ -200,7 +207,7 @@ class Checkpoint:
                 continue
             source, header = self._file(chunk.file)
             entry = header[chunk_key(name, tensor.shape, chunk.region)]
-            # Whole rows are read: those are consecutive in the file. A tensor without dims is one.
+            # Read entire rows, which are consecutive in the file. A tensor without dims has one.
             rows, *others = common.slices_in(chunk.region) or (slice(0, 1),)
             values = tensor_file.read_rows(source, entry, rows.start, rows.stop)
             for dim, part in enumerate(others, start=1):
@@ -208,13 +215,13 @@ class Checkpoint:
             destination[common.slices_in(region)].copy_(values)
 
     def fill(self, tensor: Tensor, name: str) -> None:
-        """Copies this rank's part of the stored tensor ``name`` into ``tensor``, of its shape."""
+        """Copy this rank's part of the stored tensor ``name`` into ``tensor``, of equal shape."""
         region = local_region(tensor)
         if region.numel:
             self.copy_into(name, region, local_part(tensor.detach()).view(region.lengths))
 
     def read(self, name: str) -> Tensor:
-        """A tensor on CPU in its stored dtype."""
+        """Read an unsharded tensor on CPU in its stored dtype."""
         tensor = self.tensors[name]
         result = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
         self.copy_into(name, Region.of_shape(tensor.shape), result)
@@ -222,8 +229,8 @@ class Checkpoint:
 
 
 def require(checks: Iterable[tuple[object, str]]) -> None:
-    """Raises ValueError with the text of the first check that does not hold. From a generator, a
-    check may rely on those before it."""
+    """Raise ValueError with the text of the first failed check. A check in a generator may rely on
+    the checks before it."""
     for holds, problem in checks:
         if not holds:
             raise ValueError(problem)
@@ -240,17 +247,17 @@ def _check_facts(content: dict[str, Any]) -> Iterator[tuple[object, str]]:
         yield isinstance(content.get(key), dict), f"{key} is missing or not an object"
     counts: list[Any] = [content.get("step"), content.get("world_size")]
     yield all(map(is_count, counts)), "step and world_size must be whole numbers"
-    yield max(counts) <= LARGEST_COUNT, "step or world_size is larger than any"
+    yield max(counts) <= LARGEST_COUNT, "step or world_size is too large"
     mesh, ranks = content["mesh"], content["world_size"]
     longest = max(map(len, mesh), default=0)
-    yield len(mesh) <= _MOST_AXES and longest <= 100, "mesh has more axes than any"
+    yield len(mesh) <= _MOST_AXES and longest <= 100, "mesh has too many axes"
     yield all(map(is_count, mesh.values())), "mesh must give whole numbers"
     is_mesh = not mesh or math.prod(mesh.values()) == ranks
     yield is_mesh, f"a mesh of {printable(mesh)} is not one of {ranks} ranks"
-    buffers = content.setdefault("buffers", [])  # not in older checkpoints
+    buffers = content.setdefault("buffers", [])  # older checkpoints lack it
     yield is_list_of_names(buffers), "buffers is not a list of names"
     yield from check_optimizer_facts(content["optimizer"])
-    # The state of somebody's own loop may hold anything.
+    # A custom loop may put any values into the state.
     if TRAINED in content["layout"]:
         problems = problems_of_state(content["state"], content["step"])
         yield not problems, f"no run can continue from its state: {'; '.join(problems[:4])}"
@@ -261,16 +268,16 @@ def is_list_of_names(value: Any) -> bool:
 
 
 def check_optimizer_facts(optimizer: dict[str, Any]) -> Iterator[tuple[object, str]]:
-    """For `require`: what `describe_optimizer` gives, or nothing."""
+    """Yield checks for `require` on the result of `describe_optimizer`, or on an empty dict."""
     groups, scalars = optimizer.get("groups", []), optimizer.get("scalars", {})
-    yield isinstance(groups, list), "the optimizer's groups are no list"
+    yield isinstance(groups, list), "the optimizer's groups are not a list"
     problem = "the optimizer's groups do not list parameter names"
     for group in groups:
         yield isinstance(group, dict), problem
         yield is_list_of_names(group.get("parameters")), problem
         is_mapping = isinstance(group.get("settings", {}), dict)
-        yield is_mapping, "the settings of the optimizer's groups are no mapping"
-    problem = "the optimizer's scalars are no mapping of names"
+        yield is_mapping, "the settings of the optimizer's groups are not a mapping"
+    problem = "the optimizer's scalars are not a mapping of names"
     yield isinstance(scalars, dict), problem
     yield all(isinstance(each, dict) for each in scalars.values()), problem
 
@@ -320,14 +327,14 @@ def _decode_chunk(item: Any, shape: tuple[int, ...], files: Mapping[str, StoredF
 
 
 def check_tiling(shape: Sequence[int], regions: Sequence[Region]) -> None:
-    """Raises ValueError unless ``regions``, all inside ``shape``, cover it exactly once, in a grid:
-    layouts cut a tensor along whole planes. Takes linear time."""
+    """Raise ValueError unless ``regions``, all inside ``shape``, cover it exactly once in a grid:
+    layouts cut a tensor along planes that span it. Takes linear time."""
     require(_tiling(shape, regions))
 
 
 def _tiling(shape: Sequence[int], regions: Sequence[Region]) -> Iterator[tuple[object, str]]:
     yield all(region.numel for region in regions), "it has an empty chunk"
-    cells = min(math.prod(shape), 1)  # of the grid, none without values
+    cells = min(math.prod(shape), 1)  # of the grid; an empty tensor has none
     for dim, size in enumerate(shape):
         spans = sorted({(region.offsets[dim], region.ends[dim]) for region in regions})
         ends = [0, *(end for _, end in spans)]
@@ -335,26 +342,29 @@ def _tiling(shape: Sequence[int], regions: Sequence[Region]) -> Iterator[tuple[o
         yield follow or not cells, f"its chunks do not cover its shape {list(shape)} exactly once"
         cells *= len(spans)
     is_grid = len(regions) == len(set(regions)) == cells
-    yield is_grid, f"its chunks are no grid over its shape {list(shape)}, or overlap"
+    yield is_grid, f"its chunks are not a grid over its shape {list(shape)}, or overlap"
 
 
 def content_digest(content: Mapping[str, Any]) -> str:
-    """SHA-256 over the sorted JSON of a manifest without its ``sha256``."""
+    """Return the SHA-256 of the sorted JSON of a manifest without its ``sha256``."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def chunk_key(name: str, shape: Sequence[int], region: Region) -> str:
-    """A chunk's name in its file: the tensor's own for all of it, else with ``@`` and offsets."""
+    """Return a chunk's key in its file: the tensor's name, with ``@`` and the offsets if the chunk
+    is only a part."""
     if region.lengths == tuple(shape):
         return name
     return f"{name}@{','.join(map(str, region.offsets))}"
 
 
 def to_json(value: Any, place: str) -> Any:
-    """A copy of ``value`` that JSON can hold and `from_json` turns back. Raises `ConfigError` with
-    the ``place``, a path of keys, of a value that is not made of None, booleans, numbers, strings,
-    lists, tuples and dicts."""
+    """Return a copy of ``value`` that JSON can store and `from_json` can restore.
+
+    Accepts None, booleans, numbers, strings, lists, tuples and dicts. Raises `ConfigError` for any
+    other value, with its ``place``, a path of keys.
+    """
     match value:
         case float() if not math.isfinite(value):
             return {"$float": str(value)}
@@ -368,7 +378,7 @@ def to_json(value: Any, place: str) -> Any:
             pairs = [[key, to_json(item, f"{place}.{key}")] for key, item in value.items()]
             if isinstance(value, Counter):
                 return {"$counter": [[to_json(key, place), item] for key, item in pairs]}
-            # A key such as $tuple of the caller's must not be read as one of ours.
+            # A key of the caller such as $tuple must not be read as one of ours.
             if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
                 return dict(pairs)
             return {"$dict": [[to_json(key, place), item] for key, item in pairs]}
@@ -379,7 +389,8 @@ def to_json(value: Any, place: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The value that `to_json` was given. Raises `DamagedCheckpointError` for anything else."""
+    """Restore the value that `to_json` was given. Raises `DamagedCheckpointError` for any other
+    JSON."""
     try:
         match value:
             case list():

@@ -1,8 +1,9 @@
-"""Chooses the checkpoint that a run starts from, verifies it and loads it, on all ranks alike:
+"""Chooses the checkpoint that a run starts from, verifies and loads it, the same on all ranks:
 `Resume.run`.
 
-Candidates are the run's own store, the copies elsewhere and the path in ``checkpoint.resume``. Rank
-0 chooses, and broadcasts the manifest. Ranks share the verification: each file is read once.
+Candidates are the run's own store, its in-memory checkpoints and the path in ``checkpoint.resume``.
+Rank 0 chooses and broadcasts the manifest. The ranks share the verification: each file is read
+once.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from parallel2d.training.checkpoint.storage import Store, describe_error, find_c
 
 log = logging.getLogger(__name__)
 
-_DAMAGED = "damaged"  # why a checkpoint is moved aside
+_DAMAGED = "damaged"  # the reason for moving a checkpoint aside
 
 
 @dataclass
@@ -62,24 +63,25 @@ class Resume:
     optimizer: torch.optim.Optimizer | None
     in_memory: InMemoryCheckpoints | None
     settings: bool
-    own_step: int | None = None  # of this run's own checkpoint that was loaded, not of a copy
-    stored: int = 0  # the newest step that is on disk; 0: none
-    seen: Sequence[int] = ()  # all that are
-    _aside: dict[int, str] = field(default_factory=dict)  # steps that are not continued, and why
+    own_step: int | None = None  # step of the loaded checkpoint if it is in this run's store
+    stored: int = 0  # the newest intact step on disk; 0: none
+    seen: Sequence[int] = ()  # all steps in this run's store
+    _aside: dict[int, str] = field(default_factory=dict)  # step -> reason for moving it aside
 
     def run(self, restarted: bool) -> dict[str, Any] | None:
-        """See `Checkpointer.restore`."""
+        """Find and load a checkpoint; see `Checkpointer.restore`."""
         resume = self.config.resume
         own = self.seen = self._own_steps()
         copies: list[int] = []
-        # Started anew by hand, copies count only where the newest state of this run is asked for.
+        # After a manual start, in-memory checkpoints count only with checkpoint.resume=auto, which
+        # requests the newest state of this run.
         if self.in_memory is not None and (restarted or resume == "auto"):
             copies = self.in_memory.steps()
         if restarted:
             state = self._newest(own, copies, "all")
             if state is not None:
                 return state
-            # Here the run has no checkpoint of its own, and none of its copies is sound.
+            # The run has no checkpoint on disk, and none of its in-memory checkpoints is intact.
             copies = []
         if resume == "auto":
             return self._newest(own, copies, self.config.load)
@@ -96,14 +98,13 @@ class Resume:
             found = self.group.on_first(lambda: _find(resume), f"checkpoint.resume={resume}")
             return self._load_path(found, None)
         self.group.log(
-            "this run has checkpoints of its own and goes on there, not at "
-            f"checkpoint.resume={resume}"
+            f"this run continues from its own checkpoints, not from checkpoint.resume={resume}"
         )
         return self._newest(own, copies, "all")
 
     def set_aside(self) -> None:
-        """Moves checkpoints aside that the run does not go on from: later ones than the chosen
-        one, damaged ones, and what another start has written in the meantime. Collective."""
+        """Move aside the checkpoints that the run does not continue from: later ones than the
+        chosen one, damaged ones, and ones that another start has written since. Collective."""
         if self.config.enabled:
             for step in self._own_steps():
                 if step not in self.seen:
@@ -111,14 +112,14 @@ class Resume:
 
         def move() -> None:
             for step, why in self._aside.items():
-                # They are in the way of what this run will write alone.
+                # Damaged checkpoints are only in the way of a run that writes checkpoints.
                 if why == _DAMAGED and not self.config.enabled:
                     continue
                 try:
                     name = self.store.move_aside(step)
                     log.warning("%s: %s is now %s", why, step_name(step), name)
                 except Exception as fault:
-                    # It is passed over the next time too.
+                    # A damaged checkpoint that stays is skipped again at the next start.
                     if why != _DAMAGED:
                         raise
                     log.warning("%s could not be moved aside: %s", step_name(step), fault)
@@ -130,8 +131,11 @@ class Resume:
         return own
 
     def _newest(self, own: list[int], copies: list[int], load: str) -> dict[str, Any] | None:
-        """Loads the newest sound one in the store or among the copies; a copy where both have the
-        step. None for the weights alone, and when there were copies alone and none was sound."""
+        """Load the newest intact checkpoint on disk or in memory; in memory if both have the step.
+
+        Returns None if only weights were loaded, or if only in-memory checkpoints existed and all
+        of them were damaged.
+        """
         damaged: dict[int, str] = {}
         candidates = [(step, False) for step in own] + [(step, True) for step in copies]
         for step, is_copy in sorted(candidates, reverse=True):
@@ -140,10 +144,10 @@ class Resume:
             except DamagedCheckpointError as fault:
                 what = step_name(step)
                 if is_copy:
-                    what = f"the copy of {what} in memory"
+                    what = f"{what} in memory"
                 else:
                     damaged[step] = f"{what}: {fault}"
-                self.group.log(f"passing over {what}: {fault}", logging.WARNING)
+                self.group.log(f"skipping {what}: {fault}", logging.WARNING)
                 continue
             self._aside = dict.fromkeys(damaged, _DAMAGED)
             self.own_step = None if is_copy else step
@@ -160,7 +164,7 @@ class Resume:
     def _load_own(self, step: int, load: str) -> dict[str, Any]:
         checkpoint = self._verified(self.store.path_of(step), follow=False)
         if checkpoint.manifest.step != step:
-            raise DamagedCheckpointError(f"its manifest is that of step {checkpoint.manifest.step}")
+            raise DamagedCheckpointError(f"its manifest belongs to step {checkpoint.manifest.step}")
         return self._load(checkpoint, load)
 
     def _load_copy(self, step: int, load: str) -> dict[str, Any]:
@@ -169,7 +173,7 @@ class Resume:
         try:
             return self._load(checkpoint, load)
         except DamagedCheckpointError as fault:
-            # With none on disk, the run would begin with what was loaded so far.
+            # Without a checkpoint on disk, the run would start from partly loaded state.
             if not self.seen:
                 raise ConfigError(f"{fault}; checkpoint.resume=never starts again") from None
             raise
@@ -181,7 +185,7 @@ class Resume:
         return state if self.config.load == "all" else None
 
     def _own_step(self, path: str) -> int | None:
-        """The step, when ``path`` names a checkpoint in this run's own folder."""
+        """Return the step if ``path`` names a checkpoint in this run's own folder."""
         parent, name = os.path.split(path.rstrip("/"))
         number = name.removeprefix("step-")
         root = self.store.root
@@ -190,12 +194,13 @@ class Resume:
         return int(number) if parent == root and number.isdecimal() else None
 
     def _verified(self, path: str, follow: bool = True) -> Checkpoint:
-        """Opens a checkpoint on all ranks and reads it through once. Raises
-        `DamagedCheckpointError` on all of them alike."""
+        """Open a checkpoint on all ranks, and read it once over all ranks together. Raises
+        `DamagedCheckpointError` on every rank."""
         data = self.group.on_first(lambda: _read_manifest(path, follow))
         folder = open_folder(path)
         checkpoint = Checkpoint(folder, Manifest.decode(data, f"{folder.label}/{MANIFEST}"))
-        # The largest first, and each rank reads every so many of them: about the same bytes.
+        # Sorted by size and dealt out in turn, the files are about the same number of bytes per
+        # rank.
         sizes = {name: file.bytes for name, file in checkpoint.manifest.files.items()}
         files = sorted(sizes, key=lambda name: -sizes[name])
         self.group.agree(lambda: checkpoint.verify(files[self.group.rank :: self.group.size]))
@@ -206,7 +211,8 @@ class Resume:
         label, same_ranks = checkpoint.folder.label, manifest.world_size == self.group.size
 
         def fill() -> list[str]:
-            # Everything is checked before anything is changed.
+            # All checks come before the first change: a checkpoint that does not fit must leave
+            # model and optimizer untouched, because the next candidate is loaded into them.
             passed_over = check_model(self.model, checkpoint, strict)
             settings: list[Settings] = []
             optimizer = self.optimizer if load == "all" else None
@@ -232,11 +238,11 @@ class Resume:
             if names_under(["rng"], checkpoint.tensors) and not same_ranks:
                 self.group.log(
                     f"{label} was written by {manifest.world_size} ranks, here are "
-                    f"{self.group.size}: the ranks' random generators start afresh"
+                    f"{self.group.size}: the ranks' random generators start from the seed"
                 )
         if passed_over:
             self.group.log(
-                f"checkpoint.strict=false passed over:\n{list_differences(passed_over)}",
+                f"checkpoint.strict=false skipped:\n{list_differences(passed_over)}",
                 logging.WARNING,
             )
         what = "all" if load == "all" else "weights only"
@@ -248,13 +254,13 @@ def _find(path: str) -> str:
     found = find_checkpoint(path)
     if not is_remote(path) and not os.path.isdir(found):
         raise ConfigError(
-            f"checkpoint.resume={path}: there is no such folder; it may be auto, never, or a path"
+            f"checkpoint.resume={path}: this folder does not exist; use auto, never, or a path"
         )
     return found
 
 
 def _read_manifest(path: str, follow: bool) -> bytes:
-    # A checkpoint of the run's own is never a link: somebody has put it there.
+    # No run writes its own checkpoint as a link, so a link was placed there by another program.
     if not follow and not is_remote(path) and os.path.islink(path):
         raise DamagedCheckpointError("it is a symbolic link, which is not followed")
     try:

@@ -1,9 +1,10 @@
-"""One save on all ranks: `plan_writes` says which rank writes what, `take` copies that to CPU,
-`write_checkpoint` writes and publishes it. `Checkpointer` decides when.
+"""One save on all ranks: `plan_writes` assigns every element to one rank, `take` copies this rank's
+share to CPU, and `write_checkpoint` writes and publishes it. `Checkpointer` decides when to save.
 
-The training loop waits for staging alone. The rest may run in a thread, because it communicates
-over a process group of its own. Rank 0 opens the folder, all ranks write, rank 0 gathers their
-answers, writes the manifest, renames and broadcasts the outcome: errors are the same everywhere.
+The training loop waits only for staging. The rest may run in a thread, because it communicates over
+a separate process group. Rank 0 creates the folder, all ranks write their files and report to rank
+0, which writes the manifest, renames the folder and broadcasts the result. Therefore every rank
+raises the same error.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from parallel2d.training.checkpoint.storage import (
 
 log = logging.getLogger(__name__)
 
-# The least that a rank writes of a rectangle which others hold too.
+# The smallest part that a rank writes of a rectangle that other ranks hold too.
 PART_BYTES = 16 * 2**20
 _TIMEOUT = timedelta(hours=4)  # ranks wait for the slowest disk
 
 
 class Group:
-    """The ranks that save together, over a gloo group of their own; or this process alone."""
+    """The ranks that save together, over a separate gloo group; or a single process."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -56,33 +57,37 @@ class Group:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all."""
+        """True on the leader: rank 0, or the first live rank."""
         return self.group is None or self.rank == first_rank()
 
     @classmethod
     def new(cls) -> Group:
-        """All ranks of the job. Collective."""
+        """Create a group of all ranks of the job. Collective."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(None)
         return cls(patient_group(_TIMEOUT))
 
     def stay(self) -> None:
-        """From now on all calls raise `ReplicaLost` once a replica is lost that is there now."""
+        """Fix the membership: all later calls raise `ReplicaLost` once a replica fails that is
+        alive now."""
         if isinstance(self.group, Everyone):
             self.group.generation = self.group.replicas.met
 
     def log(self, text: str, level: int = logging.INFO) -> None:
-        """Logs ``text`` once for all ranks."""
+        """Log ``text`` on the leader only."""
         if self.is_first:
             log.log(level, "%s", text)
 
     def broadcast(self, value: Any) -> Any:
-        """The first rank's value on every rank."""
+        """Return the leader's value on every rank."""
         return value if self.group is None else exchange.broadcast(value, group=self.group)
 
     def on_first(self, work: Callable[[], Any], what: str = "rank 0") -> Any:
-        """Runs ``work`` on rank 0 and returns its result, on every rank; an error is raised on all,
-        as a `ConfigError` about ``what`` unless it is one. Collective."""
+        """Run ``work`` on the leader and return its result on every rank.
+
+        An error is raised on all ranks; an error other than `ConfigError` is converted to a
+        `ConfigError` about ``what``. Collective.
+        """
         answer: Any = None
         try:
             with as_config_error(what):
@@ -95,8 +100,8 @@ class Group:
         return answer
 
     def agree(self, work: Callable[[], Any]) -> Any:
-        """Runs ``work`` on every rank and returns what it does here; an error on any is raised on
-        all in the end. Collective."""
+        """Run ``work`` on every rank and return this rank's result. If any rank fails, all ranks
+        raise its error afterwards. Collective."""
         result: Any = None
         error: Exception | None = None
         try:
@@ -105,7 +110,7 @@ class Group:
             error = DamagedCheckpointError(str(fault))
         except ConfigError as fault:
             error = ConfigError(str(fault))
-        except Exception as fault:  # the others wait for an answer, whatever happened
+        except Exception as fault:  # any error: the other ranks wait for an answer
             error = DamagedCheckpointError(f"rank {self.rank}: {describe_error(fault)}")
         for answer in self.all_gather(error):
             if answer is not None:
@@ -113,17 +118,17 @@ class Group:
         return result
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank, on rank 0; an empty list elsewhere."""
+        """Return every rank's value, ordered by rank, on the leader; an empty list elsewhere."""
         return [value] if self.group is None else exchange.gather(value, self.group)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank, on every rank."""
+        """Return every rank's value, ordered by rank, on every rank."""
         return [value] if self.group is None else exchange.all_gather(value, self.group)
 
 
 def check_folder(store: Store, group: Group) -> None:
-    """Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would
-    keep only its own part of a checkpoint. Collective."""
+    """Raise `ConfigError` unless every rank sees the files that rank 0 writes. In a folder that is
+    not shared, each node would keep only its own part of a checkpoint. Collective."""
     root = store.root
 
     def prepare() -> None:
@@ -132,82 +137,84 @@ def check_folder(store: Store, group: Group) -> None:
             tempfile.TemporaryFile(dir=root).close()
 
     group.on_first(prepare, f"checkpoints cannot be written to {root}")
-    # All ranks reach a remote one by the same address.
+    # All ranks use the same address of a remote store.
     if group.size > 1 and not is_remote(root):
         exchange.check_shared(root)
 
 
-# Which rank writes what
+# Assignment of elements to ranks
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """The state of a run as this rank has it."""
+    """The state of a run, with the tensors of this rank."""
 
     manifest: Manifest  # without tensors and files
-    shared: dict[str, Tensor]  # what all replicas have
-    of_replica: dict[str, Tensor]  # what only the ranks of this replica have
-    own: dict[str, Tensor]  # what no other rank has
+    shared: dict[str, Tensor]  # equal on all replicas
+    of_replica: dict[str, Tensor]  # shared only by the ranks of this replica
+    own: dict[str, Tensor]  # on this rank only
 
 
 def plan_writes(tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None) -> Iterator[Part]:
-    """Yields what this rank writes: over all ranks every element once. No communication: every rank
-    computes the same from the order of ``tensors``, placements and mesh coordinates.
+    """Yield the parts that this rank writes. Over all ranks, every element is written once.
 
-    A rectangle goes to that of its holders which has least to write, or in parts of at least
-    `PART_BYTES` to several: bytes are even over ranks, and a manifest stays small.
+    The assignment needs no communication: every rank computes the same one from the order of
+    ``tensors``, their placements and the mesh coordinates. A rectangle goes to the holder with the
+    fewest bytes so far, or in parts of at least `PART_BYTES` to several holders: the bytes are
+    even over the ranks, and the manifest stays small.
     """
-    # Bytes dealt out so far to each of the ranks that hold the same rectangles.
+    # Mesh axes -> bytes assigned so far to each of the ranks that hold the same rectangles.
     loads: dict[tuple[str, ...], list[int]] = {}
     rank, ranks = (0, 1) if mesh is None else (mesh.get_rank(), mesh.size())
     for name, tensor in tensors:
         axes, holders = _holders(tensor, mesh)
-        # Sizes differ by a row between shards; the mean is the same, so all ranks deal out alike.
+        # Every rank must compute the same loads, or an element would be written twice or never.
+        # The sizes of shards differ by up to one row, so the loads use the mean size instead.
         size = tensor.numel() * tensor.element_size() * len(holders) // ranks
         holders = list(filter(is_present, holders))
         parts = max(1, min(len(holders), size // PART_BYTES))
         load = loads.setdefault(axes, [0] * len(holders))
         writers = sorted(range(len(holders)), key=load.__getitem__)[:parts]
         for index, writer in enumerate(writers):
-            # One more, so that empty and tiny rectangles are spread over ranks too.
+            # Count one more byte, so that empty and tiny rectangles are spread over ranks too.
             load[writer] += size // parts + 1
             if holders[writer] == rank:
                 held = written = local_region(tensor)
                 if parts > 1:
-                    # As ``torch.chunk`` cuts it along dim 0; the last part may be empty.
+                    # Cut along dim 0 as ``torch.chunk`` does; the last part may be empty.
                     rows = held.lengths[0]
                     size_of_part = -(-rows // parts)  # rounded up
                     begin = min(index * size_of_part, rows)
                     offsets = (held.offsets[0] + begin, *held.offsets[1:])
                     lengths = (min(size_of_part, rows - begin), *held.lengths[1:])
                     written = Region(offsets, lengths)
-                # Empty where there are more ranks than rows.
+                # Empty if there are more ranks than rows.
                 if written.numel:
                     values = local_part(tensor).detach().reshape(held.lengths)
                     yield Part(name, tensor.shape, written, values[written.slices_in(held)])
 
 
 def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:
-    """The mesh axes along which ranks hold the same rectangle (also those that the tensor's own
-    mesh does not have), and the ranks that hold this one, in the same order on each of them."""
+    """Return the mesh axes along which ranks hold the same rectangle, including axes outside the
+    tensor's own mesh, and the ranks that hold this rectangle, in the same order on each of them."""
     if mesh is None:
         return (), [0]
     positions = axis_positions(mesh)
     split = split_dims(tensor)
     axes = tuple(name for name in positions if name not in split)
-    # Along a split axis the position of this rank, along the others all positions.
+    # This rank's position along a split axis, all positions along the other axes.
     index: dict[str, int | slice] = {**positions, **dict.fromkeys(axes, slice(None))}
     return axes, mesh.mesh[tuple(index.values())].flatten().tolist()
 
 
-# What is written
+# Staging and writing
 
 
 def take(
     state: SavedState, mesh: DeviceMesh | None, rank: int, staging: Staging
 ) -> tuple[Manifest, Tensor]:
-    """Copies this rank's share of ``state`` to CPU: returns a manifest of that alone, without
-    files, and the content of its file."""
+    """Copy this rank's share of ``state`` to CPU. Returns a manifest that lists only this share,
+    without files, and the content of this rank's file."""
     mesh = None if mesh is None else sharding_mesh(mesh)
     parts = [*plan_writes(state.shared.items(), mesh), *local_parts(state.own)]
     if state.of_replica and mesh is not None:
@@ -227,11 +234,17 @@ def write_checkpoint(
     group: Group,
     exists: Callable[[int], str | None],
 ) -> tuple[str | None, int]:
-    """Writes and publishes what `take` returned. Collective over ``group``. Returns (error or None,
-    bytes written), alike on all ranks; never raises for a fault of the storage. ``exists(step)``
-    runs on rank 0 and clears the way: it returns a reason to skip, or None."""
+    """Write and publish the result of `take`. Collective over ``group``.
+
+    A fault of the storage does not raise: the result, the same on all ranks, is an error or None,
+    and the number of bytes written.
+
+    Args:
+        exists: runs on rank 0 with the step before the folder is created. It moves an earlier
+            checkpoint of this step aside, or returns a reason to skip the save.
+    """
     place = error = None
-    is_first = group.is_first  # throughout, though it may become another rank meanwhile
+    is_first = group.is_first  # one leader for the whole save, even if the leader changes meanwhile
     if is_first:
         try:
             reason = exists(manifest.step)
@@ -239,7 +252,7 @@ def write_checkpoint(
                 place = store.begin(manifest.step, os.urandom(4).hex())
             else:
                 log.info("%s", reason)
-        except Exception as fault:  # whatever the storage raises: training goes on
+        except Exception as fault:  # any error of the storage: training continues
             error = describe_error(fault)
     place, error = group.broadcast((place, error))
     if place is None:
@@ -249,6 +262,10 @@ def write_checkpoint(
         files[name] = store.write(place, name, [memoryview(data.numpy().data)])
     except Exception as fault:
         error = f"rank {group.rank}: {describe_error(fault)}"
+    # The manifest may be written only after every file is on disk: this gather is the barrier that
+    # guarantees it. Without it a reader could find a published checkpoint while another node is
+    # still writing. The final broadcast gives all ranks the same result, so that all of them count
+    # the same failures and take the same decision about the next save.
     answers = group.gather((manifest.tensors, files, error))
     outcome: tuple[str | None, int] = (None, 0)
     if is_first:
@@ -259,7 +276,7 @@ def write_checkpoint(
 def _publish(
     manifest: Manifest, store: Store, place: str, answers: Sequence[Any]
 ) -> tuple[str | None, int]:
-    """``answers``: of each rank its parts of tensors, its file, and an error."""
+    """Combine the ranks' answers (parts of tensors, file, error), and write the manifest."""
     try:
         errors = [error for _, _, error in answers if error]
         if errors:
@@ -274,10 +291,10 @@ def _publish(
             chunks = itertools.chain.from_iterable(part.chunks for part in listed)
             manifest.tensors[name] = replace(listed[0], chunks=tuple(chunks))
         content = manifest.encode()
-        # A save that could not be loaded again is a failed save.
+        # A checkpoint that cannot be loaded again is a failed save.
         Manifest.decode(content, "the new manifest")
         store.publish(place, manifest.step, content)
         return None, manifest.state_bytes + len(content)
-    except Exception as fault:  # whatever the storage raises: training goes on
+    except Exception as fault:  # any error of the storage: training continues
         store.discard(place)
         return describe_error(fault), 0

@@ -1,14 +1,14 @@
-"""Names what is saved of a run, and loads it again: `saved_tensors`, `load_model`,
-`load_optimizer`; random generators by `rng_tensors` and `restore_rng`.
+"""Names the state that a run saves, and loads it: `saved_tensors`, `load_model`, `load_optimizer`;
+`rng_tensors` and `restore_rng` for random generators.
 
 Names are the same on every rank, layout and precision: ``model/<parameter or buffer>``,
 ``ema/<parameter>``, ``optimizer/<key>/<parameter>`` and ``rng/<rank>/<generator>``.
 
-With replicas that train on their own (``sync=diloco``), ``model/`` holds the outer parameters, from
-which every other layout continues, and ``sync/`` the outer optimizer's state. Each replica has its
-parameters and its optimizer's state in ``replica/<number>/``; one that a checkpoint does not have
-starts from the outer parameters, with the optimizer's state of another. What a replica did not send
-yet is there too, with every method that keeps it.
+If replicas train independently (``sync=diloco``), ``model/`` holds the outer parameters, so that
+every other layout can continue from them, and ``sync/`` holds the state of the outer optimizer.
+Each replica stores its parameters and its optimizer state in ``replica/<number>/``. A replica
+without an entry in the checkpoint starts from the outer parameters, with the optimizer state of
+another replica. The error-feedback buffers are stored there too, for every method that has them.
 """
 
 from __future__ import annotations
@@ -50,25 +50,26 @@ log = logging.getLogger(__name__)
 
 STEPS = "sync/steps"
 _SHOWN = 20  # differences that a message lists in full
-# Words of the state of NumPy's legacy generator, and bytes that no generator's state exceeds.
+# Length of the state of NumPy's legacy generator in words, and an upper limit for the number of
+# elements in the state of any generator.
 _TWISTER, _LARGEST = 624, 2**16
 
 
 def saved_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Everything that all replicas share, by its name in the checkpoint, in the same order on every
-    rank. Collective over the replicas with ``sync=diloco``."""
+    """Return the state that all replicas share, by its name in the checkpoint and in the same order
+    on every rank. Collective over the replicas with ``sync=diloco``."""
     found = _under("model", model_tensors(model)) | shared_tensors(model)
     if (average := ema_of(model)) is not None:
         found |= _under("ema", average.values)
-    # Replicas that train on their own have optimizers of their own: `replica_tensors`.
+    # Replicas that train independently have separate optimizers: `replica_tensors`.
     if optimizer is not None and STEPS not in found:
         found |= _under("optimizer", optimizer_tensors(model, optimizer))
     return found
 
 
 def load_ema(model: nn.Module, checkpoint: Checkpoint, *, restart: bool) -> None:
-    """Fills the averages; with ``restart`` they begin with the weights, which have been loaded, as
-    do those that ``checkpoint`` does not have. No communication."""
+    """Fill the EMA weights. With ``restart``, and for names that ``checkpoint`` does not have, they
+    start from the weights that have just been loaded. No communication."""
     average = ema_of(model)
     if average is None:
         return
@@ -78,7 +79,7 @@ def load_ema(model: nn.Module, checkpoint: Checkpoint, *, restart: bool) -> None
 
 
 def buffer_names(model: nn.Module) -> list[str]:
-    """Lists the persistent buffers among the `model_tensors`."""
+    """Return the names of the persistent buffers among the `model_tensors`."""
     buffers = set(map(id, model.buffers()))
     return [name for name, tensor in model_tensors(model).items() if id(tensor) in buffers]
 
@@ -88,8 +89,8 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[str]:
-    """One line per model tensor that the checkpoint and the model do not share by name and shape;
-    raises `ConfigError` with all of them when there are any and ``strict``."""
+    """Compare the tensors of the model with the tensors of the checkpoint by name and shape.
+    Returns one line per difference; with ``strict`` raises `ConfigError` with all lines instead."""
     here = {name: list(tensor.shape) for name, tensor in model_tensors(model).items()}
     names = names_under(["model"], checkpoint.tensors)
     stored = {name.removeprefix("model/"): list(checkpoint.tensors[name].shape) for name in names}
@@ -111,8 +112,9 @@ def check_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[
 def check_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, strict: bool
 ) -> list[str]:
-    """As `check_model`, one line per way in which the stored optimizer does not fit this one.
-    Settings such as lr are no difference: those of the running configuration hold."""
+    """Compare the optimizer with the stored one, and report each difference as `check_model` does.
+    Settings such as lr do not count as differences: the running configuration decides about them.
+    """
     lines = []
     stored = checkpoint.manifest.optimizer
     if not stored:
@@ -130,8 +132,7 @@ def check_optimizer(
         for name in sorted(before - trained):
             lines.append(f"{printable(name)}: trained in the checkpoint, not trained here")
     advice = (
-        "checkpoint.load=model_only takes the weights alone; checkpoint.strict=false loads what "
-        "fits"
+        "checkpoint.load=model_only loads only the weights; checkpoint.strict=false loads what fits"
     )
     shown, label = list_differences(lines), checkpoint.folder.label
     if strict and lines:
@@ -140,7 +141,7 @@ def check_optimizer(
 
 
 def list_differences(lines: Sequence[str]) -> str:
-    """The lines, indented, the rest counted when there are many."""
+    """Join the lines, indented; of a long list, show the first ones and count the rest."""
     shown = [f"  {line}" for line in lines[:_SHOWN]]
     if len(lines) > _SHOWN:
         shown.append(f"  ... and {len(lines) - _SHOWN} more")
@@ -150,8 +151,8 @@ def list_differences(lines: Sequence[str]) -> str:
 def stored_settings(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, wanted: bool
 ) -> list[Settings]:
-    """The stored settings of each parameter group of ``optimizer``, or, where these are not
-    ``wanted``, its counters alone. Raises `ConfigError` when they are not unique."""
+    """Return the stored settings of each parameter group of ``optimizer``, or only its counters if
+    the settings are not ``wanted``. Raises `ConfigError` if the match is ambiguous."""
     groups = checkpoint.manifest.optimizer.get("groups", [])
     stored = [(from_json(group.get("settings", {})), group["parameters"]) for group in groups]
     names = [group["parameters"] for group in describe_optimizer(model, optimizer)["groups"]]
@@ -165,8 +166,8 @@ def stored_settings(
 
 
 def fitting_name(name: str, tensor: Tensor, manifest: Manifest) -> str | None:
-    """Finds a tensor of the model in a checkpoint, in the same shape: under its own name, or under
-    the one that it was tied to. None: nowhere."""
+    """Find a tensor of the model with the same shape in a checkpoint, under its own name or under
+    the name that it was tied to. Returns None if neither exists."""
     source = f"model/{name}"
     if source not in manifest.tensors:
         source = f"model/{manifest.tied.get(name)}"
@@ -176,16 +177,18 @@ def fitting_name(name: str, tensor: Tensor, manifest: Manifest) -> str | None:
 
 
 def names_under(prefixes: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Selects the ``names`` that begin with one of the ``prefixes`` and a slash."""
+    """Select the ``names`` that begin with one of the ``prefixes`` and a slash."""
     beginnings = tuple(f"{prefix}/" for prefix in prefixes)
     return [name for name in names if name.startswith(beginnings)]
 
 
 @torch.no_grad()
 def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Fills the parameters and persistent buffers of ``model`` in place, this rank's part of each,
-    converted to the dtype they have here, as far as they fit; no communication. Raises
-    `DamagedCheckpointError` when a file does not match the manifest."""
+    """Fill this rank's part of the parameters and persistent buffers of ``model`` in place.
+
+    Values are converted to the dtype of the model; tensors without a match keep their values. No
+    communication. Raises `DamagedCheckpointError` if a file does not match the manifest.
+    """
     reshard(model)
     for name, tensor in model_tensors(model).items():
         source = fitting_name(name, tensor, checkpoint.manifest)
@@ -197,12 +200,15 @@ def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
 def load_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint
 ) -> None:
-    """Fills the state of ``optimizer`` in place, creating it where it does not exist yet; no
-    communication. Parameter groups keep their settings; a parameter that differs starts with fresh
-    state. Raises as `load_model`."""
+    """Fill the state of ``optimizer`` in place, and create state that does not exist yet.
+
+    Parameter groups keep their settings; a parameter without a match starts with fresh state. No
+    communication. Raises as `load_model`.
+    """
     stored = checkpoint.manifest.optimizer
     trained = trained_parameters(model, optimizer)
-    # Without ``strict`` another optimizer starts without state: its state means something else.
+    # Without ``strict``, another optimizer class starts with fresh state: the same key can have a
+    # different meaning in another class.
     if stored.get("class") != type(optimizer).__name__:
         drop_state(optimizer, trained, {})
         return
@@ -241,14 +247,14 @@ def load_optimizer(
 
 def _set_scalars(state: dict[str, Any], scalars: Mapping[str, Any]) -> None:
     for key, value in scalars.items():
-        # Tensors were filled before, whatever else a checkpoint has for them.
+        # Tensors are filled already; an entry of the same name in the checkpoint is ignored.
         if isinstance(value, SCALARS) and not isinstance(state.get(key), Tensor):
             state[key] = value
 
 
 def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Lists what all replicas have of the outer optimizer; empty with ``sync=every_step``.
-    Collective over the replicas: what is on its way between them is received first."""
+    """Return the state of the outer optimizer, which all replicas share; empty with
+    ``sync=every_step``. Collective over the replicas: exchanges in flight are completed first."""
     outer = outer_sync(model)
     if outer is None:
         return {}
@@ -256,14 +262,14 @@ def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
     found = {STEPS: torch.tensor([outer.steps, outer.finished_after])}
     found |= _under("sync/momentum", outer.momenta)
     for name, parameter in outer.parameters.items():
-        # Received, and applied when the delay is over.
+        # A mean that has been received, and is applied when the delay has passed.
         if parameter.mean is not None:
             found[f"sync/mean/{name}"] = parameter.mean
     return found
 
 
 def replica_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Lists what this replica alone has; empty where all replicas have the same."""
+    """Return the state of this replica that no other replica has; often empty."""
     kept, outer = error_feedback_of(model), outer_sync(model)
     prefix = _prefix(kept.replica)
     found = _under(f"{prefix}/{kept.residual_name}", kept.residuals())
@@ -277,8 +283,8 @@ def replica_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
 
 
 def optimizer_prefix(model: nn.Module, names: Iterable[str]) -> str:
-    """Tells where a checkpoint with tensors of these ``names`` has the optimizer's state that this
-    rank goes on from: ``optimizer``, or that of a replica."""
+    """Return the prefix of the optimizer state that this rank continues from, in a checkpoint with
+    tensors of these ``names``: ``optimizer``, or the prefix of one replica."""
     available = _replicas_in(names, "optimizer")
     if not available:
         return "optimizer"
@@ -291,9 +297,9 @@ def optimizer_prefix(model: nn.Module, names: Iterable[str]) -> str:
 
 @torch.no_grad()
 def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Fills what `shared_tensors` and `replica_tensors` list, as far as ``checkpoint`` has it; the
-    model and its optimizer have been loaded. No communication."""
-    # A single process needs no process group.
+    """Fill the tensors of `shared_tensors` and `replica_tensors` that ``checkpoint`` has. Call it
+    after loading the model and its optimizer. No communication."""
+    # A single process does not need a process group.
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     _load_error_feedback(error_feedback_of(model), checkpoint, is_first)
     outer = outer_sync(model)
@@ -314,8 +320,11 @@ def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _load_error_feedback(kept: UpdateFollower, checkpoint: Checkpoint, is_first: bool) -> None:
-    """What replicas did not send counts as much for the next mean as before: a replica goes on from
-    its own, or where the number of replicas has changed from a share of all that there are."""
+    """Load the error-feedback buffers so that they count as much for the next mean as before.
+
+    A replica continues with its own buffers. If the number of replicas has changed, each replica
+    starts with an equal share of the sum over all buffers in the checkpoint.
+    """
     saved = checkpoint.manifest.mesh.get("replicate", 1)
     available = _replicas_in(checkpoint.tensors, kept.residual_name)
     is_same = saved == kept.replicas
@@ -329,7 +338,7 @@ def _load_error_feedback(kept: UpdateFollower, checkpoint: Checkpoint, is_first:
         kept.set_residual(name, total / (1 if is_same else saved))
     lost = sorted(set(range(saved)) - set(available))
     if is_first and available and lost:
-        log.warning("what the replicas %s had not sent yet is lost with them", lost)
+        log.warning("the error feedback of the replicas %s is lost with them", lost)
 
 
 def _report_lost(outer: OuterSync, checkpoint: Checkpoint) -> None:
@@ -350,10 +359,10 @@ def _prefix(replica: int) -> str:
 
 
 def _replicas_in(names: Iterable[str], kind: str) -> list[int]:
-    """The replicas of whose ``kind`` of state a checkpoint with tensors of these ``names`` has any,
-    ascending."""
+    """Return the replicas with state of this ``kind`` among the ``names`` of a checkpoint's
+    tensors, ascending."""
     found = set()
-    # A checkpoint may hold any names.
+    # A checkpoint may contain any names.
     for name in names:
         found.update(re.findall(rf"^replica/([0-9]{{5}})/{kind}/", name))
     return sorted(map(int, found))
@@ -366,8 +375,8 @@ def _fill_if_saved(tensor: Tensor, name: str, checkpoint: Checkpoint) -> None:
 
 
 def rng_tensors(rank: int) -> dict[str, Tensor]:
-    """``rng/<rank>/<generator>`` -> state, all on CPU: torch's on CPU and on the rank's
-    accelerator, Python's and NumPy's."""
+    """Return ``rng/<rank>/<generator>`` -> state, all on CPU: torch on CPU, torch on the rank's
+    accelerator, Python and NumPy."""
     version, words, gauss = random.getstate()
     found = {
         "torch": torch.get_rng_state(),
@@ -390,10 +399,10 @@ def _optional(value: float | None) -> Tensor:
 
 
 def restore_rng(rank: int, checkpoint: Checkpoint) -> None:
-    """Sets this rank's generators. Raises `DamagedCheckpointError` when a stored state cannot be
-    one."""
+    """Restore this rank's random generators. Raises `DamagedCheckpointError` if a stored state is
+    invalid."""
     prefix = f"rng/{rank:05d}/"
-    what = f"{checkpoint.folder.label}: {prefix} is no state of a random generator"
+    what = f"{checkpoint.folder.label}: {prefix} is not the state of a random generator"
     names = names_under([f"rng/{rank:05d}"], checkpoint.tensors)
     found = {}
     for name in names:
@@ -406,16 +415,17 @@ def restore_rng(rank: int, checkpoint: Checkpoint) -> None:
         torch.set_rng_state(found["torch"])
         version, *numbers = found["python"].tolist()
         random.setstate((version, tuple(numbers), _cached(found["python_gauss"])))
-        # A rank without an accelerator has saved none, and NumPy may have another generator.
+        # A rank without an accelerator has saved no state of one, and NumPy may use another
+        # generator class.
         kind = accelerator_type()
         if "accelerator" in found and kind != "cpu":
             set_random_state(kind, found["accelerator"])
         if "numpy" in found:
             key, position = found["numpy"][:-1].numpy(), int(found["numpy"][-1])
             words = key.astype(numpy.uint32)
-            # NumPy sets what it is given. A word that the cast has changed is none of 32 bits.
+            # NumPy accepts any values. A word that the cast has changed does not fit in 32 bits.
             if len(key) != _TWISTER or (words != key).any() or not 0 <= position <= _TWISTER:
-                raise ValueError("no state of a Mersenne Twister")
+                raise ValueError("not the state of a Mersenne Twister")
             gauss = _cached(found["numpy_gauss"])
             state = ("MT19937", words, position, int(gauss is not None), gauss or 0.0)
             numpy.random.set_state(state)
@@ -424,5 +434,5 @@ def restore_rng(rank: int, checkpoint: Checkpoint) -> None:
 
 
 def _cached(gauss: Tensor) -> float | None:
-    """The normal number that a generator has drawn and not given out yet."""
+    """Return the normal number that a generator has drawn and not yet returned, or None."""
     return float(gauss) if gauss.numel() else None

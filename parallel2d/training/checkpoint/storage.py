@@ -1,12 +1,12 @@
-"""The folder of all checkpoints of a run: `open_store` returns the store that writes and publishes
-new ones, retires old ones and moves damaged ones aside.
+"""The folder with all checkpoints of a run: `open_store` returns the store that writes and
+publishes new checkpoints, deletes old ones and moves damaged ones aside.
 
-[Note: atomic publication] A checkpoint is written where no reader looks. On a file system that
-renames, that is a sibling folder ``.saving-...``: every file is flushed to the disk and read back,
-the manifest comes last, the folder is flushed, and one rename makes it ``step-00000100``. Object
-stores cannot rename: there the manifest, written last, is the publication, since a folder without
-one is no checkpoint. Deletion takes the opposite order. So readers see only complete checkpoints,
-whatever is killed and when, and nothing is ever overwritten.
+[Note: atomic publication] A checkpoint is written where no reader looks for one. On a file system
+with renames this place is a sibling folder ``.saving-...``: every file is flushed to disk and read
+back, the manifest comes last, the folder is flushed, and one rename makes it ``step-00000100``.
+Object stores cannot rename: the manifest, written last, publishes the checkpoint, because a folder
+without a manifest is not a checkpoint. Deletion takes the opposite order. Therefore readers see
+only complete checkpoints, no matter when a process is killed, and no file is ever overwritten.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.training.checkpoint.manifest import MANIFEST, StoredFile
 
-# What `step_name` writes, which adds zeros up to eight digits.
+# The names that `step_name` produces: at least eight digits, filled with zeros.
 _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
-_PIECE = 2**24  # bytes, small enough to overlap hashing with the disk's own work
+_PIECE = 2**24  # bytes, small enough that hashing overlaps with the disk's writes
 
 Blocks = Iterable[bytes | memoryview]
-_TOKEN_S = 3600.0  # after which no rank looks for a file that shows that all see one folder
+_TOKEN_S = 3600.0  # age after which no rank reads the file that proves a shared folder
 
 
 class CheckpointError(PlainError):
-    """A checkpoint could not be written. The message has the place and the reason."""
+    """A checkpoint could not be written. The message names the place and the reason."""
 
 
 def step_name(step: int) -> str:
-    """The folder's name: ``step-00000100``."""
+    """Return the name of a step's folder: ``step-00000100``."""
     return f"step-{step:08d}"
 
 
@@ -49,7 +49,7 @@ def _steps_in(names: Iterable[str]) -> list[int]:
 
 
 def _free_name(step: int, is_taken: Callable[[str], bool]) -> str:
-    """A name for a checkpoint that is moved aside."""
+    """Return an unused name for a checkpoint that is moved aside."""
     names = (f"aside-{step_name(step)}-{number}" for number in itertools.count(1))
     return next(itertools.filterfalse(is_taken, names))
 
@@ -66,12 +66,12 @@ def _write_pieces(file: Any, blocks: Blocks) -> StoredFile:
 
 
 def open_store(root: str) -> Store:
-    """The store at a local path or fsspec address."""
+    """Return the store at a local path or fsspec address."""
     return RemoteStore(root) if is_remote(root) else LocalStore(root)
 
 
 def find_checkpoint(path: str) -> str:
-    """The checkpoint that ``path`` means: itself, or the newest of a run, or of its folder."""
+    """Resolve ``path`` to a checkpoint: itself, or the newest one of a run or store folder."""
     if os.path.isfile(path):
         return path
     for root in (path, f"{path.rstrip('/')}/checkpoints"):
@@ -87,7 +87,8 @@ def find_checkpoint(path: str) -> str:
 
 
 def _is_old_token(path: str) -> bool:
-    """Of a start that was killed; ranks that come back while others save look for a younger one."""
+    """True for the token of a start that was killed; ranks that rejoin during a save look only for
+    younger tokens."""
     if not os.path.basename(path).startswith(".shared-"):
         return False
     with contextlib.suppress(FileNotFoundError):
@@ -96,20 +97,22 @@ def _is_old_token(path: str) -> bool:
 
 
 class LocalStore:
-    """On a file system that renames folders atomically (any local one, NFS, Lustre).
+    """A store on a file system with atomic renames of folders (any local one, NFS, Lustre).
 
-    ``durable=False``: in memory, which needs no flush and returns what was written.
+    Args:
+        durable: flush and read back every file. False for a store in memory, where neither can
+            change the result.
     """
 
     def __init__(self, root: str, durable: bool = True) -> None:
         self.root, self.durable = os.path.abspath(root), durable
 
     def prepare(self) -> None:
-        """Makes the root."""
+        """Create the root folder."""
         os.makedirs(self.root, exist_ok=True)
 
     def steps(self) -> list[int]:
-        """Lists the steps of checkpoints that look complete, ascending."""
+        """Return the steps with a folder that looks complete, ascending."""
         try:
             names = os.listdir(self.root)
         except FileNotFoundError:
@@ -117,17 +120,18 @@ class LocalStore:
         return _steps_in(names)
 
     def path_of(self, step: int) -> str:
-        """The address of a checkpoint, for readers."""
+        """Return the address of a checkpoint for readers."""
         return os.path.join(self.root, step_name(step))
 
     def begin(self, step: int, token: str) -> str:
-        """The place to write to. Removes what killed saves and deletions left: it takes room."""
+        """Create the folder for a new checkpoint, and return its path. Deletes the remains of
+        killed saves and deletions first, to free their space."""
         self.prepare()
         for name in os.listdir(self.root):
             path = os.path.join(self.root, name)
             if name.startswith((".saving-", ".deleting-")) or _is_old_token(path):
                 shutil.rmtree(path, ignore_errors=True)
-                # rmtree refuses links and files.
+                # rmtree rejects links and files.
                 with contextlib.suppress(OSError):
                     os.unlink(path)
         place = os.path.join(self.root, f".saving-{step_name(step)}-{token}")
@@ -135,7 +139,7 @@ class LocalStore:
         return place
 
     def write(self, place: str, name: str, blocks: Blocks) -> StoredFile:
-        """Writes, flushes, drops cached pages and reads back: what the disk returns counts."""
+        """Write, flush, drop the cached pages and read back, so that the check covers the disk."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(os.path.join(place, name), flags, 0o666)
         with os.fdopen(descriptor, "rb+") as file:
@@ -144,8 +148,9 @@ class LocalStore:
                 return stored
             file.flush()
             os.fsync(file.fileno())
-            # Read from the page cache, the data would be right whatever the disk holds. Only pages
-            # that are on disk can be dropped, so after fsync.
+            # A read from the page cache would return the written bytes even if the disk holds
+            # others, so the pages must be dropped first. The kernel drops only clean pages, and
+            # pages become clean when fsync has written them, so the drop comes after fsync.
             with contextlib.suppress(OSError, AttributeError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
@@ -156,9 +161,12 @@ class LocalStore:
 
     def publish(self, place: str, step: int, manifest: bytes) -> None:
         self.write(place, MANIFEST, [manifest])
-        # The names of the files must be on disk before the one that publishes them.
+        # The order of these calls is the publication. The manifest is written last. The folder is
+        # flushed before the rename, because a file system may otherwise persist the rename before
+        # the names of the files, and a crash would leave a published checkpoint without them. The
+        # root is flushed after the rename, because the save counts as done once this returns.
         flush_folder(place)
-        # Renaming onto an existing folder would succeed silently when that is empty.
+        # A rename onto an existing empty folder would succeed silently.
         if os.path.lexists(self.path_of(step)):
             raise CheckpointError(f"{step_name(step)} exists already")
         os.rename(place, self.path_of(step))
@@ -168,21 +176,22 @@ class LocalStore:
         shutil.rmtree(place, ignore_errors=True)
 
     def move_aside(self, step: int) -> str:
-        """Returns the new name."""
+        """Rename a checkpoint, and return its new name."""
         name = _free_name(step, lambda name: os.path.lexists(os.path.join(self.root, name)))
         os.rename(self.path_of(step), os.path.join(self.root, name))
         flush_folder(self.root)
         return name
 
     def delete(self, step: int) -> None:
-        # Under its own name, half of it would look like a damaged checkpoint.
+        # Rename first: a half-deleted folder under its own name would look like a damaged
+        # checkpoint, while no reader looks for this name and the next `begin` deletes it.
         doomed = os.path.join(self.root, f".deleting-{step_name(step)}-{os.urandom(4).hex()}")
         os.rename(self.path_of(step), doomed)
         flush_folder(self.root)
         shutil.rmtree(doomed)
 
     def put_note(self, name: str, text: str | None) -> None:
-        """Writes a file beside the checkpoints, or removes it."""
+        """Write a file next to the checkpoints, or delete it if ``text`` is None."""
         path = os.path.join(self.root, name)
         if text is not None:
             replace(path, text, durable=True)
@@ -192,7 +201,7 @@ class LocalStore:
 
 
 class RemoteStore:
-    """Behind fsspec, without renames: the manifest, written last, is the publication."""
+    """A store behind fsspec, without renames: the manifest, written last, publishes."""
 
     def __init__(self, root: str) -> None:
         import fsspec
@@ -205,7 +214,7 @@ class RemoteStore:
         self.filesystem.makedirs(self._path, exist_ok=True)
 
     def steps(self) -> list[int]:
-        # fsspec remembers listings, and other processes write here too.
+        # fsspec caches listings, and other processes write here too.
         self.filesystem.invalidate_cache()
         try:
             listed = self.filesystem.ls(self._path, detail=False)
@@ -222,7 +231,7 @@ class RemoteStore:
         place = f"{self._path}/{step_name(step)}"
         if self.filesystem.exists(f"{place}/{MANIFEST}"):
             raise CheckpointError(f"{step_name(step)} exists already")
-        # What an interrupted save left.
+        # The remains of an interrupted save.
         self._remove(place)
         self.filesystem.makedirs(place, exist_ok=True)
         return place
@@ -246,14 +255,16 @@ class RemoteStore:
     def _remove(self, path: str) -> None:
         if not self.filesystem.exists(path):
             return
-        # Without its manifest a folder is no checkpoint, whatever is left of it.
+        # The manifest goes first: without it the folder is not a checkpoint, so that a deletion
+        # that is interrupted never leaves an incomplete checkpoint for a reader.
         if self.filesystem.exists(f"{path}/{MANIFEST}"):
             self.filesystem.rm_file(f"{path}/{MANIFEST}")
         with contextlib.suppress(FileNotFoundError):
             self.filesystem.rm(path, recursive=True)
 
     def move_aside(self, step: int) -> str:
-        """Copies the files, then deletes the old ones, manifest first: nothing can be renamed."""
+        """Copy the files, then delete the old ones, manifest first, because renames do not
+        exist."""
         source = f"{self._path}/{step_name(step)}"
         name = _free_name(step, lambda name: self.filesystem.exists(f"{self._path}/{name}"))
         self.filesystem.makedirs(f"{self._path}/{name}", exist_ok=True)
@@ -277,7 +288,7 @@ Store = LocalStore | RemoteStore
 
 
 def describe_error(error: BaseException) -> str:
-    """One line: the kind of error where its text alone would not show it."""
+    """Return one line with the text of an error, and with its class if the text needs it."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     if isinstance(error, DamagedCheckpointError | CheckpointError):
@@ -287,7 +298,7 @@ def describe_error(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def as_config_error(what: str) -> Iterator[None]:
-    """Makes one `ConfigError` of whatever a storage, or a library, raises."""
+    """Convert any exception of a storage or a library to a `ConfigError` about ``what``."""
     try:
         yield
     except ConfigError:

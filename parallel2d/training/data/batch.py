@@ -1,7 +1,7 @@
-"""`Batch`, the input of a forward pass: what the model reads, targets, and a hash of its samples.
+"""`Batch`, the input of a forward pass: the model's inputs, the targets, and a hash of its samples.
 
 The hash of a batch is the sum of its samples' hashes. The sum over data ranks therefore identifies
-a global batch, whatever the layout.
+a global batch on any layout.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from torch.utils._pytree import tree_map_only
 from parallel2d.parallel.parallelize.layout import SampleShape, TensorShape
 from parallel2d.training.data.order import mix
 
-# 2**64 divided by the golden ratio, odd: spreads consecutive numbers
+# 2**64 divided by the golden ratio, odd: spreads consecutive numbers over all 64-bit words
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 IGNORED = -100  # the target that torch's cross-entropy ignores
 
 
 def token_sequences(seq_len: int) -> SampleShape:
-    """Sequences of ``seq_len`` token ids, each position with a target."""
+    """Return the shape of sequences of ``seq_len`` token ids with a target for each position."""
     return SampleShape("tokens", TensorShape((seq_len,)), TensorShape((seq_len,)))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of one forward pass: n sequences of T tokens, or what one's own data set gives."""
+    """The samples of one forward pass: n sequences of T tokens, or samples of a custom data set."""
 
-    inputs: Any  # int64 [n, T]; or tensors, alone, in a tuple or in a dict by parameter name
-    targets: torch.Tensor | None  # int64 [n, T], or any; -100 is not a target
+    inputs: Any  # int64 [n, T]; or tensors: one, a tuple, or a dict by parameter name
+    targets: torch.Tensor | None  # int64 [n, T], or custom; -100 is not a target
     # int64 [n, T], counted from 0 in each sequence; None: attention crosses documents
     document_ids: torch.Tensor | None
-    # The sum of the 32-bit hashes of the samples that have a position: below 2**53 for up to two
-    # million samples, so an fp64 all-reduce sums it exactly
+    # The sum of the 32-bit hashes of all samples with a position. The sum stays below 2**53 for up
+    # to two million samples, so that an fp64 all-reduce adds it exactly.
     hash: int
-    valid_tokens: int  # by how much its mean loss counts: targets that are not -100
+    valid_tokens: int  # the weight of this batch's mean loss: the number of targets that count
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The batch on a device; ``non_blocking`` copies from pinned memory are asynchronous."""
+        """Return the batch on a device; copies from pinned memory may be ``non_blocking``."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked memory, from which copies to a GPU run in the background."""
+        """Return the batch in pinned memory, so that copies to a GPU run in the background."""
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -57,8 +57,8 @@ class Batch:
 
 
 class SampleHash:
-    """A 32-bit hash of each sequence's tokens, its targets and its position: universal hashing by a
-    random vector modulo 2**64 (Dietzfelbinger 1996), then mixed with the position."""
+    """A 32-bit hash of each sequence's tokens, targets and position: universal hashing by a random
+    vector modulo 2**64 (Dietzfelbinger 1996), mixed with the position."""
 
     def __init__(self, shape: SampleShape) -> None:
         inputs, targets = math.prod(shape.inputs.shape), shape.targets_per_sample
@@ -68,16 +68,16 @@ class SampleHash:
     def __call__(
         self, inputs: NDArray[np.int64], targets: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> NDArray[np.uint64]:
-        """uint64 [n], each below 2**32, of n samples at int64 [n] positions."""
+        """Return uint64 [n], each below 2**32, for n samples at int64 [n] positions."""
         words = _products(inputs, self._input_factors) + _products(targets, self._target_factors)
         return mixed_with(words, positions)
 
 
 def _products(values: NDArray[np.int64], factors: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """uint64 [n], modulo 2**64."""
+    """Return the scalar product of each row with the factors, uint64 [n], modulo 2**64."""
     return values.reshape(len(values), len(factors)).view(np.uint64) @ factors
 
 
 def mixed_with(words: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """uint64 [n], each below 2**32: the hashes of samples, from hashes of their content."""
+    """Combine hashes of samples' contents with their positions: uint64 [n], each below 2**32."""
     return mix(words + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN) >> np.uint64(32)

@@ -1,4 +1,4 @@
-"""Data that somebody else has made: a data set in Python (``data=custom``), and a file of token ids
+"""Custom data: a data set that a Python function builds (``data=custom``), and a file of token ids
 (``data=bin``)."""
 
 from __future__ import annotations
@@ -24,45 +24,47 @@ from parallel2d.training.data.order import Schedule
 from parallel2d.training.data.prepare import worker_count
 from parallel2d.training.data.stream import Array, SampleStream
 
-# What a parameter of a model's forward, and a key of a batch, is called that holds targets
+# Names of targets, as parameters of a model's forward and as keys of a batch
 _INPUTS_TOO = ("labels", "label", "y")
 TARGET_NAMES = ("targets", "target", *_INPUTS_TOO)
 _TOKEN_BYTES = 2
 _DIGESTED = 2**20  # bytes at either end of a file of tokens that its fingerprint covers
-_MOST_THREADS = 16  # with data.workers=auto: several ranks share a machine
+_MOST_THREADS = 16  # with data.workers=auto, because several ranks share a machine
 
 
 class BinTokens:
-    """Token ids of a file of little-endian uint16 and nothing else; as `TokenSplit`."""
+    """The token ids in a raw file of little-endian uint16; has the interface of `TokenSplit`."""
 
     masked = False
 
     def __init__(self, path: str) -> None:
-        """Raises `ConfigError` for a file that cannot be one."""
+        """Map the file. Raises `ConfigError` if the path or its size is not valid."""
         file = Path(path).expanduser()
         if not file.is_file():
-            raise ConfigError(f"data.path={path} is no file; with data=bin it holds token ids")
+            raise ConfigError(
+                f"data.path={path} is not a file; data=bin reads token ids from a file"
+            )
         self.bytes = file.stat().st_size
         if self.bytes == 0 or self.bytes % _TOKEN_BYTES:
-            raise ConfigError(f"data.path={path} has {self.bytes} bytes, which are no uint16 ids")
+            raise ConfigError(f"data.path={path} has {self.bytes} bytes, which are not uint16 ids")
         self._ids = np.memmap(file, dtype="<u2", mode="r")
         self.tokens = len(self._ids)
 
     def ids(self, start: int, count: int) -> NDArray[Any]:
-        """Token ids ``start .. start + count``."""
+        """Return the token ids ``start .. start + count``."""
         return self._ids[start : start + count]
 
     def content(self) -> str:
-        """A digest of the size and of both ends."""
+        """Return a digest of the size, the beginning and the end of the file."""
         ends = (self._ids[:_DIGESTED].tobytes(), self._ids[-_DIGESTED:].tobytes())
         return hashlib.sha256(b"".join((str(self.bytes).encode(), *ends))).hexdigest()
 
 
 class CustomSamples:
-    """The data set that ``data.target`` builds, and how a batch is made of its samples."""
+    """The data set that ``data.target`` builds, and the collation of its samples to batches."""
 
     def __init__(self, config: DataConfig) -> None:
-        """Raises `ConfigError` for what is no data set."""
+        """Build the data set. Raises `ConfigError` if the result is not a data set."""
         assert config.target is not None
         what = f"data.target={config.target}"
         built = call_reference("data.target", config.target, **config.arguments)
@@ -89,12 +91,12 @@ class CustomSamples:
         return self._length
 
     def batch(self, samples: Sequence[Any]) -> tuple[Any, torch.Tensor | None]:
-        """The inputs and the targets of some samples: of a tuple the last is the targets, of a dict
-        the one that has such a name. Raises `ConfigError` for several."""
+        """Collate samples to inputs and targets: of a tuple the last element is the targets, of a
+        dict the value under one of `TARGET_NAMES`. Raises `ConfigError` for several of them."""
         batch = self.collate(list(samples))
         if isinstance(batch, dict):
             named = [name for name in TARGET_NAMES if name in batch]
-            # Beside targets, labels are inputs, as the classes ``y`` of a diffusion model.
+            # Next to targets, labels are inputs, such as the classes ``y`` of a diffusion model.
             if len(named) > 1 and (named[0] in _INPUTS_TOO or named[1] not in _INPUTS_TOO):
                 raise ConfigError(f"a batch has {' and '.join(named)}: which are the targets?")
             inputs = {name: value for name, value in batch.items() if name not in named[:1]}
@@ -106,20 +108,20 @@ class CustomSamples:
 
 
 class CustomStream(SampleStream):
-    """Samples of `CustomSamples` addressed by position. ``workers``: threads that read a batch."""
+    """Samples of `CustomSamples` addressed by position; ``workers`` threads read each batch."""
 
     def __init__(self, samples: CustomSamples, workers: int | str, **how: Any) -> None:
-        read: list[Any] = [samples]  # here, as they fill no rows of tokens
+        read: list[Any] = [samples]  # `_batch` below reads them: they do not fill token rows
         super().__init__(read, Schedule([1]), **how)
         threads = worker_count(workers)
         if workers == "auto":
             threads = min(threads, _MOST_THREADS)
         self._samples = samples
-        # The executor starts no thread before it is used
+        # The executor starts its threads on first use.
         self._pool = ThreadPoolExecutor(threads, "parallel2d-read")
 
     def _batch(self, count: int, rows: list[int], where: Array) -> Batch:
-        """Of the samples that have a position; where none has, one that counts nothing."""
+        """Collate the samples with a position; without any, one sample with weight zero."""
         indices = [index for _, index in self._locate(where if rows else np.zeros(1, np.int64))]
         samples = list(self._pool.map(self._samples.dataset.__getitem__, indices))
         hashes = np.array(list(map(_content_hash, samples)), dtype=np.uint64)
@@ -132,7 +134,7 @@ class CustomStream(SampleStream):
 
 
 def _content_hash(sample: Any) -> int:
-    """A 64-bit hash of all values in a sample."""
+    """Return a 64-bit hash of all values in a sample."""
     digest = hashlib.blake2b(digest_size=8)
     for leaf in tree_leaves(sample):
         array = np.ascontiguousarray(leaf.detach().cpu() if torch.is_tensor(leaf) else leaf)

@@ -1,9 +1,9 @@
-"""What a rank reads of every global batch (`BatchPlan`), and reading it ahead of the training step
-(`BatchFeed`).
+"""`BatchPlan` selects a rank's part of every global batch, and `BatchFeed` reads it ahead of the
+training step.
 
 A background thread reads the samples and, for a GPU, pins them; numpy releases the interpreter lock
-during the copies. The calling thread starts the copies to the device. A fixed number of steps is
-read ahead, which bounds memory.
+during its copies. The calling thread starts the copies to the device. The number of steps that are
+read ahead is fixed, which bounds memory.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _AUTO_LIMIT = 8  # sequences of an automatic micro-batch
 
 
 class BatchPlan:
-    """The share of one data rank in every global batch. Only data ranks (the replicate and shard
-    axes) count: the tensor ranks of one have the same plan and read the same sequences.
+    """The share of one data rank in every global batch. Data ranks are the ranks of the replicate
+    and shard axes: all tensor ranks of a data rank have the same plan and read the same sequences.
 
     Args:
         global_batch_size: sequences per optimizer step, over all data ranks.
         micro_batch_size: sequences per forward on a rank; ``"auto"`` takes the largest divisor of
             the rank's share up to 8.
-        data_rank, data_ranks: this rank's coordinate on, and the size of, the flattened replicate
-            and shard axes.
-        allow_padding: accept sizes that do not divide (an elastic restart on another number of
-            ranks). Every rank runs the same number of micro-batches, and missing sequences have
-            position None, which means weight zero.
+        data_rank: this rank's coordinate on the flattened replicate and shard axes.
+        data_ranks: the size of these axes.
+        allow_padding: accept sizes that do not divide evenly (an elastic restart on another number
+            of ranks). Every rank runs the same number of micro-batches; missing sequences have
+            the position None, and weight zero in the loss.
 
-    Raises `ConfigError` that lists the sizes that divide.
+    Raises `ConfigError` with the sizes that divide evenly.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class BatchPlan:
         assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
         share = -(-global_batch_size // data_ranks)
         if micro_batch_size == "auto":
-            # Padding may cost an eighth, so that micro-batches stay large
+            # Padding may add up to an eighth, so that micro-batches stay large.
             slots = share * 9 // 8 if allow_padding else share
             micro = max(
                 size for size in range(1, _AUTO_LIMIT + 1) if -(-share // size) * size <= slots
@@ -69,11 +69,12 @@ class BatchPlan:
         self._data_rank, self._data_ranks = data_rank, data_ranks
 
     def positions(self, first: int) -> list[list[Position]]:
-        """``micro_batch_size`` positions for each of this rank's micro-batches, in the global batch
-        that starts at position ``first``.
+        """Return ``micro_batch_size`` positions for each of this rank's micro-batches, in the
+        global batch that starts at position ``first``.
 
-        Micro-batch m of all ranks together is one contiguous range, so the union over ranks is
-        ``first .. first + global_batch_size - 1`` for every layout.
+        Micro-batch m of all ranks together is one contiguous range. Therefore the union over ranks
+        is ``first .. first + global_batch_size - 1`` for every layout, and a run that continues on
+        another layout reads every sample exactly once.
         """
         batches: list[list[Position]] = []
         for step in range(self.accumulation):
@@ -90,44 +91,45 @@ def _indivisible(global_batch: int, asked: int | str, micro: int, ranks: int) ->
     if asked != "auto":
         product = micro * ranks
         factors = f"micro_batch_size {micro} x {ranks} data ranks = {product}"
-        # The rank's share has divisors where there is one.
+        # If the division has no remainder, the divisors of the share are valid sizes.
         share, rest = divmod(global_batch, ranks)
         divisors = [str(size) for size in range(1, min(share, 64) + 1) if share % size == 0]
         if not rest:
             advice = f"micro_batch_size may be {' | '.join(divisors)}; "
     below = global_batch // product * product
-    # The smaller size may be zero, which is none.
+    # The smallest size may be zero, which is not valid.
     sizes = [str(size) for size in (below, below + product, below + 2 * product) if size]
     problem = f"train.global_batch_size={global_batch} is not divisible by {factors}"
     return f"{problem}; {advice}global_batch_size may be {', '.join(sizes)}"
 
 
 class EndOfData(Exception):  # noqa: N818  (not an error, like StopIteration)
-    """The last global batch was already given: epochs are finite, or it is a validation split."""
+    """No further global batch exists: epochs are finite, or this is a validation split."""
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank reads for one optimizer step."""
+    """The data of one rank for one optimizer step."""
 
     micro_batches: list[Batch]
     valid_tokens: int  # targets of this rank over all micro-batches
     sample_hash: int  # sum over this rank's samples
     waited_s: float  # seconds that `BatchFeed.next` was blocked
-    position: int  # of the first sample after this global batch: what a checkpoint stores
+    position: int  # position after this global batch, which a checkpoint stores
 
 
 class BatchFeed:
     """Iterates over the global batches of a stream, prepared ``ahead`` steps in advance.
 
     Args:
+        stream: the samples.
         plan: this rank's share.
-        device: where the micro-batches are put.
+        device: the device for the micro-batches.
         start: position, in samples, of the first global batch.
-        ahead: steps that may wait in memory; each costs micro-batch x accumulation x T x 16 bytes,
-            of other samples what they take.
+        ahead: steps that may wait in memory; each takes micro-batch x accumulation x T x 16 bytes,
+            or the size of its samples if they are not token sequences.
 
-    Raises `ConfigError` if there is not one global batch to give.
+    Raises `ConfigError` if the stream is shorter than one global batch.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class BatchFeed:
         if stream.ends_before(0, plan.global_batch_size):
             raise ConfigError(
                 f"train.global_batch_size={plan.global_batch_size} is more than an epoch has: "
-                f"{len(stream)} samples; data.end=drop omits what does not fill a global batch, "
+                f"{len(stream)} samples; data.end=drop omits an incomplete global batch, "
                 "pad or wrap would not"
             )
         self._stream, self._plan, self._device = stream, plan, torch.device(device)
@@ -149,16 +151,16 @@ class BatchFeed:
         if self._device.type != "cpu":
             if self._device.index is None:
                 self._device = current_device(self._device.type)
-            # The current device of the thread: otherwise pinning creates a context on GPU 0
+            # Set the current device of the thread: otherwise pinning creates a context on GPU 0.
             initializer = functools.partial(set_device, self._device)
         self._reader = ThreadPoolExecutor(1, "parallel2d-data", initializer)
         self._steps: deque[Future[StepBatch]] = deque()
         self._closed = False
-        self._ahead = max(1, ahead) + 1  # one is read while ``ahead`` wait
+        self._ahead = max(1, ahead) + 1  # one is being read while ``ahead`` wait
         self.restart(plan, start)
 
     def restart(self, plan: BatchPlan, start: int) -> None:
-        """Goes on from position ``start`` with another share of the global batches."""
+        """Continue from position ``start`` with another share of the global batches."""
         for step in self._steps:
             step.cancel()
         self._steps.clear()
@@ -167,16 +169,17 @@ class BatchFeed:
             self._read_ahead()
 
     def next(self) -> StepBatch:
-        """This rank's part of the next global batch, on the device.
+        """Return this rank's part of the next global batch, on the device.
 
-        Raises `EndOfData` after the last one, and any exception of the background thread. Later
-        calls raise the same exception again.
+        Raises `EndOfData` after the last global batch, and any exception of the background thread.
+        Later calls raise the same exception again.
         """
         if self._closed:
             raise RuntimeError("the feed is closed")
         begin = time.perf_counter()
-        # It is taken when it is there: an interrupt of the wait loses no step, and an exception
-        # stays the first of all that follow.
+        # The step leaves the queue only after its result has arrived. If a signal interrupts the
+        # wait, the step is still first in the queue, so that no global batch is skipped; and after
+        # an exception every later call finds the same failed step and raises the same exception.
         step = self._steps[0].result()
         waited = time.perf_counter() - begin
         self._steps.popleft()
@@ -185,7 +188,7 @@ class BatchFeed:
         return replace(step, micro_batches=moved, waited_s=waited)
 
     def close(self) -> None:
-        """Stops the thread and discards the batches it prepared. May be called twice."""
+        """Stop the thread and discard the batches that it has prepared. May be called twice."""
         self._closed = True
         self._reader.shutdown(cancel_futures=True)
         self._steps.clear()

@@ -1,6 +1,6 @@
-"""Opens the data that a configuration names: `open_data`.
+"""Opens the data of a configuration: `open_data`.
 
-Raw text is prepared into the cache. Other data are opened in place.
+Raw text is prepared into the cache; other data are opened in place.
 """
 
 from __future__ import annotations
@@ -27,44 +27,48 @@ from parallel2d.training.data.stream import PackedSamples, PaddedSamples, Sample
 from parallel2d.training.data.token_shards import MANIFEST, TokenStore
 from parallel2d.training.data.tokenizer import load_tokenizer
 
-# Validation samples are read once, in the same order in every run
+# Validation samples are read once, in the same order in every run.
 _VALIDATION: dict[str, Any] = {"seed": 0, "name": "validation", "epochs": 1, "end": "pad"}
 
 
 @dataclass(frozen=True)
 class OpenData:
-    """The streams that a run reads, and what they are."""
+    """The open streams of a run, and facts about them."""
 
     train: SampleStream
-    # Finite, in an order that does not depend on the seed; None if nothing is held out
+    # Finite, in an order that does not depend on the seed; None without held-out documents
     validation: SampleStream | None
-    vocab_size: int  # targets are below it; 0: that is not known
-    # Hex; equal on two machines exactly if every position reads the same sample on both. Of data of
-    # one's own it covers what they are built from and their number, not their content.
+    vocab_size: int  # upper limit of the targets; 0: unknown
+    # Hex digest; equal on two machines exactly if every position reads the same sample on both.
+    # For custom data it covers their arguments and their number, not their content.
     fingerprint: str
     description: str  # one line
-    # The sets of ``data.validation``, by name; each is finite, as `validation`
+    # The data sets of ``data.validation`` by name; each is finite, as `validation`
     named_validation: Mapping[str, SampleStream] = field(default_factory=dict)
-    # Of these sets, as `fingerprint`; empty without any
+    # The fingerprint of these data sets; empty without any
     validation_fingerprint: str = ""
-    # The name and the fingerprint of the tokenizer; empty where there is none
+    # Name and fingerprint of the tokenizer; empty without one
     tokenizer: tuple[str, str] = ("", "")
 
     @property
     def streams(self) -> list[SampleStream]:
-        """All of them."""
+        """The streams for training and for all validations."""
         return [*filter(None, [self.train, self.validation]), *self.named_validation.values()]
 
 
 def open_data(
     config: DataConfig, *, seed: int, seq_len: int | None = None, context: int = 0
 ) -> OpenData:
-    """Opens the data that ``config`` names, and prepares it into the cache if necessary.
+    """Open the data of ``config``, and prepare it into the cache if necessary. Any number of
+    processes may call this at once.
 
-    Safe to call in any number of processes at once. ``seq_len`` is in tokens; data of one's own do
-    not use it. The targets of the first ``context`` positions of every sequence are ignored. Raises
-    `ConfigError` that names what is wrong: a missing path, empty or undecodable input, too few
-    tokens for one sample, a cache that cannot be written.
+    Args:
+        seed: chooses the order of the training samples.
+        seq_len: tokens per sequence; custom data do not use it.
+        context: the targets of this many positions at the start of every sequence are ignored.
+
+    Raises `ConfigError` that names the problem: a missing path, empty or undecodable input, too few
+    tokens for one sample, a cache that is not writable.
     """
     check_data(config)
 
@@ -84,7 +88,7 @@ def open_data(
         try:
             own = open_source(validation_set(config, entry))
             own.check_like(source)
-            # All is read where nothing is held out.
+            # Without a held-out part, all documents of the data set are read.
             sets[name] = own.validation() or own.stream("train", **_VALIDATION)
         except ConfigError as error:
             raise ConfigError(f"data.validation.{name}: {error}") from None
@@ -110,8 +114,7 @@ def _digest(value: Any) -> str:
 
 
 class _Tokens:
-    """The prepared folders that ``config`` names. Raises `ConfigError` for a mixture of two
-    tokenizers."""
+    """The prepared folders of ``config``. Raises `ConfigError` for a mixture of two tokenizers."""
 
     def __init__(self, config: DataConfig, seq_len: int, context: int) -> None:
         self._config, self._seq_len, self._context = config, seq_len, context
@@ -136,7 +139,7 @@ class _Tokens:
                 )
 
     def check_like(self, training: _Source) -> None:
-        """Raises `ConfigError` for another tokenizer than that of the training data."""
+        """Raise `ConfigError` for another tokenizer than that used for the training data."""
         if self.tokenizer[1] != training.tokenizer[1]:
             raise ConfigError(
                 f"prepared with the tokenizer {self.tokenizer[0]}, the training data with "
@@ -144,7 +147,7 @@ class _Tokens:
             )
 
     def check_length(self) -> None:
-        """Raises `ConfigError` for a folder whose training split is less than one sample."""
+        """Raise `ConfigError` for a folder with a training split smaller than one sample."""
         needed = self._seq_len + 1 if self._config.packing == "packed" else 1
         for name, store in zip(self._names, self._stores, strict=True):
             tokens = store.splits["train"].tokens
@@ -155,12 +158,12 @@ class _Tokens:
                 )
 
     def validation(self) -> SampleStream | None:
-        """The documents that are held out; None where there are none."""
+        """Return the held-out documents; None without any."""
         held_out = any(store.splits["validation"].tokens for store in self._stores)
         return self.stream("validation", **_VALIDATION) if held_out else None
 
     def stream(self, split: str, **how: Any) -> SampleStream:
-        """One split of all folders that have it. Raises `ConfigError` where none has."""
+        """Return one split of all folders that have it. Raises `ConfigError` if none has it."""
         samples: list[Samples] = []
         weights = []
         for store, weight in zip(self._stores, self._weights, strict=True):
@@ -186,16 +189,17 @@ class _Tokens:
         )
 
     def fingerprint(self, seed: int) -> str:
-        """A digest of all that decides which sample is at a position."""
+        """Return a digest of everything that determines the sample at a position."""
         contents = [store.content for store in self._stores]
         identity = list(zip(contents, self._weights, strict=True))
         masking = self._config.intra_document_masking
-        # A context only where there is one, so that fingerprints of earlier runs stay true.
+        # The context is included only if it is set, so that fingerprints of earlier runs stay
+        # valid.
         context = [self._context] if self._context else []
         return _digest([identity, [self._seq_len, seed, self._config.packing, masking, *context]])
 
     def describe(self, samples: int) -> str:
-        """One line for the log. ``samples``: how many are trained on."""
+        """Return one line for the log about the ``samples`` for training."""
         splits = list(chain.from_iterable(store.splits.values() for store in self._stores))
         size = sum(store.manifest["bytes"] for store in self._stores)
         bad = sum(store.manifest["bad_rows"] for store in self._stores)
@@ -213,9 +217,10 @@ class _Tokens:
 
 
 class _Unprepared:
-    """As `_Tokens`, all of it for training."""
+    """Base of sources without preparation; has the interface of `_Tokens`, without held-out
+    part."""
 
-    vocab_size = 0  # which of the ids a model must know is not told
+    vocab_size = 0  # unknown
     tokenizer = ("", "")
 
     def validation(self) -> SampleStream | None:
@@ -223,7 +228,7 @@ class _Unprepared:
 
 
 class _BinFile(_Unprepared):
-    """A file of token ids."""
+    """A source of token ids in a raw file."""
 
     def __init__(self, config: DataConfig, seq_len: int, context: int) -> None:
         self._path, self._seq_len, self._context = str(config.path), seq_len, context
@@ -235,11 +240,9 @@ class _BinFile(_Unprepared):
             )
 
     def check_like(self, training: _Source) -> None:
-        """Raises `ConfigError` beside training data whose tokens are of a known tokenizer."""
+        """Raise `ConfigError` if the training data have a known tokenizer."""
         if training.tokenizer[1]:
-            raise ConfigError(
-                f"{self._path}: whether its token ids are those of the data is unknown"
-            )
+            raise ConfigError(f"{self._path}: its tokenizer is unknown, unlike the training data's")
 
     def stream(self, _split: str, **how: Any) -> SampleStream:
         samples = PackedSamples(self._file, self._seq_len, end_id=0)
@@ -254,13 +257,13 @@ class _BinFile(_Unprepared):
 
 
 class _CustomData(_Unprepared):
-    """A data set of somebody's own."""
+    """A source of samples from a custom data set."""
 
     def __init__(self, config: DataConfig) -> None:
         self._config, self._samples = config, CustomSamples(config)
 
     def check_like(self, training: _Source) -> None:
-        """Any two go together, as far as can be told."""
+        """Accept any training data, because nothing can be compared."""
 
     def stream(self, _split: str, **how: Any) -> SampleStream:
         return CustomStream(self._samples, self._config.workers, **how)
@@ -277,8 +280,8 @@ _Source = _Tokens | _BinFile | _CustomData
 
 
 def _open_store(config: DataConfig) -> TokenStore:
-    """The prepared folder of the input that ``config`` names. In the cache it is prepared under a
-    lock where it is missing or damaged. Raises `ConfigError` if the cache cannot be written."""
+    """Open the prepared folder for the input of ``config``. A folder in the cache that is missing
+    or damaged is prepared under a lock. Raises `ConfigError` if the cache is not writable."""
     if config.name == "tokens":
         return TokenStore(Path(str(config.path)).expanduser())
     units, identity = find_units(config)
@@ -290,14 +293,15 @@ def _open_store(config: DataConfig) -> TokenStore:
         return TokenStore(folder)
     try:
         with folder_lock(folder) as lock:
-            # Another process may have prepared it while this one waited for the lock.
+            # Another process may have prepared the folder while this one waited for the lock.
             with contextlib.suppress(ConfigError):
                 return TokenStore(folder)
-            # A damaged folder must not look finished while it is prepared again.
+            # The manifest marks a finished folder. It goes before the preparation starts, because
+            # readers take no lock: a reader must not open a damaged folder that is being rebuilt.
             (folder / MANIFEST).unlink(missing_ok=True)
             return prepare(config, units, identity, folder, lock)
     except OSError as error:
         raise ConfigError(
             f"the data cache {root} is not writable ({error.strerror or error}: "
-            f"{error.filename or folder}); set data.cache_dir to a folder that can"
+            f"{error.filename or folder}); set data.cache_dir to a writable folder"
         ) from error

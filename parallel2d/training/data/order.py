@@ -1,15 +1,16 @@
-"""The order of samples: `Schedule` says which component of a mixture is read at a position, `Order`
-which of its samples.
+"""The order of samples: `Schedule` selects the component of a mixture for each position, and
+`Order` selects the sample in this component.
 
-A position counts the samples that were read before: by the run for a `Schedule`, of the component
-for its `Order`. There, position p lies in epoch p // size, and its sample index is a pseudo-random
-permutation of p % size under a key made of seed, stream name and epoch. Nothing is stored, any
-position is computed directly, and nothing depends on ranks. So a run can resume on any layout.
+For a `Schedule`, a position counts the samples that the run has read; for an `Order`, the samples
+that were read from its component. In an `Order`, position p lies in epoch p // size, and its sample
+index is a pseudo-random permutation of p % size under a key made of seed, stream name and epoch.
+Nothing is stored, any position is computed directly, and the result does not depend on ranks.
+Therefore a run can resume on any layout.
 
 [Note: cycle walking] A Feistel network permutes 2**bits values. If the size is not a power of two,
-the network is applied again while its output is not below the size. The repeated values stay on
-one cycle of the permutation and must reach a value below the size, so the restriction is a
-bijection too (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). With 2**bits below
+the network is applied again until its output is below the size. The repeated values stay on one
+cycle of the permutation and must reach a value below the size, so the restriction is a bijection
+too (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Because 2**bits is below
 twice the size, fewer than two applications are expected.
 """
 
@@ -33,7 +34,7 @@ _Words = NDArray[np.uint64]
 
 
 def mix(words: _Words) -> _Words:
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64-bit words that
+    """Apply the finalizer of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64-bit words that
     spreads every input bit."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -41,9 +42,10 @@ def mix(words: _Words) -> _Words:
 
 
 class Order:
-    """The permutations of ``range(size)``, one per epoch, that a seed and a stream name decide.
+    """The permutations of ``range(size)``, one per epoch, determined by a seed and the name of a
+    stream.
 
-    Raises ValueError for a size that is not in 1 .. `MAXIMUM_SIZE`.
+    Raises ValueError for a size that is outside 1 .. `MAXIMUM_SIZE`.
     """
 
     def __init__(self, size: int, seed: int, name: str = "train") -> None:
@@ -57,18 +59,18 @@ class Order:
         self._identity = f"{seed}/{name}"
 
     def index(self, positions: Integers) -> Integers:
-        """The sample index, int64 in [0, size), of each position, int64 [n], not negative."""
+        """Return the sample index, int64 in [0, size), of each position, int64 [n], >= 0."""
         epochs, places = np.divmod(positions, self.size)
         indices = np.empty_like(places)
-        # Two where a batch spans the end of an epoch, otherwise one
+        # Two epochs if a batch spans the end of one, otherwise one
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
             indices[chosen] = self._walk(places[chosen], int(epoch))
         return indices
 
     def _walk(self, values: Integers, epoch: int) -> Integers:
-        """Applies [Note: cycle walking] to each value. Only values still outside are permuted
-        again."""
+        """Apply [Note: cycle walking] to each value. Only values that are still outside are
+        permuted again."""
         name = f"{self._identity}/{epoch}".encode()
         digest = hashlib.blake2b(name, digest_size=8 * _ROUNDS).digest()
         keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
@@ -82,8 +84,8 @@ class Order:
 
     def _permute(self, words: _Words, keys: _Words) -> _Words:
         low, high = words & self._low_mask, words >> self._low_bits
-        # Each half is changed by a function of the other, so this can be undone in reverse order:
-        # it is a bijection.
+        # Each half changes by a function of the other half, so that the steps can be undone in
+        # reverse order: the network is a bijection for any round function.
         for turn in range(0, _ROUNDS, 2):
             high = high ^ (_round(low, keys[turn]) & self._high_mask)
             low = low ^ (_round(high, keys[turn + 1]) & self._low_mask)
@@ -91,7 +93,7 @@ class Order:
 
 
 def _round(half: _Words, key: np.uint64) -> _Words:
-    """The middle of a keyed square (von Neumann; as a generator: Widynski, "Squares", 2020)."""
+    """Return the middle bits of a keyed square (von Neumann; Widynski, "Squares", 2020)."""
     keyed = half + key
     return (keyed * keyed) >> np.uint64(32)
 
@@ -99,13 +101,14 @@ def _round(half: _Words, key: np.uint64) -> _Words:
 class Schedule:
     """A periodic sequence of components that follows the weights as closely as any sequence can.
 
-    Weights are taken as exact decimals and brought to the smallest whole numbers in the same
-    proportion, whose sum is the period. Each period contains component c exactly weight[c] times.
-    After n positions its count differs from n · share[c] by less than 1, so in any window by less
-    than 2 ("chairman assignment", Tijdeman 1980: at each position, of the components whose count
-    may grow, the one whose deadline is nearest).
+    Weights are taken as exact decimals and scaled to the smallest whole numbers in the same
+    proportion; their sum is the period. Each period contains component c exactly weight[c] times.
+    After n positions the count of a component differs from n · share[c] by less than 1, so in any
+    window by less than 2. The rule is "chairman assignment" (Tijdeman 1980): at each position,
+    among the components with a count that may grow, the component with the nearest deadline is
+    taken.
 
-    Raises `ConfigError` for weights that are not positive numbers, or whose period is above
+    Raises `ConfigError` for weights that are not positive numbers, and for a period above
     `MAXIMUM_PERIOD`.
     """
 
@@ -113,13 +116,13 @@ class Schedule:
         self.weights = _integer_weights(weights)
         self.period = sum(self.weights)
         self._table = np.zeros(self.period, dtype=np.int64)
-        # How often the component occurred before, in this period
+        # Position -> number of earlier occurrences of its component in this period
         self._rank = np.zeros(self.period, dtype=np.int64)
         counts = [0] * len(weights)
         for position in range(self.period):
             due = [weight * (position + 1) for weight in self.weights]
             ready = [n for n, each in enumerate(due) if each > counts[n] * self.period]
-            # The nearest deadline; of equal ones the first component's.
+            # The nearest deadline wins; among equal deadlines the first component.
             chosen = min(ready, key=lambda each: Fraction(counts[each] + 1, self.weights[each]))
             self._table[position], self._rank[position] = chosen, counts[chosen]
             counts[chosen] += 1
@@ -127,13 +130,13 @@ class Schedule:
         self._quota = np.array(self.weights, dtype=np.int64)
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers]:
-        """(component, position within that component), int64, for each position."""
+        """Return (component, position within that component), int64, for each position."""
         period, place = positions // self.period, positions % self.period
         chosen = self._table[place]
         return chosen, period * self._quota[chosen] + self._rank[place]
 
     def positions_before_repeat(self, lengths: list[int]) -> int:
-        """How many positions are read before one of the components starts its next epoch."""
+        """Return the number of positions before any component starts its next epoch."""
         ends = []
         for number, length in enumerate(lengths):
             period, rank = divmod(length, self.weights[number])

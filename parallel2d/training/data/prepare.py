@@ -1,8 +1,9 @@
 """Prepares raw input into a folder of token shards (see `token_shards`): `prepare`.
 
-Preparation is resumable, and its output has the same bytes whatever the number of workers. Work is
-done in units: the shards of a unit are moved into place and then its record ``unit-00007.json`` is
-written, so a kill loses at most the units in progress. The manifest, which readers need, is last.
+Preparation can be resumed, and its output has the same bytes for any number of workers. Work is
+divided into units: first the shards of a unit are renamed to their final names, then its record
+``unit-00007.json`` is written, so a kill loses at most the units in progress. The manifest, which
+readers require, comes last.
 """
 
 from __future__ import annotations
@@ -35,36 +36,37 @@ from parallel2d.training.data.tokenizer import Tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 _REPORTED_ROWS = 3
-_MORE_BAD_ROWS = 1000  # than are allowed: the rest of a unit is not read
-_BATCH_BYTES, _BATCH_DOCUMENTS = 1 << 20, 1024  # given to the tokenizer at a time: bounds memory
+_MORE_BAD_ROWS = 1000  # after the allowed ones and this many more, a unit is not read further
+_BATCH_BYTES, _BATCH_DOCUMENTS = 1 << 20, 1024  # per call of the tokenizer, which bounds memory
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class UnitJob:
-    """One unit, and everything that its shards depend on."""
+    """One unit, with everything that determines its shards."""
 
     folder: Path
     number: int
     unit: reading.Unit
     config: DataConfig
-    threshold: int  # documents whose hash is below it are held out
-    signature: str  # of the input and the options
+    threshold: int  # documents with a hash below it are held out
+    signature: str  # digest of the input and the options
 
     @property
     def record(self) -> Path:
-        """The file that is written when the shards of the unit are in place."""
+        """The file that is written after the shards of the unit have their final names."""
         return self.folder / f"unit-{self.number:05d}.json"
 
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[int]:
-    """Creates the folder and holds its lock, among the processes of all machines that share the
-    file system. Yields the lock's file descriptor.
+    """Create the folder and hold its lock, among the processes of all machines that share the file
+    system. Yields the lock's file descriptor.
 
     A flock(2) belongs to the open file: the kernel releases it when the last process that inherited
-    the descriptor has ended. The next holder also waits for the workers of a killed parent.
+    the descriptor has ended. Workers inherit it, so that the next holder also waits for the workers
+    of a killed parent, and two preparations never write to the folder at once.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "a", encoding="utf-8") as file:
@@ -77,7 +79,8 @@ def folder_lock(folder: Path) -> Iterator[int]:
 
 
 def content_key(config: DataConfig, identity: str, tokenizer: Tokenizer) -> str:
-    """A hex digest of the identity of the input and of all that decides what is made of it."""
+    """Return a hex digest of the identity of the input and of every option that affects the
+    shards."""
     cut = {"text_field": config.text_field, "document_bytes": reading.document_bytes(config)}
     options = {
         "tokenizer": tokenizer.fingerprint,
@@ -91,12 +94,12 @@ def content_key(config: DataConfig, identity: str, tokenizer: Tokenizer) -> str:
 
 
 def _allowed_bad_rows(config: DataConfig) -> int:
-    # Of the standard library, some files may be unreadable in some version of Python.
+    # Any Python version may have standard-library files that are not readable as text.
     return 100 if config.name == "stdlib" else config.max_bad_rows
 
 
 def worker_count(workers: int | str) -> int:
-    """Processes that prepare; ``auto`` is one per core that this process may use."""
+    """Return the number of worker processes; ``auto`` is one per core available to this process."""
     if workers != "auto":
         return int(workers)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -110,17 +113,17 @@ def prepare(
     lock: int,
     progress: Callable[[int], object] = lambda done: None,
 ) -> store.TokenStore:
-    """Prepares the input of ``config`` into ``folder`` and opens it.
+    """Prepare the input of ``config`` into ``folder``, and open it.
 
     Args:
-        units, identity: of the input; see `reading.find_units`.
+        units, identity: the result of `reading.find_units` for ``config``.
         lock: descriptor of the folder's lock (`folder_lock`), which the caller holds.
-        progress: called with the number of units that are done.
+        progress: called with the number of finished units.
 
-    Raises `ConfigError`, and publishes nothing, for empty input and too many bad rows.
+    Raises `ConfigError` for empty input or too many bad rows, without publishing anything.
     """
     tokenizer = load_tokenizer(config.tokenizer, config.end_token)
-    # How many bad rows are allowed changes no shard.
+    # The number of allowed bad rows changes no shard.
     signature = content_key(replace(config, max_bad_rows=0), identity, tokenizer)
     if (folder / store.MANIFEST).exists():
         finished = store.TokenStore(folder)
@@ -136,7 +139,8 @@ def prepare(
     threshold = int(config.validation_fraction * reading.HASH_RANGE)
     jobs = [UnitJob(folder, n, unit, config, threshold, signature) for n, unit in enumerate(units)]
     records: list[Record] = []
-    with contextlib.closing(_records(jobs, tokenizer, lock)) as found:  # it ends its workers
+    # Closing the generator ends its workers.
+    with contextlib.closing(_records(jobs, tokenizer, lock)) as found:
         for record in found:
             records.append(record)
             progress(len(records))
@@ -144,12 +148,15 @@ def prepare(
                 _check_bad_rows(config, records)
     splits = _splits(records)
     if threshold and not splits["validation"]["documents"] and splits["train"]["documents"] >= 2:
-        # There are few documents and the fraction selected none. Hold out the one with the lowest
-        # hash, which depends on the content only.
+        # There are few documents, and the fraction selected none of them. Hold out the document
+        # with the lowest hash, because this choice depends only on the content.
         chosen = min(jobs, key=lambda job: records[job.number]["lowest_hash"])
         again = replace(chosen, threshold=records[chosen.number]["lowest_hash"] + 1)
         (records[chosen.number],) = _records([again], tokenizer, lock)
     manifest = _manifest(config, signature, tokenizer, records)
+    # Every unit has flushed its files, and this flush persists their names. Only then may the
+    # manifest appear: it declares the folder complete, and readers do not look for other files.
+    # The records of the units go last, since a kill before the manifest continues from them.
     files.flush_folder(str(folder))
     store.write_json(folder / store.MANIFEST, manifest)
     _clean(folder, manifest)
@@ -157,19 +164,19 @@ def prepare(
 
 
 def _records(jobs: list[UnitJob], tokenizer: Tokenizer, lock: int) -> Generator[Record]:
-    """Yields the record of each job, in order, from an earlier run, a worker, or made here."""
+    """Yield the record of each job in order, from an earlier run, from a worker, or made here."""
     left = [job for job in jobs if _record(job) is None]
     with contextlib.ExitStack() as stack:
         workers = _fork_workers(stack, left, lock)
         turns = dict(zip((job.number for job in left), itertools.cycle(workers), strict=False))
         for job in jobs:
-            # A worker writes a line after each of its units. If it has ended, and was not killed,
-            # what ended it happens here again.
+            # A worker writes a line after each unit. If it has ended without being killed, the unit
+            # runs in this process, which meets the same error and raises it with its cause.
             worker = turns.get(job.number)
             if worker is not None and not worker.stdout.readline() and worker.wait() < 0:
                 raise RuntimeError(
                     f"the process that prepared {job.unit.files[0].name} was killed by signal "
-                    f"{-worker.returncode}; what is finished is kept, start again to go on"
+                    f"{-worker.returncode}; finished units are kept; start again to continue"
                 )
             record = _record(job)
             if record is None:
@@ -180,7 +187,7 @@ def _records(jobs: list[UnitJob], tokenizer: Tokenizer, lock: int) -> Generator[
 
 
 def _record(job: UnitJob) -> Record | None:
-    """Reads what a finished unit has written; None if it is not finished, or lacks a file."""
+    """Read the record of a finished unit; None if it is unfinished, or a file is missing."""
     try:
         record: Record = files.read_json(str(job.record))
         store.check_sizes(job.folder, record)
@@ -191,9 +198,11 @@ def _record(job: UnitJob) -> Record | None:
 
 
 def _fork_workers(stack: contextlib.ExitStack, jobs: list[UnitJob], lock: int) -> list[Any]:
-    """Processes that take turns at the jobs; none for one job or one worker. They are programs of
-    their own: they have none of this process's threads and sockets, and do not import the caller's
-    main module. One whose parent was killed finishes its unit."""
+    """Start processes that take turns at the jobs; none for a single job or worker.
+
+    They are separate programs, not forks: they have none of this process's threads and sockets, and
+    do not import the caller's main module. A worker with a killed parent finishes its unit.
+    """
     count = min(worker_count(jobs[0].config.workers), len(jobs)) if jobs else 0
     workers: list[Any] = []
     for _ in range(count if count > 1 else 0):
@@ -206,28 +215,28 @@ def _fork_workers(stack: contextlib.ExitStack, jobs: list[UnitJob], lock: int) -
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # The path on which this process found its modules
+            # The path where this process found its modules
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             pass_fds=[lock],
         )
         workers.append(stack.enter_context(worker))
         stack.callback(worker.kill)
     for number, worker in enumerate(workers):
-        # One that has ended is noticed when its first unit is waited for.
+        # A worker that has ended is noticed at the wait for its first unit.
         with contextlib.suppress(BrokenPipeError), worker.stdin:
             pickle.dump(jobs[number::count], worker.stdin)
     return workers
 
 
 def work() -> None:
-    """The program of a worker, which runs jobs that its parent has pickled."""
+    """Run the jobs that the parent has pickled: the main program of a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and stops its workers
     lines = os.dup(1)
-    os.dup2(2, 1)  # what a library prints is no line of ours
+    os.dup2(2, 1)  # output of a library must not count as a line of this protocol
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     jobs: list[UnitJob] = pickle.load(sys.stdin.buffer)
     tokenizer = load_tokenizer(jobs[0].config.tokenizer, jobs[0].config.end_token)
-    # These errors happen to the parent again, or mean that it has ended.
+    # The parent meets these errors again, or they mean that the parent has ended.
     with contextlib.suppress(ConfigError, OSError):
         for job in jobs:
             run_unit(job, tokenizer)
@@ -235,7 +244,7 @@ def work() -> None:
 
 
 def run_unit(job: UnitJob, tokenizer: Tokenizer) -> None:
-    """Writes one shard per split, and then the record of the unit."""
+    """Write one shard per split, then the record of the unit."""
     record: Record = {"signature": job.signature, "threshold": job.threshold}
     record |= {**dict.fromkeys(store.COUNTS, 0), "lowest_hash": reading.HASH_RANGE}
     bad: list[tuple[str, int, str]] = []
@@ -264,6 +273,8 @@ def run_unit(job: UnitJob, tokenizer: Tokenizer) -> None:
             train.add(rows[0])
             validation.add(rows[1])
         shards = {"train": train.finish(), "validation": validation.finish()}
+    # The record is written after the renames in `finish`: its existence means that all shards of
+    # the unit are complete, so that a later start can skip the unit.
     record["splits"] = {name: {"shards": [shard]} for name, shard in shards.items()}
     record["first_bad"] = _places(job.unit, bad)
     store.write_json(job.record, record)
@@ -275,7 +286,7 @@ def _places(unit: reading.Unit, bad: list[tuple[str, int, str]]) -> list[str]:
 
 
 def _batches(documents: Iterable[reading.Document]) -> Iterator[list[reading.Document]]:
-    """A tokenizer reads many documents in parallel; all of a unit would take much memory."""
+    """Group documents: the tokenizer is parallel within a batch, and a batch bounds memory."""
     batch: list[reading.Document] = []
     size = 0
     for document in documents:
@@ -288,7 +299,7 @@ def _batches(documents: Iterable[reading.Document]) -> Iterator[list[reading.Doc
 
 
 def _encoded(batch: list[reading.Document], tokenizer: Tokenizer) -> Iterator[store.MarkedTokens]:
-    """Yields the ids of each document and its end, and which may be targets if not all may."""
+    """Yield the ids of each document with its end, and a mask unless all ids may be targets."""
     texts: list[str] = []
     for document in batch:
         texts += [text for text, _ in document.parts]
@@ -299,7 +310,7 @@ def _encoded(batch: list[reading.Document], tokenizer: Tokenizer) -> Iterator[st
         flags = [target for _, target in document.parts]
         mask = None
         if not all(flags):
-            # The end of the document is a target if the part before it is one.
+            # The end of the document is a target if the part before it is a target.
             flags.append(flags[-1])
             mask = np.repeat(np.array(flags, np.uint8), [len(part) for part in parts])
         yield np.concatenate(parts), mask
@@ -330,7 +341,7 @@ def _splits(records: list[Record]) -> Record:
         splits[name] = {
             "tokens": sum(shard["tokens"] for shard in shards),
             "documents": sum(shard["documents"] for shard in shards),
-            # A unit may have no document of this split.
+            # A unit may lack documents of this split.
             "shards": [shard for shard in shards if shard["documents"]],
         }
     return splits
@@ -339,7 +350,7 @@ def _splits(records: list[Record]) -> Record:
 def _manifest(
     config: DataConfig, signature: str, tokenizer: Tokenizer, records: list[Record]
 ) -> Record:
-    """Raises `ConfigError` where a split that is asked for has no document."""
+    """Combine the records. Raises `ConfigError` if a requested split has no document."""
     splits = _splits(records)
     if not splits["train"]["documents"]:
         raise ConfigError(f"{_source(config)} has no document with text to train on")

@@ -1,9 +1,9 @@
-"""Finds the raw input that a `DataConfig` names, divides it into units of work (`find_units`), and
-reads the documents of a unit one at a time (`read_unit`).
+"""Finds the raw input of a `DataConfig`, divides it into units of work (`find_units`), and reads
+the documents of a unit one at a time (`read_unit`).
 
-Units depend on the names and sizes of files alone, so whoever prepares them makes the same shards.
-Memory is bounded by one document, because large files are read in pieces. The libraries for .zst,
-Parquet and data sets are extras and are imported only here.
+Units depend only on the names and sizes of files, so any process that prepares them produces the
+same shards. Large files are read in pieces, so that memory is bounded by one document. The
+libraries for .zst, Parquet and data sets are extras and are imported only here.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from typing import IO, Any, NamedTuple, cast
 from parallel2d.base.config import DataConfig
 from parallel2d.base.errors import ConfigError
 
-# Of input per unit, and of a data set; constants, because shards are made per unit
+# Size of a unit of files and of a data set; constants, because shards are made per unit
 UNIT_BYTES, _UNIT_ROWS = 32 << 20, 50_000
 ROW_BYTES = 64 << 20  # a longer line of a .jsonl file is a bad row
-HASH_RANGE = 1 << 64  # `content_hash` is below it
-# Larger input is identified by names, sizes and modification times instead of by content
+HASH_RANGE = 1 << 64  # upper limit of `content_hash`
+# Larger input is identified by names, sizes and modification times instead of its content
 _IDENTIFIED_WHOLE = 256 << 20
 _WHOLE_FILE = 1 << 62
-_TABLE_ROWS = 256  # of a Parquet file in memory at a time
+_TABLE_ROWS = 256  # rows of a Parquet file in memory at a time
 _NOT_IN_CORPUS = ("test", "tests", "idle_test", "site-packages", "dist-packages")
 _MACHINE_MADE = ("_sysconfigdata", "sitecustomize", "usercustomize")
 _COMPRESSED = (".gz", ".zst")
-# A compressed file may expand to so many bytes, and to so many times its size. Text takes 3 to 10.
+# A compressed file may expand to this size, or to this multiple of its size; text takes 3 to 10.
 _FREE_BYTES, _MOST_EXPANSION = 4 << 20, 100
 
-# What is read of a file at a time, and the lines that it spans
+# Pieces of a file, each with the number of lines that it spans
 _Pieces = Iterator[tuple[Any, int]]
 BadRows = Callable[[str, int, str], None]
 
 
 class SourceFile(NamedTuple):
-    """A file. Files are sorted and reported by name."""
+    """A file. Files are sorted by name, and messages use the name."""
 
     name: str  # relative to the path that the user gave
     path: str
@@ -55,7 +55,7 @@ class SourceFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """What one worker reads at a time: several small files, or a range of one large file."""
+    """The input that one worker reads at a time: several small files, or a range of a large one."""
 
     kind: str  # text, rows, parquet or hf
     files: list[SourceFile]
@@ -65,14 +65,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Document:
-    """One text, in parts that may or may not be targets of the loss."""
+    """One text, in parts with a flag: True for parts that are targets of the loss."""
 
     utf8: bytes
     parts: list[tuple[str, bool]]
 
 
 class _BadRowError(ValueError):
-    """A piece of a file that is not a document, and why. ``line``: in the piece, from 0."""
+    """A piece of a file is not a document; the message says why. ``line`` counts from 0."""
 
     def __init__(self, reason: str, line: int = 0) -> None:
         super().__init__(reason)
@@ -80,8 +80,8 @@ class _BadRowError(ValueError):
 
 
 def find_units(config: DataConfig) -> tuple[list[Unit], str]:
-    """The units of the raw input that ``config`` names, in order, and a hex digest that changes
-    when a file's name or content does. Raises `ConfigError` for input that cannot be read."""
+    """Return the units of the raw input of ``config`` in order, and a hex digest that changes with
+    a file's name or content. Raises `ConfigError` for input that cannot be read."""
     if config.name == "hf":
         data_set = _open_data_set(config)
         source = [SourceFile(f"{config.path} {config.subset or ''} {config.split}", "")]
@@ -96,7 +96,7 @@ def find_units(config: DataConfig) -> tuple[list[Unit], str]:
 
 
 def find_files(path: str) -> list[SourceFile]:
-    """Files that a path names, sorted: one, those of a folder that are not hidden, or of a glob."""
+    """Return the files of a path, sorted: a file, the visible files of a folder, or of a glob."""
     start = Path(path).expanduser()
     if start.is_dir():
         return _files_below(start)
@@ -105,13 +105,13 @@ def find_files(path: str) -> list[SourceFile]:
     matches = filter(Path.is_file, map(Path, glob.glob(str(start), recursive=True)))
     found = sorted(SourceFile(match.as_posix(), str(match)) for match in matches)
     if not found:
-        problem = "is no file, no folder, and as a glob it matches no file"
+        problem = "is not a file or folder, and as a glob it matches no file"
         raise ConfigError(f"data.path={path} {problem}")
     return found
 
 
 def _standard_library() -> list[SourceFile]:
-    """The source files of Python's own library, without tests and what an installation adds."""
+    """Return Python's own library sources, without tests and files that an installation adds."""
     files = []
     for file in _files_below(Path(sysconfig.get_paths()["stdlib"]), _NOT_IN_CORPUS):
         last = os.path.basename(file.path)
@@ -122,15 +122,15 @@ def _standard_library() -> list[SourceFile]:
 
 
 def _files_below(root: Path, omitted: Collection[str] = ()) -> list[SourceFile]:
-    """Files below ``root``, not hidden and not in folders ``omitted``, sorted by relative name."""
+    """Return files below ``root``, without hidden ones and ``omitted`` folders, sorted by name."""
     files = []
     for folder, children, names in os.walk(root):
-        # What is left in this list is where the walk goes on.
+        # The walk descends into the folders that remain in this list.
         children[:] = set(filter(_is_shown, children)).difference(omitted)
         inside = os.path.relpath(folder, root)
         for name in filter(_is_shown, names):
             path = os.path.join(folder, name)
-            # Not a pipe, a socket, or a link to nothing
+            # Not a pipe, a socket, or a broken link
             if os.path.isfile(path):
                 files.append(SourceFile(os.path.normpath(os.path.join(inside, name)), path))
     return sorted(files)
@@ -141,9 +141,9 @@ def _is_shown(name: str) -> bool:
 
 
 def plan_units(files: list[SourceFile]) -> list[Unit]:
-    """Divides the input into units of about `UNIT_BYTES`, in the order of the files."""
+    """Divide the input into units of about `UNIT_BYTES`, in the order of the files."""
     units: list[Unit] = []
-    left = -1  # bytes that the last unit has left for further files; -1: it takes none
+    left = -1  # bytes that the last unit has left for further files; -1: it is full
     for file in files:
         room, left = left, -1
         name, size = file.path.lower(), os.path.getsize(file.path)
@@ -166,7 +166,7 @@ def plan_units(files: list[SourceFile]) -> list[Unit]:
 
 
 def _parquet_units(file: SourceFile) -> list[Unit]:
-    """Units of consecutive row groups. Reads only the file's footer."""
+    """Return units of consecutive row groups. Reads only the file's footer."""
     table = _open_parquet(file.path)
     units, begin, held = [], 0, 0
     for group in range(table.num_row_groups):
@@ -178,7 +178,7 @@ def _parquet_units(file: SourceFile) -> list[Unit]:
 
 
 def files_identity(files: list[SourceFile]) -> str:
-    """A hex digest that changes when a file's name or content does."""
+    """Return a hex digest that changes with a file's name or content."""
     digest = hashlib.sha256()
     sizes = [os.path.getsize(file.path) for file in files]
     whole = sum(sizes) <= _IDENTIFIED_WHOLE
@@ -193,14 +193,17 @@ def files_identity(files: list[SourceFile]) -> str:
 
 
 def content_hash(data: bytes) -> int:
-    """The first 64 bits of blake2b."""
+    """Return the first 64 bits of blake2b."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def read_unit(unit: Unit, config: DataConfig, report: BadRows) -> Iterator[Document]:
-    """Yields the documents of a unit, in order. What is not a document is given to ``report``: the
-    name of its file, its line in the unit (of a table: its row), counted from 1, and the reason.
-    Raises `ConfigError` for an extra that is missing."""
+    """Yield the documents of a unit in order.
+
+    A piece that is not a document is passed to ``report``: the name of its file, its line in the
+    unit (in a table: its row), counted from 1, and the reason. Raises `ConfigError` for a missing
+    extra.
+    """
     pieces, document_of = _FORMATS[unit.kind]
     for file in unit.files:
         line = 1
@@ -217,8 +220,8 @@ def read_unit(unit: Unit, config: DataConfig, report: BadRows) -> Iterator[Docum
 
 
 def lines_before(unit: Unit) -> int:
-    """Lines of the file, or rows of the table, before those of the unit. Reads the file up to
-    there, so it is called only where a row is bad."""
+    """Return the number of lines or rows before the unit. Reads the file up to the unit,
+    so it is called only for messages about bad rows."""
     path = unit.files[0].path
     if unit.kind == "hf" or unit.start == 0:
         return unit.start
@@ -233,13 +236,13 @@ def lines_before(unit: Unit) -> int:
 
 
 def document_bytes(config: DataConfig) -> int:
-    """The size from which a text file is cut; one of the standard library never is."""
+    """Return the size that text files are cut to; standard-library files are never cut."""
     return _WHOLE_FILE if config.name == "stdlib" else config.document_kib << 10
 
 
 def _text_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
-    """Yields bytes that end at line ends, or inside a line that is longer than a document."""
-    # The bound matters where files are not cut: what is read at a time is allocated before.
+    """Yield bytes that end at line ends, or inside a line that is longer than a document."""
+    # Files that are not cut need this bound too, because `read` allocates its size in advance.
     size, carried, inside_line = min(document_bytes(config), ROW_BYTES), b"", False
     with _open(path) as file:
         position = _enter(file, unit.start)
@@ -252,14 +255,14 @@ def _text_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
             piece = carried + piece
             if not piece:
                 return
-            # Up to where characters are whole; what is not UTF-8 at all is found later.
+            # Cut only between characters; invalid UTF-8 is reported later.
             whole = codecs.utf_8_decode(piece, "replace")[1] if inside_line else len(piece)
             piece, carried = piece[:whole], piece[whole:]
             yield piece, piece.count(b"\n")
 
 
 def _row_pieces(path: str, unit: Unit, _: DataConfig) -> _Pieces:
-    """Yields lines. The rest of one that is too long is passed over: it takes no memory."""
+    """Yield lines. The rest of a line that is too long is skipped without using memory."""
     with _open(path) as file:
         position = _enter(file, unit.start)
         while position < unit.stop and (row := file.readline(ROW_BYTES + 1)):
@@ -270,11 +273,12 @@ def _row_pieces(path: str, unit: Unit, _: DataConfig) -> _Pieces:
             yield row, 1
 
 
-# What one piece of a file holds, for `read_unit`: at most one document. Raise `_BadRowError`.
+# Functions for `read_unit` that parse one piece of a file into at most one document, and raise
+# `_BadRowError` otherwise
 
 
 def _text_document(piece: bytes, _: str) -> list[Document]:
-    zero = piece.find(b"\0")  # which is valid UTF-8, and no text has it
+    zero = piece.find(b"\0")  # valid UTF-8, but not part of any text
     try:
         text = piece.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -300,8 +304,8 @@ def _line_document(line: bytes, text_field: str) -> list[Document]:
 
 
 def _row_document(row: Any, text_field: str) -> list[Document]:
-    """The document of one row: ``segments``, a list of {"text": str, "loss": bool}; or ``prompt``
-    and ``completion``, of which only the completion is a target; or the text field."""
+    """Parse one row: ``segments``, a list of {"text": str, "loss": bool}; or ``prompt`` and
+    ``completion``, with only the completion as target; or the text field."""
     match row:
         case {"segments": segments} if segments is not None:
             try:
@@ -327,11 +331,15 @@ def _row_document(row: Any, text_field: str) -> list[Document]:
 
 
 def _enter(file: IO[bytes], start: int) -> int:
-    """Moves to the first line that starts at or after ``start`` and returns its offset. A line
-    belongs to the unit that contains its first byte."""
+    """Move to the first line that starts at or after ``start`` and return its offset.
+
+    A line belongs to the unit that contains its first byte. Every unit applies this rule at its
+    start and at its end, so that each line of a file is read exactly once, whichever workers read
+    the units.
+    """
     if start == 0:
         return 0
-    # One byte before: what ends there tells whether a line starts exactly at ``start``.
+    # Begin one byte earlier: if that byte ends a line, a line starts exactly at ``start``.
     file.seek(start - 1)
     while (part := file.readline(1 << 20)) and not part.endswith(b"\n"):
         pass
@@ -343,7 +351,7 @@ def _open(path: str) -> IO[bytes]:
     if path.lower().endswith(".gz"):
         stream: Any = gzip.GzipFile(fileobj=file)
     elif path.lower().endswith(".zst"):
-        # Unlike the stream reader of zstandard, this one reports a file that was cut off.
+        # Unlike the stream reader of zstandard, this reader reports a truncated file.
         stream = _library("pyarrow", "data", path).CompressedInputStream(file, "zstd")
     else:
         return file
@@ -351,7 +359,7 @@ def _open(path: str) -> IO[bytes]:
 
 
 class _Decompressed(io.RawIOBase):
-    """Passes on decompressed bytes. Raises OSError where they are more than text expands to."""
+    """Passes decompressed bytes on. Raises OSError for more bytes than text could expand to."""
 
     def __init__(self, file: IO[bytes], stream: Any) -> None:
         self._file, self._stream, self._given = file, stream, 0
@@ -379,7 +387,7 @@ def _library(name: str, extra: str, path: str) -> Any:
 
 
 def _open_parquet(path: str) -> Any:
-    """A `pyarrow.parquet.ParquetFile`. Raises `ConfigError` for a file that is none."""
+    """Return a `pyarrow.parquet.ParquetFile`. Raises `ConfigError` for any other file."""
     pyarrow, parquet = (_library(name, "data", path) for name in ("pyarrow", "pyarrow.parquet"))
     try:
         return parquet.ParquetFile(path, memory_map=True)
@@ -388,17 +396,17 @@ def _open_parquet(path: str) -> Any:
 
 
 def _open_data_set(config: DataConfig) -> Any:
-    """The `datasets.Dataset` of ``data=hf``. Raises `ConfigError` if it cannot be loaded."""
+    """Return the `datasets.Dataset` of ``data=hf``. Raises `ConfigError` if loading fails."""
     path = str(config.path)
     datasets = _library("datasets", "hf-datasets", f"data=hf data.path={path}")
     try:
-        # What save_to_disk writes: one data set, or a folder of several splits
+        # The results of save_to_disk: one data set, or a folder of several splits
         if os.path.exists(os.path.join(path, "state.json")):
             return datasets.load_from_disk(path)
         if os.path.exists(os.path.join(path, "dataset_dict.json")):
             return datasets.load_from_disk(path)[config.split]
         return datasets.load_dataset(path, config.subset, split=config.split)
-    # The library raises many types: no such data set, no such split, no network
+    # The library raises many types: for a missing data set, a missing split, no network
     except Exception as error:
         reason = str(error).split("\n")[0] or type(error).__name__
         raise ConfigError(
@@ -426,12 +434,12 @@ def _data_set_pieces(_: str, unit: Unit, config: DataConfig) -> _Pieces:
 
 
 def _columns(names: list[str], text_field: str) -> list[str]:
-    """Selects those that documents are made of; all where none is, for the message about a row."""
+    """Select the columns for documents; without any, all columns, for the message about a row."""
     wanted = (text_field, "prompt", "completion", "segments")
     return [name for name in names if name in wanted] or names
 
 
-# By kind of unit: how its files are read in pieces, and how a piece becomes a document
+# Kind of unit -> a function that reads its files in pieces, and a function that parses a piece
 _Format = tuple[Callable[[str, Unit, DataConfig], _Pieces], Callable[[Any, str], list[Document]]]
 _FORMATS: dict[str, _Format] = {
     "text": (_text_pieces, _text_document),

@@ -22,7 +22,7 @@ from parallel2d.training.data.order import Order, Schedule
 
 Array = NDArray[np.int64]
 Position = int | None
-# Positions whose order is computed at once: permuting many costs little more than permuting one
+# Positions that are permuted together: permuting many costs little more than permuting one.
 _BLOCK = 1024
 
 
@@ -34,17 +34,17 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int, inputs: Array, targets: Array, document_ids: Array | None) -> None:
-        """Fills both, shaped as in `shape`, with the sample at ``index``. Called by any thread."""
+        """Fill the arrays, shaped as in `shape`, with the sample at ``index``. Thread-safe."""
 
 
 class _TokenSamples:
-    # ``split``: a `TokenSplit`, or what has its ``ids``
+    # ``split``: a `TokenSplit`, or another object with its ``ids``
     def __init__(self, split: Any, seq_len: int, end_id: int) -> None:
         self._split, self.seq_len, self._end_id = split, seq_len, end_id
         self.shape = token_sequences(seq_len)
 
     def _fill(self, start: int, count: int, inputs: Array, targets: Array) -> None:
-        """``count`` tokens as inputs, the next ones as targets; the rest of the row: end ids."""
+        """Copy ``count`` tokens to inputs, the tokens after them to targets; pad with end ids."""
         tokens = self._split.ids(start, count + 1)
         inputs[:count], targets[:count] = tokens[:-1], tokens[1:]
         inputs[count:], targets[count:] = self._end_id, IGNORED
@@ -53,10 +53,10 @@ class _TokenSamples:
 
 
 class PackedSamples(_TokenSamples):
-    """Sample i reads tokens i·T .. (i+1)·T: each token but the first is a target exactly once.
+    """Sample i reads tokens i·T .. (i+1)·T, so that each token except the first is a target once.
 
     The last sample is padded with the end id, without targets. With ``intra_document_masking`` the
-    first token of a document is not a target either: it would be predicted from another document.
+    first token of a document is not a target either: another document would have to predict it.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class PackedSamples(_TokenSamples):
         count = min(self.seq_len, self._split.tokens - 1 - start)
         self._fill(start, count, inputs, targets)
         if self._respect_documents:
-            # In 1 .. count: where the next document starts
+            # In 1 .. count: the starts of further documents
             ends = self._split.document_ends(start, count) - start
             targets[ends - 1] = IGNORED
             if document_ids is not None:
@@ -83,7 +83,7 @@ class PackedSamples(_TokenSamples):
 
 
 class PaddedSamples(_TokenSamples):
-    """Sample i is document i, cut to T + 1 tokens. The row ends with end ids, without targets."""
+    """Sample i is document i, cut to T + 1 tokens and padded with end ids, without targets."""
 
     def __len__(self) -> int:
         return self._split.documents
@@ -98,10 +98,10 @@ class PaddedSamples(_TokenSamples):
 
 @dataclass(frozen=True)
 class End:
-    """Where a finite stream ends, and what happens to a last global batch that is not full."""
+    """The end of a finite stream, and the treatment of an incomplete last global batch."""
 
-    positions: int  # samples that are read
-    # drop omits it, pad gives the missing samples weight zero, wrap fills it from the next epoch
+    positions: int  # number of samples in the stream
+    # drop omits the batch, pad gives missing samples weight zero, wrap fills from the next epoch
     policy: str
 
 
@@ -109,13 +109,13 @@ class SampleStream:
     """Samples addressed by position.
 
     Args:
-        components: what is read, all of one shape; several make a mixture.
-        schedule: which component is read at a position.
-        seed, name: choose the order; streams of other names are independent of this one.
+        components: the lists of samples, all of one shape; several make a mixture.
+        schedule: the component of each position.
+        seed, name: choose the order; streams with other names are independent of this one.
         intra_document_masking: batches contain document ids.
-        context: positions at the start of every sequence whose targets are ignored.
+        context: positions at the start of every sequence with targets that are ignored.
         epochs: number of epochs; 0 reads epoch after epoch without end.
-        end: see `End`.
+        end: the policy of `End`.
     """
 
     def __init__(
@@ -137,25 +137,25 @@ class SampleStream:
         self.shape = components[0].shape
         self._prepare: Callable[[Batch], Batch] | None = None
         self._with_ids, self._context = intra_document_masking, context
-        # Positions that are read together are in few blocks of the order.
+        # Positions that are read together lie in few blocks of the order.
         self._block = lru_cache(maxsize=4 * len(components))(self._compute_block)
         self.end = End(epochs * self._length, end) if epochs else None
-        # There are no samples at positions from here on.
+        # Positions from here on have no samples.
         self._limit = epochs * self._length if epochs and end != "wrap" else math.inf
 
     def __len__(self) -> int:
-        """Samples in one epoch; of a mixture, positions until its first component is exhausted."""
+        """The samples in one epoch; for a mixture, the positions until a component is exhausted."""
         return self._length
 
     def global_batches(self, global_batch_size: int) -> int | None:
-        """How many global batches there are until the end; None for a stream without end."""
+        """Return the number of global batches until the end; None for an infinite stream."""
         if self.end is None:
             return None
         whole, rest = divmod(self.end.positions, global_batch_size)
         return whole + bool(rest and self.end.policy != "drop")
 
     def ends_before(self, position: int, global_batch_size: int) -> bool:
-        """Whether there is no global batch at ``position``."""
+        """True if no global batch exists at ``position``."""
         if self.end is None:
             return False
         if self.end.policy == "drop":
@@ -163,14 +163,14 @@ class SampleStream:
         return position >= self.end.positions
 
     def prepare_by(self, prepare: Callable[[Batch], Batch]) -> None:
-        """Lets every batch go through ``prepare`` when it is read."""
+        """Pass every batch through ``prepare`` after it has been read."""
         self._prepare = prepare
 
     def read(self, positions: Sequence[Position]) -> Batch:
-        """The samples at ``positions``, in host memory. A position that is None, or beyond a padded
-        or dropped end, has no valid target.
+        """Read the samples at ``positions`` into host memory.
 
-        An exception of a component for a sample that cannot be read is passed on.
+        A position that is None, or behind the end of a stream with the policy pad or drop, has no
+        valid target. Raises the exception of a component for a sample that cannot be read.
         """
         rows = [row for row, at in enumerate(positions) if at is not None and at < self._limit]
         where = np.array([positions[row] for row in rows], dtype=np.int64)
@@ -182,8 +182,8 @@ class SampleStream:
         return SampleHash(self.shape)
 
     def _batch(self, count: int, rows: list[int], where: Array) -> Batch:
-        """``count`` rows of tokens, of which those of number ``rows`` are at positions ``where``,
-        and the others at none."""
+        """Return ``count`` rows of tokens. ``rows`` are the numbers of the rows with a position,
+        and ``where`` are their positions; the other rows are empty."""
         shape: Any = self.shape
         inputs = np.empty((count, *shape.inputs.shape), np.int64)
         targets = np.empty((count, *shape.targets.shape), np.int64)
@@ -196,9 +196,9 @@ class SampleStream:
             if ids is not None:
                 ids[missing] = 0
         if self._context:
-            # These positions see less than ``context`` tokens before them.
+            # These positions see fewer than ``context`` earlier tokens.
             targets[:, : self._context] = IGNORED
-        # The others have no position; all of them are hashed without a copy.
+        # Rows without a position are not hashed; if all rows have one, no copy is needed.
         hashed = slice(None) if len(rows) == count else rows
         hashes = self._hash(inputs[hashed], targets[hashed], where)
         return Batch(
@@ -210,12 +210,12 @@ class SampleStream:
         )
 
     def _locate(self, positions: Array) -> Iterator[tuple[Samples, int]]:
-        """The component of each position, and the index of the sample in it."""
+        """Yield the component of each position, and the index of the sample in the component."""
         chosen, local = self._schedule.locate(positions)
         for number, place in zip(chosen.tolist(), local.tolist(), strict=True):
             block, offset = divmod(place, _BLOCK)
             yield self._components[number], int(self._block(number, block)[offset])
 
     def _compute_block(self, number: int, block: int) -> Array:
-        """Indices of the samples at positions block · _BLOCK and following of a component."""
+        """Return the sample indices of one block of positions in a component."""
         return self._orders[number].index(np.arange(block * _BLOCK, (block + 1) * _BLOCK))

@@ -2,16 +2,15 @@
 
 A prepared folder contains
 
-    manifest.json        written last: a folder without it is unfinished
-    train-00000.tokens   token ids, little-endian, of the smallest unsigned type that holds the
-                         vocabulary
-    train-00000.ends     uint64 little-endian per document: where it ends, in tokens from the start
-                         of the shard
-    train-00000.mask     uint8 per token, 1 = may be a target; only if not all are
-    validation-00000.*   the same for the documents that were held out
+  manifest.json        written last: a folder without it is unfinished
+  train-00000.tokens   token ids, little-endian, in the smallest unsigned type for the vocabulary
+  train-00000.ends     uint64 little-endian per document: its end, in tokens from the start of the
+                       shard
+  train-00000.mask     uint8 per token, 1 = may be a target; absent if all tokens may be targets
+  validation-00000.*   the same for the held-out documents
 
-Shards are plain arrays, so nothing in them can be executed. They are memory-mapped, so the
-processes of one machine share one copy. Each document is followed by the end-of-document id.
+Shards are plain arrays, so they contain nothing that could be executed. They are memory-mapped, so
+the processes of one machine share one copy. Each document ends with the end-of-document id.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
 TOKENIZER = ("name", "vocab_size", "end_id", "fingerprint")
 COUNTS = ("bytes", "empty_documents", "bad_rows")
-# Files of a split that stay mapped: bounds file descriptors on corpora with thousands of shards
+# Files of a split that stay mapped, which bounds file descriptors for thousands of shards
 _OPEN_FILES = 64
-_TOKEN_TYPES = {"|u1": 1, "<u2": 2, "<u4": 4}  # and bytes of an id
+_TOKEN_TYPES = {"|u1": 1, "<u2": 2, "<u4": 4}  # dtype -> bytes per id
 _LARGEST_MANIFEST = 256 * 2**20
 _SHARD_NAME, _SHA256 = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}"), re.compile(r"[0-9a-f]{64}")
 _TYPES = {"tokens": None, "ends": "<u8", "mask": "|u1"}
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The smallest unsigned little-endian type that holds ids below ``vocab_size``."""
+    """Return the smallest unsigned little-endian type for ids below ``vocab_size``."""
     for name, size in _TOKEN_TYPES.items():
         if vocab_size <= 256**size:
             return name
@@ -55,17 +54,17 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes atomically and durably."""
+    """Write ``value`` as JSON, atomically and durably."""
     files.replace(str(path), json.dumps(value, indent=1), durable=True)
 
 
-# Ids of a document, 1-D, that of its end included; and uint8 per id, 1 where it may be a target, or
-# None where all may
+# The ids of a document, 1-D, with the end-of-document id; and uint8 per id, 1 for possible targets,
+# or None if all ids are possible targets
 MarkedTokens = tuple[NDArray[Any], NDArray[np.uint8] | None]
 
 
 class ShardWriter:
-    """Writes one shard under temporary names and moves it into place when it is complete."""
+    """Writes one shard under temporary names, and renames it when it is complete."""
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
         self._name, self._dtype = name, dtype
@@ -79,10 +78,10 @@ class ShardWriter:
         self._masked = False
 
     def add(self, documents: list[MarkedTokens]) -> None:
-        """Appends documents."""
+        """Append documents to the shard."""
         ends = self.tokens + np.cumsum([len(ids) for ids, _ in documents])
         for ids, mask in documents:
-            # Most corpora have no masks. At the first one, all tokens before it get theirs.
+            # Most corpora have no masks. The first mask adds ones for all earlier tokens.
             if mask is not None and not self._masked:
                 self._append("mask", np.ones(self.tokens, np.uint8))
                 self._masked = True
@@ -99,10 +98,12 @@ class ShardWriter:
         self._files[kind].write(data)
 
     def finish(self) -> dict[str, Any]:
-        """Flushes the shard to disk, if it has documents; returns its entry of the manifest."""
+        """Flush the shard to disk, unless it is empty; return its manifest entry."""
         entries = {}
         for kind, file in self._files.items():
             if self.documents and (kind != "mask" or self._masked):
+                # fsync comes before the rename: otherwise a crash could persist the final name
+                # with incomplete content, and the unit would look finished.
                 file.flush()
                 os.fsync(file.fileno())
                 size, path = file.tell(), self._paths[kind]
@@ -115,14 +116,14 @@ class ShardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes the files, and removes those that were not moved into place."""
+        """Close the files, and delete all files that were not renamed."""
         for file in self._files.values():
             file.close()
             Path(file.name).unlink(missing_ok=True)
 
 
 class TokenSplit:
-    """One split of a prepared folder: a sequence of ``tokens`` ids, in ``documents`` documents."""
+    """One split of a prepared folder: a sequence of ``tokens`` ids in ``documents`` documents."""
 
     def __init__(self, folder: Path, dtype: str, shards: list[dict[str, Any]]) -> None:
         self._folder, self._types = folder, {**_TYPES, "tokens": dtype}
@@ -132,17 +133,17 @@ class TokenSplit:
         self._token_starts, self._document_starts = np.cumsum(starts, axis=0).T
         self.tokens, self.documents = int(self._token_starts[-1]), int(self._document_starts[-1])
         self.masked = any(self._masked)
-        self._sound: set[int] = set()  # shards whose ends were checked
-        # The file of an array that leaves the cache stays mapped while anyone reads a view of it.
+        self._sound: set[int] = set()  # shards with checked document ends
+        # A file that leaves the cache stays mapped while a view on its array exists.
         self._array = functools.lru_cache(_OPEN_FILES)(self._mapped)
 
     def ids(self, start: int, count: int) -> NDArray[Any]:
-        """Token ids ``start .. start + count``: a view of their shard, unless it ends there."""
+        """Return token ids ``start .. start + count``, as a view if they lie in one shard."""
         parts = [self._array(shard, "tokens")[a:b] for shard, a, b in self._ranges(start, count)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def may_be_target(self, start: int, count: int) -> NDArray[np.bool_]:
-        """Bool [count]: which of the tokens may be targets according to the source's loss mask."""
+        """Return bool [count]: True for tokens that the source's loss mask allows as targets."""
         parts = [
             self._array(shard, "mask")[a:b] if self._masked[shard] else np.ones(b - a, np.uint8)
             for shard, a, b in self._ranges(start, count)
@@ -150,7 +151,7 @@ class TokenSplit:
         return np.concatenate(parts).astype(np.bool_)
 
     def document_ends(self, start: int, count: int) -> NDArray[np.int64]:
-        """Ends of documents, in tokens of the split, that lie in ``start + 1 .. start + count``."""
+        """Return the document ends, in tokens of the split, in ``start + 1 .. start + count``."""
         parts = []
         for shard, a, b in self._ranges(start, count):
             ends = self._array(shard, "ends")
@@ -159,14 +160,14 @@ class TokenSplit:
         return np.concatenate(parts)
 
     def document_span(self, document: int) -> tuple[int, int]:
-        """Start and end of a document with its end id, in tokens from the start of the split."""
+        """Return start and end of a document with its end id, in tokens of the split."""
         shard = int(np.searchsorted(self._document_starts, document, side="right")) - 1
         ends, local = self._array(shard, "ends"), document - int(self._document_starts[shard])
         base = int(self._token_starts[shard])
         return base + (int(ends[local - 1]) if local else 0), base + int(ends[local])
 
     def documents_longer_than(self, tokens: int) -> int:
-        """How many documents have more than ``tokens`` ids, the end-of-document id included."""
+        """Return the number of documents with more than ``tokens`` ids, end ids included."""
         count = 0
         for shard in range(len(self._shards)):
             lengths = np.diff(self._array(shard, "ends"), prepend=np.uint64(0))
@@ -174,7 +175,7 @@ class TokenSplit:
         return count
 
     def _ranges(self, start: int, count: int) -> list[tuple[int, int, int]]:
-        """(shard, first token in it, last token + 1) for a range of the sequence."""
+        """Return (shard, first token in it, last token + 1) for a range of the sequence."""
         shard = int(self._token_starts.searchsorted(start, side="right")) - 1
         found, end = [], start + count
         while start < end:
@@ -189,7 +190,7 @@ class TokenSplit:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         array = np.frombuffer(mapped, dtype=self._types[kind])
         if kind == "ends" and shard not in self._sound:
-            # Once for each shard: positions that are looked up in it are wrong otherwise.
+            # Checked once per shard: binary search in unsorted ends would give wrong positions.
             ascending = bool(np.all(array[1:] > array[:-1]))
             if array[0] == 0 or array[-1] != self._shards[shard]["tokens"] or not ascending:
                 raise ConfigError(
@@ -201,18 +202,18 @@ class TokenSplit:
 
 
 class TokenStore:
-    """A prepared folder. Raises `ConfigError` if it is unfinished, of another format or size."""
+    """A prepared folder. Raises `ConfigError` if it is unfinished or has another format or size."""
 
     def __init__(self, folder: Path) -> None:
         self.manifest = read_manifest(folder)
-        # sha256, hex, of everything that decides what is read: token files, tokenizer, type
+        # SHA-256 in hex of everything that determines the samples: token files, tokenizer, dtype
         self.content = str(self.manifest["content"])
         dtype, splits = self.manifest["dtype"], self.manifest["splits"]
         self.splits = {name: TokenSplit(folder, dtype, splits[name]["shards"]) for name in SPLITS}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a prepared folder, checked against the sizes of the files beside it."""
+    """Read the manifest of a prepared folder, and check the sizes of the files against it."""
     path = folder / MANIFEST
     try:
         manifest = files.read_json(str(path), _LARGEST_MANIFEST)
@@ -235,7 +236,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
-    """Raises `ConfigError` for a file of another size than ``manifest`` (or a record) says."""
+    """Raise `ConfigError` for a file with another size than in ``manifest`` (or a record)."""
     for name, entry in shard_files(manifest):
         path, expected = folder / name, entry["bytes"]
         size = path.stat().st_size if path.is_file() else None
@@ -247,18 +248,18 @@ def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def _check_manifest(manifest: dict[str, Any]) -> None:
-    """Raises ValueError, KeyError, TypeError or AttributeError for what `prepare` cannot have
-    written."""
+    """Raise ValueError, KeyError, TypeError or AttributeError unless `prepare` could have written
+    this manifest."""
     kind = manifest.get("format"), manifest.get("version")
     _require(kind == (FORMAT, VERSION), f"it is not of the format {FORMAT!r}, version {VERSION}")
     tokenizer, splits = manifest["tokenizer"], manifest["splits"]
     for text in (tokenizer["name"], tokenizer["fingerprint"], manifest["signature"]):
-        _require(text.isprintable() and len(text) <= 1000, f"{text!r:.60} is no text")
-    _require(_SHA256.fullmatch(manifest["content"]), "its content is no sha256")
-    _require(files.is_count(tokenizer["vocab_size"], 256**4), "its vocabulary has no size")
+        _require(text.isprintable() and len(text) <= 1000, f"{text!r:.60} is not text")
+    _require(_SHA256.fullmatch(manifest["content"]), "its content is not a sha256")
+    _require(files.is_count(tokenizer["vocab_size"], 256**4), "its vocabulary size is not a count")
     _require(files.is_count(tokenizer["end_id"], tokenizer["vocab_size"] - 1), "it has no end_id")
     for key in COUNTS:
-        _require(files.is_count(manifest[key], 2**53), f"{key} is no count")
+        _require(files.is_count(manifest[key], 2**53), f"{key} is not a count")
     _require(set(splits) == set(SPLITS), "its splits are not train and validation")
     for name, split in splits.items():
         for shard in split["shards"]:
@@ -270,9 +271,9 @@ def _check_manifest(manifest: dict[str, Any]) -> None:
 
 def _check_shard(shard: dict[str, Any], item: int) -> None:
     name, tokens, documents = shard["name"], shard["tokens"], shard["documents"]
-    _require(_SHARD_NAME.fullmatch(name), f"{name!r:.60} is no name of a shard")
+    _require(_SHARD_NAME.fullmatch(name), f"{name!r:.60} is not the name of a shard")
     for count, most in ((tokens, 2**53), (documents, tokens)):
-        _require(files.is_count(count, most), f"{name}: {count!r:.40} is no number up to {most}")
+        _require(files.is_count(count, most), f"{name}: {count!r:.40} is not a number up to {most}")
     sizes = {f"{name}.tokens": item * tokens, f"{name}.ends": 8 * documents, f"{name}.mask": tokens}
     known = {f"{name}.tokens", f"{name}.ends"} <= shard["files"].keys() <= sizes.keys()
     _require(known, f"{name}: its files are not tokens, ends and perhaps mask")
@@ -287,7 +288,7 @@ def _require(holds: object, problem: str) -> None:
 
 
 def shard_files(manifest: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """(file name, {"bytes", "sha256"}) of every file that a manifest lists."""
+    """Return (file name, {"bytes", "sha256"}) of every file in a manifest."""
     found: list[tuple[str, dict[str, Any]]] = []
     for split in SPLITS:
         for shard in manifest["splits"][split]["shards"]:
@@ -296,7 +297,8 @@ def shard_files(manifest: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def verify(folder: Path) -> int:
-    """Reads all files against their sha256; returns bytes. Raises `ConfigError` that names one."""
+    """Read all files and compare their SHA-256; return the bytes. Raises `ConfigError` with the
+    name of the first damaged file."""
     total = 0
     for name, entry in shard_files(read_manifest(folder)):
         with open(folder / name, "rb") as file:

@@ -1,8 +1,8 @@
 """Converts text to token ids: `load_tokenizer`.
 
 The tokenizer ``bytes`` needs no file: its ids are the 256 byte values and one end-of-document id.
-Any other name is the path of a ``tokenizer.json``, read by the tokenizers library (extra ``data``);
-that format is data, not code.
+Any other name is the path of a ``tokenizer.json``, read by the tokenizers library (extra ``data``).
+This format is data, not code.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ class Tokenizer:
     """The tokenizer ``bytes``: UTF-8 bytes as ids 0-255, and 256 for the end of a document."""
 
     name = "bytes"
-    vocab_size = 257  # ids are below it; the end-of-document id included
+    vocab_size = 257  # all ids are below it, including the end-of-document id
     end_id = 256  # follows each document
-    fingerprint = "bytes"  # equal exactly when the same text gives the same ids
+    fingerprint = "bytes"  # equal exactly if equal text gives equal ids
 
     def encode(self, texts: list[str]) -> list[NDArray[Any]]:
-        """One 1-D array of unsigned ids per text, without the end-of-document id."""
+        """Return one 1-D array of unsigned ids per text, without the end-of-document id."""
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; ids without a text are omitted. Bytes that are not UTF-8 become the
-        replacement character."""
+        """Return the text of ``ids``; ids without text are omitted. Bytes that are not UTF-8 become
+        the replacement character."""
         return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
 
 
 class LibraryTokenizer(Tokenizer):
     """A ``tokenizer.json``. Its template never adds special tokens; ``end_token`` ends a document.
 
-    If ``end_token`` is not given, the first of the usual names in the vocabulary is used. If it has
-    none of them, one id is added after the vocabulary.
+    Without ``end_token``, the first of the usual names in the vocabulary is used. If the vocabulary
+    has none of them, one id is added after the last one.
     """
 
     def __init__(self, path: str, end_token: str | None) -> None:
@@ -83,13 +83,13 @@ class LibraryTokenizer(Tokenizer):
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens are shown as text."""
+        """Return the text of ``ids``, with special tokens as text."""
         known = [token for token in ids if self._tokenizer.id_to_token(token) is not None]
         return str(self._tokenizer.decode(known, skip_special_tokens=False))
 
 
 def load_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
-    """The tokenizer that ``data.tokenizer`` names. Raises `ConfigError` if there is none."""
+    """Return the tokenizer of ``data.tokenizer``. Raises `ConfigError` if it does not exist."""
     if name != "bytes":
         return LibraryTokenizer(name, end_token)
     if end_token is not None:

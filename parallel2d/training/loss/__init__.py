@@ -1,2 +1,2 @@
-"""The summed loss of a micro-batch, whatever a model gives: `model_loss.ModelLoss`; and what a loss
-that is not ours was divided by: `rule.find_rule`."""
+"""Computes the summed loss of a micro-batch for the output of any model, `model_loss.ModelLoss`.
+For a custom loss, `rule.find_rule` finds the divisor."""

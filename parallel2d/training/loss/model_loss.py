@@ -1,4 +1,4 @@
-"""`ModelLoss`: calls a model with a batch and makes its summed loss of what it gives."""
+"""`ModelLoss`: calls a model with a batch, and converts its output to a summed loss."""
 
 from __future__ import annotations
 
@@ -36,11 +36,16 @@ _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_
 
 
 class ModelLoss:
-    """The loss of a model: its own, that of ``train.loss``, or the cross-entropy of its logits.
+    """The loss of a model: its own loss, ``train.loss``, or the cross-entropy of its logits.
 
-    ``parts``: with the plain model. `learn` comes before the first call. Raises `ConfigError` for a
-    forward with several parameters for targets, and for settings that do not reach a model's own
-    loss.
+    Call `learn` before the first loss.
+
+    Args:
+        config: the job.
+        parts: the parts of the model before parallelization.
+
+    Raises `ConfigError` for a forward with several parameters for targets, and for settings that
+    have no effect on a model's own loss.
     """
 
     def __init__(self, config: TrainConfig, parts: ModelParts) -> None:
@@ -58,7 +63,7 @@ class ModelLoss:
         self._signature = inspect.signature(parts.module.forward)
         parameters = self._signature.parameters
         reads_tokens = config.data.name != "custom"
-        # Models of these libraries give all logits without their own loss.
+        # Models of these libraries return all logits without their own loss.
         library = type(parts.module).__module__.startswith(("transformers.", "peft."))
         self._targets = None
         if not (reads_tokens and library):
@@ -73,11 +78,11 @@ class ModelLoss:
             if value and self._targets:
                 raise ConfigError(
                     f"train.{key}={value}: {self._kind} takes {self._targets} and computes its own "
-                    f"loss, which this does not reach; omit train.{key}"
+                    f"loss, which ignores this key; omit train.{key}"
                 )
         self._dtype = input_dtype(config.precision)
         self._rule: LossRule | None = None  # None: the sum of `cross_entropy_sum`
-        self.chunked_head: ChunkedHead | None = None  # computes the sum in its place
+        self.chunked_head: ChunkedHead | None = None  # computes this sum in chunks if set
 
     def _target_name(self, parameters: Container[str]) -> str | None:
         targets = [name for name in TARGET_NAMES if name in parameters]
@@ -87,7 +92,7 @@ class ModelLoss:
         return targets[0] if targets else None
 
     def check(self, sample: SampleShape) -> None:
-        """Raises `ConfigError` where the model's forward does not take such samples."""
+        """Raise `ConfigError` if the model's forward does not accept batches of such samples."""
         args, named = self.arguments(sample.inputs, sample.targets)
         try:
             self._signature.bind(*args, **named)
@@ -95,13 +100,13 @@ class ModelLoss:
             raise ConfigError(
                 f"{self._kind}.forward{self._signature} does not take a batch of "
                 f"data={self._config.data.name}, {len(args)} tensors and {list(named)} by name: "
-                f"{error}; data=custom gives what is named as its parameters, in a dict"
+                f"{error}; data=custom passes the values of a dict by the names of its parameters"
             ) from None
 
     def arguments(
         self, inputs: Any, targets: Any, document_ids: Tensor | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the model is called with: inputs in a dict by name, others in order."""
+        """Return the arguments for the model: inputs of a dict by name, other inputs in order."""
         inputs, targets = tree_map_only(Tensor, self._cast, (inputs, targets))
         named = self._named(inputs, targets)
         if isinstance(inputs, Mapping):
@@ -110,7 +115,7 @@ class ModelLoss:
         if document_ids is not None:
             values = (*values, document_ids)
         names = self._positions
-        # A parameter that is named as inputs are gets them, wherever it stands.
+        # A parameter with a usual name of inputs receives the inputs at any position.
         known = [name for name in _INPUT_NAMES if name in names]
         if len(values) == 1 and known:
             names = known
@@ -120,28 +125,29 @@ class ModelLoss:
         return (), {**dict(zip(names, values, strict=False)), **named}
 
     def _named(self, inputs: Any, targets: Any) -> dict[str, Any]:
-        # As many inputs as parameters: what is named as targets is one of them.
+        # With as many inputs as parameters, the parameter for targets is an input as well.
         is_full = isinstance(inputs, tuple) and len(inputs) == len(self._signature.parameters)
         if self._targets is None or targets is None or is_full:
             return {}
         return {self._targets: targets}
 
     def _cast(self, value: Tensor) -> Tensor:
-        # Sharding casts inputs where it computes in another dtype than it stores; where both are
-        # the same it casts nothing.
+        # FSDP casts inputs if it computes in another dtype than it stores; if both are the same,
+        # it casts nothing.
         if self._dtype is not None and value.is_floating_point():
             return value.to(self._dtype)
         return value
 
     def value(self, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
-        """What a micro-batch is trained on, before anything is known of what it is divided by."""
+        """Return the loss of a micro-batch as the model computes it, before its divisor is
+        known."""
         return self._value(model, inputs, targets)[0]
 
     def _value(
         self, model: nn.Module, inputs: Any, targets: Any, document_ids: Tensor | None = None
     ) -> tuple[Tensor, bool]:
-        """What the model or ``train.loss`` gives, a sum or a mean, or the summed cross-entropy; and
-        whether it is somebody's own."""
+        """Return the loss of the model or of ``train.loss``, a sum or a mean, or the summed
+        cross-entropy; and True for a custom loss."""
         args, named = self.arguments(inputs, targets, document_ids)
         output = model(*args, **named)
         train = self._config.train
@@ -156,14 +162,14 @@ class ModelLoss:
         logits = logits_in(output)
         if not isinstance(logits, Tensor):
             raise ConfigError(
-                f"{self._kind} returned {type(output).__name__}, in which there is neither a loss "
+                f"{self._kind} returned {type(output).__name__}, which contains neither a loss "
                 "nor logits; give train.loss a function of it"
             )
         return self._function(logits, targets, **options), False
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The summed loss: a mean is multiplied by ``batch.valid_tokens``. Raises `ConfigError`
-        for a loss of a model that does not take the targets."""
+        """Return the summed loss: a mean is multiplied by ``batch.valid_tokens``. Raises
+        `ConfigError` for a loss of a model that does not take the targets."""
         head = self.chunked_head
         if head is not None and model is head.model:
             args, named = self.arguments(batch.inputs, batch.targets, batch.document_ids)
@@ -172,13 +178,13 @@ class ModelLoss:
         else:
             value, is_own = self._value(model, batch.inputs, batch.targets, batch.document_ids)
         if not is_own:
-            # Data of one's own have a sample where there is none to be read.
+            # Custom data sets repeat a sample at positions without one; its loss must not count.
             return value if batch.valid_tokens else value * 0
         if self._rule is None:
             raise ConfigError(
                 f"{self._kind} returned a loss, and takes no targets: name them in its forward as "
-                f"one of {', '.join(TARGET_NAMES)}, let data=custom give a batch without, or give "
-                "train.loss a function of what it returned"
+                f"one of {', '.join(TARGET_NAMES)}, return batches without targets from "
+                "data=custom, or give train.loss a function of its output"
             )
         wide = value.to(torch.promote_types(value.dtype, torch.float32))
         if self._rule.divisor == "none" and batch.valid_tokens:
@@ -186,8 +192,8 @@ class ModelLoss:
         return wide * batch.valid_tokens
 
     def compare_head(self, model: nn.Module, batch: Batch) -> None:
-        """Has done what comes with a first forward, and belongs to no step: the loss in chunks is
-        compared with the plain one, and ``model`` on slices of sequences with itself. Collective.
+        """Run the checks of the first forward outside of any step: compare the loss in chunks with
+        the plain loss, and ``model`` on slices of sequences with itself. Collective.
         """
         if self.chunked_head is not None:
             assert batch.targets is not None, "logits have targets"
@@ -198,8 +204,9 @@ class ModelLoss:
                 self._value(model, batch.inputs, batch.targets, batch.document_ids)
 
     def prepare(self, batch: Batch) -> Batch:
-        """``batch`` with targets as the loss ignores them, and with what it is divided by as its
-        ``valid_tokens``. Raises `ConfigError` for ignored targets that the loss would count."""
+        """Return ``batch`` with ignored targets marked as the loss expects them, and with the
+        divisor as its ``valid_tokens``. Raises `ConfigError` for ignored targets that the loss
+        would count."""
         rule, targets = self._rule, batch.targets
         if rule is None or targets is None or targets.is_floating_point():
             return batch
@@ -211,7 +218,7 @@ class ModelLoss:
                 )
             return dataclasses.replace(batch, valid_tokens=batch.valid_tokens and len(targets))
         if self._aligns and rule.shift:
-            # As a model that shifts labels itself wants them: each is the token at its position.
+            # A model that shifts labels itself expects at each position the token there.
             first = torch.full_like(targets[:, :1], IGNORED)
             targets = torch.cat([first, targets[:, :-1]], dim=1)
         if rule.ignored is not None:
@@ -219,12 +226,12 @@ class ModelLoss:
         if rule.divisor == "none":
             return dataclasses.replace(batch, targets=targets)
         counted = self._counted(batch, targets)
-        # A sample of one's own that stands where there is none counts nothing.
+        # A sample that fills a position without data has weight zero.
         return counted if batch.valid_tokens else dataclasses.replace(counted, valid_tokens=0)
 
     def without_first(self, batch: Batch, share: float) -> Batch:
-        """``batch``, prepared, without this share of its targets, of each sequence the first; as it
-        is where the loss counts all of them."""
+        """Return the prepared ``batch`` without this share of its targets, the first ones of each
+        sequence; unchanged if the loss counts all of them."""
         rule, targets = self._rule or LossRule("targets", IGNORED), batch.targets
         if targets is None or rule.divisor == "samples" or rule.ignored is None:
             return batch
@@ -236,18 +243,25 @@ class ModelLoss:
         rule = self._rule or LossRule("targets", IGNORED)
         valid = dataclasses.replace(rule, divisor="targets").count(targets, len(targets))
         if not valid and self._rule is not None and rule.divisor == "targets":
-            # A mean over nothing is no number: a target is put there, which then counts nothing.
+            # A mean over no targets is NaN: set one valid target, which then has weight zero.
             targets = targets.clone()
             targets.view(-1)[-1] = int(rule.ignored == 0)
         return dataclasses.replace(batch, targets=targets, valid_tokens=valid)
 
     def learn(self, model: nn.Module, stream: SampleStream, device: torch.device) -> None:
-        """Finds what the loss is divided by, in eval mode. ``model``: parallel; ``stream``: gives
-        batches as they are. Collective. Raises `ConfigError` for a loss that depends on the layout
-        and is not declared to do so."""
+        """Find the divisor of the loss in eval mode.
+
+        Args:
+            model: the parallel model.
+            stream: batches before `prepare`.
+            device: device of the model.
+
+        Raises `ConfigError` for a loss that depends on the layout and is not declared to do so.
+        Collective.
+        """
         train = self._config.train
         rule = None
-        # Others give logits: no forward is spent on what whole logits may have no room for.
+        # Other models return logits: skip the forward, since unsharded logits may not fit.
         if self._targets or train.loss or stream.shape.targets is None:
             batch = stream.read([at % len(stream) for at in range(SAMPLES)]).to(device)
 
@@ -276,8 +290,10 @@ class ModelLoss:
                 "is not added; omit train.z_loss"
             )
         if rule is not None:
-            log.info("the loss is that of %s, divided by: %s", train.loss or self._kind, rule)
-        # All ranks have computed the same, and must go on with the same.
+            log.info("the loss of %s is divided by: %s", train.loss or self._kind, rule)
+        # All ranks have computed the same rule up to rounding errors, which could tip a comparison
+        # near its bound. Ranks with different rules would scale their gradients differently, so
+        # that every rank takes rank 0's rule.
         self._rule = broadcast(rule)
 
     def _scalar(self, value: Tensor) -> Tensor:
@@ -291,8 +307,8 @@ class ModelLoss:
 
 
 def _loss_in(output: Any) -> Tensor | None:
-    """The loss that a model has returned: a scalar, the one in a tuple, or what is called ``loss``;
-    None for logits alone. Raises `ConfigError` for several scalars."""
+    """Return the loss in a model's output: a scalar, the scalar in a tuple, or the value ``loss``;
+    None for logits only. Raises `ConfigError` for several scalars."""
     if isinstance(output, Mapping):
         found: Tensor | None = output.get("loss")
         return found
@@ -310,8 +326,8 @@ def _loss_in(output: Any) -> Tensor | None:
 
 
 def logits_in(output: Any) -> Any:
-    """The logits that a model has returned: a tensor, what is called ``logits``, or the first of a
-    tuple."""
+    """Return the logits in a model's output: a tensor, the value ``logits``, or the first element
+    of a tuple."""
     if isinstance(output, Mapping):
         return output.get("logits", output)
     if isinstance(output, tuple | list) and not hasattr(output, "logits"):

@@ -1,13 +1,14 @@
-"""What a loss that is not ours was divided by: `find_rule`.
+"""Finds the divisor of a custom loss: `find_rule`.
 
 [Note: a mean that a model returns] Training needs the sum over valid targets (see [Note: the mean
-over valid tokens]), and a model that computes its own loss returns a mean: over those of its
-targets that it does not ignore (-1 in nanoGPT, -100 in transformers), perhaps without the first of
-each sequence, where it shifts labels itself. It is multiplied by what it was divided by. What that
-is, is found before training on three samples, the first of which has a single valid target. The
-calls of torch's cross-entropy tell which target is ignored and how many count; then the losses of
-the first sample and of the others must give the loss of all, as sums or as such means do. A loss
-that does neither depends on which samples share a micro-batch, and so on the layout.
+over valid tokens]). A model that computes its own loss returns a mean over the targets that it does
+not ignore (it ignores -1 in nanoGPT, -100 in transformers), possibly without the first target of
+each sequence if it shifts labels internally. This mean is multiplied by its divisor. The divisor is
+found before training with three samples; the first sample has a single valid target. The calls of
+torch's cross-entropy show which target is ignored and how many targets count. Then the losses of
+the first sample and of the other two must combine to the loss of all three, as sums do or as such
+means do. A loss with neither property depends on the samples that share a micro-batch, and
+therefore on the layout.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ _PARTS = (slice(None), slice(1), slice(1, None))
 @sendable
 @dataclass(frozen=True)
 class LossRule:
-    """What a loss was divided by."""
+    """The divisor of a custom loss."""
 
-    divisor: str  # none (a sum), targets or samples
-    ignored: int | None = None  # the target that it ignores; None: not known
-    shift: int = 0  # how many targets at the start of a sequence it does not read
+    divisor: str  # none (the loss is a sum), targets or samples
+    ignored: int | None = None  # the target that the loss ignores; None: unknown
+    shift: int = 0  # number of targets at the start of a sequence that the loss does not read
 
     def count(self, targets: Tensor | None, samples: int) -> int:
-        """The divisor, of ``targets`` [n, ...] of so many samples."""
+        """Return the divisor for ``targets`` [n, ...] of this number of samples."""
         if self.divisor == "none":
             return 1
         if self.divisor == "samples" or targets is None:
@@ -51,12 +52,12 @@ class LossRule:
 
 
 class CrossEntropyCalls(TorchFunctionMode):
-    """Sees the calls of torch's cross-entropy inside."""
+    """Records the calls of torch's cross-entropy in its context."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ignored: set[int] = set()  # the targets that they ignore
-        self.counts: set[int] = set()  # how many they do not ignore
+        self.ignored: set[int] = set()  # values of ``ignore_index``
+        self.counts: set[int] = set()  # numbers of targets that are not ignored
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -71,28 +72,33 @@ class CrossEntropyCalls(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-# (targets, rows) -> the loss of these rows, None where the model gives logits
+# (targets, rows) -> the loss of these rows, or None if the model returns logits
 Run = Callable[[Tensor | None, slice], Tensor | None]
 
 
 def find_rule(
     run: Run, targets: Tensor | None, *, ignored: int | None, is_declared: bool, bound: float
 ) -> LossRule | None:
-    """See [Note: a mean that a model returns]; None for a model that gives logits.
+    """Find the divisor; see [Note: a mean that a model returns]. None if the model returns logits.
 
-    ``targets``: of `SAMPLES` samples; ``ignored``: what the loss is known to ignore;
-    ``is_declared``: it is a mean per micro-batch, so nothing must add up; ``bound``: largest
-    relative error of the computation. Raises `ConfigError` for a loss that does not add up.
+    Args:
+        run: computes the loss of some rows.
+        targets: the targets of `SAMPLES` samples.
+        ignored: the target that the loss is known to ignore; None: unknown.
+        is_declared: the user declared a mean per micro-batch, so the parts need not add up.
+        bound: largest relative error of the computation.
+
+    Raises `ConfigError` for a loss that does not add up.
     """
     has_classes = targets is not None and not targets.is_floating_point()
     if has_classes:
         assert targets is not None
-        targets = targets.clamp(min=0)  # all are valid
+        targets = targets.clamp(min=0)  # makes all targets valid
     with CrossEntropyCalls() as calls:
         value = run(targets, slice(None))
     if value is None:
         return None
-    # Models of transformers compute their loss in fp32, whatever the logits are in.
+    # Models of transformers compute their loss in fp32 for any dtype of the logits.
     bound = max(bound, loss_bound(value.dtype))
     if len(calls.ignored) == 1:
         (ignored,) = calls.ignored
@@ -113,7 +119,7 @@ def _rule_of_parts(
     is_declared: bool,
     bound: float,
 ) -> LossRule:
-    """The rule by which the losses of the parts add up to that of the whole."""
+    """Return the rule that combines the losses of the parts to the loss of all samples."""
     losses, seen = [], []
     for rows in _PARTS:
         with CrossEntropyCalls() as calls:
@@ -131,7 +137,7 @@ def _rule_of_parts(
             expected = losses[1] + losses[2]
         else:
             expected = (first * losses[1] + rest * losses[2]) / whole
-        # Zeros would be anything.
+        # Zeros would satisfy every rule.
         if losses[0] and abs(expected - losses[0]) <= bound * abs(losses[0]):
             return rule
     raise ConfigError(_refusal(losses, _counts(rules[1], targets), bound))
@@ -141,7 +147,7 @@ def _candidates(
     targets: Tensor | None, ignored: int | None, counts_classes: bool, seen: list[list[int]]
 ) -> list[LossRule]:
     rules = [LossRule("none", ignored)]
-    # What cross-entropy was seen to count; a function that calls none has been told what to ignore.
+    # A shift must agree with the counts of cross-entropy; a function without calls has no shift.
     for shift in (0, 1) if counts_classes else ():
         rule = LossRule("targets", ignored, shift)
         pairs = zip(_counts(rule, targets), seen, strict=True)
@@ -163,9 +169,11 @@ def _refusal(losses: list[float], counts: list[int], bound: float) -> str:
     whole, first, rest = losses
     what = "neither a sum nor a mean over its targets or samples, and so depends on the layout"
     if not whole or not math.isfinite(whole):
-        what = "no number that shows what it was divided by"
+        what = "not a number that shows its divisor"
     elif abs((first + rest) / 2 - whole) <= bound * abs(whole):
-        what = "a mean per micro-batch, whatever is in it, and so depends on the layout"
+        what = (
+            "a mean per micro-batch for any number of valid targets, and so depends on the layout"
+        )
     return (
         f"the loss of {SAMPLES} samples is {whole:.7g}, of the first of them {first:.7g} and of "
         f"the others {rest:.7g}, with {counts[1]} and {counts[2]} valid targets: it is {what}; "

@@ -1,1 +1,1 @@
-"""What a run measures, and where it is written. Nothing here changes what the loop does."""
+"""Measures a run and writes the results. Nothing here changes the behaviour of the loop."""

@@ -2,22 +2,22 @@
 the process groups of the axes while it is installed.
 
 [Note: counted collectives] Every all-reduce, all-gather, reduce-scatter and all-to-all through the
-process group of an axis counts, except control traffic (`base.metering`). Bytes are those that a
-rank sends: the payload times the factor of `sent_bytes`.
+process group of an axis counts, except control traffic (`base.metering`). The bytes are the bytes
+that a rank sends: the payload times the factor of `sent_bytes`.
 
-[Note: seconds of collectives] On CPU they are the seconds for which the calling thread was blocked,
-all of them exposed. On a device they are the time between two events around the collective, or
-around the wait for it, in the stream that waits.
-Torch's hooks see a collective start, and the hook itself waits for those whose caller would do so
-next: synchronous ones, and all of the tensor and context axes, whose results the next operation
-needs. Asynchronous collectives of the other axes are measured where `base.metering.wait` awaits
-them; of those that are awaited elsewhere only bytes and calls are known.
+[Note: seconds of collectives] On CPU the seconds of a collective are the seconds for which the
+calling thread was blocked, and all of them are exposed. On a device they are the time between two
+events around the collective, or around the wait for it, in the stream that waits.
+Torch's hooks see a collective start. The hook then waits for every collective that its caller would
+await next: synchronous ones, and all collectives of the tensor and context axes, because the next
+operation needs their results. Asynchronous collectives of the other axes are measured where
+`base.metering.wait` awaits them; if they are awaited elsewhere, only bytes and calls are known.
 
-[Note: exposed seconds] On a device, an event before and one after a wait in the compute stream
-enclose exactly the time in which this stream had nothing else to do. Streams and events of the
-device have no hooks, so `StreamWaits` sets methods on single objects: the streams in which this
-model communicates, and the events that they record. A wait then costs two event records and never
-blocks the host. It counts for the axis of the last collective in the stream that is waited for.
+[Note: exposed seconds] On a device, an event before and an event after a wait in the compute stream
+enclose exactly the time for which this stream was idle. Streams and events of the device have no
+hooks, so `StreamWaits` sets methods on single objects: the streams that this model communicates in,
+and the events that they record. A wait then costs two event records and never blocks the host. It
+counts for the axis of the last collective in the awaited stream.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _COLLECTIVES = {
 
 @functools.cache
 def _collective_of(operation: Any) -> str | None:
-    """The collective that torch's hooks call ``operation``; None for one that is not counted. The
-    name of such an enumerator is slow to read."""
+    """Return the collective that torch's hooks call ``operation``, or None if it is not counted.
+    Cached, because the name of an operation is slow to read."""
     return _COLLECTIVES.get(operation.name)
 
 
@@ -67,7 +67,7 @@ class StreamWaits:
 
     Args:
         current: returns the current stream.
-        timed_event: makes an event with timing.
+        timed_event: creates an event with timing.
     """
 
     def __init__(self, current: Callable[[], Any], timed_event: Callable[[], Any]) -> None:
@@ -78,8 +78,8 @@ class StreamWaits:
         self.exposed = Intervals()  # by axis
 
     def start(self, streams: Iterable[Any] = ()) -> None:
-        """Begin a step; the current stream is the compute stream. From now on ``streams`` are
-        watched as well."""
+        """Begin a step with the current stream as the compute stream, and watch ``streams`` too
+        from now on."""
         self._compute = self._current()
         self.exposed.forget()
         for stream in streams:
@@ -88,14 +88,14 @@ class StreamWaits:
                 stream.record_event = functools.partial(self._record, stream)
 
     def remove(self) -> None:
-        """HeartbeatMonitor no stream any more."""
+        """Stop watching all of the streams."""
         while self._watched:
             _, stream = self._watched.popitem()
             del stream.record_event
 
     def around(self, axis: str, call: Callable[[], Any]) -> Events:
-        """Run ``call``, which puts a collective of ``axis``, or the wait for one, into the current
-        stream. Return the events around it; in the compute stream all of it is exposed."""
+        """Run ``call``, which puts a collective of ``axis``, or a wait for one, into the current
+        stream. Return the events around it; in the compute stream the whole time is exposed."""
         before = self.begin()
         call()
         return self.end(axis, before)
@@ -107,7 +107,7 @@ class StreamWaits:
         return event
 
     def end(self, axis: str, before: Any) -> Events:
-        """Record the event after a collective of ``axis``, which began at ``before``."""
+        """Record the event after a collective of ``axis`` that began at ``before``."""
         stream, after = self._current(), self.begin()
         self._axis_of[stream] = axis
         if stream == self._compute:
@@ -117,7 +117,7 @@ class StreamWaits:
     def _record(self, stream: Any, event: Any = None) -> Any:
         recorded = type(stream).record_event(stream, event)
         axis = self._axis_of.get(stream)
-        # A wait for this event is a wait for the last collective in the stream.
+        # A wait for this event is a wait for the last collective of the stream.
         if axis is not None:
             recorded.wait = functools.partial(self._wait, recorded, axis)
         return recorded
@@ -127,7 +127,7 @@ class StreamWaits:
         if stream != self._compute:
             type(event).wait(event, stream)
             # One communication stream waits for another, as sharding does between reduce-scatter
-            # and all-reduce: a wait for this stream then includes that axis.
+            # and all-reduce: a later wait for this stream then includes the other stream's axis.
             self._axis_of[stream] = axis
             return
         before = self.begin()
@@ -136,19 +136,19 @@ class StreamWaits:
 
 
 class LoggedCollective(NamedTuple):
-    """A collective that ran."""
+    """A collective that has run."""
 
     axis: str
     collective: str
     dtype: torch.dtype
-    sent: float  # bytes that this rank sent
+    sent: float  # bytes sent by this rank
 
 
 @dataclass(slots=True)
 class _Measured(CollectiveTally):
     seconds: float = 0.0
-    # By torch's number of a collective between its hooks: the region of the trace, and the begin in
-    # seconds or as an event
+    # Torch's number of a running collective -> the region of the trace, and the begin of the
+    # collective in seconds or as an event
     running: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
     def reset(self) -> None:
@@ -162,8 +162,8 @@ class CommunicationMeter:
     collectives].
 
     Args:
-        streams: returns streams in which the model communicates, in addition to those of this
-            package, for the exposed seconds on a device.
+        streams: returns the streams that the model communicates in, in addition to the streams of
+            this package, for the exposed seconds on a device.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class CommunicationMeter:
     ) -> None:
         self._streams_of_model = streams
         self._waits: StreamWaits | None = None
-        # Around each collective of a device, by axis
+        # Around each collective of a device, by axis.
         self._collectives = Intervals()
         if mesh.device_type != "cpu":
             current = functools.partial(current_stream, mesh.device_type)
@@ -180,12 +180,12 @@ class CommunicationMeter:
         self._axes: dict[str, _Measured] = {}
         for group, name in axes_of_groups(mesh).items():
             axis = self._axes.setdefault(name, _Measured(name, group.size()))
-            # Over an axis of one rank nothing is sent.
+            # Nothing is sent over an axis of one rank.
             if axis.size > 1:
                 self._groups[group] = axis
         self._is_installed = False
         self._last: tuple[str, str] | None = None  # collective and axis
-        # Every collective in order, if a caller sets a list
+        # All collectives in order, if a caller sets a list
         self.log: list[LoggedCollective] | None = None
 
     def install(self) -> CommunicationMeter:
@@ -200,7 +200,7 @@ class CommunicationMeter:
         return self
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Unhook the process groups."""
         if not self._is_installed:
             return
         self._is_installed = False
@@ -212,7 +212,7 @@ class CommunicationMeter:
             self._waits.remove()
 
     def start(self) -> None:
-        """Begin a step, and forget the collectives before it (a validation, a checkpoint)."""
+        """Begin a step, and forget earlier collectives (of a validation or a checkpoint)."""
         for axis in self._axes.values():
             axis.reset()
         self._collectives.forget()
@@ -221,30 +221,31 @@ class CommunicationMeter:
 
     def read(self) -> list[float]:
         """Return the sums since `start`, in the order of `metrics.keys.COMMUNICATION_KEYS`; zeros
-        for an axis that the mesh lacks. Seconds on a device are those of collectives that have
+        for an axis that the mesh lacks. On a device, the seconds cover the collectives that have
         ended since the last call."""
         running_s = self._collectives.read()
-        # For which the compute stream of a device waited
+        # Seconds for which the compute stream of a device waited
         stalled_s = self._waits.exposed.read() if self._waits else {}
         values: list[float] = []
         for name in AXES:
             axis = self._axes.get(name, _Measured(name, 1))
-            # On CPU there are no events, and the thread was blocked for all of the seconds.
+            # On CPU no events exist, and the thread was blocked for all of the seconds.
             seconds = axis.seconds + running_s.get(name, 0.0)
             exposed = axis.seconds + stalled_s.get(name, 0.0)
             values += [axis.bytes, float(axis.calls), seconds, exposed]
         return values
 
     def sent_over(self, axis: str) -> float:
-        """Bytes sent over ``axis`` since `start`; 0 for an axis that the mesh lacks."""
+        """Return the bytes sent over ``axis`` since `start`; 0 if the mesh lacks the axis."""
         return self._axes[axis].bytes if axis in self._axes else 0.0
 
     def ring_passes_over(self, axis: str) -> int:
-        """Ring passes over ``axis`` since `start`: two for each all-reduce, one for each other."""
+        """Return the ring passes over ``axis`` since `start`: two per all-reduce, else one."""
         return self._axes[axis].ring_passes if axis in self._axes else 0
 
     def position(self) -> tuple[int, str]:
-        """Collectives begun in this step, and the last with its axis, in words; from any thread."""
+        """Return the number of collectives begun in this step, and the last one with its axis as
+        text. Thread-safe."""
         begun = sum(axis.calls for axis in self._axes.values())
         last = self._last
         if not begun or last is None:
@@ -252,13 +253,13 @@ class CommunicationMeter:
         return begun, "{} over the {} axis, or the agreement after it,".format(*last)
 
     def _begin(self, axis: _Measured, started: Any) -> None:
-        """Hook of torch before a collective."""
+        """Count a collective: torch's hook before it."""
         collective = _collective_of(started.name)
         if collective is None or metering.is_control_traffic():
             return
         inputs, outputs = started.input_tensors, started.output_tensors
         whole = sum([tensor.nbytes for tensor in inputs])
-        # The parts of an all-to-all may differ in size: a rank sends its own.
+        # The parts of an all-to-all may differ in size: a rank sends its own inputs.
         if collective != "all_to_all":
             whole = max(whole, sum([tensor.nbytes for tensor in outputs]))
         sent = axis.add(collective, whole, inputs[0].device.type)
@@ -270,7 +271,7 @@ class CommunicationMeter:
         axis.running[started.op_id] = region, self._now()
 
     def _end(self, axis: _Measured, issued: Any) -> None:
-        """Hook of torch after a collective was issued."""
+        """Measure a collective: torch's hook after it was issued."""
         if issued.op_id not in axis.running:
             return
         region, begin = axis.running.pop(issued.op_id)
@@ -284,7 +285,7 @@ class CommunicationMeter:
         region.__exit__(None, None, None)
 
     def _time_wait(self, axis: _Measured, wait: Callable[[], object]) -> None:
-        """Run ``wait``, for an asynchronous collective of ``axis``; on a device only the stream
+        """Run ``wait`` for an asynchronous collective of ``axis``; on a device only the stream
         waits."""
         if self._waits:
             self._collectives.add(axis.axis, *self._waits.around(axis.axis, wait))

@@ -1,4 +1,4 @@
-"""What rank 0 shows on the console, in 80 columns, live or as plain lines (`ConsoleDisplay`)."""
+"""The console output of rank 0, in 80 columns, live or as plain lines (`ConsoleDisplay`)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ from parallel2d.base.files import for_terminal
 from parallel2d.training.metrics import keys
 
 WIDTH = 80
-_REDRAWN_EVERY_S = 0.1  # the live display, at most
-_LINE_EVERY_S = 5.0  # of plain lines
+_REDRAWN_EVERY_S = 0.1  # minimum interval of the live display
+_LINE_EVERY_S = 5.0  # interval of plain lines
 
 
 class ConsoleDisplay:
-    """``mode``: ``rich`` (a bar and the newest row, live; off a terminal the same as plain),
-    ``plain`` (a row every few seconds), ``silent``. ``unit``: what is counted, in short.
-    ``label``: what lines begin with where several jobs print to one terminal: there is no bar."""
+    """Shows the progress of a run.
+
+    Args:
+        mode: ``rich`` (a live bar with the newest row; the same as plain if stderr is not a
+            terminal), ``plain`` (a row every few seconds) or ``silent``.
+        steps: number of steps of the run.
+        unit: abbreviation of the counted unit.
+        label: prefix of every line if several jobs print to one terminal; disables the bar.
+    """
 
     def __init__(self, mode: str, steps: int, unit: str = "tok", label: str = "") -> None:
         self._steps, self._unit = steps, unit
@@ -37,11 +43,11 @@ class ConsoleDisplay:
         self._last_shown = 0.0
 
     def begin(self, step: int) -> None:
-        """Starts the live display, after ``step`` finished steps."""
+        """Start the live display after ``step`` finished steps."""
         if step:
             self.log(f"resumed after step {step}")
         if self._is_live:
-            # No refresh by itself: that would be a thread, which takes time from the loop.
+            # Automatic refresh would need a thread, which would take time from the loop.
             self._live = Live(console=Console(stderr=True), auto_refresh=False)
             self._live.start()
             self._live.update(self._view(step, [], ""), refresh=True)
@@ -49,13 +55,13 @@ class ConsoleDisplay:
     def step(
         self, row: dict[str, Any], eta_s: float | None, checkpoint_age_s: float | None = None
     ) -> None:
-        """Shows a row. ``eta_s``: of the steps to come; ``checkpoint_age_s``: of the last save."""
+        """Show a row, with the estimated time to the end and the age of the last checkpoint."""
         now, step = time.monotonic(), row[keys.STEP]
         since_last_s = now - self._last_shown
         is_due = step in (1, self._steps) or since_last_s > _LINE_EVERY_S
         if self._is_live:
             is_due |= since_last_s > _REDRAWN_EVERY_S
-        else:  # Plain lines stay, so every validation gets one.
+        else:  # Plain lines are permanent, so every validation gets a line.
             is_due |= keys.VALIDATION_LOSS in row or bool(keys.set_losses(row))
         if self._is_silent or not is_due:
             return
@@ -78,14 +84,14 @@ class ConsoleDisplay:
         return Group(bar, *(Text(line, no_wrap=True) for line in wrap(parts)))
 
     def log(self, text: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         if self._is_silent:
             return
         if self._live is not None:
             self._live.console.print(for_terminal(text), markup=False, highlight=False)
             return
         lines = [f"{self._label}{line}\n" for line in for_terminal(text).splitlines()]
-        # Standard error may be a file on a full disk, which ends no run.
+        # Standard error may be a file on a full disk, which must not end the run.
         with contextlib.suppress(OSError):
             print("".join(lines), end="", file=sys.stderr, flush=True)
 
@@ -95,7 +101,7 @@ class ConsoleDisplay:
 
 
 def describe(row: dict[str, Any], checkpoint_age_s: float | None, unit: str = "tok") -> list[str]:
-    """A row in words: loss, speed, bytes between hosts, memory, age of the last checkpoint."""
+    """Format a row: loss, speed, bytes between hosts, memory, age of the last checkpoint."""
     parts = [f"loss {row[keys.LOSS]:.4f}"]
     if keys.VALIDATION_LOSS in row:
         parts.append(f"validation {row[keys.VALIDATION_LOSS]:.4f}")
@@ -111,8 +117,8 @@ def describe(row: dict[str, Any], checkpoint_age_s: float | None, unit: str = "t
     return parts
 
 
-# Of each, the first key that has a value other than 0, and how it is shown. Where the peak of the
-# device is known, the fraction of it says more than FLOP/s.
+# For each entry, the first key with a value other than 0 is shown in its format. If the peak of the
+# device is known, the fraction of the peak says more than FLOP/s.
 _ALTERNATIVES: tuple[dict[str, Callable[[float], str]], ...] = (
     {keys.MFU: "MFU {:.0%}".format, keys.MODEL_TFLOPS_PER_RANK: "{:.3g} TFLOP/s".format},
     {keys.BYTES_BETWEEN_HOSTS: lambda value: f"net {_count(value)}B/step"},
@@ -121,8 +127,8 @@ _ALTERNATIVES: tuple[dict[str, Callable[[float], str]], ...] = (
 
 
 def wrap(parts: list[str]) -> list[str]:
-    """``parts`` in lines of at most ``WIDTH`` columns; those after the first are indented."""
-    # A line is broken between parts alone: at no space that cannot be broken.
+    """Join ``parts`` to lines of at most ``WIDTH`` columns; lines after the first are indented."""
+    # Break lines only between parts: non-breaking spaces keep each part together.
     whole = [part.replace(" ", "\xa0") for part in parts]
     lines = textwrap.wrap("  ".join(whole), WIDTH, subsequent_indent="    ", break_long_words=False)
     return [line.replace("\xa0", " ") for line in lines]
@@ -136,7 +142,7 @@ def _count(value: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """``1:01:40``, or ``1:40`` below an hour."""
+    """Format a duration as ``1:01:40``, or ``1:40`` below an hour."""
     minutes, rest = divmod(int(seconds), 60)
     hours = f"{minutes // 60}:{minutes % 60:02}" if minutes >= 60 else f"{minutes}"
     return f"{hours}:{rest:02}"

@@ -1,13 +1,12 @@
-"""Finds the ranks that the others wait for when a collective times out: `HeartbeatMonitor`.
+"""Finds the late ranks that all others wait for when a collective times out: `HeartbeatMonitor`.
 
-A thread of each rank writes its position into the rendezvous store once a second: a heartbeat.
-After a timeout `HeartbeatMonitor.explain` names the late ranks. Before that, each rank that is
-stuck writes the stacks of its threads and torch's flight recorder into ``stacks/`` of the run
-directory.
+A thread of each rank writes its position into the rendezvous store once a second: the heartbeat.
+After a timeout, `HeartbeatMonitor.explain` names the late ranks. Earlier, each stuck rank writes
+the stacks of its threads and torch's flight recorder into ``stacks/`` of the run directory.
 
-[Note: late ranks] A rank whose heartbeats stand still is stopped, or its machine is gone. Of those
-that heartbeat, the ones with the smallest (step, collectives begun) are behind: the others wait for
-them.
+[Note: late ranks] If a rank's heartbeat does not advance, the rank is stopped or its machine is
+gone. Among ranks with advancing heartbeats, the ranks with the smallest (step, number of begun
+collectives) are behind, and the others wait for them.
 """
 
 from __future__ import annotations
@@ -29,14 +28,15 @@ from parallel2d.base.store.address import answered_within
 
 INTERVAL = 1.0  # seconds between heartbeats
 _KEY = "parallel2d/heartbeat/{}"  # of a rank, in the store
-_PATIENCE_WITH_STORE_S = 10.0  # of which the comparison of two heartbeats takes a quarter
-# torch's flight recorder as JSON, by the end of a file's name. A build without CUDA has no NCCL.
+_PATIENCE_WITH_STORE_S = 10.0  # four times the comparison of two heartbeats
+# Suffix of the file -> function that returns torch's flight recorder as JSON. A build without CUDA
+# lacks NCCL.
 _RECORDERS = {"collectives": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a rank is. ``doing``: the last collective it began and its axis, for people."""
+    """The progress of a rank. ``doing``: its last collective with its axis, as text."""
 
     step: int
     collectives: int
@@ -45,16 +45,16 @@ class Position:
 
 @dataclass
 class HeartbeatMonitor:
-    """Beats while it is open (a context manager)."""
+    """Writes this rank's heartbeat while the context is open."""
 
     store: Any
     rank: int
     hosts: Sequence[str]  # by rank
     run_dir: str
-    timeout_s: float  # of collectives; stacks are written when nothing moved for four fifths of it
-    position: Callable[[], Position]  # of this rank now, called from a thread
-    # Keeps the text of `explain` for the launcher while this rank is stuck, and removes it (None)
-    # once the rank moves: a timeout of NCCL ends the process without an exception.
+    timeout_s: float  # of collectives; stacks are written after 80 % of this time without progress
+    position: Callable[[], Position]  # returns the position of this rank; called from a thread
+    # Passes the text of `explain` to the launcher while this rank is stuck, and None once the rank
+    # moves again: a timeout of NCCL ends the process without an exception.
     note: Callable[[str | None], object] = lambda text: None
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class HeartbeatMonitor:
         self._thread = threading.Thread(target=self._send_heartbeats, name="watch", daemon=True)
 
     def limit(self, timeout_s: float) -> None:
-        """Collectives give up after another time from now on."""
+        """Set another timeout of collectives from now on."""
         self.timeout_s = timeout_s
 
     def __enter__(self) -> HeartbeatMonitor:
@@ -74,7 +74,8 @@ class HeartbeatMonitor:
         self._thread.join(timeout=5)
 
     def explain(self) -> str:
-        """The late ranks, as one sentence; compares the heartbeats of all ranks for a few
+        """Name the late ranks in one sentence, after comparing the heartbeats of all ranks for a
+        few
         seconds."""
         host = self.hosts[0].split("/")[0]
         silent = (
@@ -82,7 +83,7 @@ class HeartbeatMonitor:
         )
         try:
             return answered_within(_PATIENCE_WITH_STORE_S, self._explain, silent)
-        except Exception:  # the other end of the connection is gone
+        except Exception:  # the connection is broken
             return silent
 
     def _explain(self) -> str:
@@ -91,10 +92,10 @@ class HeartbeatMonitor:
         return describe_late(before, self._read(), self.hosts, self.rank)
 
     def _read(self) -> list[Any]:
-        """The newest heartbeat of every rank, None for one that never heartbeat."""
+        """Return the newest heartbeat of every rank, None for a rank without heartbeats."""
         heartbeats: list[Any] = [None] * len(self.hosts)
         for rank in range(len(self.hosts)):
-            # Getting a key that is not there would wait for it.
+            # Getting a missing key would wait for it.
             if self.store.check([_KEY.format(rank)]):
                 heartbeats[rank] = json.loads(self.store.get(_KEY.format(rank)))
         return heartbeats
@@ -103,7 +104,7 @@ class HeartbeatMonitor:
         number = 0
         last: Position | None = None
         moved_at = time.monotonic()
-        dumped = False  # since the rank moved last
+        dumped = False  # True after a dump at the current position
         while not self._end.is_set():
             now = self.position()
             if now != last:
@@ -111,25 +112,25 @@ class HeartbeatMonitor:
                     self.note(None)
                 last, moved_at, dumped = now, time.monotonic(), False
             stuck_s = time.monotonic() - moved_at
-            # In step 0 the model is still being built, and nothing is counted.
+            # In step 0 the model is still being built, and no collectives are counted.
             if now.step and stuck_s > 0.8 * self.timeout_s and not dumped:
                 dumped = True
-                # A full disk must not end the heartbeats: this rank would seem to be stopped.
+                # A full disk must not end the heartbeat: this rank would seem to be stopped.
                 with contextlib.suppress(OSError):
                     self._dump(now)
-                # In a thread of its own, because it waits, and other ranks look at the heartbeats.
+                # A separate thread, because `explain` waits, and the heartbeat must continue.
                 threading.Thread(target=lambda: self.note(self.explain()), daemon=True).start()
             number += 1
             heartbeat = [number, now.step, now.collectives, now.doing]
             try:
                 self.store.set(_KEY.format(self.rank), json.dumps(heartbeat))
-            except Exception:  # the store is gone, which the loop notices by itself
+            except Exception:  # the store is gone, and the loop notices it as well
                 return
             self._end.wait(INTERVAL)
 
     def _dump(self, now: Position) -> None:
-        """Writes the stack of every thread of this rank, and the last collectives on every process
-        group as torch has recorded them (``TORCH_FR_BUFFER_SIZE`` of them; nothing with 0)."""
+        """Write the stack of every thread of this rank, and the last collectives of every process
+        group from torch's flight recorder (``TORCH_FR_BUFFER_SIZE`` entries; 0 disables it)."""
         path = os.path.join(self.run_dir, "stacks", f"rank-{self.rank}")
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(f"{path}.txt", "w", opener=regular) as file:
@@ -147,15 +148,20 @@ class HeartbeatMonitor:
 def describe_late(
     before: Sequence[Any], after: Sequence[Any], hosts: Sequence[str], me: int
 ) -> str:
-    """The sentence of `HeartbeatMonitor.explain`. ``before``, ``after``: heartbeats [number, step,
-    collectives, doing] by rank, some seconds apart; None for a rank that never heartbeat. See
-    [Note: late ranks]."""
+    """Return the sentence of `HeartbeatMonitor.explain`; see [Note: late ranks].
+
+    Args:
+        before, after: heartbeats [number, step, collectives, doing] by rank, some seconds apart;
+            None for a rank without heartbeats.
+        hosts: host by rank.
+        me: this rank.
+    """
     late = {}
     for rank, (earlier, later) in enumerate(zip(before, after, strict=True)):
-        # A rank that began to heartbeat in between is not silent.
+        # A rank with its first heartbeat between the two reads has not timed out.
         if later is None or (earlier and earlier[0] == later[0]):
             late[rank] = hosts[rank]
-    how = "which gave no sign of life any more (stopped, or the machine is gone)"
+    how = "which timed out (stopped, or the machine is gone)"
     if not late:
         positions = [heartbeat[1:3] for heartbeat in after]
         step, collectives = min(positions)

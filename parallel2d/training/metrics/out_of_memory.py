@@ -1,5 +1,5 @@
-"""Says which rank ran out of memory and what to change (`out_of_memory_named`). What was asked for,
-and on GPU what the device holds, is in torch's own message, which this is added to."""
+"""Names the rank that ran out of memory, and the remedies (`out_of_memory_named`). Torch's own
+message contains the requested size and, on GPU, the memory in use; this module adds to it."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ import torch
 log = logging.getLogger(__name__)
 
 _GIB = 2**30
-_HISTORY = 200_000  # allocations and frees whose stacks are kept
+_HISTORY = 200_000  # allocations and frees with recorded stacks
 
 
 @contextlib.contextmanager
 def out_of_memory_named(
     rank: int, host: str, run_dir: str, device: torch.device, *, history: bool = False
 ) -> Iterator[None]:
-    """Around everything that allocates on a rank: adds a note to the error.
+    """Add a note to out-of-memory errors; a context for all code of a rank that allocates.
 
-    On GPU torch's snapshot of the allocator is written to ``memory/`` of the run directory.
-    ``history``: it shows where each block was allocated, too.
+    On GPU, torch's snapshot of the allocator is written to ``memory/`` of the run directory.
+
+    Args:
+        history: record the stack of each allocation for the snapshot.
     """
     snapshots: list[str] = []
     path = os.path.join(run_dir, "memory", f"rank-{rank}.pickle")
     if device.type == "cuda":
         if history:
             torch.cuda.memory._record_memory_history(max_entries=_HISTORY, stacks="python")
-        # Called before the allocator raises, when what fills the memory is still there.
+        # The observer runs before the allocator raises, while the memory is still allocated.
         observe = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
         observe(lambda *_: snapshots.extend(save_snapshot(path)))
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # Of CPU memory torch raises a plain RuntimeError.
+        # For CPU memory torch raises a plain RuntimeError.
         of_cpu = "DefaultCPUAllocator: can't allocate memory" in str(error)
         if of_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError):
             error.add_note(_describe(error, rank, host.split("/")[0], snapshots))
@@ -45,7 +47,8 @@ def out_of_memory_named(
 
 
 def save_snapshot(path: str) -> list[str]:
-    """Returns the files written: a failure to write must not hide the one that it is about."""
+    """Write a snapshot and return its path in a list. A failure to write must not hide the
+    out-of-memory error, so it is only logged."""
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         torch.cuda.memory._dump_snapshot(path)

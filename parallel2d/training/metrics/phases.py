@@ -1,5 +1,5 @@
-"""The phases of a step: how long each took (`PhaseClock`, of `Intervals`), and traces of chosen
-steps on chosen ranks, for chrome://tracing and Perfetto, that name them (`StepProfiler`)."""
+"""The phases of a step: `PhaseClock` measures their durations with `Intervals`, and `StepProfiler`
+writes traces with their names for chosen steps and ranks, for chrome://tracing and Perfetto."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ from parallel2d.base.device import timed_event
 
 log = logging.getLogger(__name__)
 
-# Names in a trace, in the order of the loop; `metrics.keys` has those of rows
+# Names in a trace, in the order of the loop; `metrics.keys` has the names in rows
 _TRACE_NAMES = ("forward_backward", "data", "agree", "update")
-_HISTORY = 200_000  # allocations and frees that a memory snapshot holds
-_active = False  # whether a step of this process is traced now
+_HISTORY = 200_000  # allocations and frees in a memory snapshot
+_active = False  # True while a step of this process is traced
 
 
 def named(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A region of the trace called ``name``; costs one comparison while no step is traced."""
+    """Return a region of the trace with this name; one comparison while no step is traced."""
     return torch.profiler.record_function(name) if _active else contextlib.nullcontext()
 
 
 class Intervals:
-    """Times between two moments, by name. A moment is the time of the host, or an event of a device
-    that has timing. Reading never waits: an interval that the device has not ended yet is read
-    later, and once."""
+    """Durations by name. A begin or end is a host time, or a device event with timing. Reading
+    never waits: an interval that has not ended on the device is returned by a later read, once."""
 
     def __init__(self) -> None:
         self._new: list[tuple[str, Any, Any]] = []
-        # Not ended when the others were read
+        # Intervals that had not ended at the last read
         self._outstanding: list[tuple[str, Any, Any]] = []
 
     def add(self, name: str, begin: Any, end: Any) -> None:
@@ -60,37 +59,37 @@ class Intervals:
 
 
 class PhaseClock:
-    """Marks the ends of consecutive phases of a step, and gives their lengths after it. On GPU the
-    marks are events in the stream, so that measuring never waits for the device."""
+    """Marks the ends of consecutive phases of a step, and returns their durations. On GPU the marks
+    are events in the stream, so that measuring never waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._phases = Intervals()
-        self._last: Any = None  # the mark before
+        self._last: Any = None  # the previous mark
         self._marks = 0
-        self._region = contextlib.ExitStack()  # the phase that a trace shows now
+        self._region = contextlib.ExitStack()  # the current phase in a trace
 
     def start(self) -> None:
-        """Begins a step."""
+        """Begin a step."""
         self._phases.forget()
         self._last, self._marks = None, 0
         self.mark("")
 
     def mark(self, phase: str) -> None:
-        """Ends ``phase``, which began at the mark before. The parts of a phase add up."""
+        """End ``phase``, which began at the previous mark. Parts with the same name add up."""
         now = self._now()
         if self._last is not None:
             self._phases.add(phase, self._last, now)
         self._region.close()
-        # The last mark ends the last phase, and none begins.
+        # The last mark ends the last phase without beginning another one.
         if self._marks < len(_TRACE_NAMES):
             self._region.enter_context(named(_TRACE_NAMES[self._marks]))
         self._last = now
         self._marks += 1
 
     def read(self) -> dict[str, float]:
-        """Seconds per phase of the step. On GPU the phase after the host's last wait is that of the
-        step before."""
+        """Return the seconds per phase of the step. On GPU, the phase after the host's last wait
+        belongs to the previous step."""
         return self._phases.read()
 
     def _now(self) -> float | torch.Event:
@@ -102,9 +101,15 @@ class PhaseClock:
 
 
 class StepProfiler:
-    """Writes ``traces/rank-N-steps-A-B.json`` in the run directory; on GPU a memory snapshot for
-    pytorch.org/memory_viz beside it. ``steps``: the first and the last one of the trace, or empty
-    for none; ``ranks``: those that are traced, empty for all."""
+    """Writes ``traces/rank-N-steps-A-B.json`` in the run directory; on GPU also a memory snapshot
+    for pytorch.org/memory_viz.
+
+    Args:
+        run_dir: the run directory.
+        rank, device: this rank and its device.
+        steps: first and last step of the trace; empty for no trace.
+        ranks: ranks to trace; empty for all ranks.
+    """
 
     def __init__(
         self,
@@ -122,27 +127,27 @@ class StepProfiler:
         self._profiler: torch.profiler.profile | None = None
 
     def start_step(self, step: int) -> None:
-        """Called before every step."""
+        """Begin the trace if ``step`` belongs to it. Call it before every step."""
         global _active
-        # A run that goes on from a checkpoint may begin in the middle.
+        # A run that resumes from a checkpoint may begin in the middle of the traced steps.
         if step not in self._steps or self._profiler is not None:
             return
         activities = {torch.profiler.ProfilerActivity.CPU}
         if self._device_type != "cpu":
             activities = torch.profiler.supported_activities()
-        if self._device_type == "cuda":  # no other accelerator has snapshots of its allocator
+        if self._device_type == "cuda":  # other accelerators have no allocator snapshots
             torch.cuda.memory._record_memory_history(max_entries=_HISTORY)
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         self._profiler.start()
         _active = True
 
     def end_step(self, step: int) -> None:
-        """Called after every step; writes the trace after the last wanted one."""
+        """Write the trace after its last step. Call it after every step."""
         if step + 1 not in self._steps:
             self.close()
 
     def close(self) -> None:
-        """Ends a trace that is running, and writes it."""
+        """End a running trace, and write its file."""
         global _active
         if self._profiler is None:
             return
@@ -154,7 +159,7 @@ class StepProfiler:
             profiler.export_chrome_trace(f"{self._path}.json")
             if self._device_type == "cuda":
                 torch.cuda.memory._dump_snapshot(f"{self._path}.pickle")
-        except (OSError, RuntimeError) as error:  # a full disk ends no run
+        except (OSError, RuntimeError) as error:  # a full disk must not end the run
             log.error("no trace could be written to %s: %s", self._path, error)
         if self._device_type == "cuda":
             torch.cuda.memory._record_memory_history(enabled=None)

@@ -32,32 +32,32 @@ from parallel2d.training.progress import Progress, RankReport, StepOutcome
 log = logging.getLogger(__name__)
 
 _GIB = 2**30
-TOLERANCE = 0.05  # of predicted bytes; beyond it the axis is named
-# Steps over which the median of a rank's ratio counts, so that single pauses do not
+TOLERANCE = 0.05  # relative deviation of an axis's bytes from the prediction that is reported
+# Steps for the median of a rank's ratio, so that single pauses do not count
 WINDOW = 12
-SLOW = 1.5  # times the other ranks' busy time
+SLOW = 1.5  # multiple of the other ranks' busy time
 
 
 @dataclass(kw_only=True, eq=False)
 class Recorder:
-    """Called by every rank after every step; only rank 0 has a ``writer`` and a ``display``.
-    ``meter`` is installed while the recorder is open."""
+    """Records the measurements of a run. Every rank calls it after every step; only rank 0 has a
+    ``writer`` and a ``display``. ``meter`` is installed while the recorder is open."""
 
     log_every: int
     steps: int
-    ranks: int  # of the world
-    tokens_per_step: int  # input tokens, or images, of a global batch; tensor ranks counted once
-    flops_per_step: float | None  # of the model over a global batch; None: unknown
-    peak_flops: float | None  # of one device
+    ranks: int  # world size
+    tokens_per_step: int  # input tokens or images of a global batch; tensor ranks counted once
+    flops_per_step: float | None  # of the model for a global batch; None: unknown
+    peak_flops: float | None  # of one device; None: unknown
     writer: MetricsWriter | None
     display: ConsoleDisplay | None
     device: torch.device = torch.device("cpu")
     hosts: Sequence[str] = ()  # by rank
     meter: CommunicationMeter | None = None
-    predicted: Mapping[str, float] = field(default_factory=dict)  # bytes per axis to compare with
-    warmup: float = 0.0  # the first steps, in which other bytes move
-    slow_axes: Sequence[str] = ()  # whose groups cross hosts
-    # that exact fp32 gradients would send over the replicate axis per step; 0: nothing crosses it
+    predicted: Mapping[str, float] = field(default_factory=dict)  # predicted bytes by key
+    warmup: float = 0.0  # number of first steps with other traffic than predicted
+    slow_axes: Sequence[str] = ()  # axes with groups that cross hosts
+    # Bytes per step of exact fp32 gradients over the replicate axis; 0: no gradient crosses it
     exact_bytes: float = 0.0
     profiler: StepProfiler | None = None
 
@@ -65,27 +65,31 @@ class Recorder:
         self._goodput = Goodput()
         self._stragglers = Stragglers(self.hosts)
         self._deviation = Deviation(self.predicted)
-        # Over the replicate axis, and the steps that took them
+        # Bytes over the replicate axis, and the number of steps with this traffic
         self._crossed_bytes, self._crossed_steps = 0.0, 0
         self._outer: dict[str, float] = {}  # the newest norm of an outer step
-        self._was_short = False  # replicas were lost
+        self._was_short = False  # replicas failed since the last row
         self._segment, self._step, self._first = 1, 0, True
-        self._saved_at: float | None = None  # when the last checkpoint was written
+        self._saved_at: float | None = None  # time of the last checkpoint
         self._given: dict[str, float] = {}  # metrics of hooks since the last row
         self._emitted: tuple[dict[str, Any], Sequence[float]] | None = None  # the last row
-        self._stands = 0  # the step of the last row of another rank
-        # Over the steps since the last row
+        self._stands = 0  # the step of the last row that another rank wrote
+        # Sums over the steps since the last row
         self._sums: dict[str, float] = defaultdict(float)
         self._counted = 0
-        # Over all steps but the first, for the time that the rest will take
+        # Sums over all steps except the first, for the estimate of the remaining time
         self._steady_s, self._steady_steps = 0.0, 0
 
     def begin(
         self, step: int, segment: int = 1, *, restarted: bool = False, not_before: float = 0.0
     ) -> None:
-        """Opens what is written to, after ``step`` finished steps (0, or those of a restored
-        run). ``segment``: which start of the run this is, from 1; ``restarted``: workers replaced
-        others; ``not_before``: as of `Goodput.resume`."""
+        """Open writer and display after ``step`` finished steps (0 unless the run is restored).
+
+        Args:
+            segment: number of this start of the run, from 1.
+            restarted: these workers replace earlier ones.
+            not_before: as in `Goodput.resume`.
+        """
         self._segment = segment
         if self.meter:
             self.meter.install()
@@ -98,7 +102,7 @@ class Recorder:
     def take_over(
         self, display: ConsoleDisplay, writer: MetricsWriter, step: int, segment: int
     ) -> None:
-        """Goes on after ``step`` with what another rank has shown and written."""
+        """Become the writing rank after ``step``, in place of the previous writer."""
         self.display, self.writer, self._segment = display, writer, segment
         last, standing = writer.begin(step)
         self._goodput.resume(step, last, standing, restarted=False)
@@ -108,14 +112,14 @@ class Recorder:
         log.info("rank %d writes from step %d on", dist.get_rank(), step + 1)
 
     def go_back(self, step: int) -> None:
-        """The run goes on from ``step`` again; rows that were written stand."""
+        """Return to ``step`` after a failure; rows that are already written stay."""
         row, _ = self._emitted or ({keys.STEP: 0}, ())
         self._stands = max(self._stands, row[keys.STEP])
         self._goodput.resume(step, row, None)
         self._emitted, self._was_short = None, True
 
     def start_step(self, step: int) -> None:
-        """Begins the measurement of ``step`` on this rank."""
+        """Begin the measurement of ``step`` on this rank."""
         self._step = step
         if self.profiler:
             self.profiler.start_step(step)
@@ -123,19 +127,19 @@ class Recorder:
             self.meter.start()
 
     def position(self) -> Position:
-        """How far this rank is; safe to call from another thread."""
+        """Return the position of this rank; other threads may call it."""
         if self.meter is not None:
             return Position(self._step, *self.meter.position())
         doing = "a collective (which one is known with metrics.communication=true)"
         return Position(self._step, 0, doing)
 
     def measure(self, seconds: Mapping[str, float], busy_cpu_s: float) -> RankReport:
-        """Ends the measurement of a step that took ``seconds``, empty before the first. The other
-        ranks learn the report in the next step's agreement.
+        """End the measurement of a step that took ``seconds``; empty before the first step. The
+        other ranks receive the report in the next step's status all-reduce.
 
-        Busy are the seconds of the step without those spent in collectives and in the agreement.
-        It is ``busy_cpu_s``, the CPU seconds used, where these are not known (on GPU they run
-        beside the rest), and where ranks outnumber cores: any of them waits for a core.
+        The busy time is the time of the step without its collectives and its status. On GPU,
+        collectives overlap with computation, and if a host has more ranks than cores, every rank
+        waits for a core; in these cases the busy time is ``busy_cpu_s``, the used CPU seconds.
         """
         if self.profiler and "step_s" in seconds:
             self.profiler.end_step(self._step)
@@ -146,7 +150,7 @@ class Recorder:
         ranks_here, cores = self.hosts.count(self.hosts[rank]), len(os.sched_getaffinity(0))
         if self.device.type == "cpu" and "step_s" in seconds and ranks_here <= cores:
             held_up_s = sum(map(moved.__getitem__, keys.COMMUNICATION_SECONDS))
-            # Not zero, which would mean that this rank was not measured.
+            # Not zero, because zero stands for a rank without measurements.
             busy_s = max(1e-9, seconds["step_s"] - seconds.get("sync_s", 0.0) - held_up_s)
         return RankReport(busy_s, _memory(self.device), moved)
 
@@ -161,11 +165,13 @@ class Recorder:
         last: bool,
         given: Mapping[str, float],
     ) -> None:
-        """Takes one step; writes a row every ``log_every`` steps, at the first and last one, and
-        with a validation.
+        """Record one step, and write a row every ``log_every`` steps, at the first and the last
+        step, and after a validation.
 
-        ``validation``: its losses by key; None: there was none. ``given``: metrics of hooks; the
-        next row holds the newest value of each.
+        Args:
+            validation: validation losses by key; None if this step had no validation.
+            last: this is the last step.
+            given: metrics of hooks; the next row contains the newest value of each.
         """
         first, self._first = self._first, False
         self._goodput.add(seconds, first=first)
@@ -184,22 +190,22 @@ class Recorder:
             return
         row = {**self._totals(progress, outcome, learning_rate), **(validation or {})}
         if first:
-            # Compilation and warm-up make the first step of a process long: its time is reported
-            # apart, and never averaged in. What ranks reported in it was before it.
+            # Compilation and warm-up make the first step of a process long: its time has a separate
+            # key and is never averaged. The ranks' reports in it describe the time before it.
             step_s = seconds["step_s"]
             self._emit(row | {keys.FIRST_STEP_S: step_s})
             if self.display:
                 self.display.log(f"first step {step_s:.2f} s (not counted in the averages)")
         else:
             longest, mean = max(busy_s), sum(busy_s) / len(busy_s)
-            if mean:  # otherwise no rank has measured a step yet
+            if mean:  # zero if no rank has measured a step yet
                 row |= {keys.SLOWEST_RANK: busy_s.index(longest), keys.SKEW: longest / mean}
             self._emit(row | self._averages(), busy_s)
 
     def _totals(
         self, progress: Progress, outcome: StepOutcome, learning_rate: float
     ) -> dict[str, Any]:
-        """Everything in a row that is no average."""
+        """Return all values of a row that are not averages."""
         row: dict[str, Any] = {
             keys.STEP: progress.step,
             keys.SEGMENT: self._segment,
@@ -218,7 +224,7 @@ class Recorder:
         return row | self._goodput.row() | self._outer
 
     def _add(self, seconds: Mapping[str, float], reports: Sequence[RankReport]) -> None:
-        """Adds one step to the sums: the seconds of this one, what was moved in the one before."""
+        """Add one step to the sums: the seconds of this step, the traffic of the previous one."""
         for name, value in seconds.items():
             self._sums[keys.time_key(name)] += value
         for key in reports[0].communication:  # the same on all ranks
@@ -229,11 +235,11 @@ class Recorder:
         self._steady_steps += 1
 
     def _averages(self) -> dict[str, float]:
-        """Time, communication and throughput of a step: the means since the last row."""
+        """Return the means since the last row: time, communication and throughput of a step."""
         row = {key: total / self._counted for key, total in self._sums.items()}
         self._crossed_bytes += self._sums[keys.communication_key("replicate", "bytes")]
         self._crossed_steps += self._counted
-        # What is counted was moved in the step before.
+        # The counted traffic belongs to the step before.
         as_predicted = max(self._step - self._counted, 1) > self.warmup
         self._sums.clear()
         self._counted = 0
@@ -241,7 +247,7 @@ class Recorder:
             row[keys.BYTES_BETWEEN_HOSTS] = sum(
                 row[keys.communication_key(axis, "bytes")] for axis in self.slow_axes
             )
-            # Else the bytes are those of the first steps, or of another layout.
+            # In the first steps and on another layout, other bytes than predicted are correct.
             if as_predicted and not self._was_short:
                 self._warn(self._deviation.check(row))
         if self.exact_bytes and self._crossed_bytes:
@@ -271,31 +277,32 @@ class Recorder:
         self.display.step(row, eta_s, age_s)
 
     def _write(self, row: dict[str, Any], busy_s: Sequence[float]) -> None:
-        # A rank that wrote before this one may have been lost before or after the row of its step.
+        # After a failure of the writing rank this rank may repeat steps with rows in the file. Each
+        # step must have one row, so the rows up to the last one in the file are not written again.
         if self.writer and row[keys.STEP] > self._stands:
             self.writer.write(row, busy_s)
 
     def _warn(self, sentences: Sequence[str]) -> None:
         for sentence in sentences:
-            # Every rank comes to the same sentences, and one shows them.
+            # Every rank computes the same sentences, and one rank shows them.
             if self.display is not None:
                 log.warning("%s", sentence)
                 self.display.log(f"warning: {sentence}")
 
     def log(self, text: str) -> None:
-        """A line for people, in ``train.log`` and on the console; rank 0 alone says it."""
+        """Log a line in ``train.log`` and on the console, on rank 0 only."""
         if self.display is not None:
             log.info("%s", text)
             self.display.log(text)
 
     def show_text(self, tag: str, text: str, step: int) -> None:
-        """As `say`, with the step and below it ``text``, which TensorBoard shows under ``tag``."""
+        """Log ``text`` with its tag and step, and show it in TensorBoard under ``tag``."""
         self.log(f"{tag} at step {step}:\n{for_terminal(text)}")
         if self.writer:
             self.writer.text(tag, text, step)
 
     def close(self) -> None:
-        """Ends the measurements and closes what is written to."""
+        """End the measurements, and close writer, display and profiler."""
         if self.meter:
             self.meter.remove()
         for part in (self.profiler, self.writer, self.display):
@@ -313,19 +320,19 @@ def _memory(device: torch.device) -> dict[str, float]:
         memory[keys.PEAK_GIB] = held.get("allocated_bytes.all.peak", 0) / _GIB
         memory[keys.ALLOCATED_GIB] = held.get("allocated_bytes.all.current", 0) / _GIB
         memory[keys.RESERVED_GIB] = held.get("reserved_bytes.all.current", 0) / _GIB
-        # How often the allocator had to give all cached blocks back and try again
+        # Number of times that the allocator had to return all cached blocks and retry
         memory[keys.ALLOCATION_RETRIES] = held.get("num_alloc_retries", 0)
     return memory
 
 
 class Deviation:
-    """Warns once per axis that moves more or less than predicted. ``predicted``: bytes by key."""
+    """Warns once per axis with more or less traffic than predicted. ``predicted``: bytes by key."""
 
     def __init__(self, predicted: Mapping[str, float]) -> None:
         self._predicted = dict(predicted)
 
     def check(self, row: Mapping[str, float]) -> list[str]:
-        """The warnings for one row of measurements; each axis is named once in a run."""
+        """Return the warnings for one row of measurements; each axis is reported once per run."""
         warnings = []
         for key, predicted in tuple(self._predicted.items()):
             measured, expected = row.get(key, predicted), max(predicted, 1.0)
@@ -341,7 +348,7 @@ class Deviation:
 
 
 class Stragglers:
-    """Warns once per rank that is slow. ``hosts[rank]``: where a rank runs."""
+    """Warns once per slow rank. ``hosts[rank]`` is the host of a rank."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = hosts
@@ -349,13 +356,13 @@ class Stragglers:
         self._named: set[int] = set()
 
     def check(self, busy_s: Sequence[float]) -> list[str]:
-        """``busy_s[rank]``: seconds of the last step without the rank's waits for others."""
-        # Zero stands for a rank that has measured nothing yet.
+        """Return warnings. ``busy_s[rank]``: seconds of the last step without waits for others."""
+        # Zero stands for a rank without measurements.
         if len(busy_s) < 2 or not all(busy_s):
             return []
         warnings = []
-        # One median for all ranks: to sort the others of each takes tens of milliseconds with
-        # hundreds of ranks. Who is slow is not in the lower half.
+        # One median for all ranks: sorting the other ranks for each rank would take tens of
+        # milliseconds for hundreds of ranks. A slow rank is never in the lower half.
         others = statistics.median(sorted(busy_s)[:-1])
         for rank, seconds in enumerate(busy_s):
             ratios = self._ratios[rank]
@@ -374,20 +381,20 @@ class Stragglers:
 
 
 class Goodput:
-    """Which part of the wall time trained the model, and what took the rest: totals on rank 0, in
-    seconds. Useful is the time of steps without the wait for data.
+    """The part of the wall time that trained the model, and the causes of the rest: totals on
+    rank 0, in seconds. Useful is the time of steps without the wait for data.
 
-    The totals count from when the run first began, restarts included: a run that goes on takes the
-    totals of its last row. Where workers replaced others, the time between that row and their first
-    new step is lost to the restart. Where somebody started the run again, it is not: nobody waited
-    for it. Steps that are repeated were of no use before: their time moves from useful to
-    ``repeated``.
+    The totals cover the time since the first start of the run, restarts included: a resumed run
+    continues the totals of its last row. If workers replaced others, the time between that row and
+    their first new step is lost to the restart. If a user started the run again, this pause is not
+    lost, because no process waited for it. The time of repeated steps moves from useful to
+    ``repeated``, because their first execution was of no use.
     """
 
     def __init__(self) -> None:
         self._lost = dict.fromkeys(keys.LOSSES, 0.0)
         self._useful = 0.0
-        # When a process that had run through without pauses would have begun
+        # The time at the begin of a process that had run without pauses
         self._begun = time.time()
 
     def resume(
@@ -399,11 +406,13 @@ class Goodput:
         restarted: bool = True,
         not_before: float = 0.0,
     ) -> None:
-        """Goes on after ``step`` from what earlier incarnations wrote.
+        """Continue after ``step`` with the totals of earlier restarts.
 
-        ``last_row``: the last one, also one whose steps are done again now; ``kept_row``: the last
-        one up to ``step``. ``restarted``: workers replaced others, instead of a new start;
-        ``not_before``: when the start that they belong to began, as of `time.time`.
+        Args:
+            last_row: the last row of the file, even if its steps are repeated now.
+            kept_row: the last row up to ``step``.
+            restarted: these workers replace earlier ones; False after a new start.
+            not_before: begin of their start, as of `time.time`.
         """
         if not last_row or keys.WALL_S not in last_row:
             return
@@ -412,7 +421,7 @@ class Goodput:
         self._useful = seconds_in(last_row, keys.USEFUL_S)
         if last_row[keys.STEP] > step:
             kept = kept_row or {keys.STEP: 0}
-            # Rows may be some steps apart: the time between two is divided evenly over them.
+            # Rows may be several steps apart: the time between two rows is divided evenly.
             share = (last_row[keys.STEP] - step) / (last_row[keys.STEP] - kept[keys.STEP])
             again = share * max(0.0, self._useful - seconds_in(kept, keys.USEFUL_S))
             self._useful -= again
@@ -424,8 +433,8 @@ class Goodput:
         self._begun = time.time() - seconds_in(last_row, keys.WALL_S) - pause
 
     def add(self, seconds: dict[str, float], *, first: bool) -> None:
-        """One step. The whole first step of a process (compilation, first touch of memory) counts
-        as lost."""
+        """Add one step. The whole first step of a process (compilation, first touch of memory)
+        counts as lost."""
         if first:
             self._lost["first_step"] += seconds["step_s"]
         else:
@@ -436,7 +445,7 @@ class Goodput:
         self._lost["validation"] += seconds.get("validation_s", 0.0)
 
     def row(self) -> dict[str, float]:
-        """Totals, by key; ``goodput/fraction`` is useful over wall time."""
+        """Return the totals by key; ``goodput/fraction`` is useful time over wall time."""
         now = time.time()
         wall = now - self._begun
         return {

@@ -1,7 +1,8 @@
 """Writes rows to ``metrics.jsonl`` and ``tensorboard/``, on rank 0 only: `MetricsWriter`.
 
-TensorBoard gives each folder of event files a colour. So what is measured for each axis is also
-written to a folder of that axis, under one tag for all, whose chart has a colour for each.
+TensorBoard gives each folder of event files a colour. Therefore the measurements of each axis are
+also written to a separate folder under tags that all axes share, and a chart of one of these tags
+has one colour per axis.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 HISTOGRAM_EVERY = 10  # rows; a histogram costs twice as much as all scalars of a row
 
-# In the folder of an axis: tag by quantity, and what a value is multiplied by
+# Quantity -> its tag in the folder of an axis, and the factor of its values
 OF_AN_AXIS = {
     "bytes": ("axis/megabytes", 1e-6),
     "seconds": ("axis/seconds", 1.0),
@@ -34,8 +35,8 @@ OF_AN_AXIS = {
     "calls": ("axis/calls", 1.0),
 }
 
-# Charts by group: regular expressions for the tags that a chart has lines for. An expression
-# matches a tag that it begins, so one that begins others ends with $.
+# Charts by group: regular expressions for the tags of a chart's lines. An expression matches every
+# tag that it is a prefix of, so an expression that is also a prefix of other tags ends with $.
 LAYOUT = {
     "Throughput": {
         "tokens per second": [f"{keys.TOKENS_PER_S}$"],
@@ -60,10 +61,10 @@ LAYOUT = {
         "slowest rank over the mean": [keys.SKEW],
     },
 }
-# Only where something crosses the replicate axis, and where replicas train on their own
+# Charts for runs with traffic over the replicate axis, and for replicas that train independently
 BETWEEN_REPLICAS = {"bytes saved: exact over sent": [keys.COMPRESSION]}
 SHARED_CHANGES = {"norm of the shared change": [keys.OUTER_NORM]}
-# Of the table of runs: the columns that it shows first, and the results, by their last values
+# In the table of runs: the columns that come first, and the results, with their last values
 COMPARED = ("strategy", "replicate", "shard", "tensor", "lr")
 _HPARAMS = "events.out.tfevents.0.hparams"
 _RESULTS = (keys.VALIDATION_LOSS, keys.LOSS, keys.TOKENS_PER_S, keys.GOODPUT)
@@ -71,38 +72,38 @@ _RESULTS = (keys.VALIDATION_LOSS, keys.LOSS, keys.TOKENS_PER_S, keys.GOODPUT)
 
 @dataclass
 class MetricsWriter:
-    """Appends one flat row per logged step to both places. Lines are flushed as they are written.
+    """Appends one flat row per logged step to both places. Every line is flushed.
 
-    What cannot be written (the disk is full, the run directory was deleted) ends no run: it is
-    reported once, and rows that are lost are counted.
+    A failed write (the disk is full, the run directory was deleted) does not end the run: it is
+    reported once, and lost rows are counted.
     """
 
     run_dir: str
-    texts: Mapping[str, str]  # config and mesh, which TensorBoard shows as Markdown
+    texts: Mapping[str, str]  # config and mesh, shown as Markdown in TensorBoard
     _: KW_ONLY
     tensorboard: bool
-    # By which the runs of a sweep are told apart: TensorBoard shows them in one table
+    # Settings that distinguish the runs of a sweep, for TensorBoard's table of runs
     hparams: Mapping[str, str | float | bool] = field(default_factory=dict)
-    axes: Sequence[str] = ()  # of the mesh, those with several ranks
-    replicas_equal: bool = True  # after every update; others share their changes now and then
+    axes: Sequence[str] = ()  # mesh axes with more than one rank
+    replicas_equal: bool = True  # after every update; False if replicas share changes less often
 
     def __post_init__(self) -> None:
         self._path = os.path.join(self.run_dir, "metrics.jsonl")
         self._board = os.path.join(self.run_dir, "tensorboard")
         self._file: FileIO | None = None
-        # By the folder in that of TensorBoard: an axis, or nothing for its own; empty without
+        # TensorBoard subfolder -> file: one per axis, and "" for the run; empty without TensorBoard
         self._events: dict[str, _EventFile] = {}
         self._rows = 0
         self._lost_rows = 0
 
     def begin(self, from_step: int) -> tuple[Row | None, Row | None]:
-        """Opens both, to go on after ``from_step``; a restart undid the steps of later rows.
-        Raises OSError.
+        """Open both files to continue after ``from_step``, and remove the rows of later steps,
+        which a restart has undone. Raises OSError.
 
-        Returns the last row that was there, undone or not, and the last one that stands; or None.
+        Returns the last row before the removal and the last row that stays, or None.
         """
         found = set_aside_after(self._path, from_step)
-        # Without a buffer, which would keep what a full disk has refused for the next row.
+        # Unbuffered: a buffer would retry the bytes that a full disk has rejected.
         self._file = FileIO(self._path, "ab", opener=regular)
         if self.tensorboard:
             for name in ("", *self.axes):
@@ -113,7 +114,8 @@ class MetricsWriter:
         return found
 
     def _write_hparams(self) -> None:
-        """TensorBoard shows the first that a folder holds: they replace those of earlier starts."""
+        """Write the settings for TensorBoard's table. TensorBoard shows the first entry of a
+        folder, so this entry replaces the entries of earlier starts."""
         if not self.hparams:
             return
         from torch.utils.tensorboard import summary
@@ -121,31 +123,32 @@ class MetricsWriter:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self._board, _HPARAMS))
         events = _EventFile(self._board, 0, _HPARAMS)
-        # Into the run's own folder, where its scalars are: ``add_hparams`` makes one beside it.
+        # Into the folder of the run's scalars: ``add_hparams`` would create another folder.
         for part in summary.hparams(self.hparams, dict.fromkeys(_RESULTS)):
             _mark_compared(part)
             events.add(part)
         events.close()
 
     def write(self, row: Row, busy_s: Sequence[float] = ()) -> None:
-        """``row`` holds ``step``; numbers that are not finite become null. ``busy_s``: by rank."""
+        """Write a row with its ``step``; numbers that are not finite become null. ``busy_s`` holds
+        the busy seconds by rank."""
         assert self._file is not None, "begin() comes first"
         clean = dict(row)
         for key, value in row.items():
-            # JSON has no NaN and no infinity.
+            # JSON lacks NaN and infinity.
             if isinstance(value, float) and not math.isfinite(value):
                 clean[key] = None
         try:
-            os.stat(self._path)  # a deleted file can still be written to, and nobody would see it
+            os.stat(self._path)  # writing to a deleted file would succeed without any effect
             end, line = self._file.seek(0, os.SEEK_END), json.dumps(clean).encode() + b"\n"
             if self._file.write(line) < len(line):
-                # The rest did not fit, and no row may follow half of another.
+                # The disk is full: remove the partial row, because no row may follow it.
                 self._file.truncate(end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
         except OSError as error:
             if not self._lost_rows:
                 first = f"{self._path} cannot be written, from step {row[keys.STEP]} on"
-                log.error("%s (%s): training goes on", first, error.strerror)
+                log.error("%s (%s): training continues", first, error.strerror)
             self._lost_rows += 1
         self._rows += 1
         with self._reported_once():
@@ -169,7 +172,7 @@ class MetricsWriter:
             own.add(spread, step)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """Shows ``text``, as it stands, under ``tag`` in TensorBoard, where that is written."""
+        """Show ``text`` verbatim under ``tag`` in TensorBoard, if this run uses TensorBoard."""
         if self._events:
             from torch.utils.tensorboard import summary
 
@@ -178,12 +181,12 @@ class MetricsWriter:
 
     @contextlib.contextmanager
     def _reported_once(self) -> Iterator[None]:
-        """Around what is written for TensorBoard. It reads no further than a record that was cut,
-        so nothing follows one that could not be written."""
+        """Report the first failed write to TensorBoard and stop writing. TensorBoard stops reading
+        at an incomplete record, so records after it would be lost."""
         try:
             yield
         except OSError as error:
-            log.error("%s cannot be written (%s): training goes on", self._board, error.strerror)
+            log.error("%s cannot be written (%s): training continues", self._board, error.strerror)
             self._close_events()
 
     def _close_events(self) -> None:
@@ -199,16 +202,16 @@ class MetricsWriter:
 
 
 class _EventFile:
-    """A file of TensorBoard's in ``folder``, which drops the steps after ``from_step`` that earlier
-    files hold. Written in this thread: ``SummaryWriter``'s prints a traceback on a full disk."""
+    """An event file in ``folder`` that makes TensorBoard drop steps after ``from_step`` in earlier
+    files. Written in this thread: ``SummaryWriter``'s thread prints a traceback on a full disk."""
 
     def __init__(self, folder: str, from_step: int, name: str = "") -> None:
-        # Imported here and below, so that only runs with TensorBoard wait for it.
+        # Imported here and below, so that runs without TensorBoard do not load it.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         os.makedirs(folder, exist_ok=True)
-        # TensorBoard reads the files of a folder in the order of their names.
+        # TensorBoard reads the files of a folder in alphabetical order.
         name = name or f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
         self._records = RecordWriter(open(os.path.join(folder, name), "xb"))  # noqa: SIM115
         self._event = Event
@@ -221,7 +224,8 @@ class _EventFile:
         self._write(self._event(step=step, summary=summary))
 
     def add_scalars(self, scalars: Mapping[str, float], step: int) -> None:
-        """All of them as one event: one for each would cost more than all else that is measured."""
+        """Write all scalars as one event: an event per scalar would cost more than all other
+        measurements together."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
@@ -233,7 +237,7 @@ class _EventFile:
         self._records.flush()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # of what could not be written before
+        with contextlib.suppress(OSError):  # data that could not be written before
             self._records.close()
 
 
@@ -253,7 +257,7 @@ def _introduction(writer: MetricsWriter) -> Iterator[Any]:
 
 
 def _mark_compared(summary: Any) -> None:
-    """TensorBoard's table shows a few columns: first those marked as different between runs."""
+    """Mark columns as different between runs, because TensorBoard shows such columns first."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     for value in summary.value:
@@ -264,7 +268,7 @@ def _mark_compared(summary: Any) -> None:
 
 
 def _of_axis(axis: str, scalars: Mapping[str, float]) -> dict[str, float]:
-    """What was measured for ``axis``, by the tags that all axes share; nothing in a first row."""
+    """Return the measurements of ``axis`` under the shared tags; empty for a first row."""
     moved: dict[str, float] = {}
     for quantity, (tag, scale) in OF_AN_AXIS.items():
         key = keys.communication_key(axis, quantity)

@@ -1,16 +1,16 @@
 """The optimizer of a parallelized model, and the learning rate. Start at `build_optimizer`.
 
-It returns a ``torch.optim.Optimizer`` whose update is that of a single process on any layout.
-AdamW, Adam and SGD update each element on its own and so are torch's; Muon needs whole matrices,
-and is in `muon.py`. Somebody's own is built by a function on the same parameter groups; one that
-needs whole matrices is wrapped by `whole_matrices`.
+`build_optimizer` returns a ``torch.optim.Optimizer`` that updates as a single process would, on any
+layout. AdamW, Adam and SGD are torch's, because they update each element separately; Muon needs
+unsharded matrices and is in `muon.py`. A custom optimizer is built by a function on the same
+parameter groups; if it needs unsharded matrices, `whole_matrices` wraps it.
 
-[Note: parameter groups] Every trainable parameter has default settings: weight decay on tensors of
-two and more dims, none on norms and biases; with Muon, the matrices of the repeated blocks are
-Muon's and all else is AdamW's. An entry of ``optimizer.groups`` changes the settings that it names
-for the parameters whose fully qualified name (FQN) its pattern matches; the first entry that
-matches a name is the one that counts. FQNs and shapes do not depend on the layout, so neither do
-the groups, their order and their numbers.
+[Note: parameter groups] Every trainable parameter has default settings: weight decay for tensors
+with two or more dims, none for norms and biases. With Muon, the matrices of the repeated blocks use
+Muon, and all other parameters AdamW. An entry of ``optimizer.groups`` changes the settings that it
+names for all parameters with a fully qualified name (FQN) that matches its pattern; the first entry
+that matches a name counts. FQNs and shapes do not depend on the layout, so neither do the groups,
+their order and their numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from parallel2d.training.optimizer.whole_matrices import whole_matrices as whole
 log = logging.getLogger(__name__)
 
 _NO_ENTRY = -1  # sorts before the number of any entry
-# The arguments by which torch's optimizers choose among their implementations.
+# The arguments that select an implementation of torch's optimizers
 _IMPLEMENTATIONS = {
     "fused": {"fused": True},
     "foreach": {"foreach": True},
@@ -49,12 +49,12 @@ _IMPLEMENTATIONS = {
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of ``config`` over the trainable parameters of ``model``: parallelized, or
-    plain on one process.
+    """Return the optimizer of ``config`` for the trainable parameters of ``model``: a parallelized
+    model, or a plain model on one process.
 
-    Raises `ConfigError` for a ``config`` that is none, for a word or number that it may not have,
-    without trainable parameters, for a pattern of ``config.groups`` that matches nothing, and where
-    Muon cannot tell hidden matrices from others.
+    Raises `ConfigError` for a ``config`` of another type, for values outside their range, for a
+    model without trainable parameters, for a pattern in ``config.groups`` without a match, and if
+    Muon cannot distinguish hidden matrices from others.
     """
     if not isinstance(config, OptimizerConfig):
         raise ConfigError(
@@ -63,7 +63,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         )
     check_optimizer(config)
     optimizer = _new_optimizer(plan_groups(model, config), config)
-    # A plain model on one process has no engine.
+    # A plain model on one process has no engines.
     for engine in engines_in(model):
         engine.updates.attach(optimizer)
     return optimizer
@@ -101,7 +101,7 @@ def _new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
 def _custom_optimizer(
     groups: list[dict[str, Any]], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """What ``config.target`` builds. Raises `ConfigError` for what cannot be trained with."""
+    """Build the optimizer of ``config.target``. Raises `ConfigError` if it cannot train."""
     assert config.target is not None
     what = f"optimizer.target={config.target}"
     optimizer = call_reference("optimizer.target", config.target, groups, **config.arguments)
@@ -121,7 +121,7 @@ def _custom_optimizer(
             "on the groups as they are"
         )
     for group in optimizer.param_groups:
-        # A rate that the function has given is its own, which the schedule scales.
+        # A learning rate that the function has set is kept, and the schedule scales it.
         if "lr" in group and group["lr"] != config.lr * group.get("lr_scale", 1.0):
             group["lr_scale"] = group["lr"] / config.lr
     if config.weight_decay and "weight_decay" not in optimizer.defaults:
@@ -137,11 +137,14 @@ def _ids_in(groups: list[dict[str, Any]]) -> set[int]:
 
 
 def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Groups for a ``torch.optim.Optimizer``: ``params``, ``weight_decay``, ``lr``, ``lr_scale``
-    and, for Muon, ``algorithm``.
+    """Return groups for a ``torch.optim.Optimizer``: ``params``, ``weight_decay``, ``lr``,
+    ``lr_scale`` and, for Muon, ``algorithm``. See [Note: parameter groups].
 
-    ``model``: parallelized, plain or on meta. See [Note: parameter groups]. Raises `ConfigError`
-    listing every pattern that matches no trainable parameter, with near names.
+    Args:
+        model: parallelized, plain or on meta.
+        config: the ``optimizer`` section.
+
+    Raises `ConfigError` with every pattern that matches no trainable parameter, and similar names.
     """
     named = updated_by_name(model)
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
@@ -151,38 +154,40 @@ def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any
     hidden = hidden_matrices(model) if config.name == "muon" else set()
     entries: dict[int, Any] = {_NO_ENTRY: {}, **dict(enumerate(config.groups))}
     groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
-    # In the order of the entries, so that the first entry that is wrong is the one reported.
+    # In the order of the entries, so that the first wrong entry is reported.
     for name in sorted(trained, key=lambda name: entry_of.get(name, _NO_ENTRY)):
         parameter = trained[name]
         number = entry_of.get(name, _NO_ENTRY)
         is_matrix = parameter.ndim == 2 and name in hidden
         settings = _settings(parameter, entries[number], config, is_hidden=is_matrix)
         is_muon = _is_muon(settings)
-        # The defaults give Muon matrices only, so any other parameter comes from an entry.
+        # The defaults assign only matrices to Muon, so any other parameter comes from an entry.
         if is_muon and parameter.ndim != 2:
             raise ConfigError(
                 f"optimizer.groups: pattern {entries[number]['pattern']} gives {name} of shape "
                 f"{list(parameter.shape)} to Muon, which takes matrices of two dims only"
             )
-        # Parameters of more and of fewer than two dims stay apart, as they do without entries.
+        # Parameters with two or more dims and parameters with fewer form separate groups.
         is_vector = parameter.ndim < 2
         key = (number, is_vector, not is_muon)
         group = groups.setdefault(key, {"params": [], **settings})
         group["params"].append(parameter)
-    # Groups of the defaults come first, then those of the entries in their order; within these,
-    # matrices before vectors, and Muon's before AdamW's.
+    # The order of the groups is part of every checkpoint: groups of the defaults come first, then
+    # groups of the entries in their order; within these, matrices before vectors, and Muon's groups
+    # before AdamW's. It depends only on names and shapes, so that a resumed run finds each
+    # parameter under the same number on any layout.
     ordered = [groups[key] for key in sorted(groups)]
     if config.name == "muon" and not any(map(_is_muon, ordered)):
         raise ConfigError(
             f"optimizer=muon: {type(model).__name__} has no repeated blocks with matrices in them, "
-            "so hidden matrices cannot be told from others; name them with "
+            "so hidden matrices cannot be distinguished; name them with "
             "optimizer.groups=[{pattern: ..., algorithm: muon}], or use optimizer=adamw"
         )
     return ordered
 
 
 def muon_names(model: nn.Module, config: OptimizerConfig) -> set[str]:
-    """FQNs of the parameters that Muon updates; empty with another optimizer. Raises
+    """Return the FQNs of the parameters that Muon updates; empty with another optimizer. Raises
     `ConfigError` as `plan_groups`."""
     if config.name != "muon":
         return set()
@@ -217,8 +222,8 @@ def _is_muon(group: Mapping[str, Any]) -> bool:
 def _matching_entries(
     names: Sequence[str], trained: set[str], entries: Sequence[Any]
 ) -> dict[str, int]:
-    """Name -> number of the first entry whose pattern matches it. Raises `ConfigError` with one
-    line per entry that has no effect."""
+    """Map each name to the number of the first entry with a matching pattern. Raises `ConfigError`
+    with one line per entry without effect."""
     entry_of: dict[str, int] = {}
     problems = []
     for number, entry in enumerate(entries):
@@ -226,7 +231,7 @@ def _matching_entries(
         where = f"optimizer.groups: pattern {pattern}"
         matching = fnmatch.filter(names, pattern)
         trainable = [name for name in matching if name in trained]
-        # What an earlier entry has taken stays with it.
+        # Parameters of an earlier entry stay in its group.
         fresh = set(trainable).difference(entry_of)
         entry_of |= dict.fromkeys(fresh, number)
         if not matching:
@@ -244,13 +249,14 @@ def _matching_entries(
 
 
 def learning_rate(step: int, steps: int, lr: float, config: SchedulerConfig) -> float:
-    """The rate used by ``step`` (from 1) of a run of ``steps``. ``wsd`` (warm-up, stable, decay; Hu
-    et al. 2024, MiniCPM) holds ``lr`` and falls linearly over the last ``decay_fraction``."""
+    """Return the learning rate of ``step`` (from 1) in a run of ``steps``. ``wsd`` (warm-up,
+    stable, decay; Hu et al. 2024, MiniCPM) keeps ``lr`` and falls linearly over the last
+    ``decay_fraction``."""
     if step <= config.warmup_steps:
         return lr * step / config.warmup_steps
     if config.name == "constant":
         return lr
-    # From 0 in the first step after the warm-up to 1 in the last step of the run.
+    # Rises from 0 in the first step after the warm-up to 1 in the last step of the run.
     done = step - config.warmup_steps - 1
     span = max(steps - config.warmup_steps - 1, 1)
     progress = min(done / span, 1.0)
@@ -259,21 +265,21 @@ def learning_rate(step: int, steps: int, lr: float, config: SchedulerConfig) -> 
     if config.name == "cosine":
         shape = 0.5 * (1 + math.cos(math.pi * progress))
     elif config.name == "wsd":
-        # The line is above 1, and so without effect, until the last `decay_fraction` begins.
+        # The line is above 1, and therefore clamped, until the last `decay_fraction` begins.
         shape = min(1.0, shape / config.decay_fraction)
     return lr * (config.floor + (1 - config.floor) * shape)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the rate of every parameter group: ``lr`` times the group's ``lr_scale``, where it has
-    one."""
+    """Set the learning rate of every parameter group: ``lr`` times the group's ``lr_scale``, if it
+    has one."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 class LossScaler:
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2018). All ranks call `update` with the
-    same answer, and so hold the same scale. With ``enabled=False`` it is 1 forever."""
+    same argument, so that their scales stay equal. With ``enabled=False`` the scale is always 1."""
 
     def __init__(self, enabled: bool, scale: float = 2.0**16, growth_every: int = 1000) -> None:
         self.enabled = enabled
@@ -282,8 +288,8 @@ class LossScaler:
         self.good_steps = 0
 
     def update(self, finite: bool) -> None:
-        """Halves the scale after a non-finite step, doubles it after ``growth_every`` finite ones
-        in a row."""
+        """Halve the scale after a non-finite step; double it after ``growth_every`` consecutive
+        finite steps."""
         if not self.enabled:
             return
         if not finite:

@@ -1,21 +1,21 @@
-"""Brings each sharded tensor whole to the one rank that works on it, and the result back to all:
+"""Gathers each sharded tensor on one rank, its owner, and scatters the result to all ranks:
 `MatrixOwners`.
 
-[Note: one owner per matrix] The mesh is taken from the inside out: tensor, shard, and with
-``hybrid_full`` replicate, whose ranks otherwise are owners each for themselves: nothing crosses the
-slow network. An axis either splits a matrix, and then it splits what the axes before it have left,
-or its ranks hold copies. To gather, the ranks of each axis that splits, the last one first, send
-their parts to the rank in the owner's place on that axis; of copies, those at the owner's place
-alone are sent. To scatter, the axes are gone through in their order: the rank in the owner's place
-sends every rank of the axis its part, or a copy. Each of these steps is one all-to-all for all
-matrices of a round, in the mesh's own process group of the axis, so the bytes over each axis are
-counted as usual.
+[Note: one owner per matrix] The axes of the mesh are taken from the inside out: tensor, shard, and
+with ``hybrid_full`` replicate. With the other strategies each replica has its own owners, so that
+nothing crosses the slow network. An axis either splits a matrix, that is, the part that the axes
+before it have left, or its ranks hold copies. To gather, the axes that split the matrix are taken
+in reverse order: the ranks of each such axis send their parts to the rank at the owner's position
+on it; of copies, only the copy at the owner's position is sent. To scatter, the axes are taken in
+their order: the rank at the owner's position sends every rank of the axis its part, or a copy. Each
+of these steps is one all-to-all for all matrices of a round, in the mesh's own process group of the
+axis, so that the bytes over each axis are counted as usual.
 
-Owners, rounds and the order of collectives follow from shapes alone, and so are the same on all
-ranks. Work, the most expensive first, goes to the rank with the least work so far. In a round an
-owner holds at most `ROUND_BYTES` of whole matrices, or one; a batch of results brings a rank at
-most `BATCH_BYTES`, or its part of one. Parts are padded to the largest one, so that the bytes that
-the ranks of an axis send together do not depend on who owns what.
+Owners, rounds and the order of collectives follow only from shapes, and are therefore equal on all
+ranks. Work is assigned in decreasing order of cost to the rank with the least work so far. In a
+round an owner holds at most `ROUND_BYTES` of unsharded matrices, or a single matrix. In a batch of
+results a rank receives at most `BATCH_BYTES`, or its part of a single matrix. Parts are padded to
+the largest one, so that the total bytes on an axis do not depend on the choice of owners.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BATCH_BYTES = 256 * 2**20
 
 
 class MatrixAxis(NamedTuple):
-    """A mesh axis of more than one rank. ``place``: of this rank on it."""
+    """A mesh axis with more than one rank. ``place`` is this rank's position on it."""
 
     name: str
     ranks: int
@@ -48,22 +48,22 @@ class MatrixAxis(NamedTuple):
 
 
 class _MatrixPart(NamedTuple):
-    """What an axis leaves of a matrix."""
+    """The part of a matrix that an axis leaves to this rank."""
 
-    dim: int | None  # that the axis splits; None where its ranks hold copies
-    lengths: tuple[int, ...]  # of ``dim``, on each rank of this rank's row; empty for copies
+    dim: int | None  # the dim that the axis splits; None if its ranks hold copies
+    lengths: tuple[int, ...]  # length of ``dim`` on each rank of the axis; empty for copies
     held: torch.Size  # the shape of this rank's part
-    padded: torch.Size  # in which parts are sent: the shape of the largest one of all ranks
+    padded: torch.Size  # the shape of sent parts: the largest part of all ranks
 
     def slices(self, place: int) -> tuple[slice, ...]:
-        """Indexes the padded part of the rank in ``place``, giving what that rank holds."""
+        """Return the slices of the padded part that the rank at ``place`` holds."""
         shape = list(self.held)
         if self.dim is not None:
             shape[self.dim] = self.lengths[place]
         return tuple(map(slice, shape))
 
     def cut(self, before: Tensor, ranks: int) -> Sequence[Tensor]:
-        """What each of the ``ranks`` of the axis gets of ``before``: its part, or a copy."""
+        """Split ``before`` into the parts of the ``ranks`` of the axis; copies are not split."""
         if self.dim is None:
             return [before] * ranks
         return before.split(self.lengths, self.dim)
@@ -71,45 +71,45 @@ class _MatrixPart(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnedMatrix:
-    """A matrix and the rank that works on it."""
+    """A matrix and the rank that owns it."""
 
-    number: int  # its place among those that were planned
-    shape: torch.Size  # of the whole
-    owner: tuple[int, ...]  # the owner's place on each axis
-    parts: tuple[_MatrixPart, ...]  # what each axis leaves to this rank
-    itemsize: int  # bytes of an element that is sent
+    number: int  # its number among the planned matrices
+    shape: torch.Size  # unsharded
+    owner: tuple[int, ...]  # the owner's position on each axis
+    parts: tuple[_MatrixPart, ...]  # the part that each axis leaves to this rank
+    itemsize: int  # bytes per sent element
 
     @property
     def part_bytes(self) -> int:
-        """Bytes that a rank gets of the result, with padding."""
+        """The bytes of the result that a rank receives, with padding."""
         part = self.parts[-1].padded if self.parts else self.shape
         return part.numel() * self.itemsize
 
 
 @dataclass(eq=False)
 class MatrixRound:
-    """Matrices that are whole on their owners at the same time."""
+    """Matrices that are unsharded on their owners at the same time."""
 
     mesh: DeviceMesh | None
     axes: Sequence[MatrixAxis]
     matrices: Sequence[OwnedMatrix]  # in the same order on every rank
     device: torch.device
-    dtype: torch.dtype  # in which they are sent
+    dtype: torch.dtype  # of sent values
 
     def __post_init__(self) -> None:
         self.batches = _in_pieces(self.matrices, BATCH_BYTES, lambda matrix: matrix.part_bytes)
         self._places = tuple(axis.place for axis in self.axes)
 
     def is_sent(self, matrix: OwnedMatrix) -> bool:
-        """Whether the owner gets this rank's part: of copies it gets one."""
+        """True if the owner receives this rank's part: it receives only one of several copies."""
         for part, owner, place in zip(matrix.parts, matrix.owner, self._places, strict=True):
             if part.dim is None and owner != place:
                 return False
         return True
 
     def gather(self, parts: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """The whole matrices that this rank owns, by number. ``parts``: this rank's part of each
-        matrix for which `is_sent` is true. Collective."""
+        """Return the unsharded matrices that this rank owns, by number. ``parts`` has this rank's
+        part of each matrix for which `is_sent` is true. Collective."""
         held = dict(parts)
         for level in reversed(range(len(self.axes))):
             self._gather_over(level, held)
@@ -118,15 +118,15 @@ class MatrixRound:
     def scatter(
         self, batch: Sequence[OwnedMatrix], wholes: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
-        """This rank's parts of the results of ``batch``, one of `batches`, by number. ``wholes``:
-        the results of the matrices that this rank owns. Collective."""
+        """Return this rank's parts of the results of ``batch``, one of `batches`, by number.
+        ``wholes`` has the results of the matrices that this rank owns. Collective."""
         held = {each.number: wholes[each.number] for each in batch if each.number in wholes}
         for level in range(len(self.axes)):
             self._scatter_over(level, batch, held)
         return held
 
     def _gather_over(self, level: int, held: dict[int, Tensor]) -> None:
-        """Joins parts in the owner's place on one axis, in ``held``. Collective."""
+        """Join the parts in ``held`` at the owner's position on one axis. Collective."""
         axis = self.axes[level]
         split = [each for each in self.matrices if each.parts[level].dim is not None]
         by_place = self._by_place(level, filter(self.is_sent, split))
@@ -137,7 +137,7 @@ class MatrixRound:
         sizes = [_numel(level, matrices) for matrices in by_place]
         flat = self._exchange(axis, sent, sizes, [sizes[axis.place]] * axis.ranks)
         shapes = [matrix.parts[level].padded for matrix in own]
-        # The matrices of the first rank of the axis, then those of the second, ...
+        # First all matrices from the first rank of the axis, then from the second, ...
         received = list(pieces_of(flat, shapes * axis.ranks))
         for index, matrix in enumerate(own):
             part = matrix.parts[level]
@@ -148,8 +148,8 @@ class MatrixRound:
     def _scatter_over(
         self, level: int, batch: Sequence[OwnedMatrix], held: dict[int, Tensor]
     ) -> None:
-        """Sends what ``held`` has, in the owner's place on one axis, to all ranks of the axis, and
-        replaces it by what this rank gets. Collective."""
+        """Send the tensors in ``held`` from the owner's position to all ranks of one axis, and
+        replace them by the parts that this rank receives. Collective."""
         axis = self.axes[level]
         by_place = self._by_place(level, batch)
         own = []
@@ -157,19 +157,19 @@ class MatrixRound:
             part = matrix.parts[level]
             pieces = part.cut(held[matrix.number], axis.ranks)
             own.append([_padded(each, part.padded) for each in pieces])
-        # All that the first rank of the axis gets, then what the second gets, ...
+        # First all parts for the first rank of the axis, then for the second, ...
         sent = list(chain.from_iterable(zip(*own, strict=True)))
         sizes = [_numel(level, matrices) for matrices in by_place]
         flat = self._exchange(axis, sent, [sizes[axis.place]] * axis.ranks, sizes)
-        # By the owner's place
+        # Ordered by the owner's position
         matrices = list(chain.from_iterable(by_place))
         received = pieces_of(flat, [matrix.parts[level].padded for matrix in matrices])
         for matrix, piece in zip(matrices, received, strict=True):
             held[matrix.number] = piece[matrix.parts[level].slices(axis.place)]
 
     def _by_place(self, level: int, matrices: Iterable[OwnedMatrix]) -> list[list[OwnedMatrix]]:
-        """By the owner's place on an axis, those that pass along this rank's row of it: the owner
-        is in this rank's place on all axes after it."""
+        """Group the matrices that pass this rank's line along an axis by the owner's position on
+        it: the owner has this rank's position on all later axes."""
         found: list[list[OwnedMatrix]] = [[] for _ in range(self.axes[level].ranks)]
         for matrix in matrices:
             if matrix.owner[level + 1 :] == self._places[level + 1 :]:
@@ -183,13 +183,18 @@ class MatrixRound:
         sent: Sequence[int],
         received: Sequence[int],
     ) -> Tensor:
-        """One all-to-all. ``tensors``: for the first rank of ``axis``, then for the second, ...;
-        ``sent``, ``received``: numbers of elements to and from each. Collective."""
+        """Run one all-to-all. Collective.
+
+        Args:
+            tensors: for the first rank of ``axis``, then for the second, ...
+            sent, received: number of elements to and from each rank.
+        """
         flat = torch.empty(0, dtype=self.dtype, device=self.device)
         if tensors:
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         output = flat.new_empty(sum(received))
-        # Either all ranks of the axis have something to send or receive here, or none has.
+        # Either all ranks of the axis send or receive elements here, or none does. Both numbers
+        # follow from shapes that every rank knows, so that all ranks skip the same collectives.
         if flat.numel() or output.numel():
             assert self.mesh is not None
             group = self.mesh.get_group(axis.name)
@@ -198,45 +203,50 @@ class MatrixRound:
 
 
 class MatrixOwners:
-    """Chooses the owners. ``mesh``: the ranks that make the same updates; None on one process."""
+    """Assigns owners. ``mesh`` has the ranks with the same updates; None on one process."""
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         self._mesh = mesh
         self._axes: list[MatrixAxis] = []
         if mesh is None:
             return
-        # The axes of a mesh are in this order, the outermost first.
+        # The axes of a mesh are in this order, outermost first.
         for name, place in reversed(axis_positions(mesh).items()):
             axis = MatrixAxis(name, mesh[name].size(), place)
             if axis.ranks > 1:
                 self._axes.append(axis)
 
     def assign(self, costs: Sequence[float]) -> list[int]:
-        """The number of the owner of each piece of work. ``costs``: in any unit."""
+        """Return the number of the owner of each piece of work; ``costs`` may have any unit."""
         work = [0.0] * math.prod(axis.ranks for axis in self._axes)
         owners = [0] * len(costs)
-        # Equal ones stay in their order, and `index` finds the first of equal ranks.
+        # Every rank must assign alike: `sorted` is stable, so that equal costs keep their order,
+        # and `index` finds the first of several ranks with the least work.
         for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
             owners[number] = work.index(min(work))
             work[owners[number]] += costs[number]
         return owners
 
     def is_own(self, owner: int) -> bool:
-        """Whether this rank is the owner of this number."""
+        """True if this rank is the owner with this number."""
         return self._places_of(owner) == tuple(axis.place for axis in self._axes)
 
     def plan(
         self, matrices: Mapping[int, Tensor], owners: Sequence[int], dtype: torch.dtype
     ) -> list[MatrixRound]:
-        """Puts the matrices, by number, in rounds. ``owners``: of all numbers, by `assign`.
-        ``dtype``: in which they are sent. Every rank must give the same shapes in the same order.
+        """Group the matrices, by number, into rounds. Every rank must pass the same shapes in the
+        same order.
+
+        Args:
+            owners: owners of all numbers, from `assign`.
+            dtype: dtype of sent values.
         """
         owned: dict[int, list[OwnedMatrix]] = {owner: [] for owner in sorted(set(owners))}
-        # The largest first
+        # Largest matrices first
         for number in sorted(matrices, key=lambda number: -matrices[number].numel()):
             matrix = self._owned(number, matrices[number], owners[number], dtype)
             owned[owners[number]].append(matrix)
-        # By owner, then by round
+        # Owner -> round -> matrices
         turns = []
         for each in owned.values():
             turns.append(
@@ -260,7 +270,7 @@ class MatrixOwners:
             dim = dims.get(axis.name)
             lengths: tuple[int, ...] = ()
             if dim is not None:
-                # Equal parts, rounded up; the last ones are shorter or empty.
+                # Equal parts, rounded up; the last parts are shorter or empty.
                 size = -(-held[dim] // axis.ranks)
                 ends = [min(held[dim], size * place) for place in range(axis.ranks + 1)]
                 lengths = tuple(end - begin for begin, end in pairwise(ends))
@@ -269,7 +279,7 @@ class MatrixOwners:
                 padded[dim] = -(-padded[dim] // axis.ranks)
             parts.append(_MatrixPart(dim, lengths, torch.Size(held), torch.Size(padded)))
         region = local_region(matrix)
-        # Where an empty part begins does not matter.
+        # The offset of an empty part is arbitrary.
         assert not region.numel or region == Region(tuple(offsets), tuple(held)), (
             f"{matrix.placements} does not split from the inside out"  # type: ignore[attr-defined]
         )
@@ -277,8 +287,8 @@ class MatrixOwners:
         return OwnedMatrix(number, matrix.shape, places, tuple(parts), dtype.itemsize)
 
     def _places_of(self, rank: int) -> tuple[int, ...]:
-        """The place on each axis of the rank of this number. Numbers run along the replicas first,
-        so that few matrices are spread over the nodes."""
+        """Return the position on each axis of the rank with this number. Numbers run along the
+        replicas first, so that few matrices are spread over the nodes."""
         places = []
         for axis in reversed(self._axes):
             rank, place = divmod(rank, axis.ranks)
@@ -287,10 +297,10 @@ class MatrixOwners:
 
 
 def _padded(part: Tensor, shape: torch.Size) -> Tensor:
-    """``part`` with zeros at the end of each dim up to ``shape``."""
+    """Return ``part`` padded with zeros at the end of each dim up to ``shape``."""
     if part.shape == shape:
         return part
-    # The last dim comes first.
+    # `pad` takes the last dim first.
     missing = [after - before for before, after in zip(part.shape, shape, strict=True)]
     return pad(part, list(chain.from_iterable((0, each) for each in reversed(missing))))
 

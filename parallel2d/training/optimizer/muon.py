@@ -1,13 +1,14 @@
-"""Muon (Jordan et al. 2024) for the hidden matrices and AdamW for all else, as one optimizer, on
-parameters that may be sharded: the class `Muon`. On plain tensors the updates are those of
-``torch.optim.Muon`` and ``torch.optim.AdamW`` to the bit.
+"""Muon (Jordan et al. 2024) for hidden matrices and AdamW for all other parameters, in one
+optimizer for sharded parameters: `Muon`. On plain tensors the updates equal ``torch.optim.Muon``
+and ``torch.optim.AdamW`` bit by bit.
 
 [Note: orthogonalization needs the whole matrix] Muon's momentum is elementwise and stays sharded.
-Its update is the whole momentum matrix made orthogonal by Newton-Schulz iterations in bf16, in
-which a sum over parts rounds differently from the sum over the whole. So each rank casts its part
-to bf16, as the iteration would do first, and one rank, the owner, gets all parts, iterates, and
-sends every rank its part of the result: see [Note: one owner per matrix] in `matrix_owners.py`. The
-iterations of a model are divided among the ranks that make the same updates, by their FLOPs.
+Its update is the unsharded momentum matrix after Newton-Schulz iterations in bf16, which make it
+orthogonal. A sum over parts would round differently from the sum over the unsharded matrix.
+Therefore each rank casts its part to bf16, as the iteration would do first, and one rank, the
+owner, receives all parts, iterates, and sends every rank its part of the result: see [Note: one
+owner per matrix] in `matrix_owners.py`. The iterations of a model are divided among the ranks with
+the same updates, by their FLOPs.
 """
 
 from __future__ import annotations
@@ -24,27 +25,28 @@ from parallel2d.parallel.sync.engine.replica_reducer import update_mesh_of
 from parallel2d.parallel.weights.geometry import local_part
 from parallel2d.training.optimizer.matrix_owners import MatrixOwners, MatrixRound
 
-MUON, ADAMW = "muon", "adamw"  # what a group's ``algorithm`` may be
-DTYPE = torch.bfloat16  # of matrices and updates that are sent
+MUON, ADAMW = "muon", "adamw"  # values of a group's ``algorithm``
+DTYPE = torch.bfloat16  # of sent matrices and updates
 _NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NS_EPS = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """Groups with ``algorithm="muon"`` (matrices) are updated by Muon, those with
+    """Updates groups with ``algorithm="muon"`` (matrices) by Muon, and groups with
     ``algorithm="adamw"`` by AdamW.
 
+    ``step()`` is collective over the ranks with the same updates, which share the work; every rank
+    must have gradients of the same matrices.
+
     Args:
-        params: parameter groups, each with ``algorithm``, as `optimizer.plan_groups` makes them.
-        lr: of both; with ``adjust_lr_fn="match_rms_adamw"`` (Liu et al. 2025) Muon's updates have
-            the size of AdamW's, so that one rate serves both; ``"original"`` wants about 20 times
-            as much for Muon's groups (``lr_scale``).
+        params: parameter groups, each with ``algorithm``, as `optimizer.plan_groups` returns them.
+        lr: of both algorithms; with ``adjust_lr_fn="match_rms_adamw"`` (Liu et al. 2025) Muon's
+            updates have the size of AdamW's, so that one learning rate serves both; ``"original"``
+            needs about 20 times as much for Muon's groups (``lr_scale``).
         momentum, nesterov, ns_steps: of Muon.
         betas, adamw_eps, foreach, fused: of AdamW.
 
-    ``step()`` is collective over the ranks that make the same updates, among which the matrices are
-    divided; every rank must have gradients of the same matrices. Raises ValueError for a parameter
-    of Muon that is no matrix.
+    Raises ValueError if a parameter of Muon is not a matrix.
     """
 
     def __init__(
@@ -68,8 +70,8 @@ class Muon(torch.optim.Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        # Its defaults complete AdamW's groups. torch wants a parameter of its own for it, which is
-        # never updated: see `step`.
+        # Its defaults complete AdamW's groups. torch requires a parameter for the constructor; it
+        # is never updated: see `step`.
         self._adamw = torch.optim.AdamW(
             [torch.zeros(0)], lr=lr, betas=betas, eps=adamw_eps, foreach=foreach, fused=fused
         )
@@ -85,7 +87,7 @@ class Muon(torch.optim.Optimizer):
                 )
         mesh = update_mesh_of(parameter for parameter, _ in self._matrices())
         self._owners = MatrixOwners(mesh)
-        # The rounds, and the settings of the matrices for which they were planned, by id
+        # The rounds, and the matrices (by id) and settings that they were planned for
         self._rounds: list[MatrixRound] = []
         self._planned_for: list[tuple[int, int]] = []
 
@@ -98,20 +100,20 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. Collective where matrices are sharded."""
+        """Update once. Collective if matrices are sharded."""
         loss = None
         if closure is not None:
             loss = torch.enable_grad()(closure)()
         self._update_matrices()
-        # AdamW works on this optimizer's own groups and state; they are looked up each time because
-        # load_state_dict replaces them.
+        # AdamW works on this optimizer's own groups and state. They are assigned in each step,
+        # because load_state_dict replaces them.
         self._adamw.param_groups = self._groups(ADAMW)
         self._adamw.state = self.state
         self._adamw.step()
         return loss
 
     def _update_matrices(self) -> None:
-        """Collective. See [Note: orthogonalization needs the whole matrix]."""
+        """Update by Muon; see [Note: orthogonalization needs the whole matrix]. Collective."""
         trained = [pair for pair in self._matrices() if pair[0].grad is not None]
         matrices = [matrix for matrix, _ in trained]
         groups = [group for _, group in trained]
@@ -132,7 +134,7 @@ class Muon(torch.optim.Optimizer):
                     _apply(part, matrices[number], groups[number])
 
     def _plan(self, matrices: list[Tensor], groups: list[dict[str, Any]]) -> list[MatrixRound]:
-        """The rounds in which ``matrices`` are updated; planned anew only for others."""
+        """Return the rounds for ``matrices``; planned again only if the matrices change."""
         if not matrices:
             return []
         steps = [group["ns_steps"] for group in groups]
@@ -155,18 +157,18 @@ class Muon(torch.optim.Optimizer):
         local_part(state["momentum_buffer"]).lerp_(local_part(gradient), 1 - group["momentum"])
 
     def _before_iteration(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """This rank's part of what is made orthogonal, in bf16."""
+        """Return this rank's part of the input of the iteration, in bf16."""
         update = local_part(self.state[parameter]["momentum_buffer"])
         if group["nesterov"]:
             assert parameter.grad is not None
             update = local_part(parameter.grad).lerp(update, group["momentum"])
-        # A copy, because the iteration divides its input in place where that is bf16 already.
+        # A copy, because the iteration divides its input in place if it is bf16 already.
         return update.to(DTYPE, copy=True)
 
 
 def iteration_flops(shape: torch.Size, steps: int) -> float:
-    """FLOPs of ``steps`` Newton-Schulz iterations on a matrix: products of the shorter side *k* and
-    the longer side *l*, 2·k·k·l twice and 2·k·k·k once per iteration."""
+    """Return the FLOPs of ``steps`` Newton-Schulz iterations: with the shorter side *k* and the
+    longer side *l*, products of 2·k·k·l twice and 2·k·k·k once per iteration."""
     shorter, longer = sorted(shape)
     return steps * (4.0 * shorter * shorter * longer + 2.0 * shorter**3)
 
@@ -174,6 +176,6 @@ def iteration_flops(shape: torch.Size, steps: int) -> float:
 def _apply(part: Tensor, parameter: Tensor, group: dict[str, Any]) -> None:
     local = local_part(parameter)
     local.mul_(1 - group["lr"] * group["weight_decay"])
-    # By the shape of the whole matrix, as `torch.optim.Muon` does.
+    # From the unsharded shape, as `torch.optim.Muon` does.
     lr = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
     local.add_(part.reshape(local.shape), alpha=-lr)

@@ -1,11 +1,12 @@
-"""Runs an optimizer of one's own on whole tensors: `whole_matrices`.
+"""Runs a custom optimizer on unsharded tensors: `whole_matrices`.
 
 [Note: an optimizer that sees whole tensors] Each parameter group (with ``split=True`` each
-parameter) has an owner, a rank. In a step the owner gets its parameters and gradients whole, an
-optimizer of the user's class steps there, and every rank gets its part of the new values; see
-[Note: one owner per matrix] in `matrix_owners.py`. The class's state is with the owners, or, while
-it is saved and after it was loaded, in ``WholeMatrices.state``: what has the shape of its parameter
-sharded like it, all else equal on all ranks. The next step moves it to the owners.
+parameter) has an owner, one of the ranks. In a step the owner receives the unsharded parameters and
+gradients, an optimizer of the user's class steps there, and every rank receives its part of the new
+values; see [Note: one owner per matrix] in `matrix_owners.py`. The state of the class is on the
+owners. While the state is saved and after it was loaded, it is in ``WholeMatrices.state`` instead:
+state with the shape of its parameter is sharded like the parameter, all other state is equal on all
+ranks. The next step moves it to the owners.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from parallel2d.parallel.weights.states import TensorEntry
 from parallel2d.training.optimizer.matrix_owners import MatrixOwners, MatrixRound
 
 _EMPTY = "an empty list"  # in saved state
-Tensors = Mapping[int, Tensor]  # by number of the parameter, or of what is sent
+Tensors = Mapping[int, Tensor]  # by number of the parameter, or of the sent tensor
 
 
 def whole_matrices(
@@ -40,50 +41,53 @@ def whole_matrices(
     split: bool = False,
     **arguments: Any,
 ) -> torch.optim.Optimizer:
-    """An optimizer that updates sharded parameters as ``optimizer_class(parameters, **arguments)``
-    would in one process. ``step``, ``state_dict`` and whatever saves its state are collective.
+    """Return an optimizer that updates sharded parameters as ``optimizer_class(parameters,
+    **arguments)`` would in one process. ``step``, ``state_dict`` and every function that saves its
+    state are collective.
 
     Args:
-        optimizer_class: gets plain tensors; their values and gradients in ``step`` alone.
-        parameters: those of a parallelized model, or groups of them.
-        split: False: a group has one owner, so a class may stack its parameters. True: each
-            parameter may have another, for classes that treat each alone.
+        optimizer_class: receives plain tensors, with values and gradients only during ``step``.
+        parameters: the parameters of a parallelized model, or groups of them.
+        split: False: each group has one owner, so that a class may stack its parameters. True:
+            each parameter may have another owner, for classes that treat each one separately.
+        arguments: passed to ``optimizer_class``.
 
-    Raises `ConfigError` for parameters that are not those of one mesh, for a class whose ``step``
-    needs a closure, and, when it is saved, for state that is not made of tensors, numbers and lists
-    of these.
+    Raises `ConfigError` for parameters on different meshes, for a class with a ``step`` that needs
+    a closure, and during a save for state other than tensors, numbers and lists of these.
     """
-    kind = type(optimizer_class.__name__, (WholeMatrices,), {})  # a checkpoint has this name
+    kind = type(optimizer_class.__name__, (WholeMatrices,), {})  # checkpoints store this name
     return kind(optimizer_class, _mapped(parameters, updated_as), split, arguments)
 
 
-# By number of the parameter and key
+# Number of the parameter and key -> state
 _State = dict[tuple[int, str], Any]
 
 
 class WholeMatrices(torch.optim.Optimizer):
-    """See [Note: an optimizer that sees whole tensors]; made by `whole_matrices`."""
+    """Steps a class on unsharded tensors; see [Note: an optimizer that sees whole tensors]."""
 
     def __init__(self, optimizer_class: Any, given: Any, split: bool, arguments: Any) -> None:
         if needs_closure(optimizer_class):
-            raise ConfigError("whole_matrices(...) takes no class whose step needs a closure")
+            raise ConfigError(
+                "whole_matrices(...) does not take a class whose step needs a closure"
+            )
         real: dict[nn.Parameter, Tensor] = {}
 
         def place_of(parameter: Tensor) -> nn.Parameter:
-            # Without memory. Not a number, so that what a class computes from it is seen.
+            # Takes no memory. NaN, so that a computation with the value is noticed.
             value = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
             whole = nn.Parameter(value.expand(parameter.shape), parameter.requires_grad)
-            whole.grad_dtype = None  # any
+            whole.grad_dtype = None  # any dtype
             real[whole] = parameter
             return whole
 
         self._inner = optimizer_class(_mapped(given, place_of), **arguments)
         self._inner_groups = list(self._inner.param_groups)
-        # Of each group, the settings that the class has changed in a step
+        # For each group, the settings that the class has changed in a step
         self._changed: list[set[str]] = [set() for _ in self._inner_groups]
-        # By number of the parameter, in the order of the groups
+        # Number of the parameter, in the order of the groups -> its unsharded parameter
         self._wholes: dict[int, nn.Parameter] = {}
-        sets: list[int] = []  # those in one set have one owner
+        sets: list[int] = []  # parameters with the same number have the same owner
         groups = []
         for group in self._inner_groups:
             groups.append({**group, "params": [real[whole] for whole in group["params"]]})
@@ -100,13 +104,13 @@ class WholeMatrices(torch.optim.Optimizer):
         assigned = self._owners.assign(costs)
         self._owner_of = [assigned[each] for each in sets]
         self._rounds = self._plan(self._parameters, self._owner_of)
-        # For the numbers of the parameters that have gradients
+        # Numbers of the parameters with gradients -> their rounds
         self._gradient_rounds: dict[tuple[int, ...], list[MatrixRound]] = {}
         self._keep_own()
 
     def _keep_own(self) -> None:
-        """Leaves the class the parameters that this rank owns: it steps them alone, and has no
-        state of others."""
+        """Remove parameters of other owners from the class, which then steps only this rank's own
+        parameters and has no state of others."""
         for number in list(self._wholes):
             if not self._owners.is_own(self._owner_of[number]):
                 self._inner.state.pop(self._wholes.pop(number), None)
@@ -117,7 +121,7 @@ class WholeMatrices(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. Collective; every rank must have gradients of the same parameters."""
+        """Update once. Collective; every rank must have gradients of the same parameters."""
         loss = None
         if closure is not None:
             loss = torch.enable_grad()(closure)()
@@ -142,14 +146,14 @@ class WholeMatrices(torch.optim.Optimizer):
             whole.data = whole.new_empty(()).expand(whole.shape)
 
     def _step_own(self) -> None:
-        """Steps the class, on the parameters of which this rank is the owner."""
+        """Step the class on the parameters that this rank owns."""
         if len(self.param_groups) != len(self._inner_groups):
             raise ConfigError("whole_matrices takes all parameter groups at once")
         for inner, group in zip(self._inner_groups, self.param_groups, strict=True):
             inner.update(_settings(group))
         if self._wholes:
             self._inner.step()
-        # Owners alone know the settings that the class has changed; `spread_state` sends them.
+        # Only owners know the settings that the class has changed; `spread_state` sends them.
         groups = zip(self._inner_groups, self.param_groups, self._changed, strict=True)
         for inner, group, changed in groups:
             for key, value in _settings(inner).items():
@@ -158,7 +162,7 @@ class WholeMatrices(torch.optim.Optimizer):
             group.update(_settings(inner))
 
     def _plan(self, tensors: Tensors, owners: Sequence[int]) -> list[MatrixRound]:
-        """The rounds in which ``tensors`` are sent, each in its own dtype."""
+        """Return the rounds that send ``tensors``, each in its own dtype."""
         rounds = []
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
             sent = {number: each for number, each in tensors.items() if each.dtype == dtype}
@@ -166,25 +170,26 @@ class WholeMatrices(torch.optim.Optimizer):
         return rounds
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of any optimizer, with sharded tensors. Collective."""
+        """Return the state of any optimizer, with sharded tensors. Collective."""
         self.spread_state()
         return super().state_dict()
 
     @torch.no_grad()
     def spread_state(self) -> None:
-        """Moves the owners' state to ``self.state``, and to all ranks what the class has set in its
-        groups. Collective."""
-        # Whoever looks for the state of a parameter makes an empty entry.
+        """Move the owners' state to ``self.state``, and send the settings that the class has
+        changed to all ranks. Collective."""
+        # Reading the state of a parameter creates an empty entry, which does not count.
         if any(self.state.values()):
             return
         own, found, unknown = self._take_own_state()
         settings: dict[int, dict[str, Any]] = {}
         for number, inner in enumerate(self._inner_groups):
             if inner["params"]:
-                # The present value, which a scheduler may have changed after the step.
+                # The present value: a scheduler may have changed it after the step.
                 present = self.param_groups[number]
                 settings[number] = {key: present[key] for key in self._changed[number]}
-        # Every rank must hear of what cannot be saved.
+        # State that cannot be saved must raise on every rank. A rank that raised here would leave
+        # the others in the exchange below, so the rank sends the names and raises after it.
         found = {} if unknown else found
         for group in self._mesh.get_all_groups() if self._mesh else ():
             for of_rank in all_gather((found, settings, unknown), group):
@@ -201,20 +206,20 @@ class WholeMatrices(torch.optim.Optimizer):
         self._put_state(own, found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As that of any optimizer. No communication."""
+        """Load the state as any optimizer does. No communication."""
         self.forget_state(self._parameters.values())
         super().load_state_dict(state_dict)
 
     def forget_state(self, parameters: Iterable[Tensor]) -> None:
-        """Drops the state that the class has of ``parameters``."""
+        """Drop the state that the class has of ``parameters``."""
         dropped = set(map(id, parameters))
         for number, whole in self._wholes.items():
             if id(self._parameters[number]) in dropped:
                 self._inner.state.pop(whole, None)
 
     def _take_own_state(self) -> tuple[_State, _State, set[str]]:
-        """What the class has of its parameters, which forgets it; the same with shapes in the
-        place of tensors; and the keys of what cannot be saved."""
+        """Remove and return the class's state of its parameters; the same state with shapes in
+        place of tensors; and the keys of state that cannot be saved."""
         own: _State = {}
         for number, whole in self._wholes.items():
             for key, value in _without_lists(self._inner.state.pop(whole, {})):
@@ -230,7 +235,7 @@ class WholeMatrices(torch.optim.Optimizer):
         return own, found, unknown
 
     def _put_state(self, own: _State, found: _State) -> None:
-        """Fills ``self.state`` with what was ``found``, of which this rank has its ``own``."""
+        """Fill ``self.state`` with all of ``found``; this rank has the values of its ``own``."""
         sources: dict[int, Tensor] = {}
         targets: dict[int, Tensor] = {}
         owners: list[int] = []
@@ -248,7 +253,7 @@ class WholeMatrices(torch.optim.Optimizer):
         _scatter(self._plan(targets, owners), sources, targets)
 
     def _collect_state(self) -> None:
-        """Moves what ``self.state`` holds to the owners. Collective."""
+        """Move ``self.state`` to the owners. Collective."""
         places: list[tuple[int, str]] = []
         sharded: dict[int, Tensor] = {}
         for number, parameter in self._parameters.items():
@@ -270,8 +275,8 @@ class WholeMatrices(torch.optim.Optimizer):
 
 
 def _mapped(given: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """What an optimizer takes (tensors, pairs of name and tensor, groups of these) with
-    ``function`` of each tensor."""
+    """Apply ``function`` to each tensor of an optimizer's first argument: tensors, pairs of name
+    and tensor, or groups of these."""
     if isinstance(given, Tensor):
         return function(given)
     if isinstance(given, Mapping):
@@ -282,7 +287,7 @@ def _mapped(given: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _gather(rounds: Sequence[MatrixRound], tensors: Tensors) -> dict[int, Tensor]:
-    """The whole ones of ``tensors`` that this rank owns. Collective."""
+    """Return the unsharded ``tensors`` that this rank owns. Collective."""
     wholes: dict[int, Tensor] = {}
     for each in rounds:
         sent = [matrix.number for matrix in each.matrices if each.is_sent(matrix)]
@@ -291,7 +296,7 @@ def _gather(rounds: Sequence[MatrixRound], tensors: Tensors) -> dict[int, Tensor
 
 
 def _scatter(rounds: Sequence[MatrixRound], wholes: Tensors, targets: Tensors) -> None:
-    """Fills this rank's parts of ``targets`` with the ``wholes`` of owners. Collective."""
+    """Fill this rank's parts of ``targets`` from the owners' ``wholes``. Collective."""
     for each in rounds:
         for batch in each.batches:
             for number, part in each.scatter(batch, wholes).items():
@@ -303,8 +308,8 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_lists(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """A parameter's state, in which a list, such as SOAP's ``Q``, is ``Q[0]``, ``Q[1]``, and an
-    empty list a string."""
+    """Yield a parameter's state with the elements of a list, such as SOAP's ``Q``, as ``Q[0]``,
+    ``Q[1]``, and an empty list as a string."""
     for key, value in entries.items():
         places = {key: value}
         if isinstance(value, list | tuple) and value:
@@ -314,14 +319,14 @@ def _without_lists(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _put(entries: dict[str, Any], key: str, value: Any) -> None:
-    """Adds to a parameter's state an entry as `_without_lists` has given it."""
-    # `load_state_dict` of torch makes another string of it.
+    """Add an entry from `_without_lists` to a parameter's state."""
+    # After torch's `load_state_dict` it is another string object.
     value = [] if isinstance(value, str) else value
     listed = re.fullmatch(r"(.+)\[(\d+)\]", key)
     if listed is None:
         entries[key] = value
         return
     places = entries.setdefault(listed[1], [])
-    # In any order
+    # The entries may come in any order.
     places.extend([None] * (int(listed[2]) + 1 - len(places)))
     places[int(listed[2])] = value

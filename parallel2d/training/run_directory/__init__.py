@@ -1,2 +1,2 @@
-"""The records of a run: who owns its directory, each start as a segment, and how it ended. They
-change once a start is accepted; one that is refused leaves those of earlier starts as they are."""
+"""The records of a run: the owner of its directory, each start as a segment, and its end. They
+change only when a start is accepted; a rejected start leaves earlier records unchanged."""

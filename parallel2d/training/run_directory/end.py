@@ -1,4 +1,4 @@
-"""How a run ended: `summarize` writes and says it, `note_failure` keeps the error of a failure."""
+"""The end of a run: `summarize` writes and returns it, `note_failure` keeps a failure's error."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from parallel2d.training.metrics.metrics_row import parse_row
 SUMMARY = "summary.json"
 _MEASURED = (int, float, type(None))
 _COMMAND = "python -m parallel2d."
-# What starts ranks in the place of python, by launcher
+# Commands that start ranks in place of python, by launcher
 _STARTERS = {"torchrun": "torchrun ... -m ", "srun": "srun ... python -m "}
 
 
 def _read_rows(run_dir: str) -> tuple[dict[str, Any], dict[str, tuple[float, int]]]:
-    """The newest value of each key, and of each loss the smallest value with its step."""
+    """Return the newest value of each key, and the smallest value of each loss with its step."""
     last: dict[str, Any] = {}
     best: dict[str, tuple[float, int]] = {}
     path = os.path.join(run_dir, "metrics.jsonl")
@@ -35,7 +35,7 @@ def _read_rows(run_dir: str) -> tuple[dict[str, Any], dict[str, tuple[float, int
             for key in [key for key in row if key.split("/")[-1] == keys.LOSS]:
                 value = files.number(row[key])
                 least, _ = best.setdefault(key, (value, row[keys.STEP]))
-                # No number is smaller than NaN, or larger.
+                # Comparisons with NaN are always false, so NaN needs a separate check.
                 if math.isnan(least) or value < least:
                     best[key] = (value, row[keys.STEP])
     return last, best
@@ -50,16 +50,20 @@ def summarize(
     reason: str | None = None,
     launcher: str = "self",
 ) -> list[str]:
-    """Writes ``summary.json`` and returns it as lines for people. Rank 0, after the last row.
+    """Write ``summary.json`` and return it as lines for users. Rank 0, after the last row.
 
-    ``stopped``: the run was asked to end before its last step; ``reason``: why it ended there by
-    itself; ``best``: the checkpoint of the best value; ``launcher``: as `RankIdentity` has it.
+    Args:
+        stopped: the run was asked to end before its last step.
+        checkpoint: path of the last checkpoint.
+        best: path of the checkpoint with the best value.
+        reason: the run's own reason for its end before the last step.
+        launcher: as in `RankIdentity`.
     """
     last, best_losses = _read_rows(job.run_dir)
     if not last:
         return []
     objective = job.config.train.objective
-    # JSON has no NaN: what is not finite is null.
+    # JSON lacks NaN: values that are not finite become null.
     measured = {key: value for key, value in last.items() if type(value) in _MEASURED}
     losses: dict[str, Any] = {}
     for key, (value, step) in best_losses.items():
@@ -84,7 +88,7 @@ def summarize(
     lines = [*_results(summary), *_commands(job, summary, launcher)]
     try:
         files.replace(os.path.join(job.run_dir, SUMMARY), json.dumps(summary, indent=1))
-    except OSError as error:  # a full disk does not undo what was trained
+    except OSError as error:  # a full disk must not fail a finished training
         lines.append(f"warning: {SUMMARY} cannot be written: {error.strerror}")
     return lines
 
@@ -101,7 +105,7 @@ def _results(summary: Mapping[str, Any]) -> list[str]:
     first = "stopped" if summary["stopped"] or summary["reason"] else "done"
     lines = [f"{first:<12}{', '.join(parts)}"]
     if summary["reason"]:
-        lines.append(f"why         {summary['reason']}")
+        lines.append(f"reason      {summary['reason']}")
     for key, best in summary["best"].items():
         label = key.removesuffix("/loss").replace("/", " ")
         at_end, least = files.number(last.get(key)), files.number(best["value"])
@@ -120,8 +124,8 @@ def _commands(job: Job, summary: Mapping[str, Any], launcher: str) -> list[str]:
     if summary["checkpoint"] and not summary["reason"]:
         start = _STARTERS.get(launcher, "python -m ")
         words = files.printable(shlex.join(_resume_overrides(job, summary)), 4000)
-        lines.append(f"go on       {start}parallel2d.train {words} hydra.run.dir={run_dir}")
-    lines.append(f"look        {_COMMAND}report {run_dir}")
+        lines.append(f"continue    {start}parallel2d.train {words} hydra.run.dir={run_dir}")
+    lines.append(f"report      {_COMMAND}report {run_dir}")
     if job.config.metrics.tensorboard:
         lines.append(f"            tensorboard --logdir {run_dir}")
         lines.append("            http://localhost:6006/#custom_scalars  (once it runs)")
@@ -137,7 +141,7 @@ def _commands(job: Job, summary: Mapping[str, Any], launcher: str) -> list[str]:
     return lines
 
 
-# Words that are about how a run begins, or that get another value
+# Overrides that only concern the begin of a run, or that get another value
 _NOT_AGAIN = (
     *("train.steps=", "train.epochs=", "train.certify", "launch.host_id="),
     *("hydra.run.", "checkpoint.resume=", "checkpoint.load="),
@@ -145,7 +149,7 @@ _NOT_AGAIN = (
 
 
 def _resume_overrides(job: Job, summary: Mapping[str, Any]) -> list[str]:
-    """Goes as far as was planned where the run was stopped, otherwise twice as far."""
+    """Return overrides for the planned rest if the run was stopped, else for twice the steps."""
     words = [word for word in job.overrides if not word.lstrip("+").startswith(_NOT_AGAIN)]
     epochs = job.config.train.epochs
     further = 1 if summary["stopped"] else 2
@@ -163,7 +167,7 @@ def _short(path: str) -> str:
 
 
 def _read_summary(run_dir: str, part: str) -> dict[str, Any]:
-    """Empty where no run ended, and for a file that is none of ours."""
+    """Return a part of the summary; empty if no run ended, and for a file of another origin."""
     try:
         found = files.read_json(os.path.join(run_dir, SUMMARY))[part]
     except (OSError, ValueError, KeyError, TypeError):
@@ -172,13 +176,13 @@ def _read_summary(run_dir: str, part: str) -> dict[str, Any]:
 
 
 def read_objective(run_dir: str) -> float | None:
-    """The last ``train.objective``, NaN where not finite; None: not measured, or no run ended."""
+    """Return the last ``train.objective``, NaN if not finite; None if not measured or not ended."""
     objective = _read_summary(run_dir, "objective")
     return files.number(objective.get("value")) if objective.get("measured") is True else None
 
 
 def objective_missing(name: str, run_dir: str) -> str:
-    """The sentence for a sweep whose job has not measured what it is judged by."""
+    """Return the error for a sweep with a job that has not measured its objective."""
     hint = did_you_mean(name, list(_read_summary(run_dir, "last")))
     return (
         f"train.objective={name} was never measured, so the sweep cannot judge the job{hint}; "
@@ -187,7 +191,7 @@ def objective_missing(name: str, run_dir: str) -> str:
 
 
 def note_failure(run_dir: str, text: str) -> None:
-    """Adds the error of a run to its ``train.log``, if that can be written."""
+    """Append the error of a run to its ``train.log``, if the file is writable."""
     stamped = f"{time.strftime('%H:%M:%S')} {files.for_terminal(text)}\n"
     path = os.path.join(run_dir, "train.log")
     with contextlib.suppress(OSError), open(path, "a", opener=files.regular) as file:

@@ -1,18 +1,18 @@
-"""The starts of a run: `accept_start` records one once nothing can refuse it any more,
-`read_segments` reads the records, `changes_since` says what a start changed.
+"""The starts of a run: `accept_start` records a start once no check can refuse it any more,
+`read_segments` reads the records, `changes_since` compares two starts.
 
-``segments.jsonl`` has one line for every start, which rows of ``metrics.jsonl`` name by its number.
+``segments.jsonl`` has one line per start; rows of ``metrics.jsonl`` refer to it by its number.
 
-[Note: pending records] Hydra writes what it composed before anything is checked. It does so into
-a folder of its own, which takes the place of ``.hydra`` when the start is accepted and is removed
-when it is refused. So ``.hydra``, ``layout.json`` and ``owner.json`` always describe the last start
+[Note: pending records] Hydra writes the composed configuration before any check. It writes into a
+separate folder, which replaces ``.hydra`` when the start is accepted and is removed when the start
+is refused. Therefore ``.hydra``, ``layout.json`` and ``owner.json`` always describe the last start
 that was accepted and had steps to train.
 
-[Note: two halves of a job] When a network splits, both halves may go on as what is left of the job,
-and write rows and checkpoints of one run: the rendezvous cannot reach a node that is cut off from
-it. So every start writes its mark into the run directory before anything else, and rank 0 checks at
-every step whether the mark is still its own. The half that was there first ends, and joins the
-other once it can reach it.
+[Note: two halves of a job] When a network splits, both halves may continue as the survivors of the
+job, and write rows and checkpoints of one run: the rendezvous cannot reach a node that is cut off.
+Therefore every start first writes its ownership lock into the run directory, and rank 0 checks at
+every step that the lock still has its token. The half that started first ends, and joins the other
+half once it can reach it.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ _SEGMENTS = "segments.jsonl"
 _LONGEST_LINE = 1 << 22  # bytes; a layout lists every rank
 _LARGEST_FILE = 1 << 28
 _MOST_SEGMENTS = 10_000
-_LONGEST_VALUE = 60  # of a setting that changed, in characters
+_LONGEST_VALUE = 60  # characters of a setting in a list of changes
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One start of a run: by a person or a scheduler, or of workers that replace others."""
+    """One start of a run: by a user or a scheduler, or by workers that replace others."""
 
     number: int  # from 1
-    first_step: int  # that it trains
-    restarted: bool  # workers of the same job replaced others
+    first_step: int  # the first step that it trains
+    restarted: bool  # its workers replaced other workers of the same job
     begun: str  # local time
-    begun_s: float = 0.0  # the same as of `time.time`
-    certified: bool = False  # compared with one process before its first step
-    command: tuple[str, ...] = ()  # the words of the command line
+    begun_s: float = 0.0  # the same time as of `time.time`
+    certified: bool = False  # True after a parity check before the first step
+    command: tuple[str, ...] = ()  # the overrides of the command line
     config: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Any] = field(default_factory=dict)  # as in layout.json
     versions: dict[str, str] = field(default_factory=dict)
 
 
-# What a line of any origin must hold
+# Required types in a line, which may have any origin
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "restarted": bool,
     "certified": bool,
@@ -74,8 +74,8 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def read_segments(run_dir: str) -> list[Segment]:
-    """Reads them in the order in which they began; none where there is no file, as in older runs. A
-    line that is no segment, such as one that a kill has cut, is passed over. Raises OSError."""
+    """Read the segments in chronological order; empty without a file, as in older runs. A line that
+    is not a segment, such as an incomplete line after a kill, is skipped. Raises OSError."""
     found: list[Segment] = []
     try:
         file = files.open_regular(os.path.join(run_dir, _SEGMENTS))
@@ -92,7 +92,7 @@ def read_segments(run_dir: str) -> list[Segment]:
 
 
 def _segment(value: Any) -> Segment:
-    """Raises ValueError, TypeError or KeyError for JSON that is none."""
+    """Convert JSON to a segment. Raises ValueError, TypeError or KeyError if it is not one."""
     known = {item.name for item in dataclasses.fields(Segment)}
     segment = Segment(**{name: value[name] for name in known & set(value)})
     are_right = [isinstance(getattr(segment, name), kind) for name, kind in _KINDS.items()]
@@ -105,7 +105,7 @@ def _segment(value: Any) -> Segment:
 def _append(run_dir: str, segment: Segment) -> None:
     line = json.dumps(dataclasses.asdict(segment), default=str).encode() + b"\n"
     with open(os.path.join(run_dir, _SEGMENTS), "ab+", opener=files.regular) as file:
-        # A line that a kill has cut must not swallow this one.
+        # After a kill the last line may lack its end; a new line must not continue it.
         if file.tell():
             file.seek(-1, os.SEEK_END)
             if file.read() != b"\n":
@@ -114,7 +114,7 @@ def _append(run_dir: str, segment: Segment) -> None:
 
 
 def changes_since(before: Segment, now: Segment) -> list[str]:
-    """``optimizer.lr: 0.0003 -> 0.0001``: settings, then the mesh and the versions."""
+    """Return lines such as ``optimizer.lr: 0.0003 -> 0.0001``: settings, mesh and versions."""
     old, new = _facts(before), _facts(now)
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     return [
@@ -124,9 +124,9 @@ def changes_since(before: Segment, now: Segment) -> list[str]:
 
 
 def _facts(segment: Segment) -> dict[str, Any]:
-    """Settings by their full key, sizes of the mesh, and versions."""
+    """Return settings by their full key, sizes of the mesh, and versions."""
     facts = dict(flat(segment.config))
-    facts.pop("launch.host_id", None)  # machines have names of their own
+    facts.pop("launch.host_id", None)  # differs between machines
     sizes = segment.layout.get("mesh")
     if isinstance(sizes, Mapping):
         facts["mesh"] = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES if axis in sizes)
@@ -135,7 +135,7 @@ def _facts(segment: Segment) -> dict[str, Any]:
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values of nested settings, by their full key."""
+    """Yield the values of nested settings by their full key."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -144,28 +144,28 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _shown(value: Any) -> str:
-    """Writes a value as on a command line, shortened."""
+    """Format a value as on a command line, shortened."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
     return files.printable(text, _LONGEST_VALUE)
 
 
 log = logging.getLogger(__name__)
 
-_RECORDS, _PENDING = ".hydra", ".hydra-pending-"  # the second begins a name, as in conf/train.yaml
+_RECORDS, _PENDING = ".hydra", ".hydra-pending-"  # the second is a prefix, as in conf/train.yaml
 _OWNER = "owner.json"
 
 
 def has_owner(run_dir: str) -> bool:
-    """Whether a start of a run has taken this directory."""
+    """True if a start of a run has taken this directory."""
     return os.path.exists(os.path.join(run_dir, _OWNER))
 
 
-class RunTakenOver(PlainError):  # noqa: N818  (named after what happened; it need not be a fault)
-    """Another start of this run has taken its directory over."""
+class RunTakenOver(PlainError):  # noqa: N818  (an event, which need not be an error)
+    """Another start of this run has taken over its directory."""
 
 
 class OwnershipLock:
-    """Rank 0's mark in the run directory during a run; nothing before `take`, nor elsewhere."""
+    """Rank 0's ownership lock on the run directory; inactive before `take` and on other ranks."""
 
     def __init__(self, run_dir: str) -> None:
         self._path = os.path.join(run_dir, _OWNER)
@@ -173,7 +173,7 @@ class OwnershipLock:
         self._seen: tuple[int, int] | None = None
 
     def take(self) -> None:
-        """Takes the directory, from whoever has it. Raises OSError when it cannot be written."""
+        """Take the directory from its present owner. Raises OSError if it is not writable."""
         mark = {
             "token": self._token,
             "host": socket.gethostname(),
@@ -184,7 +184,11 @@ class OwnershipLock:
         self._seen = _identity(self._path)
 
     def check(self) -> None:
-        """Raises `RunTakenOver`, naming who. Reads the file only if its inode or time changed."""
+        """Raise `RunTakenOver`, naming the new owner, if the lock has another token.
+
+        Reads the file only if its inode or its time has changed, since the loop calls this before
+        every row and every checkpoint.
+        """
         if self._seen is None:
             return
         try:
@@ -192,7 +196,7 @@ class OwnershipLock:
                 return
             mark = files.read_json(self._path)
         except (OSError, ValueError):
-            # An error of the file system does not mean that another start owns the run.
+            # An error of the file system does not prove that another start owns the run.
             return
         known = mark if isinstance(mark, dict) else {}
         if known.get("token") == self._token:
@@ -212,31 +216,35 @@ def _identity(path: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class AcceptedStart:
-    """A start that may go on."""
+    """A start that every check has accepted."""
 
     segment: Segment
     before: Segment | None  # the start that this one continues
-    changes: tuple[str, ...]  # lines about what differs from it
-    begun_before_s: float  # when the last start of this run began, as of `time.time`; 0: none
+    changes: tuple[str, ...]  # lines with the differences from that start
+    begun_before_s: float  # begin of the run's previous start, as of `time.time`; 0: none
 
 
 def accept_start(
     job: Job, layout: dict[str, Any], finished_steps: int, ownership: OwnershipLock
 ) -> AcceptedStart:
-    """Makes the records of ``job``'s directory those of this start, which takes ``ownership``. On
-    rank 0 alone, before it writes anything else there. Raises OSError, and `ConfigError` for
-    records of another origin.
+    """Accept a start: take ``claim`` and replace the records in the directory of ``job``.
 
-    ``layout``: the facts that programs read; ``finished_steps``: 0, or those of what is resumed.
+    Runs only on rank 0, before it writes anything else there.
+
+    Args:
+        layout: the facts for ``layout.json``.
+        finished_steps: finished steps of the restored run; 0 for a new run.
+
+    Raises OSError, and `ConfigError` for records of another origin.
     """
     run_dir = job.run_dir
     try:
         earlier = read_segments(run_dir)
-    except OSError as error:  # too large, or no file
+    except OSError as error:  # too large, or not a regular file
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
     certified = job.certified
     if job.restarted and earlier:
-        # Workers that replace others may be on another layout than that which was certified.
+        # Replacing workers may have another layout than the certified one.
         last = earlier[-1]
         same = [last.layout.get(key) == layout.get(key) for key in ("mesh", "ranks", "strategy")]
         certified = last.certified and all(same)
@@ -256,7 +264,10 @@ def accept_start(
             "python": platform.python_version(),
         },
     )
-    # What may fail is done: from here on this start owns the directory.
+    # Every operation that may reject this start has succeeded. The lock comes first: a half of the
+    # job that is cut off checks it before each write, so that it stops before the records below
+    # describe this start. The segment follows, because rows refer to it by its number; the files
+    # after it only describe the start, and a crash between them loses no training.
     ownership.take()
     _append(run_dir, segment)
     files.replace(os.path.join(run_dir, "layout.json"), json.dumps(layout, indent=1))
@@ -280,8 +291,8 @@ def _own_version() -> str:
 
 
 def _start_before(job: Job, earlier: list[Segment], finished_steps: int) -> Segment | None:
-    """The start that this one goes on from: of this run, or of the one that
-    ``checkpoint.resume`` names."""
+    """Return the start that this one continues: of this run, or of the run in
+    ``checkpoint.resume``."""
     if not finished_steps:
         return None
     if earlier:
@@ -298,9 +309,11 @@ def _start_before(job: Job, earlier: list[Segment], finished_steps: int) -> Segm
 
 def _publish_pending(run_dir: str, name: str) -> None:
     pending, records = os.path.join(run_dir, name), os.path.join(run_dir, _RECORDS)
-    # A restart has none, and hydra.output_subdir may name another place.
+    # A restart has no pending records, and hydra.output_subdir may name another folder.
     if not name.startswith(_PENDING) or not os.path.isdir(pending):
         return
+    # Two renames replace the folder, so that `.hydra` is never half old and half new. A crash
+    # between them leaves both folders, and the next start repeats the replacement.
     aside = f"{records}-before"
     shutil.rmtree(aside, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
@@ -310,6 +323,6 @@ def _publish_pending(run_dir: str, name: str) -> None:
 
 
 def discard_pending(job: Job) -> None:
-    """Removes Hydra's records of ``job`` if they still wait, because it was refused."""
+    """Remove Hydra's pending records of ``job``, if they exist, after its refusal."""
     if job.records.startswith(_PENDING):
         shutil.rmtree(os.path.join(job.run_dir, job.records), ignore_errors=True)

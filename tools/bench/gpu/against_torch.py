@@ -1,12 +1,12 @@
-"""Forward and backward in parallel2d and in torch's own DDP and FSDP2: seconds, memory and collectives of a step.
+"""Compare forward and backward in parallel2d with torch's DDP and FSDP2: seconds, memory and collectives of a step.
 
     torchrun --nproc-per-node=2 tools/bench/gpu/against_torch.py [--precision bf16] [--compile] [--steps 20] [--rounds 3]
     python tools/bench/gpu/against_torch.py      # one device: collectives of 2 x 2 ranks that do not exist return at once
 
-Both sides have the same weights' sizes, dtypes, groups of parameters and loss. parallel2d's agreement on used parameters, which torch has no
-equivalent of, is left out; the number of collectives of each kind shows that neither side has others. On GPUs the Llama of `step_flops.py`,
-without one a tiny Llama on CPU, which shows that the script runs. *Host*: until the last kernel of a step is queued. Variants take turns; the
-figures are medians of the rounds. DDP reduces gradients in the dtype of the parameters and is compared in fp32 only.
+Both sides have the same parameter sizes, dtypes, groups of parameters and loss. The agreement of parallel2d on used parameters has no
+equivalent in torch and is left out. The number of collectives of each kind shows that neither side has others. The model on GPUs is the Llama
+of `step_flops.py`; on CPU a tiny Llama shows that the script runs. *Host* is the time until the last kernel of a step is queued. Variants take
+turns; the figures are medians of the rounds. DDP reduces gradients in the dtype of the parameters and is compared only in fp32.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ Step = Callable[[], None]
 
 
 class Measured(NamedTuple):
-    """Of a step. ``peak``: bytes that torch has allocated at most so far; 0 on the CPU."""
+    """Figures of one step."""
 
-    device: float
-    host: float
-    peak: int
+    device: float  # seconds until the device has finished
+    host: float  # seconds until the last kernel is queued
+    peak: int  # peak bytes that torch has allocated so far; 0 on the CPU
 
 
 def sizes_of(strategy: str) -> tuple[int, int]:
-    """Replicas and shards of the ranks that there are."""
+    """Return the number of replicas and of shards."""
     ranks = dist.get_world_size()
     return {"ddp": (ranks, 1), "zero3": (1, ranks), "hybrid": (2, ranks // 2)}[strategy]
 
@@ -56,7 +56,7 @@ def sizes_of(strategy: str) -> tuple[int, int]:
 def parallelized(
     strategy: str, sizes: tuple[int, int], device: torch.device, precision: str, compiled: bool
 ) -> Any:
-    """The model in parallel2d."""
+    """Return the model in parallel2d."""
     mesh = build_mesh(
         MeshSpec(replicate=sizes[0], shard=sizes[1]),
         strategy,
@@ -75,7 +75,7 @@ def parallelized(
 
 
 def hand_written(strategy: str, device: torch.device, precision: str, compiled: bool) -> Any:
-    """The model in DDP, or by block in FSDP2 on one axis or two."""
+    """Return the model in DDP, or by block in FSDP2 on one axis or two."""
     with torch.device(device):
         model: Any = Llama(**llama_for(device))
     if compiled:
@@ -97,7 +97,7 @@ def llama_for(device: torch.device) -> dict[str, Any]:
 
 
 def backend_for(device: torch.device) -> str:
-    """The compiler: inductor needs a C++ compiler for the CPU."""
+    """Return the compiler: inductor needs a C++ compiler for the CPU."""
     return "aot_eager" if device.type == "cpu" else "inductor"
 
 
@@ -130,7 +130,7 @@ def timed(step: Step, device: torch.device, steps: int) -> Measured:
 
 
 def collectives_of(step: Step) -> dict[str, int]:
-    """How many of each kind this rank begins in a step."""
+    """Count the collectives of each kind that this rank begins in a step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step()
     names = [event.name for event in profile.events() if event.name.startswith("c10d::")]

@@ -1,10 +1,10 @@
-"""How long a step waits for a checkpoint on one device: steps that save beside steps that do not.
+"""Measure the wait of a step for a checkpoint on one device: steps with and without a save.
 
     python tools/bench/gpu/checkpoint_stall.py [--steps 40] [--every 10] [--folder FOLDER]
 
-On a GPU: the Llama of 1B parameters in bf16 with fused AdamW, 2 x 1024 tokens. Without one: a tiny Llama on the CPU, which shows that the
-script runs and nothing else. A checkpoint is copied to the host during the step that saves, and written to ``--folder`` (default: the
-folder for temporary files) while later steps run. *Stall* is the median of the steps that save less that of the others.
+On a GPU, the model is the Llama of 1B parameters in bf16 with fused AdamW, 2 x 1024 tokens. On the CPU, a tiny Llama only shows that the
+script runs. A checkpoint is copied to the host during the step that saves, and written to ``--folder`` (default: the folder for temporary
+files) while later steps run. *Stall* is the median of the steps that save minus the median of the others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WARM_UP = 3
 def measure(
     device: torch.device, folder: str, steps: int, every: int
 ) -> tuple[list[float], list[float], int]:
-    """Seconds of the steps that do not save and of those that do, and bytes written."""
+    """Return the seconds of the steps without a save, of the steps with a save, and the bytes written."""
     llama = {**LARGE, "max_seq_len": 1024} if device.type == "cuda" else TINY
     mesh = build_mesh(MeshSpec(), "zero3", device_type=device.type)
     with build_on_meta():

@@ -1,11 +1,12 @@
-"""Gradients that are written late, compared with one process, and the seconds that the delay adds to a step.
+"""Compare late gradients with one process, and measure the seconds that the delay adds to a step.
 
     torchrun --nproc-per-node=2 tools/bench/gpu/overlap.py [--precision bf16] [--compile] [--steps 10]
 
-Each reduce-scatter, and with one rank on the shard axis each gradient, is NaN until 8 products of large matrices are done on its stream: the
-check `streams` of `python -m parallel2d.preflight --self-check`, which needs no script, with other precisions and compiled blocks. Ends with 1
-if a gradient differs. *Late*: a step of the Llama of `step_flops.py` with this delay in every group; what backward hides of it is not added to
-*plain*. Two GPUs: `ddp` and one shard group; four and more also 2 x k. Without GPUs a tiny Llama on CPU, which shows that the script runs.
+Each reduce-scatter, and with one rank on the shard axis each gradient, is NaN until 8 products of large matrices are done on its stream. This
+is the check `streams` of `python -m parallel2d.preflight --self-check`, which needs no script, with other precisions and compiled blocks. The
+exit code is 1 if a gradient differs. *Late* is a step of the Llama of `step_flops.py` with this delay in every group. It exceeds *plain* only by
+the delay that backward does not hide. Two GPUs run `ddp` and one shard group, four and more also 2 x k. On CPU a tiny Llama shows that the
+script runs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Throughput and MFU of a training step on one device: parallel2d beside a hand-written `fully_shard` loop, and with float8.
+"""Measure throughput and MFU of a training step on one device: parallel2d, a hand-written `fully_shard` loop, and float8.
 
     python tools/bench/gpu/step_flops.py [--steps 20] [--rounds 3]
 
-On a GPU: the Llama of 1B parameters in bf16, 2 x 4096 tokens, blocks compiled, fused AdamW, gradients clipped. Without one: a tiny Llama
-on the CPU that is not compiled, which shows that the script runs and nothing else. Variants are built one after the other in each round and
-freed in between; the figures are medians of the rounds. float8 needs a GPU that has it, and torchao.
+On a GPU, the model is the Llama of 1B parameters in bf16, 2 x 4096 tokens, blocks compiled, fused AdamW, gradients clipped. On the CPU, a
+tiny Llama without compilation only shows that the script runs. Each round builds and frees the variants one after the other; the figures are
+medians of the rounds. float8 needs a GPU with float8 units, and torchao.
 MFU counts the FLOPs of the model against the bf16 peak of the data sheet, also with float8.
 """
 
@@ -70,7 +70,7 @@ Step = Callable[[Tensor, Tensor], None]
 
 
 def hand_written(llama: dict[str, Any], device: torch.device) -> Step:
-    """What an engineer who knows `fully_shard` writes."""
+    """Return the step of a plain `fully_shard` loop."""
     mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("shard",))
     torch.manual_seed(0)
     with torch.device(device):
@@ -94,7 +94,7 @@ def hand_written(llama: dict[str, Any], device: torch.device) -> Step:
 
 
 def ours(llama: dict[str, Any], device: torch.device, float8: str = "none") -> Step:
-    """The same step of a loop that uses parallel2d."""
+    """Return the same step with parallel2d."""
     mesh = build_mesh(MeshSpec(), "zero3", device_type=device.type)
     compiled = "block" if device.type == "cuda" else "none"
     precision = PrecisionConfig("bf16", "fp32", "bf16", "fp32", float8=float8)
@@ -105,7 +105,7 @@ def ours(llama: dict[str, Any], device: torch.device, float8: str = "none") -> S
     optimizer = build_optimizer(model, OptimizerConfig("adamw", lr=ADAMW["lr"]))
 
     def step(tokens: Tensor, targets: Tensor) -> None:
-        # `token_weight` would add a collective, which the hand-written loop does without.
+        # `token_weight` would add a collective, which the hand-written loop does not have.
         loss = cross_entropy_sum(model(tokens), targets) / targets.numel()
         loss.backward()
         clip_gradient_norm(model.parameters(), 1.0)
@@ -116,7 +116,7 @@ def ours(llama: dict[str, Any], device: torch.device, float8: str = "none") -> S
 
 
 def seconds_of(step: Step, batch: tuple[Tensor, Tensor], steps: int) -> float:
-    """Of one step, mean over ``steps``."""
+    """Return the seconds of one step, the mean over ``steps``."""
     for _ in range(WARM_UP):
         step(*batch)
     synchronize(batch[0].device)

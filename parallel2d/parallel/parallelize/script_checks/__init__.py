@@ -1,8 +1,8 @@
-"""Checks that find errors of a script, which shows them in its first steps: `check_script`.
+"""Checks that find errors of a training script in its first steps: `check_script`.
 
-They are active for the first steps of the optimizers of a model (``checks.steps``), and then leave
-no hook and no mode. A write may show on some ranks alone, those whose part was written to: where a
-backward pass follows, its agreement tells the others.
+The checks are active during the first steps of a model's optimizers (``checks.steps``). Afterwards
+all hooks and modes are removed. A write to a parameter may show only on the ranks with the written
+local shard: if a backward pass follows, the agreement of its ranks notifies the other ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from parallel2d.parallel.parallelize.script_checks.forward_audit import audit_fo
 from parallel2d.parallel.parallelize.script_checks.function_mode import refusal as refusal
 from parallel2d.parallel.parallelize.unsharded_parameters import UnshardedParameters
 
-# Those that are active
+# The active checks
 _checks: list[weakref.ref[_ScriptChecks]] = []
 
 
 def check_script(
     model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, gathered: UnshardedParameters
 ) -> None:
-    """Installs the checks on ``model``, which has its weights."""
+    """Install the checks on ``model``, after its weights are set."""
     steps = config.checks.steps
     if steps == "off" or steps == 0:
         return
@@ -43,11 +43,11 @@ def check_script(
         handles += function_mode.hide_in_forwards(model)
     remaining = None if steps == "always" else int(steps)
     checks = _ScriptChecks(gathered, averages, remaining, handles)
-    # With the model they end.
+    # The hook keeps the checks alive, so they end with the model.
     handles.append(model.register_forward_hook(checks.forget_step))
     _checks.append(weakref.ref(checks, _end))
-    # A context axis takes calls out of functions of torch by a mode of its own, which would not see
-    # them below another one.
+    # With a context axis, a torch function mode intercepts attention. It would not see calls below
+    # another mode, so the script mode is not used there.
     if mesh_shape(mesh).context == 1:
         function_mode.activate(_changed_groups)
 
@@ -68,13 +68,13 @@ class _ScriptChecks:
         self._handles = handles
 
     def forget_step(self, *_: Any) -> None:
-        """A forward follows a step of an optimizer, which may have ended by an exception."""
+        """Reset at each forward: the optimizer's last step may have ended by an exception."""
         mode = function_mode.current_mode()
         if mode is not None:
             mode.stepping = None
 
     def count_step(self, stepped: set[int]) -> bool:
-        """Counts a step of the parameters with the ids ``stepped``. True if it was the last one."""
+        """Count a step of the parameters with the ids ``stepped``. Return True at the last one."""
         groups = [each.group for each in self.gathered.groups]
         ours = [id(updated_as(each.sharded)) for group in groups for each in group.parameters]
         if self._remaining is None or stepped.isdisjoint(ours):
@@ -96,7 +96,7 @@ def _changed_groups() -> list[FSDPGroup]:
 
 
 def _end(reference: weakref.ref[_ScriptChecks]) -> None:
-    """After the last step with checks, or when the model is gone."""
+    """End the checks of a model after their last step, or when the model is gone."""
     if reference in _checks:
         _checks.remove(reference)
     if not _checks:
@@ -104,7 +104,7 @@ def _end(reference: weakref.ref[_ScriptChecks]) -> None:
 
 
 def before_step(stepping: Optimizer, parameters: list[Tensor]) -> None:
-    """Refuses trained parameters of no model next to sharded ones."""
+    """Refuse trained parameters outside of all models in one optimizer with sharded ones."""
     if not _checks:
         return
     others: list[Tensor] = []
@@ -116,9 +116,9 @@ def before_step(stepping: Optimizer, parameters: list[Tensor]) -> None:
             others.append(parameter)
     if any_sharded and others and any(checks.averages for checks in _active()):
         raise RuntimeError(
-            f"{type(stepping).__name__} has a parameter of shape {tuple(others[0].shape)} that is "
-            "of no parallelized model, and nothing averages its gradient over the ranks: put its "
-            "module and the model into one nn.Module and call parallelize() on that"
+            f"{type(stepping).__name__} has a parameter of shape {tuple(others[0].shape)} that "
+            "belongs to no parallelized model, and its gradient is not averaged over the ranks: "
+            "put its module and the model into one nn.Module and call parallelize() on that"
         )
     mode = function_mode.current_mode()
     if mode is not None:
@@ -126,14 +126,14 @@ def before_step(stepping: Optimizer, parameters: list[Tensor]) -> None:
 
 
 def runs_closure() -> None:
-    """The step that begins may raise errors of the model."""
+    """Note that errors in the step that begins may come from the model."""
     mode = function_mode.current_mode()
     if mode is not None:
         mode.stepping = None
 
 
 def after_step(parameters: list[Tensor]) -> None:
-    """Counts a step of an optimizer of ``parameters``."""
+    """Count a step of an optimizer of ``parameters``."""
     if not _checks:
         return
     runs_closure()

@@ -1,8 +1,9 @@
-"""Checks around forwards: writes to gathered parameters, parameters in other places, arguments that
-a block changes, and attributes that keep memory which is freed: `audit_forwards`.
+"""Checks around forwards: `audit_forwards`.
 
-Values of gathered parameters and attributes of modules are compared in the forwards 1, 2, 4, 8 and
-so on, separately with gradients and without, the rest in each forward.
+They find writes to unsharded parameters, replaced parameters, arguments that a block changes, and
+attributes that keep freed storage. Values of unsharded parameters and attributes of modules are
+compared in forwards 1, 2, 4, 8 and so on, counted separately with and without gradients; the other
+checks run in each forward.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from parallel2d.parallel.weights.unsharded_tensors import sharded_modules
 
 _MISPLACED = (
     "is not the parameter that parallelize has sharded: torch.func.functional_call(model, values), "
-    "load_state_dict(assign=True) after a forward and parameters that are set anew have no effect "
+    "load_state_dict(assign=True) after a forward and assigned parameters have no effect "
     f"here; {INSTEAD}"
 )
 
@@ -54,8 +55,10 @@ _MISPLACED = (
 def audit_forwards(
     model: nn.Module, gathered: UnshardedParameters, averages: bool
 ) -> list[RemovableHandle]:
-    """Installs the checks, and returns the handles of their hooks. ``averages``: whether there are
-    several data ranks."""
+    """Install the checks, and return the handles of their hooks.
+
+    ``averages``: True with several data ranks.
+    """
     audit = _Audit(model, gathered, averages)
     handles = [
         model.register_forward_pre_hook(audit.begin, prepend=True),
@@ -67,7 +70,8 @@ def audit_forwards(
         for module in each.group.modules:
             handles.append(module.register_forward_pre_hook(group.enter, prepend=True))
             handles.append(module.register_forward_pre_hook(group.remember))
-            # Before the hook by which `fully_shard` frees the memory.
+            # `prepend`: before FSDP's post-forward hook, which frees the storage of the unsharded
+            # parameters. Afterwards their values and versions could not be read.
             handles.append(module.register_forward_hook(group.leave, prepend=True))
     for name, module in sharded_modules(model):
         handles += _ArgumentAudit(module, name).install()
@@ -83,19 +87,19 @@ class _Audit:
         self._storages = gathered.storages
         self.engine = gathered.engine
         self._begun: Counter[bool] = Counter()
-        # True in a forward in which values are compared
+        # True in a forward that compares values
         self.compares_values = False
-        # The attributes that are managed parameters; those of `ignored` are no `DTensor`s.
+        # Attributes that are managed parameters; parameters of `ignored` are not `DTensor`s.
         self._managed: dict[nn.Module, list[str]] = {}
         for module in model.modules():
             held = direct_parameters(module)
             self._managed[module] = [key for key, each in held if isinstance(each, DTensor)]
 
     def begin(self, *_: Any) -> None:
-        """Before a forward of the model."""
+        """Run before a forward of the model."""
         if in_backward():
             return
-        # Before the first forward, in which torch takes over what is there.
+        # FSDP takes over the parameters in its first forward, so they are checked before it.
         for module, managed in () if self._begun else self._managed.items():
             for attribute in managed:
                 found = module._parameters.get(attribute)
@@ -104,13 +108,16 @@ class _Audit:
         self._begun[torch.is_grad_enabled()] += 1
         number = self._begun[torch.is_grad_enabled()]
         self.compares_values = number & (number - 1) == 0
-        # No backward pass has come that could tell the others.
+        # No backward pass has run that would notify the other ranks.
         if self.engine.fault and not self.engine.pending:
             raise RuntimeError(self.engine.fault)
 
     def end(self, *_: Any) -> None:
-        """After a forward: raises RuntimeError for a trained parameter that nothing averages over
-        the ranks, and for what keeps the memory of a gathered one, which is freed."""
+        """Run after a forward of the model.
+
+        Raises RuntimeError for a trained parameter that nothing averages over the ranks, and for
+        an attribute that keeps the freed storage of an unsharded parameter.
+        """
         trains = torch.is_grad_enabled() and self._averages
         for module in self._model.modules():
             managed = self._managed.get(module, ())
@@ -121,8 +128,8 @@ class _Audit:
                 if trains and each.requires_grad:
                     raise RuntimeError(
                         f"{self._fqn(module, attribute)} was added or unfrozen after parallelize, "
-                        "and nothing averages its gradient over the ranks: add it before "
-                        "parallelize, trainable"
+                        "and its gradient is not averaged over the ranks: add it before "
+                        "parallelize, with requires_grad=True"
                     )
             for attribute, value in plain_attributes(module) if self.compares_values else ():
                 for held in tensors_in(value):
@@ -133,8 +140,8 @@ class _Audit:
         name = self._storages.get(storage_of(held) or 0)
         if name is not None:
             raise RuntimeError(
-                f"{self._fqn(module, attribute)} keeps {name} as it was gathered for a forward, "
-                "whose memory is freed: keep a clone(), or return it from forward"
+                f"{self._fqn(module, attribute)} keeps the unsharded {name} of a forward, "
+                "and its memory is freed: keep a clone(), or return it from forward"
             )
 
     def _fqn(self, module: nn.Module, attribute: str) -> str:
@@ -153,7 +160,7 @@ class _GroupAudit:
         self._before: list[tuple[int, int | None, Tensor | None]] = []
 
     def enter(self, *_: Any) -> None:
-        """Before the parameters are gathered."""
+        """Run before the parameters are gathered."""
         for parameter, places in zip(self._group.parameters, self._places, strict=True):
             expected = (parameter.sharded, parameter.gathered)
             for module, attribute in places if parameter.has_run else ():
@@ -162,7 +169,7 @@ class _GroupAudit:
                     raise RuntimeError(f"{parameter.name} {_MISPLACED}")
 
     def remember(self, *_: Any) -> None:
-        """Once they are gathered: takes down what `leave` compares."""
+        """Run after the parameters are gathered: record the state that `leave` compares."""
         self._before = [self._state(each) for each in self._group.parameters]
 
     def _state(self, parameter: FSDPParameter) -> tuple[int, int | None, Tensor | None]:
@@ -170,23 +177,23 @@ class _GroupAudit:
         assert whole is not None
         values: Tensor | None = None
         local = part_of(whole).detach()
-        # Classes of tensors that are gathered in their own way have other values.
+        # Tensor subclasses with a custom all-gather have other values.
         if self._audit.compares_values and type(local) is Tensor:
-            # What other ranks hold they compare.
+            # Only this rank's part: the other ranks compare theirs.
             flat = local.reshape(-1)[parameter.start :][: parameter.local_size.numel()]
             values = flat.clone().view(torch.uint8)
         return version_of(whole), storage_of(whole), values
 
     def leave(self, *_: Any) -> None:
-        """Before they are freed."""
+        """Run before the parameters are freed."""
         before, self._before = self._before, []
         for parameter, old in zip(self._group.parameters, before, strict=False):
             if _is_equal(old, self._state(parameter)):
                 continue
             message = (
-                f"{parameter.name} was written to while it was gathered, in the forward of "
-                f"{self._group.called} or before its backward: what is written there is lost, or "
-                f"stays on this rank alone; {INSTEAD}"
+                f"{parameter.name} was written to while it was unsharded, in the forward of "
+                f"{self._group.called} or before its backward: the write is lost, or stays on this "
+                f"rank only; {INSTEAD}"
             )
             engine = self._audit.engine
             if not torch.is_grad_enabled():
@@ -200,17 +207,21 @@ def _is_equal(old: Sequence[Any], new: Sequence[Any]) -> bool:
 
 
 class _ArgumentAudit:
-    """Raises RuntimeError when ``module`` has changed a container that it was given: `fully_shard`
-    gives it a copy, so the caller would never see the change; when it leaves its result in an
-    object, where no hook finds it; and for a forward-mode derivative that it cannot compute."""
+    """Checks of the arguments of one module.
+
+    Raises RuntimeError if the module changes a container among its arguments, because
+    `fully_shard` passes a copy and the caller would not see the change; if the module leaves its
+    result in an object, where no hook finds the tensor; and for a forward-mode derivative that
+    sharded modules do not support.
+    """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = module
         self._called = name or class_name(module)
         self._running = RunningForward(module)
-        # The ids of containers in the arguments of the calls that run
+        # Ids of containers in the arguments of the running calls
         self._given: list[set[int]] = []
-        # Containers that the last one got, their entries, and whether the caller sees them
+        # Containers that the last call received, their entries, and True if the caller holds them
         self._received: list[tuple[Any, Any, bool]] = []
 
     def install(self) -> list[RemovableHandle]:
@@ -225,8 +236,8 @@ class _ArgumentAudit:
         if is_differentiated_forward((args, kwargs), self._running.frees):
             raise RuntimeError(
                 f"{self._called} was called with a derivative of "
-                "torch.autograd.forward_ad, which sharded modules support under torch.no_grad() "
-                "alone: use torch.func.jvp(model, (x,), (e,))"
+                "torch.autograd.forward_ad, which sharded modules support only under "
+                "torch.no_grad(): use torch.func.jvp(model, (x,), (e,))"
             )
         self._given.append(set(map(id, _containers_in([*args, *kwargs.values()]))))
 
@@ -247,9 +258,9 @@ class _ArgumentAudit:
                 changed.append(container)
         if changed:
             raise RuntimeError(
-                f"{self._called} changed a {type(changed[0]).__name__} that it was "
-                "given, which sharded modules cannot, because they get copies of their arguments "
-                "and compute gradients of what they return: return the values instead"
+                f"{self._called} changed a {type(changed[0]).__name__} of its "
+                "arguments, which sharded modules cannot do, because they get copies of their "
+                "arguments and compute gradients of their outputs: return the values instead"
             )
 
 
@@ -262,13 +273,13 @@ def _values(container: Any) -> list[Any]:
 
 
 def _entries(container: Any) -> list[Any]:
-    """What is in ``container``, by identity. The values are kept, so that no other has their id."""
+    """Return the entries of ``container`` by identity; it keeps them alive, so ids stay unique."""
     keys = list(container) if isinstance(container, dict) else []
     return [keys, [_Same(each) for each in _values(container)]]
 
 
 class _Same:
-    """Equal to what holds the same object."""
+    """A wrapper that is equal to wrappers of the same object."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -279,12 +290,12 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-# Those of which `fully_shard` makes copies
+# Containers that `fully_shard` copies
 _COPIED = (list, dict, OrderedDict, defaultdict, deque)
 
 
 def _containers_in(value: Any) -> Iterator[Any]:
-    """The containers in ``value`` and in each other, those outside of them first."""
+    """Yield the containers in ``value``, recursively, outer containers first."""
     is_copied = type(value) in _COPIED or (is_dataclass(value) and not isinstance(value, type))
     if is_copied:
         yield value
@@ -293,7 +304,7 @@ def _containers_in(value: Any) -> Iterator[Any]:
 
 
 def _holds_result(argument: object) -> bool:
-    """True if ``argument`` is an object with a tensor that a backward pass may reach."""
+    """Return True if ``argument`` is an object with a tensor that a backward pass may reach."""
     values = vars(argument).values() if hasattr(argument, "__dict__") else ()
     held = [value for value in values if isinstance(value, Tensor)]
     return not isinstance(argument, Tensor) and any(value.requires_grad for value in held)

@@ -1,7 +1,7 @@
-"""Checks of the calls of torch that a script makes: a function mode.
+"""Checks of a script's calls of torch, by a torch function mode.
 
-torch lets a mode see each call before it is made, and only in the thread that has activated the
-mode. Calls inside of these calls, such as those of a backward pass, it does not see.
+A mode intercepts each call before the call runs, only in the thread that has activated the mode.
+Calls inside of these calls, such as the operators of a backward pass, are not intercepted.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from parallel2d.parallel.parallelize.block_calls import MIXED, MixedTensorsError
 from parallel2d.parallel.parallelize.unsharded_parameters import data_was_set
 
 _WHOLE = (
-    "change whole values with parallel2d.apply_full(model, function), or inside "
+    "change unsharded values with parallel2d.apply_full(model, function), or inside "
     "parallel2d.summon_full_params(model, writeback=True, with_grads=True)"
 )
 _UNSUPPORTED = re.compile("sharding strategy registered|require placement changes")
 _NO_SUBCLASSES = "is not supported for tensor subclasses"
-# Of torch's errors about operations that sharded tensors do not have
+# Matches torch's errors about operations that `DTensor` does not support
 _SHARDED = re.compile(r"DTensor|[Ss]harding|placement")
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
-# The position of ``inputs``, and the attributes that tensors in it may not have: gradients that
-# backward leaves in gathered parameters are averaged, those that grad returns are not.
+# Position of ``inputs``, and attributes that tensors in it must not have: gradients that backward
+# leaves in unsharded parameters are averaged, but the gradients that `grad` returns are not.
 _DIFFERENTIATING: dict[Callable[..., Any], tuple[int, tuple[str, ...]]] = {
     Tensor.backward: (4, (SHARDED_AS,)),
     torch.autograd.backward: (5, (SHARDED_AS,)),
     torch.autograd.grad: (1, (SHARDED_AS, GATHERED_AS)),
 }
-# Methods that give a number of Python
+# Methods that return a Python number
 _NUMBERS = ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__", "__format__")
 _RANDOM = (
     *("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_"),
@@ -55,24 +55,23 @@ _ASSIGNING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__",
 
 
 class ScriptMode(TorchFunctionMode):
-    """Refuses calls that would compute with parts of parameters, or change nothing.
+    """Refuse calls that would compute with local shards, or would have no effect.
 
     Args:
-        changed: returns the groups of which parameters were changed between a forward and its
-            backward.
+        changed: returns the groups with parameters that changed between a forward and its backward.
     """
 
     def __init__(self, changed: Callable[[], list[FSDPGroup]]) -> None:
         super().__init__()
         self._changed = changed
-        # The optimizer that steps without a closure
+        # The running optimizer, unless it runs a closure
         self.stepping: Optimizer | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # Where the garbage collector ended the checks in a call, torch has put the mode back.
+        # If the garbage collector ended the checks during a call, torch has put the mode back.
         if torch.compiler.is_compiling() or self is not _thread.mode:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -99,21 +98,21 @@ class ScriptMode(TorchFunctionMode):
             name = next(filter(None, [getattr(given, mark, "") for mark in marks]), "")
             if name:
                 raise RuntimeError(
-                    f"torch.autograd.{called}() with inputs={name}: nothing averages what autograd "
-                    "computes for it over the ranks; call loss.backward() without inputs and read "
+                    f"torch.autograd.{called}() with inputs={name}: the gradient for it would "
+                    "not be averaged over the ranks; call loss.backward() without inputs and read "
                     ".grad (requires_grad_(False) freezes the others)"
                 )
-        # Changes that no optimizer has made
+        # Changes outside of optimizers
         changed = self._changed()
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
             explanation: Exception | None = self._explain(called, error)
-            # It may be another tensor of the script.
+            # The message may be about another tensor of the script.
             if changed and "modified by an inplace operation" in str(error):
                 explanation = RuntimeError(
                     f"parameters of {changed[0].called} were changed between a forward and its "
-                    "backward, which needs those of before: call loss.backward() before "
+                    "backward, which needs the earlier values: call loss.backward() before "
                     "optimizer.step()"
                 )
             if explanation is None:
@@ -121,8 +120,10 @@ class ScriptMode(TorchFunctionMode):
             raise explanation from error
 
     def _explain(self, name: str, error: RuntimeError) -> RuntimeError | ConfigError | None:
-        """What to raise in the place of ``error``; None for an error that is not about sharded
-        tensors, or is one of this package."""
+        """Return the error to raise instead of ``error``.
+
+        None if ``error`` is not about sharded tensors, or was raised by this package.
+        """
         text = str(error)
         if self.stepping is not None and _SHARDED.search(text):
             return refusal(self.stepping, "fails on sharded parameters")
@@ -130,26 +131,26 @@ class ScriptMode(TorchFunctionMode):
             return None
         if MIXED in text:
             return MixedTensorsError(
-                f"{name}() got a plain tensor and a sharded parameter, which is whole only while "
-                "the block that gathers it runs: elsewhere use parameter.full_tensor(), and let a "
-                "block return, or get as an argument, the weight that another one needs"
+                f"{name}() got a plain tensor and a sharded parameter, which is unsharded only "
+                "while the block that gathers it runs: elsewhere use parameter.full_tensor(), and "
+                "pass weights between blocks as outputs and arguments"
             )
         if _UNSUPPORTED.search(text):
             return RuntimeError(f"{name}() cannot be computed on a DTensor: {_WHOLE}")
         if _NO_SUBCLASSES in text:
             return RuntimeError(
-                f"{name}() was asked of a DTensor, of which this rank has a part: use "
+                f"{name}() was called on a DTensor, and this rank has only a shard: use "
                 "tensor.full_tensor() on all ranks first"
             )
         return None
 
 
 def refusal(optimizer: Optimizer, reason: str) -> ConfigError:
-    """The error of an optimizer that does not work on sharded parameters."""
+    """Return the error of an optimizer that does not support sharded parameters."""
     name = type(optimizer).__name__
     return ConfigError(
         f"{name}.step {reason}: build parallel2d.whole_matrices({name}, parameters), which runs it "
-        "on whole ones; state of one process is loaded with parallel2d.load_full_state"
+        "on unsharded ones; load the state of a single process with parallel2d.load_full_state"
     )
 
 
@@ -159,15 +160,15 @@ def _check_read(func: Any, name: str, args: tuple[Any, ...]) -> None:
         for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
             if size > 1 and not placement.is_replicate():
                 raise RuntimeError(
-                    f"a number was asked of a DTensor that is placed as {tensor.placements}, of "
-                    f"which this rank has a part, by {name}(): use tensor.full_tensor() on all "
-                    "ranks first"
+                    f"{name}() reads a number from a DTensor that is placed as "
+                    f"{tensor.placements}, and this rank has only a shard: use "
+                    "tensor.full_tensor() on all ranks first"
                 )
     elif func == _SET_DATA and hasattr(tensor, SHARDED_AS):
         raise RuntimeError(data_was_set(getattr(tensor, SHARDED_AS)))
     elif func == _GET_GRAD:
         caller = sys._getframe(2).f_globals.get("__name__")
-        # Others may read a gradient to find that there is none.
+        # Other callers may read a gradient to see that it is None.
         if caller == "torch.nn.utils.clip_grad":
             _check_gradient(tensor)
 
@@ -176,18 +177,18 @@ def _check_gradient(parameter: Tensor) -> None:
     if updated_as(parameter) is not parameter:
         raise ConfigError(
             "clip_grad_norm_() of model.parameters(): with strategy=hybrid_full the gradients are "
-            "those of parallel2d.updated_parameters(model); give it these"
+            "on parallel2d.updated_parameters(model); pass these"
         )
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: Any) -> Iterable[Any]:
-    """The tensors that a call writes to."""
+    """Return the tensors that a call writes to."""
     if kwargs.get("out") is not None:
         return tree_leaves(kwargs["out"])
     changes = name.endswith("_") and not name.endswith("__")
     if not changes and name not in _ASSIGNING:
         return ()
-    # Functions of `torch.nn.init` get it by name.
+    # Functions of `torch.nn.init` get the tensor by keyword.
     first = args[0] if args else kwargs.get("tensor")
     return first if isinstance(first, list | tuple) else (first,)
 
@@ -196,7 +197,9 @@ def _check_written(name: str, written: DTensor) -> None:
     if is_copied_view(written):
         raise RuntimeError(f"{name}() writes to rows or columns of a DTensor: {_WHOLE}")
     if name in _RANDOM and any(map(Placement.is_shard, written.placements)):
-        raise RuntimeError(f"{name}() would draw all parts of a DTensor alike: {_WHOLE}")
+        raise RuntimeError(
+            f"{name}() would draw the same values for all shards of a DTensor: {_WHOLE}"
+        )
 
 
 class _Thread(threading.local):
@@ -207,27 +210,29 @@ _thread = _Thread()
 
 
 def current_mode() -> ScriptMode | None:
-    """The mode of this thread."""
+    """Return the mode of this thread."""
     return _thread.mode
 
 
 def activate(changed: Callable[[], list[FSDPGroup]]) -> None:
-    """Activates a mode in this thread, unless there is one."""
+    """Activate a mode in this thread, unless one is active."""
     if _thread.mode is None:
         _thread.mode = ScriptMode(changed)
         function_modes.insert(_thread.mode)
 
 
 def deactivate() -> None:
-    """Ends the mode of this thread."""
+    """End the mode of this thread."""
     if _thread.mode is not None:
         function_modes.remove(_thread.mode)
         _thread.mode = None
 
 
 def hide_in_forwards(model: nn.Module) -> list[Any]:
-    """Deactivates the mode while ``model`` runs forward: torch would compile its blocks twice, with
-    the mode and without. Returns the handles of the hooks."""
+    """Deactivate the mode during forwards of ``model``. Return the handles of the hooks.
+
+    torch would compile the blocks twice otherwise, with the mode and without.
+    """
     hidden: list[ScriptMode] = []
 
     @torch.compiler.disable
@@ -240,7 +245,7 @@ def hide_in_forwards(model: nn.Module) -> list[Any]:
     def show(*_: Any) -> None:
         if hidden:
             mode = hidden.pop()
-            # It may have ended meanwhile.
+            # The mode may have ended during the forward.
             if mode is _thread.mode:
                 function_modes.insert(mode)
 

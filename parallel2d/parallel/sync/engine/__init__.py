@@ -1,1 +1,1 @@
-"""What reduces gradients over the replicas: buckets, groups, and the pass through backward."""
+"""The engine of reductions over replicas: groups, buckets, and the hooks of a backward pass."""

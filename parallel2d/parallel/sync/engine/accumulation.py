@@ -1,10 +1,10 @@
-"""Gradient accumulation: which micro-batch moves gradients over which axis.
+"""Gradient accumulation: the axes that each micro-batch reduces over.
 
 [Note: once per global batch] The sum of gradients over micro-batches commutes with the reduction
-over replicas, so one reduction of the sum is enough. ``reduce_scatter_only`` adds up sharded
+over replicas, so one reduction of the sum is enough. ``reduce_scatter_only`` accumulates sharded
 gradients and averages them over the replicas after the last micro-batch: the slow axis is used
-once. ``none`` keeps full gradients and moves nothing before the last (least bytes, most memory).
-``full`` reduces every micro-batch over both axes.
+once. ``none`` keeps unsharded gradients and communicates nothing before the last micro-batch (least
+bytes, most memory). ``full`` reduces every micro-batch over both axes.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ Batch = TypeVar("Batch")
 
 MODES = ("full", "reduce_scatter_only", "none")
 
-# In the place of a micro-batch when there is none left. None could be a micro-batch.
+# Sentinel after the last micro-batch. None could be a micro-batch.
 _NOTHING = object()
 
 
 def accumulate(
     model: nn.Module, micro_batches: Iterable[Batch], mode: str = "reduce_scatter_only"
 ) -> Iterator[Batch]:
-    """Yields the micro-batches of one global batch; before each, ``model`` is set up for it.
+    """Yield the micro-batches of one global batch, and set up ``model`` before each.
 
-    Run forward and backward inside the loop. Whatever ends the loop early, an exception or
-    ``break`` included, what was accumulated apart from ``.grad`` is dropped and the model
-    synchronizes fully afterwards. Raises ValueError for an unknown mode.
+    Run forward and backward inside the loop. If the loop ends early, by an exception or ``break``,
+    the gradient sums outside of ``.grad`` are dropped, and the next backward pass of the model
+    reduces over both axes. Raises ValueError for an unknown mode.
     """
     with _ready_afterwards(model, mode):
         remaining = iter(micro_batches)
         batch = next(remaining, _NOTHING)
         while batch is not _NOTHING:
-            # Read one ahead: the model must be set up before the last one runs.
+            # Read one ahead: the model must be set up before the last micro-batch runs.
             following = next(remaining, _NOTHING)
             _set_up(model, mode, last=following is _NOTHING)
             yield batch  # type: ignore[misc]
             batch = following
-        # Where the last micro-batch had no backward pass on this rank, something is left.
+        # Without a backward pass of the last micro-batch on this rank, sums are not reduced yet.
         for engine in engines_in(model):
             if engine.pending:
                 engine.finish()
@@ -53,9 +53,9 @@ def accumulate(
 
 @contextmanager
 def no_sync(model: nn.Module, mode: str = "reduce_scatter_only") -> Iterator[None]:
-    """Backward passes inside accumulate; the first one after it reduces the sum over the replicas.
+    """Accumulate the gradients of backward passes inside; a later pass reduces the sum.
 
-    ``mode="none"`` omits even the reduce-scatter. Safe against exceptions.
+    ``mode="none"`` also omits the reduce-scatter. After an exception the sums are dropped.
     """
     with _ready_afterwards(model, mode):
         _set_up(model, mode, last=False)
@@ -68,7 +68,7 @@ def _ready_afterwards(model: nn.Module, mode: str) -> Iterator[None]:
         raise ValueError(f"during_accumulation={mode!r} is not one of {', '.join(MODES)}")
     try:
         yield
-    # `break` ends a generator by GeneratorExit, which is no Exception.
+    # `break` ends a generator by GeneratorExit, which is not an Exception.
     except BaseException:
         discard_accumulated(model)
         raise
@@ -77,14 +77,14 @@ def _ready_afterwards(model: nn.Module, mode: str) -> Iterator[None]:
 
 
 def discard_accumulated(model: nn.Module) -> None:
-    """Drops what an interrupted forward or backward left behind.
+    """Drop the state of an interrupted forward or backward.
 
-    `fully_shard` is ready for the next one. Gradient sums that are kept outside of ``.grad``,
-    where ``zero_grad`` does not reach them, are not added to the next global batch.
+    FSDP is reset for the next forward. Gradient sums outside of ``.grad``, which ``zero_grad`` does
+    not reach, are not added to the next global batch.
     """
     for module in model.modules():
         engine = engine_in(module)
-        # torch has nothing to reset, and fails, before the first forward.
+        # Before the first forward torch has nothing to reset, and would fail.
         if engine is not None and engine.has_run:
             assert isinstance(module, FSDPModule)
             module.reset_iter_state()
@@ -93,8 +93,8 @@ def discard_accumulated(model: nn.Module) -> None:
 
 
 def clear_with_gradients(model: nn.Module) -> None:
-    """Makes ``model.zero_grad()`` drop all gradients: also those of sharded parameters while the
-    gathered ones are in their places, and sums that are kept outside of ``.grad``."""
+    """Make ``model.zero_grad()`` drop all gradients. This includes gradients of sharded parameters
+    while unsharded ones are in the modules, and sums outside of ``.grad``."""
     zero_grad = model.zero_grad
 
     @functools.wraps(zero_grad)
@@ -107,7 +107,7 @@ def clear_with_gradients(model: nn.Module) -> None:
 
 
 def _set_up(model: nn.Module, mode: str, last: bool) -> None:
-    """Sets what the next backward pass of ``model`` reduces. ``last``: of the global batch."""
+    """Set the axes of the next backward pass. ``last``: True for the global batch's last one."""
     assert isinstance(model, FSDPModule), "the model did not come from parallel2d.parallelize"
     reduces_over_shards = last or mode != "none"
     reduces_over_replicas = last or mode == "full"

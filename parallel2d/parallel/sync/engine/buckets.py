@@ -1,5 +1,8 @@
-"""The reduction of gradients over the replicate axis: `GroupGradients` of one group of parameters,
-`Bucket` for one collective, and `BucketQueue`, which starts and ends the collectives."""
+"""Reduction of gradients over the replicate axis.
+
+`GroupGradients` are the gradients of one FSDP group, a `Bucket` is the payload of one collective,
+and `BucketQueue` starts and ends the collectives.
+"""
 
 from __future__ import annotations
 
@@ -19,76 +22,81 @@ from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, FSDPParamet
 from parallel2d.parallel.sync.formats import CommunicationFormat
 
 Wait = Callable[[], None]
-# Buckets that start between the first message of one and its second, which needs the answers
+# Buckets that start between the first message of a bucket and its second message, which needs the
+# answers to the first
 _BETWEEN = 2
 
 
 class ReduceState(enum.Enum):
-    """How far the sharded gradients of one group are."""
+    """Progress of the sharded gradients of one group."""
 
-    # Further gradients may be added in this backward pass.
+    # This backward pass may add further gradients.
     WAITING = enum.auto()
-    # They are those of this replica, complete in this backward pass: their bucket may start.
+    # This replica's gradients are complete in this backward pass: their bucket may start.
     FINAL = enum.auto()
-    # They are the means over all data ranks.
+    # The gradients are means over all data ranks.
     AVERAGED = enum.auto()
 
 
 class GroupGradients:
-    """The gradients of one group of parameters in the current global batch.
+    """The gradients of one FSDP group in the current global batch.
 
     Args:
         group: the parameters.
-        comm_format: the format in which gradients are sent to other replicas.
+        comm_format: communication format of gradients between replicas.
     """
 
     def __init__(self, group: FSDPGroup, comm_format: CommunicationFormat) -> None:
         self.group = group
         self.comm_format = comm_format
         self.state = ReduceState.WAITING
-        # By parameter, frozen ones included: whether this rank has a gradient; once agreed, any.
+        # For each parameter, also frozen ones: True if this rank has a gradient, and after the
+        # agreement, if any rank has one.
         self.used = [False] * len(group.parameters)
-        # Forwards that autograd recorded and no backward pass has ended since; 2 means several.
+        # Recorded forwards without their backward pass so far; 2 means several.
         self.forwards = 0
-        # It has run more than once before a backward pass, and may again.
+        # True once the group has run more than once before a backward pass; it may do so again.
         self._repeats = False
-        # Autograd has ended it in the current backward pass.
+        # True once autograd has ended the group in the current backward pass.
         self._has_ended = False
+        # Means of earlier backward passes, set aside from a narrow communication dtype
         self._means: list[tuple[FSDPParameter, Tensor]] = []
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """In which its gradients are added."""
+        """Accumulation dtype of its gradients."""
         return self.group.trained[0].gradient_dtype
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of this rank's reduced gradients."""
+        """Bytes of this rank's sharded gradients."""
         numel = sum(parameter.local_size.numel() for parameter in self.group.trained)
         return numel * self.gradient_dtype.itemsize
 
     def count_forward(self) -> None:
-        """Called at each forward of the group that autograd records."""
+        """Count a forward of the group that autograd records."""
         self.forwards = min(self.forwards + 1, 2)
         self._repeats |= self.forwards > 1
 
     def begin_reduction(self, crosses: bool) -> None:
-        """Called when autograd has the group's gradients of a backward pass, which ``crosses`` the
-        replicate axis or does not. Raises RuntimeError in a pass that autograd records, and where
-        gradients were final."""
-        # Gradients are enabled in a backward pass only with create_graph=True.
+        """Prepare the group's gradients of a backward pass for the reduce-scatter.
+
+        ``crosses``: True if the pass also reduces over the replicate axis. Raises RuntimeError in a
+        pass with create_graph=True, and for new gradients after the group was final.
+        """
+        # Gradient mode is enabled in a backward pass only with create_graph=True.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"backward(create_graph=True) reached {self.group.called}: second derivatives are "
                 "not possible here, because its parameters are released after the first; the "
-                "difference of two forward passes, (model(x + e) - model(x)) / |e|, gives such "
-                "penalties"
+                "difference of two forward passes, (model(x + e) - model(x)) / |e|, gives "
+                "gradient penalties"
             )
         has_gradient = self.group.has_unsharded_gradients
         if has_gradient and self.state is ReduceState.FINAL:
             raise RuntimeError(
                 f"{self.group.called} got gradients twice in one backward pass, and the first were "
-                "on their way to other replicas: call the module, not parts of it"
+                "already sent to other replicas: call the module, not parts of it"
             )
         self._repeats |= self._has_ended
         self._has_ended = True
@@ -96,53 +104,55 @@ class GroupGradients:
         if not self.group.reduces_gradients:
             return
         for parameter in self.group.trained:
-            # Gradients of earlier backward passes have the final dtype; they are added to.
+            # FSDP adds to gradients of earlier backward passes, which have the final dtype.
             parameter.cast_gradient(parameter.gradient_dtype)
         if crosses:
             self.set_aside_means()
-        # Sums that stay on this replica are no means any more.
+        # Sums that stay on this replica are not means any more.
         elif self.state is ReduceState.AVERAGED:
             self.state = ReduceState.WAITING
-        # All ranks of a shard group run the same groups, so one that did not run here ran nowhere.
+        # Ranks of a shard group run the same groups: a group without a forward here had none there.
         self.group.prepare_gradients(fill=has_gradient or self.forwards > 0)
-        # They are called after the agreement, when gradients are complete.
+        # Hooks run after the agreement, when gradients are complete.
         for parameter in self.group.trained:
             parameter.take_hooks()
 
     def end_reduction(self, crosses: bool) -> None:
-        """Called when all kernels that accumulate the sharded gradients of a pass are issued."""
+        """End the pass for this group: all kernels that accumulate its gradients are issued."""
         for parameter in self.group.trained:
             parameter.give_hooks_back()
-        # A group that ran twice is reduced twice. It is final at the end of the backward pass.
+        # A group that ran twice is reduced twice in this pass, and its first gradients must not
+        # leave before the second. Nothing announces the second reduction, so this group becomes
+        # final only at the end of the backward pass.
         if crosses and self.forwards == 1 and not self._repeats:
             self.state = ReduceState.FINAL
 
     def end_backward(self) -> None:
-        """Called at the end of every backward pass."""
-        # torch has not come to it after an earlier `reduce_rest`.
+        """End every backward pass for this group."""
+        # After an earlier `reduce_rest` torch does not end the group in this pass.
         if not self._has_ended:
             self.note_used()
-        # A forward whose backward pass is still to come goes on counting.
+        # A forward with a pending backward pass remains counted.
         self.forwards = max(self.forwards - self._has_ended, 0)
         self._has_ended = False
 
     def reduce_rest(self) -> None:
-        """Reduces over the shard axis what backward passes of the global batch have left."""
-        # Nothing is left after a backward pass that was set up as the last one.
+        """Reduce over the shard axis the sums of earlier backward passes of the global batch."""
+        # After a backward pass that was set up as the last one, no sums remain.
         if self.group.has_unsharded_gradients:
-            # This calls `begin_reduction` and `end_reduction`, as a backward pass does.
+            # This calls `begin_reduction` and `end_reduction` as a backward pass does.
             self.group.reduce_late()
             self._has_ended = False
 
     def complete(self, dtype: torch.dtype | None) -> None:
-        """Its gradients are the means over all data ranks by now: casts them to ``dtype``."""
+        """Mark the gradients as means over all data ranks, and cast them to ``dtype``."""
         if dtype is not None:
             for parameter in self.group.trained:
                 parameter.cast_gradient(dtype)
         self.state = ReduceState.AVERAGED
 
     def reset(self) -> None:
-        """Drops what an interrupted global batch left behind."""
+        """Drop the state of an interrupted global batch."""
         self.state = ReduceState.WAITING
         self._has_ended = False
         self._means = []
@@ -151,17 +161,19 @@ class GroupGradients:
         self.group.discard()
 
     def note_used(self) -> None:
-        """Brings `used` up to date with this pass."""
+        """Update `used` with the gradients of this pass."""
         for number, parameter in enumerate(self.group.parameters):
             if parameter.has_unsharded_gradient:
                 self.used[number] = True
-            # One of an earlier pass is in the part that this replica updates once it is reduced.
+            # A gradient of an earlier pass may be on the part that this replica updates.
             elif parameter.sharded.grad is None and parameter.updated.grad is None:
                 self.used[number] = False
 
     def apply_used(self, used: Sequence[bool]) -> None:
-        """Removes the gradients of parameters that no rank has ``used``, and calls the hooks of
-        `register_post_accumulate_grad_hook` of the others."""
+        """Remove gradients of parameters that no rank has ``used``, and call hooks of the others.
+
+        These are the hooks of `register_post_accumulate_grad_hook`.
+        """
         self.used = list(used)
         for parameter, is_used in zip(self.group.parameters, used, strict=True):
             if not is_used:
@@ -170,7 +182,7 @@ class GroupGradients:
             parameter.call_hooks()
 
     def set_aside_means(self) -> None:
-        """Takes out means that a narrow dtype would round again."""
+        """Set aside means that another reduction in a narrow dtype would round again."""
         if self.state is not ReduceState.AVERAGED:
             return
         self.state = ReduceState.WAITING
@@ -185,14 +197,14 @@ class GroupGradients:
 
     @property
     def adds_to_means(self) -> bool:
-        """True if its reduction is added to means of earlier backward passes."""
+        """True if the reduction is added to means of earlier backward passes."""
         return bool(self._means)
 
     def add_means(self) -> None:
-        """Adds what `set_aside_means` has taken out to the new gradients."""
+        """Add the means of `set_aside_means` to the new gradients."""
         for parameter, earlier in self._means:
             local = parameter.local_gradient
-            # There is none where the global batch was abandoned.
+            # None if the global batch was abandoned.
             if local is not None:
                 local.add_(earlier)
                 keep_until_done(earlier)
@@ -202,20 +214,20 @@ class GroupGradients:
 class Bucket:
     """The sharded gradients of one or more neighbouring groups, as one flat tensor.
 
-    Its methods are those of torch's ``GradBucket``, so that hooks written for
-    `torch.nn.parallel.DistributedDataParallel` accept it: `index`, `buffer`, `gradients`,
+    The methods are those of torch's ``GradBucket``, so that hooks for
+    `torch.nn.parallel.DistributedDataParallel` accept a bucket: `index`, `buffer`, `gradients`,
     `parameters`, `is_last`, `set_buffer`.
 
     Args:
         index: its number in the order of reduction.
-        groups: neighbours with one communication format.
-        last: no bucket comes after it.
+        groups: neighbouring groups with one communication format.
+        last: True for the last bucket.
     """
 
     def __init__(self, index: int, groups: Sequence[GroupGradients], last: bool) -> None:
         self.groups = groups
         self.comm_format = groups[0].comm_format
-        # Its parameters that require gradients
+        # Its trained parameters
         self.trained: list[FSDPParameter] = []
         for each in groups:
             self.trained.extend(each.group.trained)
@@ -223,55 +235,55 @@ class Bucket:
         self._last = last
         # None until `flatten` or `fill_with_zeros`.
         self._flat: Tensor | None = None
-        # The part of each parameter in it, in the order of `trained`.
+        # View of each parameter's gradient, in the order of `trained`.
         self._parts: list[Tensor] = []
 
     def index(self) -> int:
-        """Its number in the order of reduction, from 0: what backward ends first comes first."""
+        """Return its number in the order of reduction, from 0: the order of ends in backward."""
         return self._index
 
     def is_last(self) -> bool:
-        """Whether it is the last one in the order of reduction."""
+        """Return True for the last bucket in the order of reduction."""
         return self._last
 
     def buffer(self) -> Tensor:
-        """All gradients, flat and real: this replica's, or after the reduction their mean."""
+        """Return all gradients, flat and real: this replica's, or the mean after the reduction."""
         assert self._flat is not None, "the bucket is not being reduced"
-        # Collectives and hooks take real tensors: a complex number is sent as two.
+        # Collectives and hooks take real tensors: a complex number is sent as two real ones.
         return _as_real(self._flat).view(-1)
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Copies ``tensor``, of the same number of elements, into `buffer`, cast to its dtype."""
+        """Copy ``tensor``, of the same number of elements, into `buffer`, cast to its dtype."""
         self.buffer().copy_(tensor.view(-1))
 
     def gradients(self) -> list[Tensor]:
-        """This rank's part of each gradient, a view of `buffer`."""
-        # `flatten` has given every parameter one.
+        """Return this rank's shard of each gradient, a view of `buffer`."""
+        # After `flatten` every parameter has a gradient.
         return [parameter.local_gradient for parameter in self.trained]  # type: ignore[misc]
 
     def parameters(self) -> list[nn.Parameter]:
-        """The sharded parameters, in the order of `gradients`."""
+        """Return the sharded parameters, in the order of `gradients`."""
         return [parameter.sharded for parameter in self.trained]
 
     def parts(self) -> list[Tensor]:
-        """Views of `buffer`, in the order of `parameters`; complex ones as real numbers."""
+        """Return views of `buffer`, in the order of `parameters`; complex ones as real numbers."""
         return [_as_real(each) for each in self._parts]
 
     def release(self) -> None:
-        """Lets go of the memory; the gradients are elsewhere by now."""
+        """Drop the buffer, after the gradients were copied elsewhere."""
         self._flat = None
         self._parts = []
 
     @torch.no_grad()
     def flatten(self) -> None:
-        """Makes the gradients views of one flat tensor, `buffer`.
+        """Make the gradients views of one flat tensor, `buffer`.
 
-        Nothing is copied when they are views of one tensor already, as torch leaves
-        those of a group. A parameter without a gradient gets zeros: another replica may have one.
+        Nothing is copied if they already are views of one tensor, as FSDP's gradients of one group
+        are. A parameter without a gradient gets zeros: another replica may have one.
         """
         gradients = [parameter.local_gradient for parameter in self.trained]
         self._flat = _common_storage(gradients)
-        # So it is at first with several groups: each has a storage of its own.
+        # Several groups have several storages at first.
         if self._flat is None:
             self._allocate()
             self._copy_in(gradients)
@@ -280,7 +292,7 @@ class Bucket:
         self._parts = self.gradients()
 
     def _copy_in(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copy ``gradients`` to their parts; zeros where there is none."""
+        """Copy ``gradients`` to their views; zeros for missing gradients."""
         pairs = list(zip(self._parts, gradients, strict=True))
         found = [(part, gradient) for part, gradient in pairs if gradient is not None]
         if missing := [part for part, gradient in pairs if gradient is None]:
@@ -289,11 +301,12 @@ class Bucket:
             parts, copied = zip(*found, strict=True)
             torch._foreach_copy_(parts, copied)
             for gradient in copied:
-                # Nothing refers to it once this returns.
+                # The last reference to the gradient ends with this function, while the copy may
+                # still run on the current stream, which is not the stream that allocated it.
                 keep_until_done(gradient)
 
     def fill_with_zeros(self) -> None:
-        """Makes `buffer` zeros of the bucket's size. The gradients stay as they are."""
+        """Make `buffer` zeros of the bucket's size. The gradients do not change."""
         self._allocate()
         self.buffer().zero_()
 
@@ -311,12 +324,12 @@ def _as_real(tensor: Tensor) -> Tensor:
 
 
 def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """One flat view of all ``tensors``; None unless they fill a piece of one storage without gaps.
+    """Return a flat view of all ``tensors`` if they fill a piece of one storage without gaps.
 
-    Gaps hold padding. A view with gaps would have a size that depends on how the gradients were
-    made, and replicas could send different sizes.
+    None otherwise. Gaps hold padding: a view with gaps would have a size that depends on how the
+    gradients were computed, and replicas could send different sizes.
     """
-    # A parameter without a gradient needs zeros, for which there is no room between the others.
+    # A parameter without a gradient needs zeros, and the storage has no room for them.
     found = [tensor for tensor in tensors if tensor is not None]
     if len(found) < len(tensors):
         return None
@@ -326,7 +339,7 @@ def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:
         is_elsewhere = tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
         if is_elsewhere or not tensor.is_contiguous():
             return None
-        # The order in storage may be another than that of the parameters.
+        # The order in storage may differ from the order of the parameters.
         begin = min(begin, tensor.storage_offset())
         end = max(end, tensor.storage_offset() + tensor.numel())
     filled = sum(tensor.numel() for tensor in found)
@@ -340,54 +353,58 @@ class Reduction(Protocol):
 
     @property
     def most_in_flight(self) -> int | None:
-        """How many reductions may have started and not ended; None: any number, because they hold
-        no memory."""
+        """Maximum number of reductions between start and end; None: unlimited.
+
+        Unlimited reductions hold no memory.
+        """
 
     def start(self, bucket: Bucket) -> list[Wait]:
-        """Begins to average ``bucket.buffer()`` over the replicas: in place, or for the owners of
-        the parameters. Collective: every replica starts the same buckets in the same order.
-        Returns what is left to do, in order: each waits for what was begun before. After the last
-        the gradients are the mean."""
+        """Begin to average ``bucket.buffer()`` over the replicas, in place or for its owners.
+
+        Collective: every replica starts the same buckets in the same order. Returns the remaining
+        steps in order; each step waits for the collective before it. After the last step the
+        gradients are the mean.
+        """
 
 
 @dataclass(eq=False)
 class BucketQueue:
-    """Puts the groups of one model into buckets and reduces them over the replicate axis.
+    """Buckets of one model, and their reductions over the replicate axis.
 
-    Reductions run on a stream of their own; see [Note: order of streams].
+    Reductions run on a separate stream; see [Note: order of streams].
     """
 
-    # The process group of the replicate axis
+    # Process group of the replicate axis
     group: dist.ProcessGroup
     device_type: str
-    # The stream in which torch accumulates sharded gradients
+    # Stream of FSDP's accumulation of sharded gradients
     accumulating: torch.Stream
-    # In the order in which backward ends the groups
+    # In the order of their ends in backward
     groups: Sequence[GroupGradients]
-    # A bucket of several groups is at most this large.
+    # Maximum size of a bucket of several groups
     bucket_bytes: int
-    # What reduces a bucket, from what is sent
+    # Returns the reduction for a communication format
     reduction_for: Callable[[CommunicationFormat], Reduction]
 
     def __post_init__(self) -> None:
         self.stream = new_stream(self.device_type)
         if self.device_type == "cpu":
             keep_freed_memory()
-        # Those of this global batch; empty until the first is needed.
+        # Buckets of this global batch; empty until the first is needed.
         self._buckets: list[Bucket] = []
-        # The index of the bucket that is started next.
+        # Index of the next bucket to start
         self._next = 0
         self._in_flight: list[tuple[Bucket, list[Wait]]] = []
 
     def start_final(self) -> None:
-        """Starts buckets in their order, up to the first with a group that is not final yet.
+        """Start buckets in their order, up to the first with a group that is not final yet.
 
-        Every replica must start the same collectives in the same order, or they would wait for each
-        other forever, but replicas may route data differently, and so end groups in another order.
-        So the order is that of `groups`, whichever group ends first: a bucket whose groups are
-        final waits for those before it, and `finish` starts all that are left, also those whose
-        groups did not run here. Parameters are frozen and unfrozen between global batches, which is
-        why buckets are made anew for each.
+        Every replica must start the same collectives in the same order, or replicas would wait for
+        each other forever. However, replicas may route data differently, and end groups in
+        different orders. The order is therefore the order of `groups`: a bucket of final groups
+        waits for the earlier buckets, and `finish` starts all remaining buckets, including buckets
+        of groups that did not run on this replica. Parameters may be frozen or unfrozen between
+        global batches, so buckets are rebuilt for each global batch.
         """
         for bucket in self._remaining():
             if any(each.state is not ReduceState.FINAL for each in bucket.groups):
@@ -395,26 +412,29 @@ class BucketQueue:
             self._start(bucket, bucket.flatten)
 
     def finish(self, *, with_zeros: bool = False) -> None:
-        """Reduces all buckets that are left and waits for all. `forget_buckets` follows, when their
-        gradients are complete. ``with_zeros``: instead of this rank's gradients, where other ranks
-        may be waiting for these reductions."""
+        """Reduce the remaining buckets and wait for all of them.
+
+        `forget_buckets` follows when their gradients are complete. ``with_zeros``: send zeros
+        instead of this rank's gradients; other ranks may be waiting for these reductions.
+        """
         for bucket in self._remaining():
             self._start(bucket, bucket.fill_with_zeros if with_zeros else bucket.flatten)
         self._await_all_but(0)
 
     def cancel(self) -> None:
-        """Waits for the buckets that were started, and starts no others."""
+        """Wait for the started buckets, and start no others."""
         self._await_all_but(0)
         self.forget_buckets()
 
     def forget_buckets(self) -> None:
-        """Lets go of the buckets of this global batch.
+        """Drop the buckets of this global batch.
 
-        Until here gradients may be views of the memory of their bucket. That memory belongs to the
-        stream of the buckets, on which the next bucket could get it as soon as it is free. The
-        gradients keep it alive, and the optimizer reads them on the current stream, which has
-        waited for the stream of the buckets; `_on_stream` orders the next bucket after the
-        optimizer.
+        Before this call gradients may be views of the memory of their bucket, and the bucket keeps
+        a reference. The memory belongs to the stream of the buckets. Once it is free, the allocator
+        may give it to the next bucket on that stream without waiting for other streams. This is
+        safe: the gradients keep the memory alive until ``zero_grad``; the optimizer reads them on
+        the current stream, which has waited for the stream of the buckets; and `_on_stream` makes
+        the next bucket wait for the current stream, so for the optimizer.
         """
         self._buckets = []
         self._next = 0
@@ -435,6 +455,10 @@ class BucketQueue:
         # Some reductions hold memory, and hooks must not overlap.
         if reduction.most_in_flight is not None:
             self._await_all_but(reduction.most_in_flight - 1)
+        # All kernels of the bucket are issued on its stream: the copies of `fill`, and the casts of
+        # the reduction. `set_aside_means` comes first, because `fill` copies the gradients that it
+        # leaves. The start of the collective is the last step, so the collective's stream, which
+        # waits for the stream of the buckets, runs after all of them.
         with self._on_stream():
             for each in bucket.groups:
                 each.set_aside_means()
@@ -445,8 +469,10 @@ class BucketQueue:
         self._continue_all_but(_BETWEEN)
 
     def _continue_all_but(self, left: int) -> None:
-        """Lets the oldest reductions send all that they send. The order is that of the starts, and
-        so the same on every replica."""
+        """Run all but the last step of the oldest reductions, which send their messages.
+
+        The order is the order of the starts, so it is the same on every replica.
+        """
         oldest = max(len(self._in_flight) - left, 0)
         for _, waits in self._in_flight[:oldest]:
             for wait in waits[:-1]:
@@ -455,37 +481,52 @@ class BucketQueue:
             del waits[:-1]
 
     def _await_all_but(self, left: int) -> None:
-        """Ends the oldest reductions until at most ``left`` are in flight."""
+        """End the oldest reductions until at most ``left`` are in flight."""
         self._continue_all_but(left)
         while len(self._in_flight) > left:
             bucket, waits = self._in_flight.pop(0)
             name = f"replicate: wait {bucket.index()}"
+            # On a GPU `Work.wait` does not block the host: it makes the current stream, here the
+            # stream of the buckets, wait for the stream of the collective. Later kernels on the
+            # stream of the buckets, which copy results and add means, therefore run after the
+            # collective, and backward continues on the current stream. On CPU the host waits.
             with self._on_stream(), torch.profiler.record_function(name):
                 for wait in waits:
                     wait()
-                # Means of earlier backward passes are complete. They are added after the reduction.
+                # Means of earlier backward passes were set aside, and are added unrounded here.
                 for each in bucket.groups:
                     each.add_means()
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Runs its body on the stream of the reductions, after all kernels that write gradients."""
+        """Run the body on the stream of the reductions, after all kernels that write gradients."""
+        # Gradients are written on two streams: FSDP accumulates on `accumulating`, and with one
+        # rank on the shard axis on the current stream. All kernels of a final group are issued on
+        # the host before this point, so the waits below cover them. Both waits are needed for
+        # every bucket, because a bucket may join groups of both kinds. The current stream also
+        # carries the optimizer of the previous step, which reads the memory of earlier buckets.
         self.stream.wait_stream(current_stream(self.device_type))
         self.stream.wait_stream(self.accumulating)
         with on_stream(self.device_type, self.stream):
             yield
 
 
-# Of the first bucket, which then starts early, as in DistributedDataParallel, and of the last one,
-# for which everything waits.
+# Maximum size of the first bucket, which then starts early, as in DistributedDataParallel, and of
+# the last bucket, since the optimizer waits for its reduction.
 _OUTER_BYTES = 2**20
 
 
 def fill_buckets(sizes: Sequence[int], kinds: Sequence[object], most_bytes: int) -> list[list[int]]:
-    """Puts neighbours of one kind together, until a bucket is large enough. ``sizes``: bytes of the
-    gradients of each group. Returns the indexes of the groups of each bucket. A group that is
-    larger than ``most_bytes`` has a bucket of its own. The first bucket and the last have 1 MiB at
-    most, or one group."""
+    """Group neighbours of one kind until a bucket is full. Return the group indexes per bucket.
+
+    A group that is larger than ``most_bytes`` has a separate bucket. The first and last bucket have
+    at most 1 MiB, or one group.
+
+    Args:
+        sizes: bytes of the gradients of each group.
+        kinds: groups of different kinds are never in one bucket.
+        most_bytes: maximum size of a bucket of several groups.
+    """
     buckets: list[list[int]] = []
     room = 0
     for index, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):

@@ -1,25 +1,27 @@
-"""Sums the sharded gradients of a model over the replicate axis, by parameter, once per global
-batch. `ReplicaReducer` is the engine.
+"""The engine that reduces sharded gradients over the replicate axis: `ReplicaReducer`.
 
-[Note: owning the replicate axis] `fully_shard` reduces over the shard axis alone. Each group's
-sharded gradients are then averaged over the replicas here: a parameter that a replica did not use
-counts as zero, and so does a whole group that its last micro-batch skipped. That is right for any
-routing of data through the model, which torch's own second axis is not: its partial sums do not
-record which parameters they hold.
+[Note: owning the replicate axis] `fully_shard` reduces over the shard axis only. The engine then
+averages each group's sharded gradients over the replicas, parameter by parameter, once per global
+batch. A parameter that a replica did not use counts as zero, and so does a group that the last
+micro-batch of a replica skipped. This is correct for any routing of data through the model. FSDP2's
+second mesh axis (HSDP) is not correct then: its partial sums do not record which parameters they
+hold.
 
-The reductions start during the last backward pass (`buckets.py`) and are all awaited at its
-end, so that ``loss.backward()`` returns with the mean over all data ranks in every ``.grad``.
-Averaging is idempotent: after a second backward pass the sum is averaged again, and is the sum of
-both means. Which parameters have a gradient is agreed on last; see [Note: unused parameters].
+The reductions start during the last backward pass (`buckets.py`), and the engine waits for all of
+them at its end, so that ``loss.backward()`` returns with the mean over all data ranks in every
+``.grad``. Averaging is idempotent: after a second backward pass the sum is averaged again, and
+equals the sum of both means. At last ranks agree on the parameters that have a gradient; see
+[Note: unused parameters].
 
-[Note: order of streams] Autograd computes unsharded gradients on the current stream. `fully_shard`
-lets its reduce-scatter stream wait for that one, and our stream of accumulation
-(`FSDPGroup.accumulate_on`) wait for the reduce-scatter. On our stream torch casts, views and adds
-the result to ``.grad``. When a group's ``post_backward`` has returned on the host, all kernels that
-write its sharded gradients are issued, either there or, with one rank on the shard axis, on the
-current stream. So a bucket is ordered after its gradients, whichever groups they are of, once its
-own stream has waited for these two streams. The optimizer's stream waits for the stream of the
-buckets and for that of accumulation in `finish`.
+[Note: order of streams] Autograd computes unsharded gradients on the current stream. FSDP's
+reduce-scatter stream waits for the current stream, and the engine's accumulation stream
+(`FSDPGroup.accumulate_on`) waits for the reduce-scatter stream. On the accumulation stream FSDP
+casts the result, creates its views and adds them to ``.grad``. When ``post_backward`` of a group
+has returned on the host, all kernels that write its sharded gradients are issued: on the
+accumulation stream, or, with one rank on the shard axis, on the current stream. The stream of the
+buckets waits for these two streams before each bucket, so a bucket runs after its gradients, from
+any groups. In `finish` the current stream, and with it the optimizer, waits for the stream of the
+buckets and for the accumulation stream.
 """
 
 from __future__ import annotations
@@ -53,30 +55,32 @@ from parallel2d.parallel.sync.methods.method import ReplicatedModel, SyncMethod,
 
 
 class BatchState(enum.Enum):
-    """How far the gradients of a global batch are."""
+    """Progress of the gradients of a global batch."""
 
     # Gradients were added that are not reduced over the replicas.
     PENDING = enum.auto()
-    # They are means over all data ranks, but unused parameters may have gradients of zeros.
+    # Gradients are means over all data ranks, but unused parameters may have gradients of zeros.
     REDUCED = enum.auto()
-    # Ranks have agreed on the used parameters: what the optimizer is to see. Also without any.
+    # Ranks have agreed on the used parameters: the optimizer may read gradients. Also the initial
+    # state.
     AGREED = enum.auto()
 
 
 class ReplicaReducer:
-    """The engine of one model, made by `parallel2d.parallelize`. Collective over the world.
+    """The engine of one model, built by `parallel2d.parallelize`. Collective over the world.
 
-    It is called by the groups of parameters (`FSDPGroup`), in the order of a backward pass, and by
-    nothing that it calls: it owns a `GroupGradients` for each group, the `BucketQueue` that reduces
-    them, and the `UsedParameters`, none of which knows it.
+    The FSDP groups (`FSDPGroup`) call the engine in the order of a backward pass. The engine owns a
+    `GroupGradients` per group, the `BucketQueue` that reduces them, and the
+    `UsedParameters`. None of these three calls the engine.
 
     Args:
-        groups: in the order in which backward ends them.
-        method: of synchronization over the replicate axis.
-        final_dtype: dtype of reduced gradients; None: that in which they are added.
+        mesh: the mesh of parameters.
+        groups: in the order of their ends in backward.
+        method: synchronization method of the replicate axis.
+        final_dtype: dtype of reduced gradients; None: the accumulation dtype.
         scalars: parameters that are replicated on every rank.
-        order: None where nothing is gathered or reduced over the shard axis.
-        seed: for random rounding.
+        order: None if no collective runs over the shard axis.
+        seed: seed of stochastic rounding.
         hidden: FQNs of the hidden matrices.
     """
 
@@ -99,16 +103,16 @@ class ReplicaReducer:
         self._scalars = scalars
         self._order = order
         self._state = BatchState.AGREED
-        # `finish` counts the steps; a trainer that resumes sets the number of the next one.
+        # `finish` counts the steps; a resumed trainer sets the number of the next step.
         self.keys = RoundingKeys(seed)
-        # What follows the optimizer's updates of the parameters
+        # Acts after the optimizer's updates
         self.updates = UpdateFollower()
         self.gradients = [
             GroupGradients(group, method.format_for(group.communication_dtype)) for group in groups
         ]
         # See [Note: order of streams].
         self._accumulating = new_stream(mesh.device_type)
-        # None where no gradients cross the replicate axis.
+        # None if no gradients are reduced over the replicate axis
         self.buckets: BucketQueue | None = None
         if method.crosses:
             group = own_replicate_group(mesh)
@@ -123,16 +127,16 @@ class ReplicaReducer:
                     method.bucket_bytes,
                     reduction_for,
                 )
-        # The ranks that share the work of an update: equal replicas do it each, since what one
-        # would send another crosses the slow network.
+        # The ranks that share the work of an update. Equal replicas repeat the work, because an
+        # exchange of results would cross the slow network.
         self.update_mesh = mesh if method.splits_updates else without_replicas(mesh)
         averaged = mesh if method.replicas_equal else without_replicas(mesh)
         parameters = sum(len(group.parameters) for group in groups)
         self.used_parameters = UsedParameters(averaged, parameters, order)
         self._reduces_status = True
-        # Why this rank cannot continue after this global batch; empty when it can.
+        # Message of a fault of this rank after this global batch; empty without one.
         self.fault = ""
-        # The same of the global batch that ends, which the agreement tells the other ranks
+        # The fault of the ending global batch, which the agreement sends to the other ranks
         self._sent_fault = ""
         for each in self.gradients:
             each.group.accumulate_on(self._accumulating)
@@ -148,46 +152,46 @@ class ReplicaReducer:
         return self._state is BatchState.PENDING
 
     def count_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before each step of any ``optimizer``. The next agreement compares the counts of
-        all ranks, because one that left out an update or a backward pass is out of step."""
+        """Count an update before each step of an ``optimizer``. The next agreement compares the
+        counts of all ranks: a rank that left out an update or a backward pass is out of step."""
         first = {id(group["params"][0]) for group in optimizer.param_groups if group["params"]}
-        # Backward ends the groups in the reversed order.
+        # Backward ends the groups in reverse order.
         parameters = chain.from_iterable(group.parameters for group in reversed(self.groups))
         is_ours = any(id(updated_as(each.sharded)) in first for each in parameters)
-        # Replicas of a job that tolerates their loss may join late or repeat a step.
+        # In an elastic job replicas may join late or repeat a step.
         if is_ours and current() is None:
             self.used_parameters.updates += 1
 
     @property
     def has_run(self) -> bool:
-        """True if there was a forward."""
+        """True after the first forward."""
         return any(parameter.has_run for group in self.groups for parameter in group.parameters)
 
     @property
     def awaits_backward(self) -> bool:
-        """True if there was a forward whose backward pass is to come."""
+        """True if a forward has run and its backward pass is pending."""
         return any(each.forwards for each in self.gradients)
 
     # A backward pass
 
     def _before_reduction(self, gradients: GroupGradients) -> None:
-        """Autograd has the group's gradients of this pass, and the shard axis will reduce them."""
+        """Run when autograd has the group's gradients, before FSDP's reduce-scatter."""
         gradients.begin_reduction(self._crosses(gradients.group))
         self._state = BatchState.PENDING
 
     def _after_reduction(self, gradients: GroupGradients) -> None:
-        """The group's sharded gradients have been accumulated."""
+        """Run when all kernels that accumulate the group's sharded gradients are issued."""
         crosses = self._crosses(gradients.group)
         gradients.end_reduction(crosses)
         if crosses and self.buckets is not None:
             self.buckets.start_final()
 
     def _crosses(self, group: FSDPGroup) -> bool:
-        """True if the gradients of this pass are reduced over the replicas."""
+        """Return True if this pass reduces the gradients over the replicas."""
         return self.buckets is not None and group.crosses_replicas
 
     def end_backward(self) -> None:
-        """Called at the end of every backward pass."""
+        """Run at the end of every backward pass."""
         for each in self.gradients:
             each.end_backward()
         if any(group.crosses_replicas for group in self.groups):
@@ -196,20 +200,27 @@ class ReplicaReducer:
     # The end of a global batch
 
     def finish(self) -> None:
-        """Reduces what is left, waits for all, and agrees on used parameters.
+        """Reduce the remaining gradients, wait for all, and agree on used parameters.
 
-        Collective over the data ranks. Raises `ConfigError` on every rank when ranks of a shard
-        group did not run the same groups, and when a gradient hook could not be called.
+        Collective over the data ranks. Raises `ConfigError` on every rank if ranks of a shard group
+        did not run the same groups, or if a gradient hook could not be called.
         """
         self.updates.check_attached()
         self._sent_fault = self.fault or self._hook_never_called()
         self.fault = ""
-        # Ranks that differ must stop here: the collectives below would never be answered.
+        # Ranks that differ must stop here. The collectives below would otherwise be paired with
+        # other collectives of the shard group, or wait forever. `abandon` then takes part in the
+        # reductions over replicas with zeros, because the other replicas may have started them.
         if self._order is not None:
             try:
                 self._order.end_backward()
             except ConfigError as error:
                 raise self.abandon(error) from None
+        # From here on all ranks run the same collectives in the same order: the reduce-scatters of
+        # sums that earlier passes left, then the remaining buckets. `BucketQueue.finish` waits on
+        # the stream of the buckets only. `_join_streams` then orders the current stream after both
+        # streams, so `complete` may cast gradients and the optimizer may read them. The buckets are
+        # dropped after `complete`, because gradients may be views of their memory.
         for each in self.gradients:
             each.reduce_rest()
         if self.buckets is not None:
@@ -225,34 +236,34 @@ class ReplicaReducer:
             self._reduce_status()
 
     def finish_without_backward(self) -> None:
-        """As `finish`, of a global batch of which this replica has computed nothing: it gets the
-        mean as the others do. Its gradients are zeros, or the mean of an earlier call."""
-        # Until the agreement `reset` drops the gradients, which may be those of this rank only.
+        """Finish a global batch without a computation on this replica. It gets the mean like the
+        others. Its own gradients are zeros, or the mean of an earlier call."""
+        # An error before the agreement must drop gradients, which may be this rank's only.
         self._state = BatchState.REDUCED
         for each in self.gradients:
             each.note_used()
-            # They are called after the agreement, as after a backward pass.
+            # As after a backward pass, the hooks run after the agreement.
             for parameter in each.group.trained:
                 parameter.take_hooks()
                 parameter.give_hooks_back()
         self.finish()
 
     def _join_streams(self) -> None:
-        """Lets the current stream wait for the reduced gradients."""
+        """Make the current stream wait for the reduced gradients."""
         current = current_stream(self._device_type)
         current.wait_stream(self._accumulating)
         if self.buckets is not None:
             current.wait_stream(self.buckets.stream)
 
     def _hook_never_called(self) -> str:
-        """The message for a hook of `register_hook`, which would never be called; or nothing."""
+        """Return the message for a hook of `register_hook`, which would never run; or ""."""
         for group in self.groups:
             for parameter in group.trained:
                 if parameter.sharded._backward_hooks:
                     return (
                         f"register_hook was called on a parameter of {group.called} of shape "
                         f"{tuple(parameter.sharded.shape)}: autograd computes gradients of "
-                        "gathered parameters and would never call it; use "
+                        "unsharded parameters and would never call the hook; use "
                         "register_post_accumulate_grad_hook"
                     )
         return ""
@@ -261,31 +272,34 @@ class ReplicaReducer:
 
     @property
     def may_defer_status(self) -> bool:
-        """True if the agreement can wait: no scalars are summed before, and all replicas agree."""
+        """True if the agreement can run later: it sums no scalars, and all replicas agree."""
         return not self._scalars and self.method.replicas_equal
 
     def defer_status(self) -> None:
-        """Leaves the agreement to the caller, who adds up `status_vector` over all ranks after
-        each backward pass that ends a global batch, and passes the sum to `apply_status`. A caller
-        whose tensors have no storage, and so no values to agree on, may omit it."""
+        """Leave the agreement to the caller.
+
+        After each backward pass that ends a global batch the caller sums `status_vector` over all
+        ranks, and passes the sum to `apply_status`. A caller with tensors without storage, and so
+        without values to agree on, may omit both.
+        """
         self._reduces_status = False
 
     def status_vector(self) -> Tensor:
-        """What this rank adds to the sum; see `UsedParameters.vector`."""
+        """Return this rank's addend of the sum; see `UsedParameters.vector`."""
         used: list[bool] = []
         for each in self.gradients:
             used += each.used
         return self.used_parameters.vector(used, self._sent_fault)
 
     def apply_status(self, summed: Tensor) -> None:
-        """Removes the gradients of parameters that no rank used, and calls the hooks of the others.
+        """Remove gradients of parameters that no rank used, and call the hooks of the others.
 
-        Hooks of `register_post_accumulate_grad_hook` may clip a gradient or make an update of its
-        parameter, so they must see what the optimizer sees. torch would call them when a group's
-        reduce-scatter has ended: before the reduction over replicas, in the dtype of sums, and for
-        parameters that no rank used. `_before_reduction` takes them away meanwhile, and here, after
-        all reductions and the agreement, they are called once for each parameter with a gradient,
-        in the order of the groups on every rank.
+        Hooks of `register_post_accumulate_grad_hook` may clip a gradient or update its parameter,
+        so they must see the gradient of the optimizer. FSDP would call them when the reduce-scatter
+        of a group ends: before the reduction over replicas, in the accumulation dtype, and for
+        parameters that no rank used. `_before_reduction` therefore removes them, and they are
+        called here, after all reductions and the agreement, once per parameter with a gradient, in
+        the order of the groups on every rank.
 
         Raises `ConfigError` as `UsedParameters.used_in` does.
         """
@@ -299,16 +313,18 @@ class ReplicaReducer:
         self._state = BatchState.AGREED
 
     def _reduce_status(self) -> None:
-        """The agreement of a custom training loop. Collective over the data ranks."""
+        """Run the agreement of a custom training loop. Collective over the data ranks."""
         vector = self.status_vector()
         summed, totals = self.used_parameters.sum_with(vector, self._scalars)
         self.apply_status(summed)
         self.used_parameters.set_means(totals, self._scalars)
 
     def abandon(self, error: ConfigError) -> BaseException:
-        """Takes part in what the other ranks still do in this global batch, with zeros, so that
-        none of them waits forever; returns the error that all ranks then raise."""
-        # The trainer's agreement tells the others.
+        """Take part with zeros in the remaining reductions of this global batch.
+
+        No other rank then waits forever. Returns the error that all ranks raise.
+        """
+        # The trainer's own agreement reports the error to the other ranks.
         if not self._reduces_status:
             return error
         if self.buckets is not None:
@@ -323,18 +339,18 @@ class ReplicaReducer:
     # Gradients that are dropped
 
     def clear_gradients(self, set_to_none: bool) -> None:
-        """Drops all gradients."""
+        """Drop all gradients."""
         self._clear(set_to_none)
         self.reset()
 
     def reset(self) -> None:
-        """Drops what an interrupted global batch left behind: sums that are not reduced over all
-        data ranks."""
-        # Reductions that were started write into gradients until they end.
+        """Drop the sums of an interrupted global batch that are not reduced over all data ranks."""
+        # Started reductions write into gradients until they end, also after a later `zero_grad`, so
+        # they are awaited first. The current stream then waits for their streams.
         if self.buckets is not None:
             self.buckets.cancel()
         self._join_streams()
-        # Before the agreement some gradients may be those of this rank alone.
+        # Before the agreement some gradients may be this rank's only.
         if self._state is not BatchState.AGREED:
             self._clear(set_to_none=True)
         self._state = BatchState.AGREED
@@ -354,17 +370,17 @@ GROUP_NAME = "gradients over replicas"
 
 
 def own_replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A process group over the replicas for one engine alone. Collective over the world.
+    """Return a process group over the replicas for one engine. Collective over the world.
 
-    Collectives of an engine run asynchronously during a backward pass. In the mesh's own group,
-    others that are started meanwhile could come between them, in another order on each rank.
-    Returns the mesh's group where the mesh is not the whole world, because all ranks of the world
-    would have to make the new one.
+    An engine runs its collectives asynchronously during a backward pass. In the mesh's own group,
+    other collectives could come between them, in a different order on each rank. If the mesh is not
+    the whole world, this is the mesh's group: a new group would need a call on all ranks of the
+    world.
     """
     if mesh.size() != dist.get_world_size():
         return mesh.get_group("replicate")
     axis = axis_names(mesh).index("replicate")
-    # One row for each group: the ranks that differ in the replicate axis alone.
+    # One row per group: the ranks that differ only in the replicate axis.
     rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh_shape(mesh).replicate)
     own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), group_desc=GROUP_NAME)
     assert isinstance(own, dist.ProcessGroup)  # every rank is in one row
@@ -372,63 +388,66 @@ def own_replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return own
 
 
-# An attribute of the model and no table beside it: the engine refers to the model's parameters, so
-# that the garbage collector frees both together.
+# An attribute of the model instead of a table: the engine refers to the model's parameters, so the
+# garbage collector frees both together.
 _ENGINE = "_parallel2d_engine"
 
 
 def register_engine(model: nn.Module, engine: ReplicaReducer) -> None:
-    """Makes ``engine`` that of ``model``."""
+    """Register ``engine`` as the engine of ``model``."""
     vars(model)[_ENGINE] = engine
 
 
-# An attribute of the parameters that an optimizer gets
+# Attribute of the parameters that an optimizer gets
 _UPDATE_MESH = "_parallel2d_update_mesh"
 
 
 def note_update_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Lets `update_mesh_of` find the ``mesh`` of the parameters of ``model``."""
+    """Record ``mesh`` on the parameters of ``model`` for `update_mesh_of`."""
     for parameter in model.parameters():
         setattr(updated_as(parameter), _UPDATE_MESH, mesh)
 
 
 def is_ours(parameters: Iterable[Tensor]) -> bool:
-    """True if one of ``parameters`` is of a parallelized model, also a gathered one."""
+    """Return True if one of ``parameters`` is from a parallelized model, also an unsharded one."""
     marks = (_UPDATE_MESH, GATHERED_AS)
     return any(hasattr(parameter, mark) for parameter in parameters for mark in marks)
 
 
 def update_mesh_of(parameters: Iterable[Tensor]) -> DeviceMesh | None:
-    """The ranks that make the same updates of ``parameters``; None where they are not those of a
-    parallelized model. Raises `ConfigError` for those of several meshes, or of another library."""
+    """Return the ranks that make the same updates of ``parameters``.
+
+    None for parameters outside of parallelized models. Raises `ConfigError` for parameters of
+    several meshes, or of another library.
+    """
     meshes: list[DeviceMesh | None] = []
     for parameter in parameters:
         meshes.append(getattr(parameter, _UPDATE_MESH, None))
         is_unknown = meshes[-1] is None and isinstance(parameter, DTensor)
         if is_unknown or meshes[-1] != meshes[0]:
             raise ConfigError(
-                "an optimizer that needs whole matrices, such as muon, takes parameters of models "
-                "from parallel2d.parallelize, and not those on several meshes: build one for each"
+                "an optimizer that needs whole matrices, such as muon, supports parameters of "
+                "models from parallel2d.parallelize on one mesh: build one optimizer for each mesh"
             )
     return meshes[0] if meshes else None
 
 
 def engines_in(model: nn.Module) -> list[ReplicaReducer]:
-    """The engines of ``model`` and of modules below it."""
+    """Return the engines of ``model`` and of modules below it."""
     return [vars(module)[_ENGINE] for module in model.modules() if _ENGINE in vars(module)]
 
 
 def engine_in(module: nn.Module) -> ReplicaReducer | None:
-    """The engine of ``module``; None unless `parallel2d.parallelize` has made it."""
+    """Return the engine of ``module``; None unless `parallel2d.parallelize` has built one."""
     return vars(module).get(_ENGINE)
 
 
 def engine_of(model: nn.Module) -> ReplicaReducer:
-    """The engine of a model from `parallel2d.parallelize`. Raises `ConfigError` for another."""
+    """Return the engine of a parallelized model. Raise `ConfigError` for other models."""
     found = engine_in(model)
     if found is None:
         raise ConfigError(
-            f"{type(model).__name__} did not come from parallel2d.parallelize; give the model that "
-            "it returned, not a module of it"
+            f"{type(model).__name__} did not come from parallel2d.parallelize; pass the model that "
+            "it returned, not one of its modules"
         )
     return found

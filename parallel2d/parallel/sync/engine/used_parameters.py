@@ -1,13 +1,13 @@
-"""The agreement of all ranks on which parameters any of them has used (`UsedParameters`).
+"""All-reduce of the used parameters and faults at the end of a step: `UsedParameters`.
 
-[Note: unused parameters] Zeros stand in for missing gradients, also inside the shard axis, so that
-all ranks reduce the same. An optimizer would take zeros for gradients, decay weights and move by
-its momentum. So ranks agree on which parameters any of them has used, and the others have no
-gradient afterwards, as in one process. In a custom training loop that is one small all-reduce at
-the end of the last backward pass; the trainer makes it part of its own agreement.
+[Note: unused parameters] Zeros replace missing gradients, also inside the shard axis, so that all
+ranks run the same reductions. An optimizer would treat zeros as gradients, and would apply weight
+decay and momentum. Ranks therefore agree on the parameters that any rank has used, and the other
+parameters get no gradient, as in a single process. In a custom training loop this is one small
+all-reduce at the end of the last backward pass; the trainer makes it part of its own all-reduce.
 
-The same sum shows whether a rank cannot continue, whether the ranks of a shard group have issued
-different collectives, and which buffers differ.
+The same sum shows if a rank cannot continue, if the ranks of a shard group have issued different
+collectives, and which buffers differ.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class ScalarGradient(Protocol):
-    """The gradient of a parameter without dimensions: `parallelize.scalars.Scalar`, which says what
-    its methods do."""
+    """The gradient of a parameter without dimensions; `parallelize.scalars.Scalar` documents it."""
 
     @property
     def gradient(self) -> Tensor | None: ...
@@ -50,8 +49,10 @@ class ScalarGradient(Protocol):
 
 
 class IssueOrder(Protocol):
-    """The order of the collectives of this rank's shard group:
-    `parallelize.collective_order.CollectiveOrder`, which says what its methods do."""
+    """The collective order of this rank's shard group.
+
+    `parallelize.collective_order.CollectiveOrder` documents the methods.
+    """
 
     def end_backward(self) -> None: ...
     def acknowledge(self) -> None: ...
@@ -60,13 +61,14 @@ class IssueOrder(Protocol):
 
 
 class UsedParameters:
-    """Makes the numbers of this rank that ranks add up, and reads their sum. It knows nothing of
-    the gradients.
+    """Builds this rank's addend of the sum over ranks, and reads the sum.
+
+    The class does not access gradients.
 
     Args:
         mesh: the ranks that make the same updates.
-        parameters: number of parameters that can be used.
-        order: None where nothing is gathered or reduced over the shard axis.
+        parameters: number of parameters that a rank may use.
+        order: None if no collective runs over the shard axis.
     """
 
     def __init__(self, mesh: DeviceMesh, parameters: int, order: IssueOrder | None) -> None:
@@ -75,32 +77,36 @@ class UsedParameters:
         self._order = order
         self._replica = axis_positions(mesh).get("replicate", 0)
         self._parameters = parameters
-        self.buffers: Mapping[str, tuple[nn.Module, str]] = {}  # by FQN, with the key there
+        # By FQN: the module that holds the buffer, and its attribute
+        self.buffers: Mapping[str, tuple[nn.Module, str]] = {}
         self._were_named = False
         self.reductions = 0
-        self.updates = 0  # since the last agreement
+        self.updates = 0  # optimizer steps since the last agreement
         self._compared_updates = 0
 
     def vector(self, used: Sequence[bool], fault: str) -> Tensor:
-        """fp64 [1 + parameters + 3 * (replicas + 1 + buffers)], on CPU: whether this rank
-        cannot continue, for each parameter whether it used it, then what `_digests` returns."""
+        """Return fp64 [1 + parameters + 3 * (replicas + 1 + buffers)], on CPU. The entries are 1
+        for a fault of this rank, 1 for each parameter that this rank used, and `_digests`."""
         own = torch.tensor([bool(fault), *used], dtype=torch.float64)
         return torch.cat([own, self._digests()])
 
     def used_in(self, summed: Tensor, fault: str) -> list[bool]:
-        """Return for each parameter whether any rank used it.
+        """Return True for each parameter that any rank used.
 
         Args:
             summed: the sum of `vector` over all ranks.
-            fault: of this rank.
+            fault: message of this rank's fault; empty without one.
 
         Raises:
-            ConfigError: with the same message on all ranks, when one cannot continue, and when
-                ranks of a shard group differ. Collective over the data ranks then.
+            ConfigError: a rank cannot continue, or ranks of a shard group differ. The message is
+                equal on all ranks. Then the call is collective over the data ranks.
         """
         message = self._failure_in(summed, fault)
         if message is not None:
-            # That of the first rank that has one
+            # The message of the first rank with a message wins on all ranks. Two hops reach all
+            # data ranks: over the shard axis every replica selects its message, and over the
+            # replicate axis all replicas select the same one. All ranks know from the sum that they
+            # must run these collectives, also ranks without a message.
             for axis in ("shard", "replicate"):
                 if axis in axis_names(self._mesh):
                     messages = all_gather(message, self._mesh.get_group(axis))
@@ -113,58 +119,61 @@ class UsedParameters:
             self._were_named = True
             if dist.get_rank() == 0:
                 log.warning(
-                    "%s: buffers that differ between ranks, as each writes what its own samples "
-                    "give; checkpoints hold one rank's. Write parallel2d.reduce(value), unless it "
-                    "is a cache",
+                    "%s: these buffers differ between ranks, because each rank writes values of "
+                    "its own samples; checkpoints save one rank's. Write parallel2d.reduce(value), "
+                    "unless the buffer is a cache",
                     first_five(names, ", "),
                 )
         used: list[bool] = (summed[1 : 1 + self._parameters] > 0).tolist()
         return used
 
     def sum_with(self, vector: Tensor, scalars: Sequence[ScalarGradient]) -> tuple[Tensor, Tensor]:
-        """Return the sums over the data ranks of ``vector``, and [scalars, 2] of the gradients of
-        ``scalars`` and of the number of ranks that have one. Collective over the data ranks."""
+        """Return the sums over the data ranks of ``vector`` and of the scalars' gradients.
+
+        The second sum is [scalars, 2]: gradients, and numbers of ranks with a gradient. Collective
+        over the data ranks.
+        """
         own = torch.zeros(len(scalars), 2, dtype=torch.float64)
         for row, scalar in zip(own, scalars, strict=True):
             gradient = scalar.gradient
             if gradient is not None:
-                # One without elements adds nothing.
+                # A parameter without elements adds nothing.
                 row[0] = gradient.double().sum().cpu()
-                row[1] = 1.0  # it was used
+                row[1] = 1.0  # the parameter was used
         device = "cpu" if has_cpu_backend() else self._mesh.device_type
-        # One all-reduce for all: such small ones cost their latency.
+        # One all-reduce for both: the cost of a small all-reduce is its latency.
         parts = torch.cat([vector, own.flatten()]).to(device)
         summed = sum_over_data_ranks(parts, self._mesh).cpu()
         return summed[: len(vector)], summed[len(vector) :].view(-1, 2)
 
     def set_means(self, totals: Tensor, scalars: Sequence[ScalarGradient]) -> None:
-        """Set the means of the gradients of ``scalars`` from their sums; see `sum_with`."""
+        """Set the mean gradients of ``scalars`` from their sums; see `sum_with`."""
         for scalar, (total, users) in zip(scalars, totals, strict=True):
             scalar.set_mean(total / live_data_ranks(self._mesh) if users > 0 else None)
             scalar.rest()
 
     def _digests(self) -> Tensor:
-        """fp64 [3 * (replicas + 1 + buffers)]: one, a hash and its square: of the collectives in
-        the row of this replica, then of the updates, then of each buffer that is compared in this
-        step.
+        """Return fp64 [3 * (replicas + 1 + buffers)]: rows of one, a hash and its square.
 
-        Hashes are equal if the sum of their squares is that of equal numbers.
+        The rows are the collectives of each replica (only this replica's row is set), the number of
+        updates, and each buffer that is compared in this step. Hashes are equal if the sum of their
+        squares equals the sum for equal numbers.
         """
         hashes = dict(enumerate(self._hashes_of_buffers(), self._shape.replicate + 1))
         digests = torch.zeros(self._shape.replicate + 1 + len(hashes), 3, dtype=torch.float64)
         if hashes and is_joining():
-            hashes = {}  # its buffers come with the state
+            hashes = {}  # a joining replica receives its buffers with the state
         self._compared_updates, self.updates = self.updates, 0
         hashes[self._shape.replicate] = self._compared_updates
         if self._order is not None:
             hashes[self._replica] = self._order.digest()
         for row, value in hashes.items():
-            value %= 2**20  # so that fp64 adds the squares of up to 8,192 ranks exactly
+            value %= 2**20  # fp64 adds the squares of up to 8,192 such hashes exactly
             digests[row] = torch.tensor([1, value, value**2], dtype=torch.float64)
         return digests.flatten()
 
     def _hashes_of_buffers(self) -> list[int]:
-        """After the global batches 1, 2, 4, 8 and so on; none after others."""
+        """Return hashes after the global batches 1, 2, 4, 8 and so on; empty after others."""
         self.reductions += 1
         if self.reductions & (self.reductions - 1):
             return []
@@ -174,16 +183,16 @@ class UsedParameters:
             if type(each) is Tensor and each.layout == torch.strided:
                 hashes += hashes_of([each])
             else:
-                hashes.append(0)  # without bits of its own
+                hashes.append(0)  # a tensor without plain storage
         return hashes
 
     def _differing(self, summed: Tensor) -> Tensor:
-        """For each row of `_digests` whether ranks have different hashes."""
+        """Return True for each row of `_digests` with different hashes."""
         ranks, total, squares = summed[1 + self._parameters :].view(-1, 3).unbind(1)
         return squares * ranks != total**2
 
     def _failure_in(self, summed: Tensor, fault: str) -> str | None:
-        """What this rank knows of why ranks cannot continue, perhaps nothing; None: all can."""
+        """Return this rank's message of why ranks cannot continue, or ""; None if all can."""
         if summed[0] > 0:
             return fault
         different = self._differing(summed)[: self._shape.replicate + 1]
@@ -191,14 +200,16 @@ class UsedParameters:
             return None
         if different[-1]:
             return self._out_of_step()
-        # The ranks of a replica without differences have no message of their own.
+        # Ranks of a replica without differences have no message.
         if self._order is not None and different[self._replica]:
             return self._order.differing_on_other_hosts()
         return ""
 
     def _out_of_step(self) -> str:
-        """The message, on all ranks alike, for ranks that have made different numbers of updates.
-        Collective over the data ranks."""
+        """Return the message for ranks with different numbers of updates, equal on all ranks.
+
+        Collective over the data ranks.
+        """
         counts = [(dist.get_rank(), self._compared_updates)]
         for axis in ("shard", "replicate"):
             if axis in axis_names(self._mesh):

@@ -1,7 +1,8 @@
-"""The forms in which replicas send values: the table `FORMATS`, one row for each.
+"""Communication formats of replicas: the table `FORMATS`, one row per format.
 
-A new one is a word of ``sync.wire`` with the methods that take it (`base/config/parallel.py`), a
-row here, and code next to `quantize.py` if it is neither a dtype nor blocks.
+A new format needs a value of ``sync.wire`` with the methods that support it
+(`base/config/parallel.py`), a row here, and code next to `quantize.py` if it is neither a dtype nor
+blocks.
 """
 
 from __future__ import annotations
@@ -22,50 +23,53 @@ from parallel2d.parallel.sync.formats.quantize import (
 )
 from parallel2d.parallel.weights.geometry import pieces_of
 
-# What a replica did not send is added to its next message, times this (error feedback; SparseLoCo)
+# Weight of the rounding error of one message in the next message (error feedback; SparseLoCo)
 ERROR_FEEDBACK_DECAY = 0.95
 
 
 @dataclass(frozen=True)
 class CastQuantizer:
-    """Codes values by casting them to ``dtype``: one value a row."""
+    """Quantizer that casts values to ``dtype``; a block is one value."""
 
     dtype: torch.dtype
 
     def rows(self, tensors: Sequence[Tensor]) -> Tensor:
-        """[values, 1], a view of one tensor alone."""
+        """Return the values as [values, 1]; a view if there is one tensor."""
         flat = [tensor.reshape(-1) for tensor in tensors]
         return (torch.cat(flat) if len(flat) > 1 else flat[0])[:, None]
 
     def quantize(self, rows: Tensor, first: int, stage: int) -> Tensor:
-        """The rows in this quantizer's dtype."""
+        """Return the blocks in the quantizer's dtype."""
         return rows.to(self.dtype)
 
     def dequantize(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows in ``dtype``."""
+        """Return the blocks in ``dtype``."""
         return sent.to(dtype)
 
     def mean(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
-        """The mean, in ``dtype``, of ``sent`` [replicas, rows, length], the contributions to the
-        same rows. They may be overwritten."""
+        """Return the mean in ``dtype`` of ``sent`` [replicas, blocks, length].
+
+        ``sent`` may be overwritten.
+        """
         if sent.device.type != "cpu":
             return sent.sum(0, dtype=dtype).div_(len(sent))
-        # One after the other: a sum of torch has another order for some sizes.
+        # In sequence: torch's sum uses another order for some sizes.
         return mean_of([self.dequantize(each, dtype) for each in sent])
 
     def values(self, rows: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
-        """Views of the values, by tensor."""
+        """Yield views of the values, by tensor."""
         return pieces_of(rows[:, 0], shapes)
 
 
-# What turns values into rows and rows into what is sent. Each row is decoded without the others, so
-# that rows can be dealt out to replicas. In `quantize`, ``first`` is the number of the first row,
-# ``stage`` tells several roundings of one value apart; rows after the last are padding.
+# A quantizer turns values into blocks and blocks into messages. Each block is dequantized
+# independently, so blocks can be distributed over replicas. Arguments of `quantize`: ``first`` is
+# the number of the first block, ``stage`` distinguishes several roundings of one value, and blocks
+# after the last are padding.
 Quantizer = CastQuantizer | BlockQuantizer
 
 
 def put_back(quantizer: Quantizer, rows: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Writes decoded ``rows`` into the ``tensors`` of which they are."""
+    """Write the dequantized blocks ``rows`` into their ``tensors``."""
     values = quantizer.values(rows, [tensor.shape for tensor in tensors])
     torch._foreach_copy_(list(tensors), list(values))
 
@@ -75,43 +79,46 @@ class CommunicationFormat:
     """One communication format."""
 
     name: str
-    bits: int  # of a value; blocks add their scales
-    dtype: torch.dtype | None = None  # of a value as it is sent; None: blocks of codes, as bytes
-    # The bound of a parity check relative to the mean norm of the contributions: another rounding
-    # of a sum may change a whole unit of the code. The first where ranks run one process's kernels.
+    bits: int  # per value, without the scales of blocks
+    dtype: torch.dtype | None = None  # communication dtype; None: blocks of codes, as bytes
+    # Bound of a parity check relative to the mean norm of the contributions: another rounding of a
+    # sum may change a code by one. The first number is for ranks with the kernels of the reference
+    # run.
     bound: tuple[float, float] = (0.0, 0.0)
-    has_error_feedback: bool = (
-        False  # error feedback: the rounding error is sent with the next message
-    )
-    finer: str = ""  # the row for gradients of all but hidden matrices; empty: this one
+    has_error_feedback: bool = False  # True with error feedback
+    finer: str = ""  # format of gradients other than hidden matrices; empty: this format
 
     @property
     def rounds(self) -> bool:
-        """Whether values are rounded, and so exchanged and added in fp32, not all-reduced."""
+        """True for rounded values, which are exchanged and summed in fp32, not all-reduced."""
         return self.bits < 32
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of the dtype that is sent, one of codes."""
+        """Bytes of an element in communication; one for codes."""
         return max(1, self.bits // 8)
 
     def bytes_of(self, shapes: Iterable[torch.Size]) -> int:
-        """Bytes of tensors of these shapes; each begins a block of its own."""
+        """Return bytes of tensors of these shapes; each tensor starts a new block."""
         if self.dtype is not None:
             return self.dtype.itemsize * sum(shape.numel() for shape in shapes)
         row = BlockFormat(self.bits).row_bytes
         return row * sum(blocks_of(shape.numel()) for shape in shapes)
 
     def of_gradient(self, *, hidden: bool) -> CommunicationFormat:
-        """In which a gradient is sent every step. ``hidden``: it is that of a hidden matrix."""
+        """Return the format of a gradient. ``hidden``: True for a hidden matrix."""
         return self if hidden or not self.finer else FORMATS[self.finer]
 
     def quantizer(self, tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> Quantizer:
-        """What codes ``tensors``. ``pieces``: for the random numbers of each; a cast needs none."""
+        """Return the quantizer of ``tensors``.
+
+        ``pieces``: sources of the random numbers of each tensor; a cast needs none.
+        """
         if self.dtype is not None:
             return CastQuantizer(self.dtype)
         numels = [tensor.numel() for tensor in tensors]
-        # What is sent later may be rounded to the nearest, which takes half as much as at random.
+        # Error feedback sends the rounding error later, so rounding to the nearest is unbiased over
+        # steps, and its error is half the error of stochastic rounding.
         noise = None if self.has_error_feedback else BlockNoise(pieces, numels, tensors[0].device)
         return BlockQuantizer(BlockFormat(self.bits), noise, pieces, numels)
 
@@ -130,5 +137,5 @@ FORMATS = {
 
 
 def format_of(dtype: torch.dtype) -> CommunicationFormat:
-    """The format that casts to ``dtype``."""
+    """Return the format that casts to ``dtype``."""
     return next(row for row in FORMATS.values() if row.dtype == dtype)

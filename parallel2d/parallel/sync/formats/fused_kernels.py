@@ -1,6 +1,6 @@
-"""The kernels of `fused_quantize.py`. One program codes one block; see [Note: block codes]."""
+"""Kernels of `fused_quantize.py`. One program processes one block; see [Note: block codes]."""
 
-# Triton gives the arguments their types.
+# Triton assigns the types of arguments.
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ HALF = tl.constexpr(128)
 
 @triton.jit
 def _noise(column, block, places, first, known, stage, rounds_at_random: tl.constexpr):
-    """The numbers of `blocks.uniform`, or one half."""
+    """Return the numbers of `blocks.uniform`, or one half."""
     numbers = tl.full((HALF,), 0.5, tl.float32)
     if rounds_at_random:
         position = first + block
         is_known = position < known
         start = tl.load(places + position, mask=is_known, other=0)
         key = tl.load(places + known + position, mask=is_known, other=0)
-        # Products of 32 bits wrap around.
+        # 32-bit products wrap around.
         mixed = ((start + column) * -1640531527) ^ (key ^ stage)
         mixed = mixed.to(tl.uint32, bitcast=True)
         mixed ^= mixed >> 16
@@ -47,16 +47,16 @@ def quantize(
     values, places, sent, scales, first, known, stage,
     rounds_at_random: tl.constexpr, bits: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of 256 values to their scale and codes; ``scales`` is ``sent`` as fp32."""
+    """Quantize blocks of 256 values to scale and codes; ``scales`` is ``sent`` as fp32."""
     row_bytes: tl.constexpr = 4 + 32 * bits
     largest: tl.constexpr = 2.0 ** (bits - 1) - 2
     block = tl.program_id(0)
-    # More than 2**31 values
+    # int64, for more than 2**31 values
     row = block.to(tl.int64)
     column = tl.arange(0, HALF)
     low = tl.load(values + row * 256 + column)
     high = tl.load(values + row * 256 + HALF + column)
-    # A comparison with what is not a number is false.
+    # A comparison with NaN is false.
     low_finite = tl.abs(low) <= 3.4028234663852886e38
     high_finite = tl.abs(high) <= 3.4028234663852886e38
     most = tl.maximum(
@@ -87,13 +87,12 @@ def _value(code, scale, largest):
 
 @triton.jit(do_not_specialize=("replicas", "replica_bytes"))
 def dequantize_mean(sent, scales, values, replicas, replica_bytes, bits: tl.constexpr):
-    """The mean of the same block of all ``replicas``, added in their order; ``scales`` is ``sent``
-    as fp32."""
+    """Average one block over all ``replicas``, added in order; ``scales`` is ``sent`` as fp32."""
     row_bytes: tl.constexpr = 4 + 32 * bits
     largest: tl.constexpr = 2 ** (bits - 1) - 2
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, HALF)
-    # A sum of minus zero and a number is that number, also for a zero.
+    # -0.0 is the neutral element of addition, also for zeros of either sign.
     low_sum = tl.full((HALF,), -0.0, tl.float32)
     high_sum = tl.full((HALF,), -0.0, tl.float32)
     for replica in range(replicas):
@@ -104,7 +103,7 @@ def dequantize_mean(sent, scales, values, replicas, replica_bytes, bits: tl.cons
             high = tl.load(sent + begin + 4 + HALF + column).to(tl.int8, bitcast=True).to(tl.int32)
         else:
             packed = tl.load(sent + begin + 4 + column).to(tl.int32)
-            # A shift to the right of signed numbers repeats the sign.
+            # A right shift of signed numbers repeats the sign bit.
             low = (packed << 28) >> 28
             high = (packed << 24) >> 28
         low_sum += _value(low, scale, largest)

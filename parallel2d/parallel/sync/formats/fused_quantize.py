@@ -1,10 +1,10 @@
-"""The block codes of `quantize.py` as one kernel each on GPUs, in Triton.
+"""Block quantization of `quantize.py` as one Triton kernel per operation on GPUs.
 
-[Note: fused block codes] Quantizing takes some 40 operators, each of which reads and writes all
-values; one kernel reads them once. `quantize` and `dequantize_mean` are operators of torch: on CUDA
-(and ROCm) they are the kernels below, on other devices the operators of `BlockFormat`. The kernels
-compute the same bits: every operation is the same one in fp32, divisions are those of IEEE, and
-products are not fused with sums (``enable_fp_fusion``).
+[Note: fused block codes] Without fusion, quantization runs about 40 operators, and each reads and
+writes all values. `quantize` and `dequantize_mean` are torch operators: on CUDA (and ROCm) they run
+the kernels below, on other devices the operators of `BlockFormat`. The kernels compute the same
+bits: every operation is the same in fp32, divisions are IEEE divisions, and products are not fused
+with sums (``enable_fp_fusion``).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HALF = 128  # values of half a block; with 4 bits, both halves share their bytes
+HALF = 128  # values of half a block; with 4 bits, the two halves share bytes
 _SCALE_BYTES = 4
 
 
 def is_fused(values: Tensor, dtype: torch.dtype) -> bool:
-    """True if ``values`` of a device are coded from, or decoded to, ``dtype`` by one kernel."""
-    # Tensors without values take the operators.
+    """Return True if one kernel quantizes ``values`` from ``dtype``, or dequantizes to it."""
+    # Fake tensors use the operators.
     is_plain = type(values) is Tensor and values.device.type == "cuda"
     return is_plain and dtype == torch.float32 and has_triton()
 
 
 @functools.cache
 def has_triton() -> bool:
-    """True if Triton is installed, as with torch's builds for CUDA and ROCm."""
+    """Return True if Triton is installed, as with torch's builds for CUDA and ROCm."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -41,14 +41,13 @@ library.define("dequantize_mean(Tensor sent, int bits) -> Tensor")
 
 
 def quantize(blocks: Tensor, places: Tensor | None, first: int, stage: int, bits: int) -> Tensor:
-    """As `BlockFormat.quantize`.
+    """Quantize blocks; see `BlockFormat.quantize`.
 
     Args:
         blocks: fp32 [blocks, 256].
-        places: int32 [2, all blocks], the position and the key of each; None: values are rounded to
-            the nearest code.
-        first: the number of the first block.
-        stage: tells several roundings of one value apart.
+        places: int32 [2, all blocks], the position and key of each; None: round to the nearest.
+        first: number of the first block.
+        stage: distinguishes several roundings of one value.
         bits: 8 or 4.
     """
     found: Tensor = torch.ops.parallel2d.quantize_blocks(blocks, places, first, stage, bits)
@@ -56,8 +55,10 @@ def quantize(blocks: Tensor, places: Tensor | None, first: int, stage: int, bits
 
 
 def dequantize_mean(sent: Tensor, bits: int) -> Tensor:
-    """fp32 [blocks, 256]: the mean of ``sent`` [replicas, blocks, bytes of a block], added in the
-    order of the replicas."""
+    """Return fp32 [blocks, 256], the mean of ``sent`` [replicas, blocks, bytes of a block].
+
+    Replicas are added in order.
+    """
     found: Tensor = torch.ops.parallel2d.dequantize_mean(sent, bits)
     return found
 
@@ -80,7 +81,7 @@ def quantize_by_kernel(
 
 
 def dequantize_by_kernel(sent: Tensor, bits: int) -> Tensor:
-    # A view of longer messages is read in its place.
+    # A view of a longer message is read in place if it is aligned.
     is_aligned = sent.stride(0) % _SCALE_BYTES == sent.storage_offset() % _SCALE_BYTES == 0
     if not is_aligned or sent.stride()[1:] != (sent.shape[2], 1):
         sent = sent.contiguous()
@@ -99,13 +100,13 @@ def dequantize_by_kernel(sent: Tensor, bits: int) -> Tensor:
 def launch(
     kernel: Any, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], kinds: Any
 ) -> None:
-    """Launch one program for each block."""
+    """Launch one program per block."""
     if programs:
         kernel[(programs,)](*tensors, *numbers, **kinds, num_warps=2, enable_fp_fusion=False)
 
 
 def kernels() -> Any:
-    """The kernels; Triton is imported where they are needed."""
+    """Return the module of kernels; the import loads Triton."""
     from parallel2d.parallel.sync.formats import fused_kernels
 
     return fused_kernels

@@ -1,13 +1,14 @@
-"""Quantizes gradients by blocks of 256 values: one scale per block, 8 or 4 bits per value.
+"""Quantization of gradients in blocks of 256 values: one scale per block, 8 or 4 bits per value.
 
-[Note: block codes] The scale of a block is its largest finite magnitude over the largest code. A
-value becomes one of the two codes around it, at random, so that its mean is the value itself
-(stochastic rounding): the error of one value is below the scale of its block. The smallest code
-stands for a number that is not finite, so that a step which must be refused is refused.
+[Note: block codes] The scale of a block is its largest finite magnitude divided by the largest
+code. A value is rounded to one of the two codes around it, at random, so that the mean of the
+result is the value (stochastic rounding). The error of a value is below the scale of its block. The
+codes above the largest code stand for infinities and NaN, so that a step that must be refused is
+refused.
 
 A message holds one row of bytes per block: the scale in fp32, then the codes. The random numbers
-depend on nothing but a key and the position: the same come out on CPU and GPU, and however a tensor
-is cut into pieces, where a generator would have a state.
+depend only on a key and a position. They are equal on CPU and GPU and for every split of a tensor;
+a generator would have a state.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class BlockFormat:
 
     @property
     def largest(self) -> int:
-        """The largest finite code: 126 or 6. The code above it, of either sign, is infinity."""
+        """The largest finite code: 126 or 6. The next code, of either sign, is infinity."""
         return 2 ** (self.bits - 1) - 2
 
     @property
@@ -44,39 +45,41 @@ class BlockFormat:
         return _SCALE_BYTES + BLOCK * self.bits // 8
 
     def quantize(self, blocks: Tensor, noise: Tensor | float) -> Tensor:
-        """uint8 [blocks, row_bytes] from ``blocks`` [blocks, 256] of any floating dtype.
-        ``noise``: fp32 of the same shape, in [0, 1), or 0.5 for the nearest code."""
+        """Return uint8 [blocks, row_bytes] for ``blocks`` [blocks, 256] of any floating dtype.
+
+        ``noise``: fp32 of the same shape, in [0, 1), or 0.5 for the nearest code.
+        """
         magnitudes = blocks.abs()
         largest = magnitudes.amax(1, keepdim=True)
         finite = None
-        # To look costs nothing on a CPU. A GPU would have to be waited for.
+        # The check is cheap on a CPU. On a GPU the host would wait, so masks are always used.
         if blocks.device.type != "cpu" or not largest.isfinite().all():
             finite = blocks.isfinite()
             largest = torch.where(finite, magnitudes, 0).amax(1, keepdim=True)
         scale = largest.div_(self.largest).to(torch.float32)
-        # A block of zeros has the scale 0, by which nothing can be divided.
+        # A block of zeros has the scale 0, which cannot be a divisor.
         divisor = torch.where(scale == 0, 1, scale)
         codes = blocks.div(divisor).add_(noise).floor_()
         codes.clamp_(-self.largest, self.largest)
         if finite is not None:
-            # Infinities have been clamped; a NaN is still one.
+            # Infinities were clamped above; NaN values were not.
             infinite = blocks.sign().mul_(self.largest + 1)
             not_finite = torch.where(blocks.isnan(), -self.largest - 2, infinite)
             codes = torch.where(finite, codes, not_finite)
         packed = codes.to(torch.int8).view(torch.uint8)
         if self.bits == 4:
-            # Two codes share a byte: the first half of a block has the low bits.
+            # Two codes share a byte: the first half of a block uses the low bits.
             low, high = (packed & 0xF).chunk(2, dim=1)
             packed = low | (high << 4)
         return torch.cat([scale.view(torch.uint8), packed], dim=1)
 
     def dequantize(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """[blocks, 256] in ``dtype`` from what `quantize` returned."""
+        """Return [blocks, 256] in ``dtype`` for the result of `quantize`."""
         scale = rows[:, :_SCALE_BYTES].contiguous().view(torch.float32).to(dtype)
         packed = rows[:, _SCALE_BYTES:].contiguous()
         codes = packed.view(torch.int8)
         if self.bits == 4:
-            # A shift to the right of signed numbers repeats the sign.
+            # A right shift of signed numbers repeats the sign bit.
             codes = torch.cat([packed << 4, packed], dim=1).view(torch.int8) >> 4
         values = codes.to(dtype).mul_(scale)
         if rows.device.type == "cpu":
@@ -90,19 +93,22 @@ class BlockFormat:
 
 @dataclass(frozen=True)
 class Piece:
-    """The source of the random numbers of one tensor."""
+    """Source of the random numbers of one tensor."""
 
-    key: int  # of its parameter
-    # The position of its first value in the unsharded parameter: two ranks of a shard group do not
-    # use the same numbers.
+    key: int  # key of its parameter
+    # Position of its first value in the unsharded parameter, so that ranks of a shard group use
+    # different numbers.
     start: int
 
 
 class BlockQuantizer:
-    """Codes tensors by blocks of 256 values with one scale each; see [Note: block codes].
+    """Quantizer with one scale per block of 256 values; see [Note: block codes].
 
-    ``noise``: for stochastic rounding; None: each value takes the nearest code. ``numels``: values
-    of each tensor.
+    Args:
+        block_format: the format of a block.
+        noise: random numbers for stochastic rounding; None: round to the nearest code.
+        pieces: sources of the random numbers of each tensor.
+        numels: number of values of each tensor.
     """
 
     def __init__(
@@ -119,28 +125,30 @@ class BlockQuantizer:
         self.rows = to_blocks
 
     def quantize(self, rows: Tensor, first: int, stage: int) -> Tensor:
-        """uint8 [blocks, bytes of a block]."""
+        """Return uint8 [blocks, bytes of a block]."""
         if fused_quantize.is_fused(rows, rows.dtype):
             places = None if self._noise is None else self._noise.places
             return fused_quantize.quantize(rows, places, first, stage, self._format.bits)
         if self._noise is None:
-            # Added before rounding down
+            # 0.5 before rounding down is rounding to the nearest.
             return self._format.quantize(rows, 0.5)
         return self._format.quantize(rows, self._noise.numbers(first, first + len(rows), stage))
 
     def dequantize(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
-        """[blocks, 256] in ``dtype``."""
+        """Return [blocks, 256] in ``dtype``."""
         return self.mean(sent[None], dtype)
 
     def mean(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
-        """As `CastQuantizer.mean`."""
+        """Return the mean of contributions; see `CastQuantizer.mean`."""
         if fused_quantize.is_fused(sent, dtype):
             return fused_quantize.dequantize_mean(sent, self._format.bits)
         return mean_of([self._format.dequantize(each, dtype) for each in sent])
 
     def places(self, replicas: int) -> tuple[Tensor, int]:
-        """Where the rows go when they are dealt out to ``replicas`` by `owners`: the place of each
-        row, and how many places every replica has."""
+        """Return the permutation that distributes the blocks to ``replicas``; see `owners_of`.
+
+        The new position of each block, and the number of positions per replica.
+        """
         dealt_to: list[numpy.ndarray] = []
         for count, piece in zip(self._counts, self._pieces, strict=True):
             dealt_to.append(owners_of(count, piece.key, replicas))
@@ -154,15 +162,14 @@ class BlockQuantizer:
         return torch.from_numpy(places), int(counts.max())
 
     def values(self, rows: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
-        """Views of the blocks' values, by tensor."""
+        """Yield views of the blocks' values, by tensor."""
         counts = [blocks_of(shape.numel()) for shape in shapes]
         for part, shape in zip(rows.split(counts), shapes, strict=True):
             yield part.view(-1)[: shape.numel()].view(shape)
 
 
 def mean_of(contributions: Sequence[Tensor]) -> Tensor:
-    """The mean of values of all replicas, added one after the other. The first may be
-    overwritten."""
+    """Return the mean of all replicas' values, added in order. The first may be overwritten."""
     total, *others = contributions
     for contribution in others:
         total += contribution
@@ -170,13 +177,15 @@ def mean_of(contributions: Sequence[Tensor]) -> Tensor:
 
 
 def owners_of(rows: int, key: int, replicas: int) -> numpy.ndarray:
-    """The replica that owns each of the ``rows`` of one tensor. Its ``key`` says who has the first
-    ones, so that small tensors do not all fall to one."""
+    """Return the owner of each of the ``rows`` blocks of one tensor.
+
+    The ``key`` selects the first owner, so that small tensors do not all belong to one replica.
+    """
     return (numpy.arange(rows) * replicas // max(rows, 1) + key) % replicas
 
 
 def to_blocks(tensors: Sequence[Tensor]) -> Tensor:
-    """[blocks, 256] of all ``tensors``; each begins a block, its last one is filled with zeros."""
+    """Return [blocks, 256] of all ``tensors``; each starts a block, and its last is zero-padded."""
     filled: list[Tensor] = []
     zeros = tensors[0].new_zeros(BLOCK - 1)
     for tensor in tensors:
@@ -191,25 +200,27 @@ class BlockNoise:
     def __init__(
         self, pieces: Sequence[Piece], numels: Sequence[int], device: torch.device
     ) -> None:
-        # On the host, and not as tensors: their values decide sizes.
+        # numpy arrays on the host, because their values decide sizes.
         counts = numpy.array([blocks_of(numel) for numel in numels])
         blocks_before = counts.cumsum() - counts
         starts = numpy.array([piece.start for piece in pieces]) - blocks_before * BLOCK
         keys = numpy.array([piece.key for piece in pieces], dtype=numpy.int32)
         of_block = starts.repeat(counts) + numpy.arange(counts.sum()) * BLOCK
-        # Positions wrap around like the products that are made of them.
+        # Positions wrap around in int32, like the products in `uniform`.
         pairs = numpy.stack([of_block.astype(numpy.int32), keys.repeat(counts)])
-        # int32 [2, blocks]: the position and the key of each
+        # int32 [2, blocks]: the position and the key of each block
         self.places = sent_to(device, torch.from_numpy(pairs))
 
     def numbers(self, begin: int, end: int, stage: int) -> Tensor:
-        """fp32 [end - begin, 256]: for these blocks; zeros for blocks after the last, which hold
-        nothing. ``stage``: tells several roundings of one value apart."""
+        """Return fp32 [end - begin, 256] for these blocks; zeros for blocks after the last.
+
+        ``stage`` distinguishes several roundings of one value.
+        """
         return numbers_of(self.places, begin, end, stage)
 
 
 def numbers_of(places: Tensor, begin: int, end: int, stage: int) -> Tensor:
-    """As `BlockNoise.numbers`."""
+    """Return the random numbers of blocks; see `BlockNoise.numbers`."""
     starts, keys = places[:, begin:end, None]
     within = torch.arange(BLOCK, dtype=torch.int32, device=places.device)
     numbers = uniform(keys ^ stage, starts + within)
@@ -218,24 +229,24 @@ def numbers_of(places: Tensor, begin: int, end: int, stage: int) -> Tensor:
 
 
 def blocks_of(numel: int) -> int:
-    """Blocks that ``numel`` values fill."""
+    """Return the number of blocks for ``numel`` values."""
     return -(-numel // BLOCK)
 
 
 @dataclass
 class RoundingKeys:
-    """The keys of a job's random numbers. ``step``: the number of the global batch, from 1."""
+    """Keys of a job's random numbers. ``step``: number of the global batch, from 1."""
 
     seed: int = 0
     step: int = 1
 
     def of(self, name: str) -> int:
-        """The key of the parameter ``name`` in this step."""
+        """Return the key of the parameter ``name`` in this step."""
         return key_of(self.seed, self.step, name)
 
 
 def key_of(*parts: int | str) -> int:
-    """A 32-bit number, signed as in int32, for ``parts`` such as a seed, a step and a name."""
+    """Return a 32-bit number, signed as int32, for ``parts`` such as a seed, step and name."""
     text = "/".join(str(part) for part in parts)
     digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little", signed=True)
@@ -245,34 +256,34 @@ MEAN_STAGE = key_of("mean")
 
 
 def contribution_stage(replica: int) -> int:
-    """The stage at which ``replica`` rounds its contribution; that of the mean is `MEAN_STAGE`."""
+    """Return the stage of the rounding of ``replica``'s contribution; means: `MEAN_STAGE`."""
     return key_of("contribution", replica)
 
 
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
-    """fp32 numbers in [0, 1) for pairs of ``keys`` and ``positions``, int32 that are broadcast.
+    """Return fp32 numbers in [0, 1) for pairs of ``keys`` and ``positions``, broadcast int32.
 
     The hash is the finalizer of MurmurHash3 (Appleby), which mixes all 32 bits.
     """
-    # Products of int32 wrap around, on every device alike. The constants are those of the hash,
-    # written as signed numbers; the first is 2**32 over the golden ratio.
+    # Products of int32 wrap around on every device. The constants of the hash are written as
+    # signed numbers; the first is 2**32 over the golden ratio.
     mixed = positions.mul(-1640531527).bitwise_xor(keys)
     mixed ^= _shifted_right(mixed, 16)
     mixed *= -2048144789
     mixed ^= _shifted_right(mixed, 13)
     mixed *= -1028477387
     mixed ^= _shifted_right(mixed, 16)
-    # 24 bits: what fp32 holds exactly.
+    # 24 bits, which fp32 represents exactly.
     return (mixed & 0xFFFFFF).to(torch.float32).mul_(2.0**-24)
 
 
 def _shifted_right(values: Tensor, bits: int) -> Tensor:
-    """``values`` shifted to the right, filled with zeros. torch's shift repeats the sign."""
+    """Shift ``values`` right and fill with zeros; torch's shift repeats the sign bit."""
     kept = (1 << (32 - bits)) - 1
     return (values >> bits) & kept
 
 
-# The operators of `fused_quantize` on devices without its kernels
+# Operators of `fused` on devices without its kernels
 
 
 def _quantize(blocks: Tensor, places: Tensor | None, first: int, stage: int, bits: int) -> Tensor:

@@ -1,15 +1,17 @@
-"""Averages values over replicas that send them rounded, and add them unrounded.
+"""Averages over replicas with rounded messages and unrounded sums.
 
-[Note: rounded exchange] An all-reduce in a narrow dtype rounds every partial sum, the more often
-the more replicas there are. Here each replica sends its rounded contribution to the one that owns
-a piece (all-to-all), the owner adds them in fp32 at least, in the order of the replicas, rounds the
-mean and sends it to all (all-gather). Each contribution and the mean are rounded once, all replicas
-get the same bits, and as many bytes are sent as by a ring all-reduce. Two replicas exchange their
-whole contributions and add them locally, which costs the same bytes and one rounding less.
+[Note: rounded exchange] An all-reduce in a narrow dtype rounds every partial sum, more often with
+more replicas. Here each replica sends its rounded contribution to the owner of each piece
+(all-to-all). The owner adds the contributions in fp32 at least, in the order of the replicas,
+rounds the mean and sends it to all replicas (all-gather). Each contribution and the mean are
+rounded once, all replicas get the same bits, and a ring all-reduce sends as many bytes. Two
+replicas exchange their full contributions and add them locally, with the same number of bytes and
+one rounding less.
 
-Where what rounding takes away is kept for the next message, each replica keeps that of its own
-contribution, and an owner that of its means, times the number of replicas: the next mean then holds
-it once. An owner has the same share of every tensor, so who keeps what depends on no bucket.
+With error feedback, each replica keeps the rounding error of its contribution. An owner also
+keeps the rounding error of its means, times the number of replicas, so that the next mean contains
+it once. An owner has the same share of every tensor, so the split of the error feedback does not
+depend on buckets.
 """
 
 from __future__ import annotations
@@ -39,23 +41,21 @@ from parallel2d.parallel.weights.geometry import Region, as_real, pieces_of
 
 @dataclass(eq=False)
 class QuantizedPart:
-    """The values of an exchange in one format."""
+    """Values of an exchange in one communication format."""
 
     quantizer: Quantizer
-    rows: (
-        Tensor  # this replica's values, as ``quantizer`` makes them of tensors; may be overwritten
-    )
-    results: Sequence[Tensor]  # get the mean
-    keep: Callable[[Tensor], None] | None = None  # gets the rounding error, as rows
+    rows: Tensor  # this replica's values as blocks of ``quantizer``; may be overwritten
+    results: Sequence[Tensor]  # tensors that get the mean
+    keep: Callable[[Tensor], None] | None = None  # gets the rounding error, as blocks
 
     def __post_init__(self) -> None:
         self._count = len(self.rows)
         self._dtype = torch.promote_types(self.rows.dtype, torch.float32)
-        # Where rows are that are dealt out; None: in their order
+        # Permutation of the blocks; None: no permutation
         self._places: Tensor | None = None
 
     def contribution(self, replica: int, owners: int) -> Tensor:
-        """[owners, values of each] of this replica, as they are sent."""
+        """Return this replica's message as [owners, values of each]."""
         rows = self.rows if owners == 1 else self._dealt(owners)
         del self.rows
         sent = self.quantizer.quantize(rows, 0, contribution_stage(replica))
@@ -66,7 +66,7 @@ class QuantizedPart:
         return sent.view(owners, -1)
 
     def _dealt(self, owners: int) -> Tensor:
-        """The rows in an order in which every replica owns the next so many."""
+        """Return the blocks in an order with consecutive blocks per owner."""
         if self.keep is None:
             missing = -len(self.rows) % owners
             return torch.nn.functional.pad(self.rows, (0, 0, 0, missing)) if missing else self.rows
@@ -77,17 +77,19 @@ class QuantizedPart:
         return dealt.index_copy_(0, self._places, self.rows)
 
     def _collected(self, rows: Tensor) -> Tensor:
-        """The rows as they were before `_dealt`."""
+        """Undo the permutation of `_dealt`."""
         return rows[: self._count] if self._places is None else rows[self._places]
 
     def mean_of(self, received: Tensor) -> Tensor:
-        """The mean of [replicas, values], what the replicas have sent of the same rows. It may be
-        overwritten."""
-        # In the order of the replicas: the sum has the same bits everywhere.
+        """Return the mean of ``received`` [replicas, values], the contributions of all replicas.
+
+        ``received`` may be overwritten.
+        """
+        # In the order of the replicas, so that the sum has the same bits everywhere.
         return self.quantizer.mean(received.unflatten(1, (-1, self._row_length)), self._dtype)
 
     def own_mean(self, received: Tensor, replica: int) -> Tensor:
-        """As it is sent, the mean of the rows that this ``replica`` owns."""
+        """Return the quantized mean of the blocks that this ``replica`` owns."""
         mean = self.mean_of(received)
         first = replica * len(mean)
         sent = self.quantizer.quantize(mean, first, MEAN_STAGE)
@@ -97,31 +99,33 @@ class QuantizedPart:
         return sent.view(-1)
 
     def keep_errors(self) -> None:
-        """Hands over what rounding has taken away."""
+        """Hand over the rounding error."""
         if self.keep is not None:
             self.keep(self._collected(self._errors))
             del self._errors
 
     def means(self, received: Tensor) -> Tensor:
-        """The rows of [replicas, values], what each has sent as the mean of the rows it owns."""
+        """Return the blocks of ``received`` [replicas, values], the means of all owners."""
         return self.quantizer.dequantize(received.reshape(-1, self._row_length), self._dtype)
 
     def put_back(self, mean: Tensor) -> None:
-        """Writes the mean into the results."""
+        """Write the mean into the results."""
         put_back(self.quantizer, self._collected(mean), self.results)
 
 
 class QuantizedMean:
-    """One average over the replicas of ``group``, begun when it is made. Collective: all replicas
-    make them, and call their methods, in the same order. ``parts``: of one message; their
-    quantizers send one dtype."""
+    """One average over the replicas of ``group``, started by the constructor.
+
+    Collective: all replicas build exchanges, and call their methods, in the same order. ``parts``
+    form one message, with one communication dtype.
+    """
 
     def __init__(self, group: dist.ProcessGroup, parts: Sequence[QuantizedPart]) -> None:
         self._group = group
         self._parts = parts
         self._replicas = group.size()
         self._replica = group.rank()
-        # Whether the means are on their way to all replicas; two replicas send none.
+        # True once the means are in flight; two replicas send no means.
         self._means_sent = self._replicas == 2
         owners = 1 if self._means_sent else self._replicas
         sent = [part.contribution(self._replica, owners) for part in parts]
@@ -132,14 +136,15 @@ class QuantizedMean:
             self._keep_errors()
             self._gather(message.view(-1))
         else:
+            # The work object keeps `message` alive while the collective reads its memory.
             work = dist.all_to_all_single(self._received, message, group=group, async_op=True)
-            assert work is not None  # of an asynchronous collective
+            assert work is not None  # always set with async_op=True
             self._work = work
 
     def _gather(self, message: Tensor) -> None:
         received = self._received.view(-1)
         work = dist.all_gather_single(received, message, group=self._group, async_op=True)
-        assert work is not None  # of an asynchronous collective
+        assert work is not None  # always set with async_op=True
         self._work = work
 
     def _keep_errors(self) -> None:
@@ -147,22 +152,22 @@ class QuantizedMean:
             part.keep_errors()
 
     def _received_by_part(self) -> list[tuple[QuantizedPart, Tensor]]:
-        """What has arrived, [replicas, values], of each part."""
+        """Wait for the message, and return [replicas, values] of each part."""
         metering.wait(self._work, self._group)
         return list(zip(self._parts, self._received.split(self._lengths, dim=1), strict=True))
 
     def send_means(self) -> None:
-        """Waits for the contributions to this replica's piece, and begins to send their mean."""
+        """Wait for the contributions to this replica's piece, and begin to send their mean."""
         if self._means_sent:
             return
         self._means_sent = True
         means = [part.own_mean(piece, self._replica) for part, piece in self._received_by_part()]
-        # The contributions have been read: their memory takes the means.
+        # The contributions have been read, so the means reuse their memory.
         self._gather(means[0] if len(means) == 1 else torch.cat(means))
         self._keep_errors()
 
     def finish(self) -> None:
-        """Waits for the mean and writes it into the results."""
+        """Wait for the mean and write it into the results."""
         self.send_means()
         for part, piece in self._received_by_part():
             part.put_back(part.mean_of(piece) if self._replicas == 2 else part.means(piece))
@@ -179,16 +184,16 @@ class ExactMean:
         self._work = dist.all_reduce(self._flat, dist.ReduceOp.AVG, group=group, async_op=True)
 
     def send_means(self) -> None:
-        """Does nothing: there is one message alone."""
+        """Do nothing: an exact mean is one message."""
 
     def finish(self) -> None:
-        """Waits, and writes the mean."""
+        """Wait for the mean and write it into the results."""
         metering.wait(self._work, self._group)
         values = pieces_of(self._flat, [result.shape for result in self._results])
         torch._foreach_copy_(list(self._results), list(values))
 
 
-PendingMean = QuantizedMean | ExactMean  # a mean over the replicas that has begun
+PendingMean = QuantizedMean | ExactMean  # a mean over the replicas that has started
 
 
 @torch.no_grad()
@@ -201,12 +206,15 @@ def expected_mean(
     *,
     sent_back: bool = True,
 ) -> Tensor:
-    """Computes in one process what an `QuantizedMean` writes into its results: the mean of
-    ``values``, one from each replica, of the whole parameter ``name``. For proofs.
+    """Compute the result of an `QuantizedMean` in one process, for parity checks.
 
-    ``cut``: the parts of it that the ranks of a replica hold, on which the blocks of a code depend;
-    ``sent_back``: whether owners send the mean, rounded. What ``comm_format`` keeps stays in
-    ``values``.
+    Args:
+        values: one value per replica of the unsharded parameter; gets the error feedback.
+        comm_format: the communication format.
+        cut: the local shards of the ranks of a replica, since blocks depend on them.
+        keys: keys of stochastic rounding.
+        name: FQN of the parameter.
+        sent_back: True if owners send the rounded mean.
     """
     mean = torch.empty_like(values[0])
     for region in cut:
@@ -225,7 +233,7 @@ def expected_mean(
         if sent_back and len(parts) > 2:
             mean_read = _as_read(quantizer, total, MEAN_STAGE)
             if comm_format.has_error_feedback:
-                # Each replica keeps the rest of the blocks that it owns.
+                # Each replica keeps the rounding error of the blocks that it owns.
                 rest = (total - mean_read) * len(parts)
                 owners = owners_of(blocks_of(rest.numel()), keys.of(name), len(parts)).repeat(BLOCK)
                 of_value = torch.from_numpy(owners[: rest.numel()]).view(rest.shape)
@@ -237,7 +245,7 @@ def expected_mean(
 
 
 def _as_read(quantizer: Quantizer | None, values: Tensor, stage: int) -> Tensor:
-    """``values`` as other replicas read them."""
+    """Return ``values`` after a rounding by ``quantizer``."""
     if quantizer is None:
         return values
     found = torch.empty_like(values)

@@ -1,9 +1,10 @@
-"""What crosses the replicate axis: `method_of` chooses one method from the configuration.
+"""Synchronization methods of the replicate axis: `method_of` selects one by the configuration.
 
-- every step, whole: gradients are reduced on all replicas.
+- every step, on all replicas: gradients are all-reduced.
 - every step, split (``strategy=hybrid_full``): gradients are reduced to the replica that updates
-  them, updated parameters are gathered.
-- ``sync=diloco``: gradients stay on their replica, changes of parameters are averaged now and then.
+  them, and updated parameters are all-gathered.
+- ``sync=diloco``: gradients stay on their replica, and parameter changes are averaged every few
+  steps.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from parallel2d.parallel.sync.methods.split_updates import SplitUpdates
 
 
 def method_of(strategy: StrategyConfig, sync: SyncConfig, replicas: int) -> SyncMethod:
-    """The method of ``replicas`` replicas."""
-    # A single replica that trains with DiLoCo takes outer steps too.
+    """Return the method for ``replicas`` replicas."""
+    # With DiLoCo a single replica takes outer steps too.
     if sync.name == "diloco":
         return DiLoCo(sync)
     if replicas == 1:

@@ -1,13 +1,13 @@
-"""``sync=diloco``: replicas train on their own, and share what they have learned every few steps.
+"""``sync=diloco``: replicas train independently and share their progress every few steps.
 
-[Note: DiLoCo] All replicas keep the *outer* parameters, equal on all of them. Every `every` steps
-each replica sends how far its own parameters are from the outer ones. The mean of that is taken for
-a gradient by an outer optimizer, SGD with Nesterov momentum, which moves the outer parameters, and
-all replicas go on from there (Douillard et al. 2023, arXiv 2311.08105).
+[Note: DiLoCo] All replicas hold the *outer* parameters, equal on all of them. Every `every` steps
+each replica sends the difference between the outer parameters and its own. An outer optimizer, SGD
+with Nesterov momentum, uses the mean difference as its gradient and moves the outer parameters. All
+replicas continue from there (Douillard et al. 2023, arXiv 2311.08105).
 
-With fragments, parts of the model take turns, so that less is sent at once. With a delay, training
-goes on while a fragment is on its way: what arrives is mixed with the replica's own parameters
-(Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512).
+With fragments, parts of the model take turns, so that a message is smaller. With a delay, training
+continues while a fragment is in flight, and the received outer parameters are mixed with the
+replica's own parameters (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from parallel2d.parallel.weights.named_tensors import (
 
 
 class DiLoCo(SyncMethod):
-    """Gradients stay on their replica, changes of parameters are averaged now and then."""
+    """Gradients stay on their replica; parameter changes are averaged every few steps."""
 
     crosses = True
     replicas_equal = False
@@ -68,14 +68,14 @@ class DiLoCo(SyncMethod):
 
     def __init__(self, config: SyncConfig) -> None:
         super().__init__(config)
-        # In which changes are sent
+        # Communication format of parameter changes
         self.change_format = self.named_format or FORMATS["fp32"]
         self.mix = _number(config.mix, auto=0.5 if config.delay else 0.0)
         self.outer_lr = _number(config.outer_lr, auto=0.7)
         self.outer_momentum = _number(config.outer_momentum, auto=0.6)
         self.update_period = config.every
         self.shortest_period = max(config.delay + 1, config.fragments, 3)
-        # The outer parameter, its momentum, and what was not sent yet
+        # The outer parameter, its momentum, and its error feedback
         self.shared_copies = 1 + (self.outer_momentum > 0) + self.change_format.has_error_feedback
         self.description = (
             f"diloco every {config.every} steps in {self.change_format.name}, outer lr "
@@ -107,7 +107,7 @@ class OuterSync(UpdateFollower):
     """The outer parameters of one model, which are its master values."""
 
     follows = True
-    replicas_differ = True  # as `weights.named_tensors.MasterValues`
+    replicas_differ = True  # see `weights.named_tensors.MasterValues`
     residual_name = "residual"
 
     def __init__(self, method: DiLoCo, replicated: ReplicatedModel) -> None:
@@ -119,21 +119,21 @@ class OuterSync(UpdateFollower):
         self.replicas = self._group.size()
         self.replica = dist.get_group_rank(self._group, dist.get_rank())
         self.steps = 0  # updates of the replica's parameters
-        # This rank's share, among the ranks of its replica, of the squared norm of the last change
-        # of the outer parameters; None: no outer step
+        # This rank's share, among the ranks of its replica, of the squared norm of the last outer
+        # update; None without an outer step
         self.squared_change: Tensor | None = None
-        # The step at which `finish` was called, if it was.
+        # The step of the last call of `finish`, if any
         self.finished_after = 0
         self.fragments: list[Fragment] = []
         self.parameters: dict[str, OuterParameter] = {}
         self._all: dict[str, nn.Parameter] = {}
-        # Whether the model has the outer parameters.
+        # True while the model has the outer parameters
         self._shown = False
-        # Made by `make`, which comes before all else.
+        # Set by `make`, before all other calls
         self._outer: torch.optim.SGD
 
     def make(self, model: nn.Module) -> None:
-        """Copies the values that the trained parameters of ``model`` have now."""
+        """Copy the current values of the trained parameters of ``model``."""
         method = self._method
         self._all = parameters_by_name(model)
         for name, parameter in self._all.items():
@@ -159,24 +159,32 @@ class OuterSync(UpdateFollower):
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Counts an update, sends what is due, applies what arrives. Collective in some steps."""
+        """Count an update, send fragments that are due, apply arrived ones.
+
+        Collective in some steps.
+        """
         trained = {name for name, each in self._all.items() if each.requires_grad}
         changed = sorted(trained.symmetric_difference(self.parameters))
         if changed:
             raise ConfigError(
                 f"sync=diloco: {first_five(changed, ', ')}: frozen or unfrozen after parallelize, "
-                "which decides what replicas share; do it before"
+                "which decides what replicas share; freeze and unfreeze before"
             )
         self.steps += 1
         self.squared_change = None
         delay = self._config.delay
+        # Every replica has the same number of steps here, so all replicas wait for, apply and send
+        # the same fragments in the same order. Fragments in flight are applied before new messages
+        # start, because a message is the difference from the outer parameters after this step.
         for fragment in self.fragments:
             since = self.steps - fragment.sent_after
             if fragment.in_flight and since == delay:
                 self._apply(fragment, self._method.mix)
-            # Halfway: what was received is there by now, and its mean can go on its way.
+            # Halfway through the delay the contributions have arrived. Every replica starts the
+            # second collective, which sends the means, at the same step: collectives of fragments
+            # then have one order on all replicas, and the means have time to arrive.
             elif fragment.pending is not None and since == (delay + 1) // 2:
-                with suppress(ReplicaLost):  # `_receive` begins again
+                with suppress(ReplicaLost):  # `_receive` restarts the exchange
                     fragment.pending.send_means()
         for fragment in self.fragments:
             if self.steps % self._config.every == fragment.begins:
@@ -186,8 +194,10 @@ class OuterSync(UpdateFollower):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """At the end of training: an outer step with what is left, after which all replicas have
-        the outer parameters. Collective over the replicas."""
+        """End training with an outer step for the remaining changes. Collective over replicas.
+
+        Afterwards all replicas have the outer parameters.
+        """
         for fragment in self.fragments:
             if fragment.in_flight:
                 self._apply(fragment, self._method.mix)
@@ -230,12 +240,12 @@ class OuterSync(UpdateFollower):
         fragment.pending = QuantizedMean(self._group, [part])
 
     def receive(self) -> None:
-        """Waits for what is on its way, so that it can be saved. Collective over the replicas."""
+        """Wait for messages in flight, so that they can be saved. Collective over replicas."""
         for fragment in self.fragments:
             self._receive(fragment)
 
     def _receive(self, fragment: Fragment) -> None:
-        """Waits for the mean of ``fragment``, if it is on its way: that of those who are there."""
+        """Wait for the mean of ``fragment`` over the live replicas, if it is in flight."""
         if fragment.pending is None:
             return
         while not arrive(fragment.pending.finish):
@@ -243,7 +253,7 @@ class OuterSync(UpdateFollower):
         fragment.pending, fragment.changes = None, []
 
     def _apply(self, fragment: Fragment, mix: float) -> None:
-        """An outer step with what has arrived of ``fragment``."""
+        """Run an outer step with the received mean of ``fragment``."""
         self._receive(fragment)
         changed: list[Tensor] = []
         for parameter in fragment.parameters:
@@ -262,7 +272,7 @@ class OuterSync(UpdateFollower):
     def expected(
         self, replicas: Sequence[Mapping[str, Tensor]], cuts: Mapping[str, Sequence[Region]]
     ) -> ExpectedOuter:
-        """What computes the same in one process; see `ExpectedOuter`."""
+        """Return the reference run in one process; see `ExpectedOuter`."""
         begins: dict[str, int] = {}
         for fragment in self.fragments:
             begins |= {parameter.name: fragment.begins for parameter in fragment.parameters}
@@ -270,8 +280,8 @@ class OuterSync(UpdateFollower):
 
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
-        """The model has the outer parameters inside, for validation and export."""
-        # Inside another one they are there already.
+        """Put the outer parameters into the model inside, for validation and export."""
+        # A nested call finds the outer parameters in the model.
         if self._shown:
             yield
             return
@@ -284,10 +294,10 @@ class OuterSync(UpdateFollower):
         finally:
             self._shown = False
 
-    # As `weights.named_tensors.MasterValues`
+    # Interface of `weights.named_tensors.MasterValues`
 
     def masters(self) -> dict[str, Tensor]:
-        """The outer parameters, by name."""
+        """Return the outer parameters by name."""
         return {name: parameter.outer for name, parameter in self.parameters.items()}
 
     shared_values = masters
@@ -298,20 +308,20 @@ class OuterSync(UpdateFollower):
 
     @torch.no_grad()
     def masters_were_loaded(self) -> None:
-        """All replicas start from the outer parameters, without momentum."""
+        """Start all replicas from the loaded outer parameters, without momentum."""
         for parameter in self.parameters.values():
             parameter.take(0.0)
         self._forget()
 
     @torch.no_grad()
     def parameters_were_loaded(self) -> None:
-        """The parameters are the outer ones, without momentum."""
+        """Set the outer parameters to the loaded parameters, without momentum."""
         for parameter in self.parameters.values():
             local_part(parameter.outer.detach()).copy_(local_part(parameter.own.detach()))
         self._forget()
 
     def parameters_were_changed(self) -> None:
-        """Does nothing: a change of the replica's parameters is shared like an update."""
+        """Do nothing: a change of the replica's parameters is shared like an update."""
 
     def as_parameters(self) -> AbstractContextManager[None]:
         pairs = [(each.outer.detach(), each.own.detach()) for each in self.parameters.values()]
@@ -328,7 +338,7 @@ class OuterSync(UpdateFollower):
         self.residuals()[name].copy_(value)
 
     def _forget(self) -> None:
-        """Drops what belongs to the values before."""
+        """Drop state that belongs to the values before a load."""
         self.receive()
         self._outer.state.clear()
         for parameter in self.parameters.values():
@@ -337,13 +347,18 @@ class OuterSync(UpdateFollower):
                 parameter.residual.zero_()
 
     def resume(self, steps: int, finished_after: int, arrived: Container[str]) -> list[str]:
-        """Goes on after ``steps`` updates, ``finished_after`` as it was. ``arrived``: parameters of
-        which a mean was received that is not applied. Returns those still to be applied."""
+        """Continue after ``steps`` updates. Return the parameters with a mean to apply.
+
+        Args:
+            steps: number of updates.
+            finished_after: value of the attribute at that time.
+            arrived: parameters with a received mean that was not applied.
+        """
         self.steps = steps
         self.finished_after = finished_after
         expected: list[str] = []
         for fragment in self.fragments:
-            # The last step at which it was sent, which depends on the number of steps alone.
+            # The step of its last message, which depends only on the number of steps.
             sent_after = steps - (steps - fragment.begins) % self._config.every
             fragment.sent_after = max(sent_after, finished_after, 0)
             since = steps - fragment.sent_after
@@ -354,14 +369,14 @@ class OuterSync(UpdateFollower):
 
     @property
     def momenta(self) -> dict[str, Tensor]:
-        """By name, the momentum of the outer optimizer; made where it does not exist yet."""
+        """Momentum of the outer optimizer by name, created if necessary."""
         found: dict[str, Tensor] = {}
         if self._outer.defaults["momentum"] == 0:
             return found
         for name, parameter in self.parameters.items():
             state = self._outer.state[parameter.outer]
             if state.get("momentum_buffer") is None:
-                # Zeros are what torch's first step, which copies the gradient, amounts to.
+                # Equivalent to torch's first step, which copies the gradient.
                 state["momentum_buffer"] = torch.zeros_like(parameter.outer, requires_grad=False)
             found[name] = state["momentum_buffer"]
         return found
@@ -375,7 +390,7 @@ class ExpectedOuter:
     seed: int
     replicas: Sequence[Mapping[str, Tensor]]  # unsharded parameters, which `after_update` changes
     begins: Mapping[str, int]  # the step of a period after which the parameter is sent
-    cuts: Mapping[str, Sequence[Region]]  # as in `expected_mean`
+    cuts: Mapping[str, Sequence[Region]]  # see `expected_mean`
     shared: dict[str, Tensor] = field(default_factory=dict)  # outer parameters, set before training
     velocity: dict[str, Tensor] = field(default_factory=dict)
     unsent: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # by replica and name
@@ -383,12 +398,12 @@ class ExpectedOuter:
 
     @torch.no_grad()
     def after_update(self, step: int) -> None:
-        """Sends what is due after ``step`` updates of every replica, and applies what arrives."""
+        """Send and apply the parameters that are due after ``step`` updates of every replica."""
         sync = self.method.config
         for name, begins in self.begins.items():
             if step % sync.every == begins:
                 self.arriving[name] = self._mean_change(name, step)
-            # Nothing arrives before something was sent.
+            # Before its first message a parameter has no mean to apply.
             is_due = (step - sync.delay) % sync.every == begins
             if is_due and name in self.arriving:
                 self._apply(name, self.arriving.pop(name))
@@ -398,7 +413,7 @@ class ExpectedOuter:
         for replica, own in enumerate(self.replicas):
             change = self.shared[name] - own[name]
             if comm_format.has_error_feedback:
-                # `expected_mean` leaves there what is not sent.
+                # `expected_mean` leaves the error feedback in this tensor.
                 rest = self.unsent.setdefault((replica, name), torch.zeros_like(change))
                 change = rest.mul_(ERROR_FEEDBACK_DECAY).add_(change)
             messages.append(change)

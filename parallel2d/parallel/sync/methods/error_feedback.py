@@ -1,11 +1,10 @@
-"""What a replica has not sent yet of its gradients: `ErrorFeedback`, for formats with error
-feedback.
+"""Error feedback of gradients for coarse communication formats: `ErrorFeedback`.
 
-[Note: error feedback] Each replica sends Q(g + 0.95·e) in the place of its gradient g, and keeps
-what rounding took, e, for the next step. A residual changes when the optimizer has made a step, and
-not before: one that is repeated, refused or not finite leaves it as it is. Parameters that nobody
-used keep theirs, since their message is dropped. ErrorFeedback are those of gradients that no loss
-scale has multiplied, so that the scale may change. They are stored in 8 bits.
+[Note: error feedback] Each replica sends Q(g + 0.95·e) instead of its gradient g, and keeps the
+rounding error e for the next step. The error feedback changes after a step of the optimizer, and
+not before: a step that is repeated, refused or not finite leaves it unchanged. Parameters that no
+replica used keep their error feedback, since their message is dropped. Error feedback is stored
+without the loss scale, so that the scale may change. The storage format has 8 bits.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from parallel2d.parallel.sync.formats.quantize import BLOCK, blocks_of, to_block
 from parallel2d.parallel.sync.methods.method import ReplicatedModel, UpdateFollower
 from parallel2d.parallel.weights.geometry import Region, as_real, local_part
 
-# The FQN of a parameter, and the number of one of its parts; see `ErrorFeedback.cut`.
+# FQN of a parameter, and the number of its part; see `ErrorFeedback.cut`.
 PartName = tuple[str, int]
 
-# A power of two: values that are read and stored again come to the same codes and scales.
+# A power of two, so that stored values are read and stored again without a change.
 _LARGEST = 64
 
 
@@ -41,7 +40,7 @@ class StoredBlocks(NamedTuple):
 
     @classmethod
     def of(cls, blocks: Tensor) -> StoredBlocks:
-        """Rounds to the nearest; a block that is not finite becomes zero."""
+        """Round to the nearest code; a block that is not finite becomes zero."""
         scales = blocks.abs().amax(1, keepdim=True).div_(_LARGEST).to(torch.float32)
         scales.nan_to_num_(0.0, 0.0, 0.0)
         codes = blocks.div(torch.where(scales == 0, 1, scales)).round_()
@@ -49,17 +48,17 @@ class StoredBlocks(NamedTuple):
 
     @classmethod
     def zeros(cls, like: Tensor, count: int) -> StoredBlocks:
-        """So many blocks of zeros, on the device of ``like``."""
+        """Return ``count`` blocks of zeros on the device of ``like``."""
         codes = like.new_zeros(count, BLOCK, dtype=torch.int8)
         return cls(codes, like.new_zeros(count, 1, dtype=torch.float32))
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """The blocks in ``dtype``."""
+        """Return the blocks in ``dtype``."""
         return self.codes.to(dtype).mul_(self.scales)
 
 
 class ErrorFeedback(UpdateFollower):
-    """Those of one model: of ``names``, the FQNs of those whose format has error feedback."""
+    """Error feedback of one model. ``names``: FQNs of the parameters with error feedback."""
 
     follows = True
     residual_name = "gradient_residual"
@@ -70,17 +69,17 @@ class ErrorFeedback(UpdateFollower):
         self.replicas = model.group.size()
         self._parameters: dict[str, FSDPParameter] = {}
         for group in model.groups:
-            # Those that are frozen too: they may be trained later.
+            # Frozen parameters too, since they may be trained later.
             kept = [each for each in group.parameters if each.name in names]
             self._parameters |= {each.name: each for each in kept}
         if not self._parameters:
             self.residual_name = ""
         self._kept: dict[PartName, StoredBlocks] = {}
-        # After a reduction, until the optimizer's step or until gradients are dropped
+        # Set by a reduction, until the optimizer's step or until gradients are dropped
         self._next: dict[PartName, StoredBlocks] = {}
 
     def cut(self, local: Tensor) -> Sequence[Tensor]:
-        """The parts of a rank's part of a parameter that are quantized each for itself, views."""
+        """Return views of the parts of a local shard that have separate blocks."""
         return [local]
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -97,12 +96,17 @@ class ErrorFeedback(UpdateFollower):
         optimizer.zero_grad = clear  # type: ignore[method-assign]
 
     def drop_sums(self, set_to_none: bool) -> None:
-        """Drops what the optimizer's ``zero_grad`` does not reach."""
+        """Drop sums that the optimizer's ``zero_grad`` does not reach."""
         self._next = {}
 
     def add_to(self, rows: Tensor, counts: Mapping[PartName, int], *, again: bool) -> None:
-        """Adds what was not sent before to ``rows`` of gradients, ``counts`` of each part.
-        ``again``: they are reduced once more before the optimizer's step, which takes both."""
+        """Add the error feedback to ``rows``, the blocks of gradients.
+
+        Args:
+            rows: the blocks of all parts.
+            counts: number of blocks of each part.
+            again: True for a second reduction before the optimizer's step, which takes both.
+        """
         kept = self._kept | self._next if again else self._kept
         if kept.keys().isdisjoint(counts):
             return
@@ -114,7 +118,7 @@ class ErrorFeedback(UpdateFollower):
         rows.addcmul_(codes.to(rows.dtype), scales.to(rows.dtype) * factor)
 
     def keep(self, rows: Tensor, counts: Mapping[PartName, int]) -> None:
-        """Keeps ``rows``, which were not sent, for the step after this one."""
+        """Keep ``rows``, the rounding errors of this step, for the next step."""
         all_codes, all_scales = StoredBlocks.of(rows)
         all_scales /= self.loss_scale
         sizes = list(counts.values())
@@ -147,7 +151,7 @@ class ErrorFeedback(UpdateFollower):
         return found
 
     def scale(self, factor: float) -> None:
-        """They count as much in the mean as before."""
+        """Scale the error feedback, so that it has the same weight in the mean as before."""
         for name, (codes, scales) in self._kept.items():
             self._kept[name] = StoredBlocks(codes, scales * factor)
 
@@ -158,12 +162,12 @@ class ErrorFeedback(UpdateFollower):
 
 
 def stored_bytes(shape: Sequence[int]) -> int:
-    """Bytes of what is stored of a tensor of this ``shape``."""
+    """Return bytes of the stored error feedback of a tensor of this ``shape``."""
     return blocks_of(math.prod(shape)) * (BLOCK + torch.float32.itemsize)
 
 
 def as_stored(values: Tensor, cut: Sequence[Region]) -> Tensor:
-    """The whole ``values`` as they are read after each rank has stored its part, for proofs."""
+    """Return unsharded ``values`` after each rank has stored its part, for parity checks."""
     found = torch.zeros_like(values)
     for region in cut:
         part = as_real(values[region.slices])

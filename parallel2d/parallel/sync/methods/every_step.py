@@ -35,14 +35,14 @@ from parallel2d.parallel.sync.methods.method import (
 )
 from parallel2d.parallel.weights.geometry import Region
 
-_WARM = FORMATS["bf16"]  # the wire of the first steps, where ``sync.wire`` is too coarse for them
+_WARM = FORMATS["bf16"]  # format of the first steps, if ``sync.wire`` is too coarse
 
 
 class EveryStep(SyncMethod):
     """The gradients of every global batch are reduced on all replicas."""
 
     crosses = True
-    # Whether all replicas get the mean, or its owner alone
+    # True if all replicas get the mean; False if only its owner does
     _sent_back = True
 
     def __init__(self, config: SyncConfig) -> None:
@@ -66,22 +66,22 @@ class EveryStep(SyncMethod):
         return Message("all_reduce", self.gradient_bytes(group))
 
     def gradient_bytes(self, group: GroupTraffic) -> int:
-        """Bytes of the gradients of ``group`` as they are sent."""
+        """Return bytes of the gradients of ``group`` in communication."""
         comm_format = self.named_format
         if comm_format is not None and comm_format.dtype is None:
             fine, hidden = comm_format.of_gradient(hidden=False), group.hidden_shapes
             others = fine.bytes_of(group.reduced_shapes) - fine.bytes_of(hidden)
             return comm_format.bytes_of(hidden) + others
         item = self.item_bytes(auto=group.reduced_itemsize)
-        # No dtype wider than that of the gradients is sent.
+        # Gradients are never sent in a wider dtype than their own.
         return group.reduced_numel * min(item, group.sum_itemsize)
 
     def buffer_bytes(self, sums: Sequence[int], item_bytes: int) -> int:
         item = self.item_bytes(auto=item_bytes)
-        # What is not rounded is reduced in place.
+        # Unrounded gradients are reduced in place.
         if item >= 4:
             return 0
-        # As they are sent and as they are received; see `RoundedReduction.most_in_flight`.
+        # Sent and received values; see `RoundedReduction.most_in_flight`.
         return min(sum(sums) * item // 2, 2 * max([*sums, self.bucket_bytes]))
 
     def start(self, model: ReplicatedModel) -> Started:
@@ -98,26 +98,26 @@ class EveryStep(SyncMethod):
         return Started(residuals if self.has_error_feedback else UpdateFollower(), reduction_for)
 
     def check_warmup(self) -> None:
-        """Raises `ConfigError` for a share of steps whose number nobody knows."""
+        """Raise `ConfigError` for a warmup share in a loop without a known number of steps."""
         if 0 < self.warmup < 1:
             raise ConfigError(
-                f"sync.warmup={self.warmup} is a share of train.steps, which a loop of your own "
-                "does not have: give a number of steps, such as SyncConfig(wire='int4', warmup=100)"
+                f"sync.warmup={self.warmup} is a share of train.steps, which a custom loop "
+                "does not have: use a number of steps, such as SyncConfig(wire='int4', warmup=100)"
             )
 
     def names_with_error_feedback(self, model: ReplicatedModel) -> Container[str]:
-        """FQNs of the parameters of which it is kept what was not sent."""
+        """Return FQNs of the parameters with error feedback."""
         return model.hidden if self.has_error_feedback else ()
 
     def sent(self, comm_format: CommunicationFormat, step: int) -> CommunicationFormat:
-        """What ``comm_format`` is in this ``step``, from 1."""
+        """Return the communication format instead of ``comm_format`` in this ``step``, from 1."""
         return _WARM if step <= self.warmup else comm_format
 
     def expected_gradient(
         self, values: Sequence[Tensor], cut: Sequence[Region], name: str, state: ExpectedState
     ) -> Tensor:
         comm_format = self.named_format
-        # One without dimensions is averaged with what ranks agree on, unrounded.
+        # A parameter without dimensions is averaged unrounded, in the all-reduce of the agreement.
         if comm_format is None or not values[0].ndim:
             comm_format = FORMATS["fp64"]
         else:
@@ -139,14 +139,14 @@ class EveryStep(SyncMethod):
 
 @dataclass
 class AllReduce:
-    """An all-reduce in place, in the dtype of the gradients or in a narrower one of 32 bits."""
+    """An all-reduce in place, in the gradients' dtype or a narrower one of 32 bits."""
 
     group: dist.ProcessGroup
     most_in_flight: int | None = None
 
     def start(self, bucket: Bucket) -> list[Wait]:
         flat = sent = bucket.buffer()
-        # Nothing is sent in a dtype that is wider than the gradients.
+        # Gradients are never sent in a wider dtype than their own.
         dtype = bucket.comm_format.dtype
         if dtype is not None and dtype.itemsize < flat.dtype.itemsize:
             sent = flat.to(dtype)
@@ -161,32 +161,34 @@ class AllReduce:
 
 
 class GradientPart(NamedTuple):
-    """A part of a gradient that is quantized on its own."""
+    """A part of a gradient with separate quantization blocks."""
 
     name: PartName
-    start: int  # the position of its first value in the unsharded parameter, flattened
+    start: int  # position of its first value in the flattened unsharded parameter
     values: Tensor
 
 
 @dataclass
 class RoundedReduction:
-    """Sends rounded values, and adds in fp32; see [Note: rounded exchange]."""
+    """Exchange of rounded values with sums in fp32; see [Note: rounded exchange]."""
 
     group: dist.ProcessGroup
     comm_format: CommunicationFormat
     keys: RoundingKeys
     hidden: Container[str]  # FQNs of the hidden matrices
-    residuals: ErrorFeedback  # of those with error feedback
+    residuals: ErrorFeedback  # error feedback of the hidden matrices
 
     @property
     def most_in_flight(self) -> int:
-        """Two, or as many as take the memory of two in 16 bits: each holds what it sends and
-        receives."""
+        """Two, or as many as use the memory of two in 16 bits.
+
+        Each reduction holds its sent and received values.
+        """
         return max(2, 32 // self.comm_format.bits)
 
     def start(self, bucket: Bucket) -> list[Wait]:
         if self.comm_format.dtype is not None:
-            # As one tensor, which is not copied.
+            # The buffer as one tensor, without a copy.
             whole = [bucket.buffer()]
             quantizer = self.comm_format.quantizer(whole, ())
             quantized = [QuantizedPart(quantizer, quantizer.rows(whole), whole)]
@@ -197,13 +199,16 @@ class RoundedReduction:
                 parts = [GradientPart((each.name, 0), each.start, part) for each, part in members]
                 results = [gradient for _, gradient in members]
                 quantized.append(self.quantized(comm_format, parts, results, again=again))
+        # The all-to-all starts here; the first step waits for it and starts the all-gather of the
+        # means. `BucketQueue` runs first steps in the order of the buckets, so the second
+        # collectives of several buckets have one order on all replicas too.
         exchange = QuantizedMean(self.group, quantized)
         return [exchange.send_means, exchange.finish]
 
     def by_format(
         self, bucket: Bucket
     ) -> dict[CommunicationFormat, list[tuple[FSDPParameter, Tensor]]]:
-        """The parameters of ``bucket`` and their gradients, by the form in which they are sent."""
+        """Return the parameters of ``bucket`` with their gradients, by communication format."""
         found: dict[CommunicationFormat, list[tuple[FSDPParameter, Tensor]]] = defaultdict(list)
         for parameter, gradient in zip(bucket.trained, bucket.parts(), strict=True):
             own = self.comm_format.of_gradient(hidden=parameter.name in self.hidden)
@@ -218,11 +223,17 @@ class RoundedReduction:
         *,
         again: bool,
     ) -> QuantizedPart:
-        """The ``parts`` of a bucket that are sent in one form. ``results``: as of `QuantizedPart`;
-        ``again``: as of `ErrorFeedback.add_to`."""
+        """Prepare the ``parts`` of a bucket with one communication format.
+
+        Args:
+            comm_format: the format.
+            parts: the gradients.
+            results: tensors that get the mean.
+            again: see `ErrorFeedback.add_to`.
+        """
         values = [part.values for part in parts]
         pieces: list[Piece] = []
-        # A cast needs to know nothing about parameters.
+        # A cast uses no random numbers, so no pieces.
         if comm_format.dtype is None:
             keys = {name: self.keys.of(name) for name in {part.name[0] for part in parts}}
             pieces = [Piece(keys[part.name[0]], part.start) for part in parts]

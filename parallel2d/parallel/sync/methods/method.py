@@ -1,6 +1,8 @@
-"""What every method of synchronization answers (`SyncMethod`), and what follows the updates of the
-parameters (`UpdateFollower`). As they stand here they are those of a single replica, for which
-nothing crosses the replicate axis."""
+"""Interface of synchronization methods (`SyncMethod`) and of the objects that act after updates of
+the parameters (`UpdateFollower`).
+
+The base classes implement a single replica, without traffic over the replicate axis.
+"""
 
 from __future__ import annotations
 
@@ -24,50 +26,52 @@ from parallel2d.parallel.weights.geometry import Region
 
 
 class UpdateFollower:
-    """What happens after each update of one model's parameters."""
+    """Acts after each update of one model's parameters."""
 
-    # Whether anything happens, so that an optimizer must be attached.
+    # True if it acts after updates, so that an optimizer must be attached
     follows = False
-    # The optimizer whose updates are followed
+    # The attached optimizer
     _optimizer: torch.optim.Optimizer | None = None
-    # Under what checkpoints have the residuals; empty where there are none
+    # Prefix of the error feedback in checkpoints; empty without error feedback
     residual_name = ""
     replica = 0
     replicas = 1
-    # Updates of this replica of which the others do not have everything
+    # Updates of this replica that the others have not fully received
     unshared_steps = 0
-    # How many times as large gradients are as those of the loss
+    # Factor of the loss before backward
     loss_scale = 1.0
 
     def make(self, model: nn.Module) -> None:
-        """Called once, when the parameters of ``model`` have their values. Collective."""
+        """Initialize, once the parameters of ``model`` have their values. Collective."""
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before each step of any ``optimizer``. Takes over what was written to parameters.
-        Raises `ConfigError` for parameters and gradients that the step would pass over."""
+        """Adopt writes to parameters before each step of any ``optimizer``.
+
+        Raises `ConfigError` for parameters and gradients that the step would ignore.
+        """
 
     def after_update(self) -> None:
-        """Called after each update. Collective."""
+        """Run after each update. Collective."""
 
     def shared_values(self) -> Mapping[str, Tensor]:
-        """By name, what replicas share in the place of their parameters."""
+        """Return the tensors that replicas share instead of their parameters, by name."""
         return {}
 
     def residuals(self) -> Mapping[str, Tensor]:
-        """By name, what this replica has not sent yet, like the parameter."""
+        """Return this replica's error feedback, by name, with the shape of the parameter."""
         return {}
 
     def set_residual(self, name: str, value: Tensor) -> None:
-        """Goes on from a value that `residuals` had."""
+        """Continue from a value of `residuals`."""
 
     def scale(self, factor: float) -> None:
-        """The number of replicas over which gradients are averaged changes by ``factor``."""
+        """Scale the state when the number of averaged replicas changes by ``factor``."""
 
     def clear_gradients(self, set_to_none: bool) -> None:
-        """Drops the gradients of what the optimizer has in the place of parameters."""
+        """Drop gradients of tensors that the optimizer has instead of parameters."""
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Follows the updates of ``optimizer``; see `parallel2d.attach_optimizer`."""
+        """Run `after_update` after steps of ``optimizer``; see `parallel2d.attach_optimizer`."""
         if not self.follows or optimizer is self._optimizer:
             return
         self._optimizer = optimizer
@@ -80,7 +84,7 @@ class UpdateFollower:
         optimizer.register_step_post_hook(after_step)
 
     def check_attached(self) -> None:
-        """Raises `ConfigError` where updates must be followed and no optimizer is attached."""
+        """Raise `ConfigError` if updates must be followed and no optimizer is attached."""
         if self.follows and self._optimizer is None:
             raise ConfigError(
                 "no optimizer follows this model: with strategy=hybrid_full, sync=diloco and "
@@ -91,20 +95,20 @@ class UpdateFollower:
 
 
 def needs_closure(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Whether its ``step`` computes losses between its updates, as that of LBFGS does."""
+    """Return True if ``step`` computes losses between updates, like the step of LBFGS."""
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 
 
 class GroupTraffic(NamedTuple):
-    """What a group of parameters moves, on the first rank of the shard axis."""
+    """The traffic of a group of parameters, on the first rank of the shard axis."""
 
-    gathered_bytes: int  # of this rank's padded parts, in the dtype in which they are gathered
-    reduced_bytes: int  # of their gradients, in the dtype in which they are reduced
-    reduced_itemsize: int  # bytes of one element of these; 4 for a group without gradients
-    reduced_shapes: tuple[torch.Size, ...]  # of this rank's part of each of these gradients
-    hidden_shapes: tuple[torch.Size, ...]  # of these, those of hidden matrices
-    stored_itemsize: int  # bytes of one element of the sharded parameters
+    gathered_bytes: int  # this rank's padded local shards, in the all-gather dtype
+    reduced_bytes: int  # their gradients, in the reduction dtype
+    reduced_itemsize: int  # bytes of an element of a gradient; 4 for a group without gradients
+    reduced_shapes: tuple[torch.Size, ...]  # local shards of the gradients
+    hidden_shapes: tuple[torch.Size, ...]  # the subset of hidden matrices
+    stored_itemsize: int  # bytes of an element of the sharded parameters
     replicas: int
 
     @property
@@ -114,25 +118,25 @@ class GroupTraffic(NamedTuple):
 
     @property
     def sum_itemsize(self) -> int:
-        """Bytes of one element in the dtype in which gradients are added: fp32 at least."""
+        """Bytes of an element in the accumulation dtype of gradients: fp32 at least."""
         return max(4, self.stored_itemsize)
 
 
 class Message(NamedTuple):
-    """The payload of one collective over the replicas."""
+    """Payload of one collective over the replicas."""
 
     collective: str
-    size: int  # bytes before the collective divides or repeats them
+    size: int  # bytes, before the collective divides or repeats them
 
 
 class ReplicatedModel(NamedTuple):
-    """One model that a method works on."""
+    """One model on several replicas, as a method gets it."""
 
     mesh: DeviceMesh
-    group: dist.ProcessGroup  # of the replicas
-    groups: Sequence[FSDPGroup]  # of the parameters, in the order in which backward ends them
+    group: dist.ProcessGroup  # process group of the replicas
+    groups: Sequence[FSDPGroup]  # in the order of their ends in backward
     keys: RoundingKeys  # of stochastic rounding
-    gradient_dtype: torch.dtype | None  # of reduced gradients; None: the dtype of their sums
+    gradient_dtype: torch.dtype | None  # of reduced gradients; None: the accumulation dtype
     hidden: Container[str]  # FQNs of the hidden matrices
 
 
@@ -141,77 +145,82 @@ class ExpectedState:
     """The state of a reference run in one process, for parity checks."""
 
     keys: RoundingKeys
-    hidden: Container[str]  # as of `ReplicatedModel`
+    hidden: Container[str]  # see `ReplicatedModel`
     residuals: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # by replica and FQN
 
 
 class Started(NamedTuple):
-    """A method at work."""
+    """A method that has started on a model."""
 
     updates: UpdateFollower
-    reduction_for: (
-        Callable[[CommunicationFormat], Reduction] | None
-    )  # of buckets; None: there is none
+    reduction_for: Callable[[CommunicationFormat], Reduction] | None  # of buckets; None: no buckets
 
 
 class SyncMethod:
-    """The traffic over the replicate axis, known from the configuration only."""
+    """Traffic over the replicate axis, as the configuration defines it."""
 
-    crosses = False  # True if anything crosses the axis
+    crosses = False  # True if there is traffic over the axis
     splits_updates = False  # True if each replica updates its own rows of the parameters
-    replicas_equal = True  # True if all replicas have the same parameters after every update
+    replicas_equal = True  # True if all replicas have equal parameters after every update
     description = "one replica: nothing crosses the replicate axis"  # without ``auto``
-    update_period = 1  # updates after which the parameters of a group cross
-    shortest_period = 0  # the least ``sync.every`` that shows all behaviour; 0: one step does
-    warmup = 0.0  # the first steps, which are sent in bf16; below 1 a share of all steps
-    shared_copies = 0  # copies of each parameter, beside its own and the optimizer's state
+    update_period = 1  # updates between two exchanges of the parameters of a group
+    shortest_period = 0  # the least ``sync.every`` with all behaviour of the method; 0: one step
+    warmup = 0.0  # number of first steps in bf16; below 1 a share of all steps
+    shared_copies = 0  # copies of each parameter, in addition to parameter and optimizer state
     keeps_masters = False  # True if a rank keeps unrounded values of the rows that it updates
     has_error_feedback = False  # True if gradients of hidden matrices have error feedback
-    gradients_are_exact = True  # True if the gradients of replicas are added unrounded
+    gradients_are_exact = True  # True if the gradients of replicas are summed unrounded
 
     def __init__(self, config: SyncConfig) -> None:
         self.config = config
-        # The one that ``sync.wire`` names; None for ``auto``.
+        # The format of ``sync.wire``; None for ``auto``.
         self.named_format = FORMATS.get(config.wire)
         self.bucket_bytes = int(config.bucket_mib * 2**20)
 
     def format_for(self, dtype: torch.dtype) -> CommunicationFormat:
-        """In which values are sent where the shard axis sends ``dtype``."""
+        """Return the communication format, if the shard axis sends ``dtype``."""
         return self.named_format or format_of(dtype)
 
     def item_bytes(self, auto: int) -> int:
-        """Bytes of an element as it is sent; ``auto``: where ``sync.wire`` is that."""
+        """Return bytes of an element in communication; ``auto``: the value for ``auto``."""
         return auto if self.named_format is None else self.named_format.item_bytes
 
     def reductions(self, accumulation: int) -> int:
-        """How often gradients are reduced in a step of ``accumulation`` micro-batches."""
+        """Return the number of reductions in a step of ``accumulation`` micro-batches."""
         return 0
 
     def gradients(self, group: GroupTraffic) -> Message:
-        """One reduction of the gradients of ``group``."""
+        """Return one reduction of the gradients of ``group``."""
         return Message("all_reduce", 0)
 
     def parameters(self, group: GroupTraffic) -> Message:
-        """What crosses of the parameters of ``group``, once in `update_period` updates."""
+        """Return the exchange of the parameters of ``group``, once per `update_period` updates."""
         return Message("all_gather", 0)
 
     def buffer_bytes(self, sums: Sequence[int], item_bytes: int) -> int:
-        """Bytes of the buckets in flight beside the gradients. ``sums``: bytes of the gradients of
-        each group; ``item_bytes``: of an element where ``sync.wire`` is ``auto``."""
+        """Return bytes of the buckets in flight, in addition to the gradients.
+
+        Args:
+            sums: bytes of the gradients of each group.
+            item_bytes: bytes of an element if ``sync.wire`` is ``auto``.
+        """
         return 0
 
     def start(self, model: ReplicatedModel) -> Started:
-        """Prepares one model. Collective over the world."""
+        """Start on one model. Collective over the world."""
         return Started(UpdateFollower(), None)
 
     def expected_gradient(
         self, values: Sequence[Tensor], cut: Sequence[Region], name: str, state: ExpectedState
     ) -> Tensor:
-        """What one process would compute in the place of reductions, for proofs: the mean of
-        ``values``, the replicas' gradients of the whole parameter ``name``; see `expected_mean`."""
+        """Return the reduced gradient of a reference run in one process, for parity checks.
+
+        ``values`` are the replicas' gradients of the unsharded parameter ``name``. For the other
+        arguments see `expected_mean`.
+        """
         (value,) = values
         return value
 
     def expected_copy(self, updated: Tensor) -> Tensor:
-        """What all replicas should have of an ``updated`` parameter, for proofs."""
+        """Return the expected value of an ``updated`` parameter on all replicas."""
         return updated

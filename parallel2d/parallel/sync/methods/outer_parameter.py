@@ -1,5 +1,6 @@
-"""The parameters that ``sync=diloco`` shares: each with its outer value (`OuterParameter`), and the
-parts of a model that are exchanged together (`Fragment`)."""
+"""Parameters of ``sync=diloco`` with their outer values (`OuterParameter`), and the parts of a
+model that are exchanged together (`Fragment`).
+"""
 
 from __future__ import annotations
 
@@ -17,35 +18,35 @@ from parallel2d.parallel.weights.geometry import local_part
 
 
 class OuterParameter:
-    """One parameter: the replica's own, the outer one, and what is on its way."""
+    """One parameter: the replica's values, the outer values, and the message in flight."""
 
     def __init__(self, name: str, own: nn.Parameter, has_error_feedback: bool) -> None:
         self.name = name
         self.own = own
         wide = torch.promote_types(own.dtype, torch.float32)
         self.outer = own.detach().clone().to(wide).requires_grad_()
-        # The mean change that is on its way, or here and not applied yet.
+        # The mean change: in flight, or received and not applied.
         self.mean: Tensor | None = None
-        # The replica's own values while the model has the outer ones.
+        # The replica's values while the model has the outer ones.
         self._own_values: Tensor | None = None
-        # What was not sent yet.
+        # Error feedback.
         self.residual: Tensor | None = None
         if has_error_feedback:
             self.residual = torch.zeros_like(self.outer, requires_grad=False)
 
     def change(self) -> Tensor:
-        """How far the replica's parameter is from the outer one; with what was not sent before."""
+        """Return the outer parameter minus the replica's parameter, plus the error feedback."""
         own = local_part(self.own.detach())
         outer = local_part(self.outer.detach())
-        # Where parameters are stored in a narrower dtype, what rounding took is no change.
+        # With a narrower storage dtype, the rounding of the outer parameter is not a change.
         change = outer.to(own.dtype).to(outer.dtype) - own
         if self.residual is None:
             return change
-        # What is kept of it is known once it is sent.
+        # The new error feedback is known once the message is quantized.
         return local_part(self.residual) * ERROR_FEEDBACK_DECAY + change
 
     def take(self, mix: float) -> None:
-        """Moves the replica's parameter to the outer one, but keeps the share ``mix`` of it."""
+        """Move the replica's parameter to the outer one, and keep ``mix`` of its values."""
         own = local_part(self.own.detach())
         outer = local_part(self.outer.detach()).to(own.dtype)
         if mix == 0:
@@ -55,12 +56,12 @@ class OuterParameter:
 
     @property
     def own_values(self) -> Tensor:
-        """What the replica goes on from, also while the model has the outer values."""
+        """Values that the replica continues from, also while the model has the outer values."""
         return self.own if self._own_values is None else self._own_values
 
     @contextmanager
     def outer_shown(self) -> Iterator[None]:
-        """Inside, the model has the outer values."""
+        """Put the outer values into the model inside."""
         own = self._own_values = self.own.detach().clone()
         self.take(0.0)
         try:
@@ -75,25 +76,26 @@ class Fragment:
     """Parameters that are exchanged together."""
 
     parameters: Sequence[OuterParameter]
-    begins: int  # the steps, modulo the period, after which they are sent
-    sent_after: int = 0  # the step after which they were last sent
+    begins: int  # step of a period after which they are sent
+    sent_after: int = 0  # step after which they were last sent
     pending: PendingMean | None = None
-    changes: list[Tensor] = field(default_factory=list)  # of this replica, while they are sent
+    changes: list[Tensor] = field(default_factory=list)  # of this replica, while in flight
 
     @property
     def in_flight(self) -> bool:
-        """Whether a mean is here or on its way that is not applied."""
+        """True if a mean is in flight, or received and not applied."""
         return any(parameter.mean is not None for parameter in self.parameters)
 
 
 def split_in_fragments(
     units: Sequence[Sequence[str]], parameters: Mapping[str, OuterParameter], count: int
 ) -> list[list[OuterParameter]]:
-    """``count`` parts of about equal size: the largest units first, each to the part that has
-    least, so that equal layers are dealt out in turn.
+    """Split units into ``count`` fragments of similar size.
 
-    A unit that is larger than a part is dealt out by parameter. Sizes are those of whole
-    parameters, so that all ranks make the same. Raises `ConfigError` for more than there can be.
+    The largest units come first, each to the smallest fragment, so that equal layers alternate. A
+    unit that is larger than a fragment is split by parameter. Sizes count unsharded
+    parameters, so that all ranks make the same fragments. Raises `ConfigError` if ``count`` is
+    larger than the number of possible fragments.
     """
     sizes = {name: parameter.outer.numel() for name, parameter in parameters.items()}
     pieces = _pieces_of_units(units, sizes, sum(sizes.values()) / count)
@@ -104,11 +106,11 @@ def split_in_fragments(
         )
     parts: list[list[OuterParameter]] = [[] for _ in range(count)]
     loads = [0] * count
-    # Sorting is stable: of equal units the first comes first.
+    # The sort is stable: equal units keep their order.
     for size, names in sorted(pieces, key=lambda piece: -piece[0]):
         smallest = loads.index(min(loads))
         parts[smallest].extend(parameters[name] for name in names)
-        # One more, so that parameters without elements are dealt out too.
+        # One more, so that parameters without elements are distributed too.
         loads[smallest] += size + 1
     return parts
 
@@ -116,7 +118,7 @@ def split_in_fragments(
 def _pieces_of_units(
     units: Sequence[Sequence[str]], sizes: Mapping[str, int], share: float
 ) -> list[tuple[int, list[str]]]:
-    """(size, names) of each unit, or of each parameter where it is larger than ``share``."""
+    """Return (size, names) of each unit, or of its parameters if it exceeds ``share``."""
     pieces: list[tuple[int, list[str]]] = []
     in_units: set[str] = set()
     for unit in units:
@@ -127,6 +129,6 @@ def _pieces_of_units(
             pieces.extend((each, [name]) for name, each in trained.items())
         elif trained:
             pieces.append((size, list(trained)))
-    # Parameters that no group has, such as those without dimensions.
+    # Parameters outside of all groups, such as those without dimensions.
     pieces.extend((each, [name]) for name, each in sizes.items() if name not in in_units)
     return pieces

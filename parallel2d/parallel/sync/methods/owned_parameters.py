@@ -1,5 +1,7 @@
-"""`OwnedParameters`: what each replica updates with ``strategy=hybrid_full``. See [Note: split
-updates] in `split_updates`."""
+"""Parts of the parameters that a replica updates with ``strategy=hybrid_full``: `OwnedParameters`.
+
+See [Note: split updates] in `split_updates`.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,17 @@ from parallel2d.parallel.weights.named_tensors import equal, register_masters, s
 
 
 def rows_of_owner(rows: int, replica: int, replicas: int) -> tuple[int, int]:
-    """Of ``rows``, where those that ``replica`` owns begin, and how many they are: as many as every
-    other replica's, rounded up. The last ones have fewer, or none."""
+    """Return the first row and the number of the rows that ``replica`` owns of ``rows`` rows.
+
+    Each replica owns an equal number, rounded up; the last replicas own fewer rows or none.
+    """
     size = -(-rows // replicas)
     begin = min(replica * size, rows)
     return begin, min(size, rows - begin)
 
 
 def owned_shapes(shapes: Sequence[Sequence[int]], replicas: int) -> tuple[torch.Size, ...]:
-    """Of the rows that each of ``replicas`` owns of tensors of these ``shapes``."""
+    """Return the shapes of the rows that each of ``replicas`` owns of tensors of ``shapes``."""
     found: list[torch.Size] = []
     for first, *others in shapes:
         for replica in range(replicas):
@@ -50,20 +54,24 @@ def _refuse_unsent(parameters: Iterable[FSDPParameter]) -> None:
     if unsent:
         raise ConfigError(
             f"strategy=hybrid_full: {first_five(unsent, ', ')}: a gradient of a backward outside "
-            "of the model's forwards, as of a penalty, does not reach who updates: add it to the "
-            "loss of a forward, or to .grad of updated_parameters(model)"
+            "of the model's forwards, as of a penalty, does not reach the updating replica: add it "
+            "to the loss of a forward, or to .grad of updated_parameters(model)"
         )
 
 
 class OwnedParameters(ErrorFeedback):
-    """The parts of one model's parameters that this replica updates, and what it did not send.
+    """Parts of one model's parameters that this replica updates, with their error feedback.
 
-    ``comm_format``: in which updated parameters are sent; None: as they are stored.
-    ``bucket_bytes``: parameters are gathered in pieces of about this size. ``names``: as of
-    `ErrorFeedback`. Collective over the world.
+    Collective over the world.
+
+    Args:
+        model: the model on several replicas.
+        comm_format: communication format of updated parameters; None: the storage dtype.
+        bucket_bytes: size of the pieces that are all-gathered together.
+        names: see `ErrorFeedback`.
     """
 
-    replicas_differ = False  # as `weights.named_tensors.MasterValues`
+    replicas_differ = False  # see `weights.named_tensors.MasterValues`
 
     def __init__(
         self,
@@ -73,28 +81,28 @@ class OwnedParameters(ErrorFeedback):
         names: Container[str],
     ) -> None:
         super().__init__(model, names)
-        # All of them: those that are lost own their rows on.
+        # The configured number: a failed replica still owns its rows.
         self.replicas = mesh_shape(model.mesh).replicate
         self._model = model
         self._sent_dtype = None if comm_format is None else comm_format.dtype
         self._bucket_bytes = bucket_bytes
-        # The axes from the inside out: the order in which a parameter is split when replicas split
-        # what the others leave. Placements on the usual order would need torch's strided shards,
-        # which put rows elsewhere where sizes do not divide.
+        # The axes from the inside out: parameters are split over shard first, and replicas split
+        # the local shards. With the usual order of axes torch would need strided shards, which
+        # place rows differently if sizes do not divide.
         axes = ("tensor", "shard", "replicate")
         inside_out = ranks_of(model.mesh)[:, :, 0].permute(2, 1, 0).contiguous()
         self._mesh = DeviceMesh(model.mesh.device_type, inside_out, mesh_dim_names=axes)
-        # By axes: making a mesh of some of them takes a millisecond.
+        # By axes: a submesh takes a millisecond to build.
         self._meshes = {self._mesh.mesh_dim_names: self._mesh}
         self._owned: dict[int, nn.Parameter] = {}
-        # By name, those whose parts are tensors of their own
+        # Parameters with separate tensors for the owned rows, by name
         self._masters: dict[str, FSDPParameter] = {}
-        # Their rows in the parameters, as they were last sent or taken over
+        # Their rows in the parameters, as of the last exchange or adoption of writes
         self._seen: dict[str, Tensor] = {}
 
     @property
     def gradient_dtype(self) -> torch.dtype | None:
-        """Of reduced gradients; None: the dtype of their sums."""
+        """Dtype of reduced gradients; None: the accumulation dtype."""
         return self._model.gradient_dtype
 
     @torch.no_grad()
@@ -107,7 +115,7 @@ class OwnedParameters(ErrorFeedback):
                 self._masters[parameter.name] = parameter
                 self._seen[parameter.name] = rows.clone()
             owned = nn.Parameter(self._as_dtensor(rows, whole), whole.requires_grad)
-            # Any dtype: that of gradients may differ from the parameter's.
+            # The dtype of gradients may differ from the parameter's dtype.
             owned.grad_dtype = None
             self._owned[id(parameter)] = owned
             update_as(whole, owned)
@@ -143,21 +151,22 @@ class OwnedParameters(ErrorFeedback):
 
     def drop_sums(self, set_to_none: bool) -> None:
         super().drop_sums(set_to_none)
-        # Sums not reduced over replicas are in sharded parameters, which the optimizer lacks.
+        # Sums that are not reduced over replicas are on sharded parameters, which the optimizer
+        # does not have.
         for group in self._model.groups:
             group.clear_gradients(set_to_none=True)
 
     def owned(self, parameter: FSDPParameter) -> nn.Parameter:
-        """This replica's part."""
+        """Return this replica's part of ``parameter``."""
         return self._owned[id(parameter)]
 
     def masters(self) -> dict[str, Tensor]:
-        """By name, the parts that are tensors of their own; none where they are views."""
+        """Return the parts with separate tensors, by name; none if the parts are views."""
         self._take_over(self._masters.values(), exactly=False)
         return {name: self.owned(parameter) for name, parameter in self._masters.items()}
 
     def masters_were_loaded(self) -> None:
-        """Sends the parts to all replicas. Collective."""
+        """Send the loaded parts to all replicas. Collective."""
         self._gather(list(self._masters.values()))
 
     def parameters_were_changed(self) -> None:
@@ -167,12 +176,12 @@ class OwnedParameters(ErrorFeedback):
 
     @torch.no_grad()
     def _take_over(self, parameters: Iterable[FSDPParameter], *, exactly: bool) -> None:
-        """Takes over what was written to ``parameters``. Not ``exactly``: values that are changed
-        by at most a sixteenth, as by a decay in each step, keep what rounding takes."""
+        """Adopt writes to ``parameters``. Unless ``exactly``, values that changed by at most a
+        sixteenth, as by weight decay, keep their unrounded remainder."""
         for parameter in parameters:
             rows = as_real(self.rows(local_part(parameter.sharded), self.replica))
             seen = as_real(self._seen[parameter.name])
-            # Elsewhere this would wait for the device; fake tensors have no values.
+            # On other devices the host would wait; fake tensors have no values.
             if rows.is_cpu and type(rows) is Tensor and torch.equal(rows, seen):
                 continue
             owned = as_real(local_part(self.owned(parameter)))
@@ -191,11 +200,11 @@ class OwnedParameters(ErrorFeedback):
         return equal(pairs)
 
     def _as_dtensor(self, rows: Tensor, whole: Tensor) -> DTensor:
-        """``rows`` of this replica as a part of ``whole``."""
+        """Return ``rows`` of this replica as a part of ``whole``."""
         assert isinstance(whole, DTensor)
         names = axis_names(whole.device_mesh)
         by_axis: dict[str, Placement] = dict(zip(names, whole.placements, strict=True))
-        # Rows are split over the shard axis first, and this rank's part of them over the replicas.
+        # Rows are split over the shard axis first, and the local shard over the replicas.
         by_axis["shard"] = by_axis["replicate"] = Shard(0)
         used = tuple(axis for axis in axis_names(self._mesh) if axis in by_axis)
         if used not in self._meshes:
@@ -210,7 +219,7 @@ class OwnedParameters(ErrorFeedback):
         )
 
     def rows(self, local: Tensor, replica: int) -> Tensor:
-        """The rows of a local tensor that ``replica`` owns, a view."""
+        """Return the rows of a local tensor that ``replica`` owns, as a view."""
         return local.narrow(0, *rows_of_owner(local.shape[0], replica, self.replicas))
 
     def cut(self, local: Tensor) -> Sequence[Tensor]:
@@ -218,7 +227,7 @@ class OwnedParameters(ErrorFeedback):
         return local.split([rows_of_owner(rows, each, replicas)[1] for each in range(replicas)])
 
     def parts(self, parameter: FSDPParameter, gradient: Tensor) -> list[GradientPart]:
-        """Of this rank's ``gradient``, what each replica owns."""
+        """Return the parts of this rank's ``gradient`` by owner."""
         found: list[GradientPart] = []
         start, row = parameter.start, math.prod(parameter.sharded.shape[1:])
         for replica, owned in enumerate(self.cut(gradient)):
@@ -227,8 +236,7 @@ class OwnedParameters(ErrorFeedback):
         return found
 
     def take_gradient(self, parameter: FSDPParameter, rows: Tensor) -> None:
-        """Adds the reduced ``rows`` to the gradient of the owned part of ``parameter``, or makes
-        them the gradient."""
+        """Add the reduced ``rows`` to the gradient of the owned part, or make them the gradient."""
         if parameter.sharded.is_complex():
             rows = torch.view_as_complex(rows)
         parameter.set_gradient(None)
@@ -248,8 +256,10 @@ class OwnedParameters(ErrorFeedback):
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Sends this replica's updated rows to the others and takes theirs. Collective. Raises
-        `ConfigError` for a parameter that was unfrozen and whose rows would be rounded for good."""
+        """Send this replica's updated rows to the others and receive theirs. Collective.
+
+        Raises `ConfigError` for a parameter that was unfrozen and has no unrounded rows.
+        """
         super().after_update()
         trained = [each for each in self._all() if each.sharded.requires_grad]
         if self._sent_dtype is not None:
@@ -258,22 +268,24 @@ class OwnedParameters(ErrorFeedback):
                 raise ConfigError(
                     f"strategy=hybrid_full sends rounded parameters with this sync.wire: "
                     f"{first_five(new, ', ')}: unfrozen after parallelize, which keeps unrounded "
-                    "rows of trained parameters alone; do it before"
+                    "rows only of trained parameters; unfreeze before"
                 )
         self._gather(trained)
-        # The optimizer counts its updates of the parts alone.
+        # The optimizer has incremented the versions of the parts only.
         torch.autograd.graph.increment_version([each.sharded for each in trained])
 
     @torch.no_grad()
     def _gather(self, parameters: Sequence[FSDPParameter]) -> None:
-        """Sends this replica's rows of ``parameters`` and takes those of the others. Collective."""
+        """Send this replica's rows of ``parameters`` and receive the others'. Collective."""
         locals_ = [local_part(parameter.sharded) for parameter in parameters]
         sizes = [local.nbytes for local in locals_]
         dtypes = [local.dtype for local in locals_]
         pending: list[Wait] = []
+        # Sizes and dtypes are equal on all replicas, so every replica makes the same batches and
+        # starts their all-gathers in the same order.
         for batch in fill_buckets(sizes, dtypes, self._bucket_bytes):
             pending.append(self._start_gather([parameters[index] for index in batch]))
-            # Two at a time: each holds a copy of its parameters.
+            # Two at a time, because each holds a copy of its parameters.
             if len(pending) == 2:
                 pending.pop(0)()
         for wait in pending:
@@ -282,7 +294,7 @@ class OwnedParameters(ErrorFeedback):
     def _start_gather(self, parameters: Sequence[FSDPParameter]) -> Wait:
         own = [local_part(self.owned(parameter)) for parameter in parameters]
         locals_ = [local_part(parameter.sharded) for parameter in parameters]
-        # The first replica never owns fewer rows than another.
+        # The first replica owns at least as many rows as any other.
         largest = sum(as_real(self.rows(local, 0)).numel() for local in locals_)
         sent = torch.cat([as_real(rows).reshape(-1) for rows in own])
         if self._sent_dtype is not None:
@@ -291,14 +303,14 @@ class OwnedParameters(ErrorFeedback):
         received = sent.new_empty(self.replicas * sent.numel())
         work = dist.all_gather_single(received, sent, group=self._model.group, async_op=True)
 
-        assert work is not None  # of an asynchronous collective
+        assert work is not None  # always set with async_op=True
 
         def wait() -> None:
             metering.wait(work, self._model.group)
             targets: list[Tensor] = []
             values: list[Tensor] = []
             for replica, piece in enumerate(received.chunk(self.replicas)):
-                # Views of the owned rows hold their values already.
+                # Views of the owned rows already have their values.
                 if replica == self.replica and self._sent_dtype is None:
                     continue
                 rows = [as_real(self.rows(local, replica)) for local in locals_]

@@ -1,15 +1,15 @@
 """``strategy=hybrid_full``: each replica updates a part of the parameters.
 
-[Note: split updates] Each replica owns an equal number of rows of this rank's shard of every
-parameter. Its gradient rows are reduced to it (`ScatterToOwners`), the optimizer has its rows alone
-(`OwnedParameters.make`), and after the optimizer's step the updated rows are gathered on all
-replicas (`OwnedParameters.after_update`). That sends as many bytes as an all-reduce of the
-gradients, and the optimizer state is divided by the number of replicas.
+[Note: split updates] Each replica owns an equal number of rows of this rank's local shard of every
+parameter. The gradients of these rows are reduced to this replica (`ScatterToOwners`), the
+optimizer has only its rows (`OwnedParameters.make`), and after the optimizer's step the updated
+rows are all-gathered over the replicas (`OwnedParameters.after_update`). This sends as many bytes
+as an all-reduce of the gradients, and divides the optimizer state by the number of replicas.
 
-Owned rows are views of the sharded parameters. Where updates are sent in a narrower dtype they are
-tensors of their own, which keep what rounding loses; all replicas compute with rounded values. What
-a script writes to parameters is taken over: their rows are compared with those that were sent last.
-Parameters are sent in 16 bits where gradients have fewer, whose codes begin anew with each owner.
+Owned rows are views of the sharded parameters. If updates are sent in a narrower dtype, owned rows
+are separate tensors with unrounded values, and all replicas compute with rounded values. Writes of
+a script to parameters are adopted: the rows of parameters are compared with the rows of the last
+exchange. Parameters are sent in 16 bits if gradients have fewer bits.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from parallel2d.parallel.weights.geometry import Region
 
 
 class SplitUpdates(EveryStep):
-    """Gradients are reduced to the replica that updates them, updated parameters are gathered."""
+    """Gradients are reduced to the replica that updates them; updated parameters are gathered."""
 
     splits_updates = True
     _sent_back = False
 
     def __init__(self, config: SyncConfig) -> None:
         super().__init__(config)
-        # In which updated parameters are sent; None: as they are stored.
+        # Communication format of updated parameters; None: the storage dtype
         self._parameter_format = None if self.gradients_are_exact else FORMATS["bf16"]
         self.keeps_masters = self._parameter_format is not None
         form = "in bf16" if self.keeps_masters else "as stored"
@@ -64,7 +64,7 @@ class SplitUpdates(EveryStep):
         return 1
 
     def gradients(self, group: GroupTraffic) -> Message:
-        # Each owner's rows begin a block.
+        # Quantization blocks start with each owner's rows.
         cut = group._replace(
             reduced_shapes=owned_shapes(group.reduced_shapes, group.replicas),
             hidden_shapes=owned_shapes(group.hidden_shapes, group.replicas),
@@ -77,7 +77,7 @@ class SplitUpdates(EveryStep):
         return Message("all_gather", group.reduced_numel * item)
 
     def buffer_bytes(self, sums: Sequence[int], item_bytes: int) -> int:
-        # Unrounded ones are received apart from what is sent.
+        # Unrounded gradients are received in a separate buffer.
         unrounded = min(sum(sums), max([*sums, self.bucket_bytes]))
         return super().buffer_bytes(sums, item_bytes) or unrounded
 
@@ -106,37 +106,38 @@ class SplitUpdates(EveryStep):
 
     def expected_copy(self, updated: Tensor) -> Tensor:
         comm_format = self._parameter_format
-        # One without dimensions is not gathered.
+        # Parameters without dimensions are not gathered.
         if comm_format is None or not updated.ndim:
             return updated
         return updated.to(comm_format.dtype).to(updated.dtype)
 
 
 class _Form(NamedTuple):
-    """The gradients of ``parameters`` that are sent in one format."""
+    """The gradients of ``parameters`` in one communication format."""
 
     parameters: Sequence[FSDPParameter]
     quantized: QuantizedPart
     lengths: Sequence[int]  # of the message to each owner
-    shapes: Sequence[torch.Size]  # of the rows that this replica owns
+    shapes: Sequence[torch.Size]  # rows of each parameter that this replica owns
 
 
 @dataclass
 class ScatterToOwners(RoundedReduction):
-    """Reduces the gradients of a bucket to the replicas that own them, and frees the others.
+    """Reduction of the gradients of a bucket to the replicas that own them; the others are freed.
 
-    As in [Note: rounded exchange], each replica sends its contributions in the bucket's
-    format, and the owner adds them in fp32 at least, in the order of the replicas. Gloo has no
-    reduce-scatter that costs less than an all-reduce; an all-to-all costs half.
+    As in [Note: rounded exchange], each replica sends its contributions in the bucket's format, and
+    the owner adds them in fp32 at least, in the order of the replicas. Gloo's reduce-scatter costs
+    as much as an all-reduce; an all-to-all costs half.
     """
 
     residuals: OwnedParameters
 
     def start(self, bucket: Bucket) -> list[Wait]:
-        """Begins to average the owned rows of the bucket over the replicas."""
+        """Begin to average the owned rows of the bucket over the replicas."""
         owners = self.residuals
         begun = [self._form(*each) for each in self.by_format(bucket).items()]
-        # All of it has been copied.
+        # The messages are copies of the buffer. Its memory may be freed on the host now, but the
+        # copies may still run on the stream of the buckets.
         keep_until_done(bucket.buffer())
         bucket.release()
         for parameter in bucket.trained:
@@ -154,7 +155,7 @@ class ScatterToOwners(RoundedReduction):
             received.view(-1), sent, parts, sizes, group=self.group, async_op=True
         )
 
-        assert work is not None  # of an asynchronous collective
+        assert work is not None  # always set with async_op=True
 
         received_at = received.untyped_storage().data_ptr()
 
@@ -162,7 +163,7 @@ class ScatterToOwners(RoundedReduction):
             metering.wait(work, self.group)
             for form, contributions in zip(forms, received.split(lengths, dim=1), strict=True):
                 mean = form.quantized.mean_of(contributions)
-                # The gradients are views of it, and what has arrived is not to stay with them.
+                # Gradients are views of `mean`, and must not keep the receive buffer alive.
                 is_received = mean.untyped_storage().data_ptr() == received_at
                 mean = mean.to(owners.gradient_dtype or mean.dtype, copy=is_received)
                 rows = form.quantized.quantizer.values(mean, form.shapes)
@@ -174,9 +175,9 @@ class ScatterToOwners(RoundedReduction):
     def _form(
         self, comm_format: CommunicationFormat, members: Sequence[tuple[FSDPParameter, Tensor]]
     ) -> tuple[_Form, Tensor]:
-        """What `start` begins with of the ``members`` of a bucket, and their message, flat."""
+        """Return the prepared ``members`` of a bucket in one format, and their flat message."""
         owners = self.residuals
-        # Nothing is sent in a dtype that is wider than the gradients.
+        # Gradients are never sent in a wider dtype than their own.
         if comm_format.item_bytes > members[0][1].itemsize:
             comm_format = format_of(members[0][1].dtype)
         parameters = [parameter for parameter, _ in members]

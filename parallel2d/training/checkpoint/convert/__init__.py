@@ -1,7 +1,7 @@
 """Weights in other formats: `open_source` reads them, `convert` writes them, one tensor at a time.
 
-The target is complete or absent: it is written beside its place and renamed into it. An existing
-target is never overwritten. Our format, ``torch.save`` and safetensors take optimizer state too.
+The target is complete or absent: it is written next to its final path and renamed. An existing
+target is never overwritten. Our format, ``torch.save`` and safetensors also store optimizer state.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Progress = Callable[[int], object]
 
 
 def open_source(path: str) -> Source:
-    """Weights in any of five formats: our checkpoint, a run directory, which stands for its newest
-    checkpoint, one safetensors file, a ``torch.save`` file, and a folder of Hugging Face's Llama.
-    Raises `ConfigError` for anything else."""
+    """Open weights in any of five formats: our checkpoint, a run directory (its newest checkpoint),
+    a single safetensors file, a ``torch.save`` file, or a folder with a Hugging Face Llama. Raises
+    `ConfigError` for anything else."""
     if is_remote(path):
         return formats.read_ours(find_checkpoint(path))
     if os.path.isfile(path):
         status = os.stat(path)
         stored = status.st_blocks * 512
-        # A few bytes would be converted to many. Some file systems count no blocks.
+        # A sparse file would turn a few bytes into many. Some file systems do not count blocks.
         if status.st_blocks > 1 and status.st_size > 4 * stored + 2**20:
             sizes = f"{status.st_size} bytes, of which {stored} are on the disk"
             raise ConfigError(f"{path} has {sizes}: no writer of weights leaves such holes")
@@ -64,12 +64,12 @@ def open_source(path: str) -> Source:
 
 
 def guess_format(target: str) -> str:
-    """The format that a target's name implies. Raises `ConfigError` when it implies none."""
+    """Return the format that a target's name implies. Raises `ConfigError` if it implies none."""
     if target.endswith(".safetensors"):
         return "safetensors"
     if target.endswith(_TORCH):
         return "torch"
-    raise ConfigError(f"{target}: which format? say --to hf, --to peft or --to parallel2d")
+    raise ConfigError(f"{target} implies no format; add --to hf, --to peft or --to parallel2d")
 
 
 def convert(
@@ -84,16 +84,22 @@ def convert(
     arguments: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """Writes ``source`` to ``target``, a file for ``safetensors`` and ``torch``, a folder for the
-    other `FORMATS`; returns how many tensors it wrote. Raises `ConfigError`: the target exists, or
-    the source lacks what the format needs.
+    """Convert ``source`` to ``target`` and return the number of tensors written.
 
-    ``dtype``: safetensors name, for floating-point parameters; buffers and optimizer state are not
-    converted; ``shard_bytes``: size at which a folder's data goes on in another file;
-    ``arguments``: ``given`` of `write_model`; ``progress`` gets the bytes read since the last call.
+    Args:
+        target: a file for ``safetensors`` and ``torch``, a folder for the other `FORMATS`.
+        dtype: safetensors name for floating-point parameters; buffers and optimizer state keep
+            their dtypes.
+        optimizer: write the optimizer state too.
+        average: write the EMA weights instead of the weights.
+        shard_bytes: size of a file in a folder; further data goes into the next file.
+        arguments: ``given`` of `write_model`.
+        progress: called with the bytes read since the last call.
+
+    Raises `ConfigError`: the target exists, or the source lacks data that the format needs.
     """
     if os.path.lexists(target):
-        raise ConfigError(f"{target} exists already; nothing is written over")
+        raise ConfigError(f"{target} exists already and is not overwritten")
     if optimizer and format in ("hf", "peft"):
         raise ConfigError("a Hugging Face model has no place for optimizer state")
     if optimizer and not source.optimizer:
@@ -124,8 +130,8 @@ def _names(source: Source, kind: str, what: str) -> list[str]:
 def _chosen(
     source: Source, dtype: str | None, optimizer: bool, average: bool, progress: Progress | None
 ) -> Source:
-    """Returns what is written of ``source``: the widest dtypes first, weights converted to
-    ``dtype``; and without optimizer state, the facts about the weights alone."""
+    """Select the tensors of ``source`` to write, widest dtypes first, with weights converted to
+    ``dtype``; without ``optimizer``, the facts describe only the weights."""
     weights = _names(source, "model", "weights")
     kinds = ["model", "optimizer"] if optimizer else ["model"]
     tensors = {name: source.tensors[name] for name in names_under(kinds, source.tensors)}
@@ -156,12 +162,15 @@ def _chosen(
 
 @contextlib.contextmanager
 def _published(target: str) -> Iterator[str]:
-    """A path beside ``target``: what is there at the end becomes ``target``; nothing on error."""
+    """Yield a path next to ``target``, and rename it to ``target`` at the end unless an error
+    occurred."""
     parent, name = os.path.split(os.path.abspath(target))
     os.makedirs(parent, exist_ok=True)
     place = os.path.join(parent, f".converting-{name}-{os.urandom(4).hex()}")
     try:
         yield place
+        # One rename publishes the target. Its files are flushed before, and the name after the
+        # rename, so that a crash leaves a complete target or none.
         if os.path.isdir(place):
             flush_folder(place)
         os.rename(place, target)

@@ -1,5 +1,5 @@
-"""Weights to convert (`Source`), in files of three formats: our checkpoints, single safetensors
-files, and ``torch.save`` files. Read and written with one tensor in memory at a time."""
+"""Weights to convert (`Source`) in three formats: our checkpoints, single safetensors files, and
+``torch.save`` files. Only one tensor is in memory at a time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from parallel2d.training.checkpoint.manifest import (
 from parallel2d.training.checkpoint.state import names_under
 from parallel2d.training.checkpoint.storage import LocalStore
 
-# What files of other formats keep beside the tensors, as JSON.
+# JSON facts that files of other formats store next to the tensors, with their types.
 _FACTS = {
     "step": int,
     "state": dict,
@@ -55,7 +55,7 @@ _FACTS = {
 
 @dataclass
 class Source:
-    """Weights to convert, and facts as in a `Manifest`."""
+    """Weights to convert, with the facts of a `Manifest`."""
 
     kind: str
     # (dtype name, shape) by name in our format: ``model/...``, ``optimizer/...``, ``ema/...``
@@ -72,8 +72,11 @@ class Source:
         return json.dumps({key: getattr(self, key) for key in _FACTS}, separators=(",", ":"))
 
     def write_file(self, path: str, names: Mapping[str, str], **metadata: str) -> StoredFile:
-        """Writes one safetensors file. ``names``: name -> name in the file, the widest dtypes
-        first, so that packed values are aligned."""
+        """Write one safetensors file.
+
+        Args:
+            names: name -> name in the file, widest dtypes first, so that packed values are aligned.
+        """
         described = [(stored, *self.tensors[name]) for name, stored in names.items()]
 
         def blocks() -> Iterator[bytes | memoryview]:
@@ -90,7 +93,7 @@ def _values_of(tensor: Tensor) -> memoryview:
 
 
 def facts_in(text: Any, what: str) -> dict[str, Any]:
-    """Reads what `Source.facts_text` wrote; nothing in other files."""
+    """Parse the result of `Source.facts_text`; files of other writers give an empty dict."""
     if not isinstance(text, str):
         return {}
     content = tensor_file.parse_json(text.encode(), f"{what}: metadata")
@@ -104,17 +107,17 @@ def facts_in(text: Any, what: str) -> dict[str, Any]:
 
 def _check_kinds(facts: Mapping[str, Any]) -> Iterator[tuple[object, str]]:
     for key, value in facts.items():
-        yield type(value) is _FACTS[key], f"{key} is no {_FACTS[key].__name__}"
-    yield is_count(facts.get("step", 0)), "step is no whole number"
+        yield type(value) is _FACTS[key], f"{key} is not of type {_FACTS[key].__name__}"
+    yield is_count(facts.get("step", 0)), "step is not a whole number"
     has_names = all(isinstance(name, str) for name in facts.get("tied", {}).values())
-    yield has_names, "tied is no mapping of names"
+    yield has_names, "tied is not a mapping of names"
     yield is_list_of_names(facts.get("buffers", [])), "buffers is not a list of names"
     yield from check_optimizer_facts(facts.get("optimizer", {}))
 
 
 def read_ours(path: str) -> Source:
-    """The checkpoint at a path or address, verified."""
-    # Not mapped: memory is to hold one tensor and not, page by page, the file.
+    """Open and verify the checkpoint at a path or address."""
+    # Read without mmap: a mapping would gradually keep all files in memory instead of one tensor.
     checkpoint = Checkpoint.open(path, mapped=False)
     checkpoint.verify()
     described = {}
@@ -125,7 +128,7 @@ def read_ours(path: str) -> Source:
 
 
 def write_ours(source: Source, folder: str, shard_bytes: int) -> None:
-    """A checkpoint with files of ``shard_bytes``."""
+    """Write a checkpoint with files of ``shard_bytes``."""
     facts = {key: getattr(source, key) for key in _FACTS}
     manifest = Manifest(**facts, mesh={"replicate": 1, "shard": 1, "tensor": 1})
     os.mkdir(folder)
@@ -134,13 +137,13 @@ def write_ours(source: Source, folder: str, shard_bytes: int) -> None:
     for name, (dtype, shape) in source.tensors.items():
         region = Region.of_shape(shape)
         size = region.numel * DTYPES[dtype].itemsize
-        # A tensor that is larger than a file may be has one of its own.
+        # A tensor larger than a file gets a separate file.
         if size > room:
             file = f"part-{len(files):05d}.safetensors"
             files[file] = []
             room = shard_bytes
         chunks: tuple[Chunk, ...] = ()
-        # The manifest alone records that a tensor without elements was there.
+        # Tensors without elements are recorded only in the manifest.
         if size:
             files[file].append(name)
             room -= size
@@ -150,17 +153,17 @@ def write_ours(source: Source, folder: str, shard_bytes: int) -> None:
         path = os.path.join(folder, file)
         manifest.files[file] = source.write_file(path, dict(zip(names, names, strict=True)))
     content = manifest.encode()
-    # What could not be read again must not be written.
+    # A manifest that cannot be read again must not be written.
     Manifest.decode(content)
     LocalStore(folder).write(folder, MANIFEST, [content])
 
 
 def read_safetensors(path: str) -> Source:
-    """One file of any writer; the facts are in the header of one of ours."""
+    """Open a safetensors file of any writer; files of ours have the facts in their header."""
     folder, name = os.path.split(path)
     source = LocalFolder(folder or ".", mapped=False).source(name)
     header, metadata = tensor_file.read_file(source, name)
-    # Optimizer state is marked in a flat file, and weights are not.
+    # In such a file only the names of optimizer state have a prefix.
     places = {}
     for flat, entry in header.items():
         places[flat if flat.startswith("optimizer/") else f"model/{flat}"] = source, entry
@@ -168,7 +171,7 @@ def read_safetensors(path: str) -> Source:
 
 
 def write_safetensors(source: Source, path: str) -> None:
-    """One file, with the facts in its header."""
+    """Write one safetensors file with the facts in its header."""
     names = {name: name.removeprefix("model/") for name in source.tensors}
     source.write_file(path, names, parallel2d=source.facts_text())
 
@@ -176,37 +179,39 @@ def write_safetensors(source: Source, path: str) -> None:
 def source_of(
     kind: str, places: Mapping[str, tuple[ByteSource, Entry]], facts: Mapping[str, Any]
 ) -> Source:
-    """Tensors at these places in safetensors files."""
+    """Return the tensors at these places in safetensors files."""
     described = {name: (entry.dtype, entry.shape) for name, (_, entry) in places.items()}
 
     def read(name: str) -> Tensor:
         source, entry = places[name]
-        # A tensor without dims is one row.
+        # A tensor without dims counts as one row.
         return tensor_file.read_rows(source, entry, 0, (*entry.shape, 1)[0])
 
     return Source(kind, described, read, **facts)
 
 
-# What a child may take beside what reading takes: seconds, and bytes for half a million tensors.
+# Limits of the child process in addition to the cost of reading: seconds, and bytes for half a
+# million tensors.
 MOST_SECONDS, MOST_BYTES = 20, 2**30
 _BYTES_A_SECOND = 2**28
-# How many times a value may be seen through views, and a size that is always allowed.
+# How often the tensors may repeat the bytes of the file, and a size that is always allowed.
 _REPEATED, _SMALL = 4, 2**20
 
 
 def read_torch(path: str) -> Source:
-    """A file of any writer, mapped. Raises `ConfigError` for one that is not of weights alone.
+    """Open a mapped file of any writer. Raises `ConfigError` unless it contains only weights.
 
-    ``torch.load(weights_only=True)`` builds tensors and plain containers and refuses all else. A
-    file can still ask for any amount of memory or time: a few bytes name an array of terabytes, or
-    a key that takes years to hash. So a child process with limits opens it first.
+    ``torch.load(weights_only=True)`` builds tensors and plain containers and rejects everything
+    else. A file can still request any amount of memory or time: a few bytes can name an array of
+    terabytes, or a key that takes years to hash. Therefore a child process with limits opens the
+    file first.
     """
     _open_in_child(path)
     tensors, facts = _open(path)
     described = {}
     first: dict[Any, str] = {}
     for name, tensor in tensors.items():
-        # Weights that are one storage are tied. An empty tensor has no place in memory.
+        # Weights with the same storage are tied. An empty tensor has no address to compare.
         place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
         shared = tensor.numel() and name.startswith("model/")
         if shared and first.setdefault(place, name) != name:
@@ -220,7 +225,7 @@ def read_torch(path: str) -> Source:
 
 
 def _open(path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a ``torch.save`` file by name, and the facts beside them."""
+    """Return the tensors of a ``torch.save`` file by name, and the facts next to them."""
     label, size = os.path.basename(path), os.path.getsize(path)
     tensors, facts = _interpret(load_torch(path), label)
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -233,31 +238,32 @@ def _open(path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _open_in_child(path: str) -> None:
-    """Raises `ConfigError` where a child process that opens the file fails, or takes too much."""
+    """Open the file in a child process. Raises `ConfigError` if the child fails or exceeds its
+    limits."""
     size = os.path.getsize(path)
     receiver, sender = os.pipe()
     child = os.fork()
     if not child:
         try:
-            # Native code that gives up says so there.
+            # Native code writes its message to stderr before it aborts.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            # A file that is no archive is read as a whole.
+            # A file that is not an archive is read into memory completely.
             memory = psutil.Process().memory_info().vms + size + MOST_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
             seconds = MOST_SECONDS + size // _BYTES_A_SECOND
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            # A child that waits uses no CPU time.
+            # CPU time does not pass while a child waits, so an alarm limits the elapsed time too.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(10 * seconds)
-            # A fork has none of the threads of torch's pool, for which an operation would wait.
+            # fork does not copy the threads of torch's pool; an operation would wait for them.
             torch.set_num_threads(1)
             _open(path)
             os._exit(0)
         except ConfigError as error:
             os.write(sender, str(error).encode())
         finally:
-            # Not sys.exit: what the parent does at its end is not the child's to do.
+            # Not sys.exit: the child must not run the parent's exit handlers.
             os._exit(1)
     os.close(sender)
     with open(receiver, encoding="utf-8") as answer:
@@ -270,33 +276,33 @@ def _open_in_child(path: str) -> None:
 
 
 def load_torch(path: str) -> Any:
-    """The content of a ``torch.save`` file, tensors mapped from the disk. Raises `ConfigError` for
-    a file that cannot be read without running code."""
+    """Load a ``torch.save`` file with tensors mapped from disk. Raises `ConfigError` for a file
+    that cannot be read without executing code."""
     try:
         with open(path, "rb") as file:
-            # Or the single stream that torch wrote before version 1.6; it decides as here.
+            # Torch before 1.6 wrote a single stream; torch's reader distinguishes them likewise.
             is_archive = file.read(4) == b"PK\x03\x04"
         if is_archive:
             with zipfile.ZipFile(path) as archive:
-                # torch would take compressed bytes for values.
+                # torch would interpret compressed bytes as values.
                 if any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist()):
                     raise ValueError("it is a compressed archive, which torch.save does not write")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a refused file gets one error
+            warnings.simplefilter("ignore")  # a rejected file gets a single error
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except Exception as error:  # torch's reader may raise anything
-        # The reason follows advice to load the file without these checks, which is not passed on.
+        # torch's message first advises to load the file without these checks; drop that advice.
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or str(error)
         line = (reason or type(error).__name__).splitlines()[0]
         text = re.split(r"\. (?:In PyTorch|This file|Please)", line)[0]
         raise ConfigError(
-            f"{os.path.basename(path)} is not a file of weights alone, and is not loaded: "
+            f"{os.path.basename(path)} does not contain only weights, and is not loaded: "
             f"{printable(text, 200)}"
         ) from None
 
 
 def _interpret(content: Any, label: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by name and facts of a ``state_dict``, or of a dict with one as its ``model``."""
+    """Return the tensors and facts of a ``state_dict``, or of a dict with one as ``model``."""
     facts: dict[str, Any] = {}
     model, moments = content, {}
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
@@ -304,12 +310,12 @@ def _interpret(content: Any, label: str) -> tuple[dict[str, Tensor], dict[str, A
         facts = facts_in(content.get("parallel2d"), label)
         moments = _optimizer_by_name(content.get("optimizer"), content.get("optimizer_names"))
     if not isinstance(model, dict):
-        raise ConfigError(f"{label} holds no dict of tensors but a {type(model).__name__}")
+        raise ConfigError(f"{label} holds a {type(model).__name__}, not a dict of tensors")
     found = {f"model/{name}": tensor for name, tensor in model.items()} | moments
     for name, tensor in found.items():
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
             raise ConfigError(
-                f"{label} is not a file of weights alone: {printable(name)} is no plain tensor"
+                f"{label} does not contain only weights: {printable(name)} is not a plain tensor"
             )
         dtype = tensor_file.DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
         tensor_file.check_description(name, dtype, list(tensor.shape), label)
@@ -317,7 +323,7 @@ def _interpret(content: Any, label: str) -> tuple[dict[str, Tensor], dict[str, A
 
 
 def _optimizer_by_name(optimizer: Any, names: Any) -> dict[str, Tensor]:
-    """The tensors of an optimizer's ``state_dict`` under the names of its parameters."""
+    """Return the tensors of an optimizer's ``state_dict``, named after its parameters."""
     if optimizer is None:
         return {}
     found = {}
@@ -335,11 +341,11 @@ def _optimizer_by_name(optimizer: Any, names: Any) -> dict[str, Tensor]:
 
 
 def write_torch(source: Source, path: str) -> None:
-    """Writes a plain ``state_dict``; with optimizer state a dict of both, as ``load_state_dict``
-    takes them, and the names that the optimizer's numbers mean."""
+    """Write a plain ``state_dict``; with optimizer state, a dict of both states, as
+    ``load_state_dict`` takes them, and the parameter names for the optimizer's numbers."""
     model, names = {}, {}
     state: dict[str, dict[str, Any]] = {}
-    # Fake tensors have no values: torch leaves room for them in the file.
+    # Fake tensors have no values: torch reserves room for them in the file.
     with FakeTensorMode():
         for full, (dtype, shape) in source.tensors.items():
             fake = torch.empty(shape, dtype=DTYPES[dtype])
@@ -356,30 +362,30 @@ def write_torch(source: Source, path: str) -> None:
         content = {"model": model, "parallel2d": source.facts_text()}
         content |= _numbered(source.optimizer, state)
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        # torch makes a name in the archive from that of a file, and cannot from `.name`.
+        # torch derives a name in the archive from the file name, which fails for `.name`.
         with open(path, "wb") as file:
             torch.save(content, file)
-    # torch numbers values in the order in which it first meets them; tied ones are met again.
+    # torch numbers values in the order of their first occurrence; tied tensors occur again.
     fakes = dict.fromkeys(map(id, filter(torch.is_tensor, tree_leaves(content))))
     with zipfile.ZipFile(path, "a") as archive, open(path, "r+b") as file:
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         for number, fake_id in enumerate(fakes):
             data = _values_of(source.read(names[fake_id]))
             entry = entries[f"data/{number}"]
-            # Values follow a header of 30 bytes, which ends with the lengths of the name and the
-            # extra field that stand between.
+            # The values follow a header of 30 bytes, a name and an extra field. The last four bytes
+            # of this header are the lengths of the name and the extra field.
             file.seek(entry.header_offset + 26)
             file.seek(sum(struct.unpack("<HH", file.read(4))), os.SEEK_CUR)
             file.write(data)
             entry.CRC = zlib.crc32(data)
-        # Has the directory at the end written anew, with these checksums.
+        # Setting the comment makes zipfile rewrite its directory with these checksums.
         archive.comment = b""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
 def _numbered(optimizer: Mapping[str, Any], state: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """An optimizer's ``state_dict``, whose parameters are numbers, and their names in order."""
+    """Return an optimizer's ``state_dict`` with numbered parameters, and their names in order."""
     names: list[str] = []
     groups: list[dict[str, Any]] = []
     for group in optimizer.get("groups", []):

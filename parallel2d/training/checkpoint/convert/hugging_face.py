@@ -1,7 +1,7 @@
 """Folders of ``transformers`` and ``peft``: `read_llama`, `write_model`, `write_adapter`.
 
-Settings of a folder or a checkpoint may be somebody else's: they are checked before a library
-builds what they describe, without values. Nothing is downloaded, and no code of a folder is run.
+The settings of a folder or checkpoint may have any origin. They are checked before a library
+builds a model from them, without values. Nothing is downloaded, and no code of a folder is run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from parallel2d.parallel.weights.pretrained import has_weights, read_headers
 from parallel2d.training.checkpoint.convert.formats import Source, source_of
 from parallel2d.training.checkpoint.storage import as_config_error
 
-# Our Llama and the library's. The weights are the same: both rotate the two halves of a head.
+# Our Llama and the library's. The weights are equal: both rotate the two halves of a head.
 _TOP = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -61,11 +61,11 @@ _SIZES = {
     "embedding.weight": ("vocab_size", "dim"),
     "layers.0.feed_forward.w1.weight": ("hidden_dim",),
 }
-# What ours has no argument for, and a rotary embedding that is not plain.
+# Settings without an argument in our model, and a rotary embedding with scaling.
 _FIXED = ("attention_bias", "mlp_bias", "hidden_act", "head_dim", "rope_parameters")
-# What `write_model` takes in place of what the checkpoint of a ``model=hf`` run says.
+# Keys that `write_model` takes to override paths in the checkpoint of a ``model=hf`` run.
 _MOVED = ("path", "tokenizer")
-# What the library reads beside weights and config.json, none of which is code or a pickle.
+# Files that the library reads next to weights and config.json; none is code or a pickle.
 _NO_TOKENIZER = ("generation_config.json", "preprocessor_config.json")
 _BESIDE = re.compile(
     r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)"
@@ -78,8 +78,8 @@ _FOREIGN = ("backbone", "use_timm_backbone", "use_pretrained_backbone", "quantiz
 
 
 def read_llama(path: str) -> Source:
-    """The Llama of a folder under our names. Raises `ConfigError` for another model, and for one
-    that computes what ours does not: biases, scaled rotary embedding, heads not of dim / heads."""
+    """Read a Llama folder, and map its tensors to our names. Raises `ConfigError` for another model
+    and for features that ours lacks: biases, scaled rotary embedding, heads not of dim / heads."""
     what = os.path.basename(os.path.abspath(path))
     with as_config_error(f"{what}/config.json"):
         arguments = _arguments_of(huggingface.saved_config(path, None, {}))
@@ -92,7 +92,7 @@ def read_llama(path: str) -> Source:
     headers = read_headers(path)
     problems = [f"{name} is missing" for name in names.values() if name not in headers]
     for name in sorted(headers.keys() - {*names.values(), "lm_head.weight"}):
-        # Beside a copy of what is tied, there may be tables that are computed, not trained.
+        # Folders may also store copies of tied weights, and tables that are computed, not trained.
         if not name.endswith("rotary_emb.inv_freq"):
             problems.append(f"{printable(name)} is unknown")
     if problems:
@@ -102,7 +102,8 @@ def read_llama(path: str) -> Source:
 
 
 def _arguments_of(config: Any) -> dict[str, Any]:
-    """Our arguments for the library's configuration. Raises ValueError for what ours cannot be."""
+    """Convert the library's configuration to our arguments. Raises ValueError for a model that ours
+    cannot represent."""
     if config.model_type != "llama":
         raise ValueError(f"a {config.model_type} cannot be converted, only a llama")
     arguments: dict[str, Any] = {ours: getattr(config, name) for ours, name in _ARGUMENTS.items()}
@@ -119,7 +120,7 @@ def _arguments_of(config: Any) -> dict[str, Any]:
 
 
 def llama_arguments(layout: Any) -> dict[str, Any]:
-    """The Llama's arguments inside the facts that a checkpoint keeps; empty when there are none."""
+    """Find the Llama's arguments in the facts of a checkpoint; empty without any."""
     if not isinstance(layout, dict):
         return {}
     if "n_heads" in layout and "n_kv_heads" in layout:
@@ -128,7 +129,7 @@ def llama_arguments(layout: Any) -> dict[str, Any]:
 
 
 def _llama_names(layers: int) -> dict[str, str]:
-    """Our name of a parameter -> the library's."""
+    """Map our parameter names to the library's."""
     names = dict(_TOP)
     for number in range(layers):
         for ours, theirs in _LAYER.items():
@@ -137,11 +138,11 @@ def _llama_names(layers: int) -> dict[str, str]:
 
 
 def _library_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The library's arguments for a Llama with ours. Raises `ConfigError` for missing ones."""
+    """Convert our Llama's arguments to the library's. Raises `ConfigError` for missing ones."""
     missing = [f"--model {key}=..." for key in _ARGUMENTS if key not in arguments]
     if missing:
         raise ConfigError(
-            f"the source does not say what transformers needs; add {' '.join(missing)}"
+            f"the source lacks arguments that transformers needs; add {' '.join(missing)}"
         )
     found = {theirs: arguments[ours] for ours, theirs in _ARGUMENTS.items()}
     rope = {"rope_type": "default", "rope_theta": arguments["rope_theta"]}
@@ -149,12 +150,12 @@ def _library_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_library_model(source: Source, given: Mapping[str, str]) -> Source:
-    """Our Llama in ``source`` as if it were the library's, in names and in settings."""
+    """Present our Llama in ``source`` as the library's model, with its names and settings."""
     arguments = llama_arguments(source.layout)
     for key, value in given.items():
-        with as_config_error(f"--model {key}={value} is no number"):
+        with as_config_error(f"--model {key}={value} is not a number"):
             arguments[key] = json.loads(value)
-    # What the weights tell is not asked.
+    # The shapes of the weights determine these arguments, so the user need not pass them.
     for name, keys in _SIZES.items():
         _, shape = source.tensors.get(f"model/{name}", ("", ()))
         arguments |= dict(zip(keys, shape, strict=False))
@@ -175,12 +176,16 @@ def _as_library_model(source: Source, given: Mapping[str, str]) -> Source:
 
 
 def write_model(source: Source, folder: str, shard_bytes: int, given: Mapping[str, str]) -> int:
-    """Writes the new ``folder`` that ``from_pretrained`` takes; returns the number of parameters.
+    """Write a new ``folder`` for ``from_pretrained``; return the number of parameters.
+
     One file of ``shard_bytes`` is in memory at a time.
 
-    ``given``: for the built-in Llama, arguments that the source does not tell; for a ``model=hf``
-    run, ``path`` and ``tokenizer``: where the folder of its model.path and the file of its
-    data.tokenizer are now. Raises `ConfigError` for settings of no model, and weights of another.
+    Args:
+        given: for the built-in Llama, arguments that are missing in the source; for a ``model=hf``
+            run, ``path`` and ``tokenizer``: the present locations of its model.path folder and
+            of its data.tokenizer file.
+
+    Raises `ConfigError` for invalid settings and for weights of another model.
     """
     settings = source.layout.get("model")
     of_library = isinstance(settings, dict) and settings.get("family") == "hf"
@@ -196,10 +201,10 @@ def write_model(source: Source, folder: str, shard_bytes: int, given: Mapping[st
     stored = _stored_names(source, model)
     dtypes = [DTYPES[source.tensors[name][0]] for name in stored.values()]
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
-    # The configuration names the widest.
+    # The configuration records the widest dtype.
     model.to(max(floating, key=lambda dtype: dtype.itemsize, default=torch.float32))
-    # The library takes the values of a model that accelerate has moved to the disk, those of one
-    # file at a time, from this hook, and warns that they must fit in memory.
+    # `save_pretrained` reads the values of a model with offloaded weights through this hook of
+    # accelerate, one file at a time, and warns that the values must fit in memory.
     model.hf_device_map = {"": "disk"}
     model._hf_hook = SimpleNamespace(weights_map=_Values(source, stored))
     huggingface.library().logging.disable_progress_bar()
@@ -211,7 +216,7 @@ def write_model(source: Source, folder: str, shard_bytes: int, given: Mapping[st
 
 @dataclass
 class _Values:
-    """The values of parameters by the library's names, read when they are asked for."""
+    """Maps the library's parameter names to values, which are read on access."""
 
     source: Source
     stored: Mapping[str, str]
@@ -223,7 +228,7 @@ class _Values:
 def _library_model(
     layout: Mapping[str, Any], folder: str, path: str | None = None, tokenizer: str | None = None
 ) -> Any:
-    """The model of this ``layout``, on meta. The files that belong to it go to ``folder``."""
+    """Build the model of this ``layout`` on meta, and copy its other files to ``folder``."""
     if layout.get("adapters"):
         raise ConfigError(
             "the checkpoint is of a run that trained adapters (model.adapter): --to peft writes "
@@ -235,17 +240,17 @@ def _library_model(
     path = path or settings.get("path")
     if path is not None and not os.path.isdir(str(path)):
         raise ConfigError(
-            f"the run began with model.path={printable(path)}, which is not here: say where it is "
-            "with --model path=FOLDER"
+            f"the run began with model.path={printable(path)}, which does not exist here; give its "
+            "path with --model path=FOLDER"
         )
     with as_config_error("the checkpoint's model"):
         _refuse_settings(settings["arguments"])
         config = huggingface.saved_config(path, settings["architecture"], settings["arguments"])
-        # The folder may have such settings too.
+        # The folder's configuration may contain forbidden settings too.
         _refuse_settings(config.to_dict())
-        # Which kernel computes attention is no part of a saved model; this one is always there.
+        # The attention kernel is not part of a saved model; "eager" is always available.
         config._attn_implementation = "eager"
-        # It names code in the folder that the configuration came from.
+        # auto_map names code in the folder of the original configuration.
         vars(config).pop("auto_map", None)
         with torch.device("meta"):
             model: Any = huggingface.model_class(config, settings["head"])(config)
@@ -262,14 +267,14 @@ def _library_model(
 
 
 def _refuse_settings(settings: Any) -> None:
-    """Raises ValueError for settings, also nested ones, that stand for more than a structure."""
+    """Raise ValueError for settings, also nested ones, that refer to more than a structure."""
     if not isinstance(settings, Mapping):
         return
     for key, value in settings.items():
         _refuse_settings(value)
         more = (
             str(key).endswith("_implementation") and "/" in str(value),
-            # Another library builds these, and may read files that the settings name.
+            # Another library builds these parts, and may read files that the settings name.
             key in _FOREIGN and value,
             key == "model_type" and str(value).startswith("timm"),
         )
@@ -280,10 +285,10 @@ def _refuse_settings(settings: Any) -> None:
 
 
 def _stored_names(source: Source, model: Any) -> dict[str, str]:
-    """Name of each parameter that the library saves -> its name in ``source``. Raises `ConfigError`
-    for names that only one of them has, and for other shapes."""
+    """Map the name of each parameter that the library saves to its name in ``source``. Raises
+    `ConfigError` for names that only one side has, and for different shapes."""
     there = {name.removeprefix("model/"): name for name in source.tensors}
-    # The checkpoint keeps a tied parameter under its first name, the library under one it chose.
+    # A checkpoint stores a tied parameter under its first name, the library under another one.
     there |= {name: f"model/{first}" for name, first in source.tied.items()}
     expected = model.state_dict()
     for name in (*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys):
@@ -302,19 +307,19 @@ def _stored_names(source: Source, model: Any) -> dict[str, str]:
 
 
 def _copy_tokenizer(told: Any, moved: str | None, folder: str) -> None:
-    """Copies the tokenizer.json of the run's data. ``moved``: where it is now."""
+    """Copy the tokenizer.json of the run's data. ``moved`` is its present location, if given."""
     data = told if isinstance(told, dict) else {}
     file = moved or data.get("path")
-    # Bytes need no file.
+    # The byte tokenizer has no file.
     if not isinstance(file, str) or file == "bytes":
         return
     file = os.path.realpath(os.path.expanduser(file))
-    # Any other file that a checkpoint names is not copied.
-    what = f"the run's data.tokenizer={printable(file)} is no tokenizer.json"
-    with as_config_error(f"{what} that is here; --model tokenizer=FILE says where it is"):
+    # A checkpoint may name any file, so only a valid tokenizer is copied.
+    what = f"the run's data.tokenizer={printable(file)} is not a tokenizer.json"
+    with as_config_error(f"{what} on this machine; give its path with --model tokenizer=FILE"):
         read_json(file, _MAX_TOKENIZER)["model"]["type"]
     target = os.path.join(folder, "tokenizer.json")
-    # That of the folder the run began with says more about it.
+    # The tokenizer in the run's model folder has more settings, so it takes precedence.
     if os.path.isfile(target) and filecmp.cmp(target, file, shallow=False):
         return
     for name in os.listdir(folder):
@@ -329,8 +334,8 @@ def _copy_tokenizer(told: Any, moved: str | None, folder: str) -> None:
 
 
 def write_adapter(source: Source, folder: str) -> int:
-    """Writes the new ``folder`` of the adapter alone, as peft saves it; returns the number of
-    tensors. Raises `ConfigError` unless the checkpoint has one adapter, of LoRA."""
+    """Write a new ``folder`` with only the adapter, in peft's format; return the number of tensors.
+    Raises `ConfigError` unless the checkpoint has exactly one adapter, a LoRA adapter."""
     found = source.layout.get("adapters")
     if not isinstance(found, dict) or len(found) != 1:
         listed = printable(list(found or []))
@@ -340,7 +345,7 @@ def write_adapter(source: Source, folder: str) -> int:
         settings = adapters.checked_settings(plain)
         base = plain.get("base_model_name_or_path")
         settings.base_model_name_or_path = base if isinstance(base, str) else None
-        settings.inference_mode = True  # what peft saves: an adapter is loaded to be used
+        settings.inference_mode = True  # as peft saves it: adapters are usually loaded to be used
         settings.save_pretrained(folder)
     names = {}
     for name in source.tensors:

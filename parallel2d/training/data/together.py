@@ -1,0 +1,120 @@
+"""Batches for custom loops whose ranks have different numbers of them: `together`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.metering import control_traffic
+from parallel2d.parallel.loss import IGNORED
+from parallel2d.parallel.mesh import group_of, mesh_shape
+
+_ENDS = ("longest", "shortest")
+_TARGETS = ("labels", "targets", "target")  # keys of a batch that is a mapping
+_NOTHING = object()
+
+
+def mask_targets(batch: Any) -> Any:
+    """Return ``batch`` with targets that are all ignored, so that it has no weight in a token mean:
+    of a mapping the key ``labels``, ``targets`` or ``target``, of a tuple or list the last item.
+
+    Raises `ConfigError` for a batch without such int64 targets.
+    """
+    if isinstance(batch, Mapping):
+        key = next((key for key in _TARGETS if key in batch), None)
+        if key is not None and _are_targets(batch[key]):
+            return {**batch, key: torch.full_like(batch[key], IGNORED)}
+    if isinstance(batch, tuple | list) and batch and _are_targets(batch[-1]):
+        return type(batch)([*batch[:-1], torch.full_like(batch[-1], IGNORED)])
+    raise ConfigError(
+        f"together: no int64 targets were found in a batch of type {type(batch).__name__}; give "
+        "weightless=, a function of a batch that returns one without weight in the loss"
+    )
+
+
+def _are_targets(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.int64
+
+
+def together(
+    batches: Iterable[Any],
+    mesh: DeviceMesh,
+    *,
+    end: str = "longest",
+    weightless: Callable[[Any], Any] = mask_targets,
+) -> Iterator[Any]:
+    """Yield the batches of this rank; all data ranks take the same number of steps.
+
+    ``end="longest"``: a rank without further batches gets its last one made ``weightless``, until
+    the batches of all ranks have ended. ``end="shortest"``: all ranks end with the first one.
+
+    Whether a rank has a next batch is known one batch ahead. Its all-reduce of one number runs on
+    the host while the step before computes. Collective: every rank of ``mesh`` iterates.
+
+    Args:
+        batches: of this rank; ranks of a context or tensor axis that share data give the same.
+        mesh: of the parallelized model.
+        end: ``longest`` or ``shortest``.
+        weightless: makes of a batch one without weight in the loss. With the default a loss of
+            `parallel2d.cross_entropy_sum` times `parallel2d.token_weight` is exact.
+
+    Raises:
+        ConfigError: an unknown ``end``; a rank without any batch while others have some.
+    """
+    if end not in _ENDS:
+        raise ConfigError(f"together: end={end!r} must be longest or shortest")
+    remaining = iter(batches)
+    batch, last = next(remaining, _NOTHING), _NOTHING
+    agreed = _Agreement(mesh, has_batch=batch is not _NOTHING)
+    while True:
+        some, every = agreed.wait()
+        if not some or (end == "shortest" and not every):
+            return
+        if batch is _NOTHING:
+            if last is _NOTHING:
+                raise ConfigError(
+                    f"together: rank {dist.get_rank()} has no batch at all, and other ranks have: "
+                    'divide the data so that each rank has one, or use end="shortest"'
+                )
+            current = weightless(last)
+        else:
+            current = last = batch
+            batch = next(remaining, _NOTHING)
+        agreed = _Agreement(mesh, has_batch=batch is not _NOTHING)
+        yield current
+
+
+class _Agreement:
+    """The all-reduce of "this rank has a batch" and "this rank has none" over the data ranks."""
+
+    def __init__(self, mesh: DeviceMesh, *, has_batch: bool) -> None:
+        # On the host: a value on a GPU could not be read without waiting for the step.
+        self._found = torch.tensor([has_batch, not has_batch], dtype=torch.float32)
+        self._groups: list[dist.ProcessGroup | None] = [None]
+        if mesh.size() != dist.get_world_size():
+            sizes = mesh_shape(mesh)
+            axes = [axis for axis in ("shard", "replicate") if getattr(sizes, axis) > 1]
+            self._groups = [group_of(mesh, axis) for axis in axes]
+        self._work: Any = None
+        if len(self._groups) == 1:
+            self._work = self._reduce(self._groups[0], is_async=True)
+
+    def _reduce(self, group: dist.ProcessGroup | None, *, is_async: bool) -> Any:
+        with control_traffic():
+            return dist.all_reduce(self._found, dist.ReduceOp.MAX, group, async_op=is_async)
+
+    def wait(self) -> tuple[bool, bool]:
+        """Return (some rank has a batch, every rank has one)."""
+        if self._work is not None:
+            self._work.wait()
+        else:
+            for group in self._groups:
+                self._reduce(group, is_async=False)
+        some, lacking = self._found.tolist()
+        return bool(some), not lacking

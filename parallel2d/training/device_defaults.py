@@ -1,0 +1,52 @@
+"""The precision that ``precision=auto`` leaves to the device.
+
+Everything that runs or prices a job calls `resolved` once, on the composed configuration, so that
+no later line has to know ``auto``. (``compile=auto`` is resolved with the layout, which knows the
+blocks.) On a CPU it is fp32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from parallel2d.base.config import PRECISIONS, TrainConfig
+from parallel2d.base.config.parallel import AUTOMATIC
+from parallel2d.base.device import accelerator_type, has_fast_bf16
+from parallel2d.base.exchange import all_gather
+
+
+def resolved(config: TrainConfig, *, fast_bf16: bool) -> TrainConfig:
+    """Return ``config`` with the precision that ``auto`` stands for: bf16 with gradients that are
+    reduced in fp32, else fp32. Other keys of the section keep their values.
+
+    Args:
+        fast_bf16: True if all devices compute matrix products in bf16 faster than in fp32.
+    """
+    precision = config.precision
+    if precision.name != AUTOMATIC:
+        return config
+    name, param = "fp32", precision.param
+    if fast_bf16 and (precision.storage, param) == ("fp32", "fp32"):
+        name, param = "bf16", PRECISIONS["bf16"].param
+    return dataclasses.replace(
+        config, precision=dataclasses.replace(precision, name=name, param=param)
+    )
+
+
+def resolved_here(config: TrainConfig) -> TrainConfig:
+    """Return `resolved` for the accelerator of this process, or for the CPU without one."""
+    return resolved(config, fast_bf16=has_fast_bf16(accelerator_type()))
+
+
+def resolved_on_ranks(config: TrainConfig) -> TrainConfig:
+    """Return `resolved` for the accelerators of all ranks, the same on each. Collective."""
+    return resolved(config, fast_bf16=all(all_gather(has_fast_bf16(accelerator_type()))))
+
+
+def resolved_for_plan(config: TrainConfig) -> TrainConfig:
+    """Return `resolved` for the devices of ``cluster``; for this machine where the cluster does
+    not name its devices."""
+    device = config.cluster.device
+    if device.type == "auto":
+        return resolved_here(config)
+    return resolved(config, fast_bf16=device.type != "cpu" and device.peak_tflops.bf16 is not None)
