@@ -34,7 +34,7 @@ DRIVERS = (
         ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     ),
 )
-# By the name that the log shows, in the order in which they are tried
+# Name in the log -> kernel, in order of preference
 ATTENTION_KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -149,7 +149,7 @@ def has_fast_bf16(device_type: str) -> bool:
     if device_type == "cpu":
         return False
     module = _module(device_type)
-    # CUDA emulates bf16 on older GPUs and says that it is supported.
+    # CUDA emulates bf16 on older GPUs and reports it as supported.
     if hasattr(module, "get_device_capability"):
         return bool(module.get_device_capability() >= (8, 0))
     return bool(module.is_bf16_supported()) if hasattr(module, "is_bf16_supported") else False

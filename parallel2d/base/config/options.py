@@ -42,7 +42,7 @@ def option(default: Any, text: str = "", **constraint: Any) -> Any:
 
     Args:
         default: value of the field if it is not set.
-        text: description. ``--help`` shows its first sentence, the documentation all of it.
+        text: description. ``--help`` shows its first sentence, the documentation the full text.
         choices: tuple of the valid values.
         min, above, max, between: bounds of a number; ``between`` is (min, max).
         infinite: True if infinity is valid.

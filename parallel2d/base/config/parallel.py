@@ -130,19 +130,19 @@ class FSDPConfig:
 
     reduce_scatter_buffers: int = option(
         1,
-        "Reduce-scatters in flight, each with an input buffer of one group; more help where they "
-        "are slower than backward (set_reduce_scatter_max_input_buffers)",
+        "Reduce-scatters in flight, each with an input buffer of one group. More than one helps if "
+        "reduce-scatters are slower than backward (set_reduce_scatter_max_input_buffers)",
         min=1,
     )
     separate_reduce_scatter_group: bool = option(
         False,
-        "Reduce-scatters in a process group next to that of all-gathers, so that both run at "
-        "once (set_separate_reduce_scatter_group)",
+        "Run reduce-scatters in a separate process group, concurrently with all-gathers "
+        "(set_separate_reduce_scatter_group)",
     )
     symmetric_memory: bool = option(
         False,
-        "GPU only: all-gathers in symmetric memory of NCCL (set_symm_mem_for_comm). Ranks of a "
-        "shard group that run different modules are not named then, and a reduction in 16 bits "
+        "GPU only: all-gathers in symmetric memory of NCCL (set_symm_mem_for_comm). Then ranks of a "
+        "shard group that run different modules are not reported, and a reduction in 16 bits "
         "rounds each partial sum",
     )
 
@@ -241,9 +241,9 @@ class ActivationCheckpointingConfig:
 
 @dataclass
 class CompileConfig:
-    """Parts of the model that torch.compile compiles. With ``block`` each repeated block is compiled
-    separately (one compilation serves all equal blocks). ``auto`` is ``block`` on GPUs for a model
-    with repeated blocks, otherwise ``none``."""
+    """Parts of the model that torch.compile compiles. With ``block`` each repeated block is
+    compiled separately (one compilation serves all equal blocks). ``auto`` is ``block`` on GPUs for
+    a model with repeated blocks, otherwise ``none``."""
 
     name: str = option("none", choices=("none", "block", AUTOMATIC))
     backend: str = option(

@@ -153,7 +153,7 @@ class StoreServer:
     def _accept(self) -> None:
         try:
             connection, address = self._listener.accept()
-        except OSError:  # out of descriptors, or gone again
+        except OSError:  # out of descriptors, or the client has disconnected
             if self._unproven:
                 self._drop(next(iter(self._unproven)))
             else:

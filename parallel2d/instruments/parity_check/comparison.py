@@ -35,7 +35,7 @@ from parallel2d.parallel.weights.named_tensors import tied_names
 from parallel2d.training.metrics.communication import LoggedCollective
 from parallel2d.training.optimizer import Muon
 
-# A cause explains a difference if it leaves less than this share of it.
+# A cause explains a difference if less than this share of the difference remains.
 _LEFT = 0.02
 # Effect of one more rounding on the 2-norm of a tensor, in units of the dtype's eps
 _ROUNDINGS = 64

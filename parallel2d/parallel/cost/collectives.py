@@ -1,7 +1,7 @@
 """Bytes that a rank sends in a collective (`sent_bytes`), their sums over one mesh axis
 (`CollectiveTally`), and the seconds of a collective (`collective_seconds`).
 
-[Note: collectives in time] The model has ring algorithms with the latencies of NCCL's cost model
+[Note: time of collectives] The model has ring algorithms with the latencies of NCCL's cost model
 (``src/graph/tuning.cc``). A ring through the ranks of a group passes each host once, so per group
 the link of a host carries the bytes of one rank. Eight groups with one rank each on a host share
 its link; one group with eight ranks on the host does not. An all-gather or reduce-scatter over n

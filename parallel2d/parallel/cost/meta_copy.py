@@ -117,9 +117,12 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
 
 
 class TensorTraffic(NamedTuple):
-    """Bytes that a rank sends, and ring passes of its collectives, in one micro-batch: over the
-    tensor axis in forward and backward; over the tensor axis for the sums before the reduction,
-    which add gradients of replicated weights with sharded inputs; and over the context axis."""
+    """Bytes that a rank sends, and ring passes of its collectives, in one micro-batch.
+
+    The first two fields count forward and backward over the tensor axis. The next two count the
+    sums over the tensor axis before the reduction of sharding, which add gradients of replicated
+    weights with sharded inputs. The last two count the context axis.
+    """
 
     passes_bytes: float
     ring_passes: float

@@ -133,7 +133,8 @@ class ParameterShape(NamedTuple):
 
 
 def first_part(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Return the shape of the first of ``ranks`` parts by rows; see [Note: the peak-memory rank]."""
+    """Return the shape of the first of ``ranks`` parts by rows; see [Note: the peak-memory
+    rank]."""
     return (-(-shape[0] // ranks), *shape[1:])
 
 
