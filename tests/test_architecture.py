@@ -63,14 +63,14 @@ def uses():
 
 
 def packages():
-    """Rooms in the order in which the page has them; each may import those after it."""
+    """Packages in the order of the page; each may import the packages after it."""
     page = [package for entries in layers(PAGE.read_text()).values() for package, _ in entries]
     return [package.removesuffix("/").removesuffix(".py").replace("/", ".") for package in page]
 
 
 def package_of(module):
-    """The package of the page that a module is in: a file or a folder of one of the five folders, one
-    of those as a whole, or a command. A folder's own `__init__` is as low as its lowest package."""
+    """The package of the page that contains a module: a file or a folder of one of the five folders, one
+    of these folders, or a command. The `__init__` of a folder is as low as its lowest package."""
     words = module.split(".")[1:]
     known = [".".join(words[:length]) for length in (2, 1)]
     # A module of a folder that the page does not list is its own package, which a test then misses.

@@ -136,13 +136,13 @@ class FSDPConfig:
     )
     separate_reduce_scatter_group: bool = option(
         False,
-        "Run reduce-scatters in a separate process group, concurrently with all-gathers "
-        "(set_separate_reduce_scatter_group)",
+        "Run reduce-scatters in a separate process group, concurrently with all-gathers. "
+        "Calls set_separate_reduce_scatter_group",
     )
     symmetric_memory: bool = option(
         False,
-        "GPU only: all-gathers in symmetric memory of NCCL (set_symm_mem_for_comm). Then ranks of a "
-        "shard group that run different modules are not reported, and a reduction in 16 bits "
+        "GPU only: all-gathers in symmetric memory of NCCL (set_symm_mem_for_comm). Ranks of a "
+        "shard group that run different modules are then not reported, and a reduction in 16 bits "
         "rounds each partial sum",
     )
 
