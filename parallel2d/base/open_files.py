@@ -1,4 +1,4 @@
-"""The limit of open files (descriptors) of this process, which every connection counts against."""
+"""Limit of open files (descriptors) of this process; every connection counts as one."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def prepare_rank(ranks: int, *, replicas: int = 1) -> None:
 
 
 def prepare_launcher(workers: int) -> None:
-    """Raise the soft limit of this process, so that it can start ``workers`` ranks and serve the
-    store to them. Raises `ConfigError` for a hard limit that is too low."""
+    """Raise the soft limit of this process for a launcher that starts ``workers`` ranks and serves
+    the store to them. Raises `ConfigError` if the hard limit is too low."""
     _prepare(3 * workers + 60, f"the launcher of {workers} ranks")
 
 
 def _prepare(needed: int, needs: str) -> None:
-    """``needed``: measured by tools/bench/scale.py, and rounded up."""
+    """Raise the soft limit to ``needed``, as measured by tools/bench/scale.py and rounded up."""
     limit = raise_limit()
     if limit < needed:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The words of a command line as Hydra must see them: `parse_arguments`."""
+"""Parsing of command-line arguments into overrides for Hydra: `parse_arguments`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from parallel2d.base.config.options import as_override
 from parallel2d.base.errors import ConfigError
 
-# Words that begin so are about keys that no schema knows.
+# Prefixes of overrides with keys outside of the schema
 _OPEN = (
     *("model.arguments.", "model.arguments=", "model.tensor_plan="),
     *("data.validation.", "data.validation=", "data.arguments.", "data.arguments="),
@@ -29,8 +29,8 @@ _EXPERIMENT = re.compile(r"^\+{1,2}(?=experiment=)")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line, and as ``overrides`` all other words, which may stand between
-    them. Raises `ConfigError` for an option that the command does not have or has no value for.
+    """Return the options of a command line; their attribute ``overrides`` has all other arguments,
+    which may stand between the options.
 
     Hydra wants ``++`` before a key that its schema does not have, such as the arguments of a
     model's factory. In ``model.tensor_plan={layers.*.w[qkv]: colwise}`` brackets belong to the
@@ -50,9 +50,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
             f"{name}=VALUE if that is one; --help all lists them"
         )
     if parsed.experimental_rerun:
-        _refuse("--experimental-rerun is refused: it executes what the file contains")
+        _refuse("--experimental-rerun is refused: it executes the contents of the file")
     if parsed.config_path:
-        _refuse("--config-path is refused: --config-dir has files beside ours")
+        _refuse("--config-path is refused: --config-dir adds a folder of files")
     from_files: list[str] = []
     words: list[str] = []
     for word in parsed.overrides:
@@ -67,7 +67,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
             # Hydra reads 1e3 as a number with a fraction, which no whole number may be.
             word = f"{key}={float(path):.0f}"
         words.append(f"++{word}" if word.startswith(_OPEN) else word)
-    # Other words about the cluster stay, and win over what the file says.
+    # Other overrides of the cluster remain, and take precedence over the file.
     parsed.overrides = [*from_files, *words]
     return parsed
 
@@ -77,7 +77,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def may_sweep(words: Sequence[str]) -> bool:
-    """Whether a word has several values: a sweep, if Hydra was told so."""
+    """True if an override has several values, which Hydra may treat as a sweep."""
     try:
         overrides = OverridesParser.create().parse_overrides(list(words))
     except HydraException:
@@ -86,7 +86,7 @@ def may_sweep(words: Sequence[str]) -> bool:
 
 
 def quoted(value: object) -> str:
-    """``value`` as Hydra reads it. Raises `ConfigError` for what is no single value."""
+    """Quote ``value`` for Hydra. Raises `ConfigError` unless ``value`` is a single value."""
     if isinstance(value, str):
         if "${" in value:
             raise ConfigError(f"{value!r} is an interpolation, and a file of data has plain values")
@@ -97,7 +97,7 @@ def quoted(value: object) -> str:
 
 
 class _WithoutAliases(yaml.SafeLoader):
-    """Aliases can make a value of any size from a small file."""
+    """A loader without aliases, which can expand a small file to a value of any size."""
 
     def compose_node(self, parent: Any, index: int) -> Any:
         if self.check_event(yaml.AliasEvent):

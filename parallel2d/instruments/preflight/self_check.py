@@ -1,5 +1,5 @@
-"""The self-check: its checks, the rows of its table, and those checks that are runs of the train
-command. `gradient_checks` has those in ordinary ranks."""
+"""The self-check: the list of its checks, the rows of its table, and the checks that run the train
+command. `gradient_checks` has the checks in ordinary ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRADIENTS = ("streams", "fp32", "bf16", *WIRES, "compile=block")
 RUNS = ("resume", "memory-checkpoint", "killed-rank", "replica-loss")
 CHECKED_BACKEND = "gloo"  # by replica-loss: nccl2 needs several nodes
 STEPS, SAVED, KILLED = 6, 3, 5
-_BOUND = 1e-5  # of relative differences of losses in fp32
+_BOUND = 1e-5  # for relative differences of losses in fp32
 _KILL = (
     "train.hooks=[parallel2d.instruments.preflight.gradient_checks:KillOnce]",
     "launch.max_restarts=1",
@@ -32,7 +32,8 @@ _KILL = (
 
 
 def chosen_checks(only: str | None) -> list[str]:
-    """The checks of ``--only``; all by default. Raises `ConfigError` for an unknown one."""
+    """Return the checks of ``--only``; all by default. Raises `ConfigError` for an unknown
+    check."""
     names = [*GRADIENTS, *RUNS]
     wanted = only.split(",") if only else names
     if not set(wanted) <= set(names):
@@ -41,14 +42,14 @@ def chosen_checks(only: str | None) -> list[str]:
 
 
 def write_row(name: str, check: Callable[[], str], shown: bool = True) -> bool:
-    """Run ``check`` and print a row of the table where ``shown``: the name when it begins, then the
-    seconds and the outcome that it returns, or its exception. True unless it failed."""
+    """Run ``check``, and print a row of the table if ``shown``: the name at the start, then the
+    seconds and the returned outcome, or the exception. False if the check failed."""
     if shown:
         print(f"{name:18}", end="", flush=True)
     begun = time.perf_counter()
     try:
         outcome = check()
-    except Exception as error:  # the other checks still show something
+    except Exception as error:  # the other checks still run
         first_line = str(error).strip().partition("\n")[0]
         outcome = f"FAILED: {type(error).__name__}: {first_line}"
     if shown:
@@ -79,7 +80,7 @@ def _add_backend(path: str) -> None:
 
 
 class _Runs:
-    """Runs of ``ranks`` ranks in ``folder``."""
+    """Training runs of ``ranks`` ranks in ``folder``."""
 
     def __init__(self, folder: str, ranks: int) -> None:
         self._folder, self._ranks = folder, ranks
@@ -94,7 +95,7 @@ class _Runs:
         return self._compared("resumed", first=SAVED + 1)
 
     def memory(self) -> str:
-        # Without replicas all ranks restart on every kind of device, and nothing is on disk yet.
+        # Without replicas all ranks restart on every kind of device, before the first save to disk.
         words = ("strategy=zero3", "checkpoint.every=0", "checkpoint.memory_every=1")
         output = self._train("memory", *words, *_KILL)
         if "\nresumed after step" not in output:
@@ -121,7 +122,8 @@ class _Runs:
         return self._losses("undisturbed")
 
     def _compared(self, name: str, first: int = 1) -> str:
-        """The outcome of comparing the losses of steps from ``first`` on with undisturbed ones."""
+        """Compare the losses from step ``first`` on with an undisturbed run, and return the
+        outcome."""
         losses = self._losses(name)
         if sorted(losses) != list(range(first, STEPS + 1)):
             return f"FAILED: steps {sorted(losses)} instead of {first} to {STEPS}"
