@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel2d.base.files import read_json
+from parallel2d.base.files import printable, read_json
 
 WORDS = (
     "colwise",
@@ -29,9 +29,13 @@ WORDS = (
     "embedding_rowwise",
     "replicated_with_grad_allreduce",
 )
-# Configuration fields with a number of layers.
-_LAYERS = re.compile(r"(num_|n_)?((hidden|encoder|decoder)_)?layers?")
-_MOST_LAYERS = 10_000
+# Configuration fields with numbers of modules: the most of them, and their name.
+_MOST = (
+    (re.compile(r"(num_|n_)?(\w+_)?layers?|depths?"), 10_000, "layers"),
+    (re.compile(r"(num|n)_(\w+_)?(experts|stages|blocks|codebooks|quantizers)"), 65_536, "modules"),
+    (re.compile(r"num_labels|num_classes|n_classes"), 10_000_000, "labels"),
+)
+_FOREIGN = ("backbone", "use_timm_backbone", "use_pretrained_backbone", "quantization_config")
 _EXPERT_WORDS = ("packed_", "moe_", "grouped_gemm", "ep_router")
 # Searched in this order if neither the configuration nor the caller names a class: an encoder that
 # can also decode (BERT) is a masked model, and an encoder-decoder (T5, BART) translates.
@@ -64,7 +68,7 @@ def saved_config(path: str | None, architecture: str | None, arguments: Mapping[
     """
     transformers = library()
     known = transformers.CONFIG_MAPPING
-    _check_layers(arguments)
+    _check_settings(arguments)
     if path is not None:
         config = _config_of_folder(transformers, path)
     elif architecture in known:
@@ -84,6 +88,7 @@ def saved_config(path: str | None, architecture: str | None, arguments: Mapping[
         raise ValueError(
             f"{type(config).__name__} has no {', '.join(unknown)}; it has {', '.join(fields)}"
         )
+    _check_settings(config.to_dict())
     if not arguments:
         return config
     # Rebuilt instead of set field by field: other fields are derived from these (layer kinds, head
@@ -101,10 +106,10 @@ def _config_of_folder(transformers: Any, path: str) -> Any:
             f"{path} holds no config.json; it must be the folder of a saved model, nothing is "
             "downloaded"
         )
-    # Checked before the library reads the file without limits of size, depth and layer count. Files
-    # in the Hub's cache are links, and links are followed.
+    # Checked before the library reads the file without limits of size, depth and number of layers.
+    # Files in the Hub's cache are links, and links are followed.
     try:
-        _check_layers(read_json(os.path.realpath(file)))
+        _check_settings(read_json(os.path.realpath(file)))
     except OSError as error:
         raise ValueError(f"{path}/config.json cannot be read: {error.strerror}") from None
     return transformers.AutoConfig.from_pretrained(
@@ -112,17 +117,30 @@ def _config_of_folder(transformers: Any, path: str) -> Any:
     )
 
 
-def _check_layers(settings: Any) -> None:
-    """Raise ValueError for more layers than any model has; the library would build for minutes.
+def _check_settings(settings: Any) -> None:
+    """Raise ValueError for settings that stand for more than a structure, and for more modules
+    than any model has; the library would build for minutes.
 
-    ``settings``: a mapping, possibly nested; other values are ignored.
+    Args:
+        settings: of any origin; a mapping, possibly nested. Other values are ignored.
     """
     entries = settings if isinstance(settings, Mapping) else {}
-    for name, value in entries.items():
-        _check_layers(value)
-        counts_layers = isinstance(value, int) and _LAYERS.fullmatch(str(name))
-        if counts_layers and value > _MOST_LAYERS:
-            raise ValueError(f"{name}={value} is more than {_MOST_LAYERS:,} layers")
+    for key, value in entries.items():
+        _check_settings(value)
+        shown = f"{printable(key)}={printable(value)}"
+        of_others = (
+            str(key).endswith("_implementation") and "/" in str(value),
+            # Other libraries read the files that these name, or download them.
+            key in _FOREIGN and value,
+            key == "model_type" and str(value).startswith("timm"),
+        )
+        if any(of_others):
+            raise ValueError(f"{shown} stands for code, files or parts of other libraries")
+        numbers = value if isinstance(value, list | tuple) else [value]
+        total = sum(each for each in numbers if isinstance(each, int))
+        for pattern, most, unit in _MOST:
+            if total > most and pattern.fullmatch(str(key)):
+                raise ValueError(f"{shown} is more than {most:,} {unit}")
 
 
 def model_class(config: Any, head: str) -> type[nn.Module]:
@@ -137,8 +155,10 @@ def model_class(config: Any, head: str) -> type[nn.Module]:
     # A saved model names its class; a class from a folder's own code is not in the library.
     if head == "auto":
         for name in getattr(config, "architectures", None) or []:
-            if hasattr(transformers, name):
-                return getattr(transformers, name)
+            found = getattr(transformers, str(name), None)
+            # The library has functions too, which a name in a folder must not call.
+            if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+                return found
     # Otherwise the head selects the class; `auto` is the first head of the architecture.
     classes: dict[str, str] = {}
     for each, mapping in _MAPPINGS.items():

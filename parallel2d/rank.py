@@ -203,6 +203,7 @@ def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) 
     from parallel2d.base.runtime import limit_waiting
     from parallel2d.launching import rank_signals
     from parallel2d.training.assemble import build_trainer
+    from parallel2d.training.loss.embedding_errors import embedding_errors_named
     from parallel2d.training.metrics.heartbeat import HeartbeatMonitor
     from parallel2d.training.metrics.out_of_memory import out_of_memory_named
     from parallel2d.training.trainer_parts import LoopCallbacks
@@ -237,10 +238,10 @@ def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) 
                 log_for_all_ranks()
                 _keep_log(run_dir)
 
+            callbacks = LoopCallbacks(rank_signals.preemption_requested, first_step_done, take_over)
             try:
-                trainer.run(
-                    LoopCallbacks(rank_signals.preemption_requested, first_step_done, take_over)
-                )
+                with embedding_errors_named(trainer.model):
+                    trainer.run(callbacks)
             except RuntimeError as error:
                 if "imed out" in str(error) or "imeout" in str(error):
                     error.add_note(monitor.explain())

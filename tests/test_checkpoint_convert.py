@@ -20,6 +20,7 @@ from test_checkpoint_hostile import bombs
 from training import LLAMA, build_llama, optimizer_of
 
 from parallel2d.base.config import CheckpointConfig
+from parallel2d.base.files import limited_child
 from parallel2d.base.files.tensor_file import DTYPES
 from parallel2d.checkpoint import main
 from parallel2d.training.checkpoint import Checkpoint, Checkpointer
@@ -339,8 +340,8 @@ HARMFUL = {
     pytest.param(name, marks=pytest.mark.slow) if " million" in name else name for name in HARMFUL
 ])  # fmt: skip
 def test_a_torch_file_with_is_one_message_within_bounds(tmp_path, capsys, monkeypatch, name):
-    monkeypatch.setattr(formats, "MOST_SECONDS", 1)
-    monkeypatch.setattr(formats, "MOST_BYTES", 2**26)
+    monkeypatch.setattr(limited_child, "MOST_SECONDS", 1)
+    monkeypatch.setattr(limited_child, "MOST_BYTES", 2**26)
     data, says = HARMFUL[name]
     archive_with(tmp_path / "w.pt", "data.pkl", b"\x80\x02" + data + b".")
     text = fails(capsys, "convert", tmp_path / "w.pt", tmp_path / "w.safetensors")

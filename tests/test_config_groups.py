@@ -1,5 +1,8 @@
 """Groups of the configuration: experiments of one's own, and which choices a group has."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from parallel2d import ConfigError
@@ -94,3 +97,30 @@ def test_a_file_of_ones_own_builds_on_ours(own, tmp_path):
 def test_a_config_dir_that_is_none_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"--config-dir=.*/none is no folder"):
         compose([f"--config-dir={tmp_path}/none"])
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("{G}optimzer:\n  lr: 1\n", "unknown key optimzer.lr; did you mean optimizer.lr?"),
+    ("{G}train:\n  stepz: 1\n", "unknown key train.stepz; did you mean train.steps?"),
+    ("optimizer:\n  lr: 1\n", "it must begin with the line # @package _global_"),
+    ("{G}defaults:\n  - override /optimiser: sgd\n", "there is no group optimiser; did you mean optimizer?"),
+    ("{G}defaults:\n  - override /optimizer: sdg\n", "optimizer=sdg is not one of adam, .*; did you mean sgd?"),
+    ("{G}optimizer:\n  lr: fast\n", "optimizer.lr=fast must be a number, above 0"),
+    ("{G}optimizer:\n  lr: [1\n", "faulty.yaml:4:1: expected ',' or ']'"),
+    ("{G}optimizer:\n lr: 1\n  clip_norm: 3\n", "faulty.yaml:4:12: mapping values are not allowed here"),
+])  # fmt: skip
+def test_a_fault_in_an_experiment_is_told_with_its_file(own, text, message):
+    file = Path("own/experiment/faulty.yaml")
+    file.write_text(text.replace("{G}", "# @package _global_\n"))
+    with pytest.raises(ConfigError, match="faulty.yaml:") as caught:
+        compose([own, "experiment=faulty"])
+    assert "\n" not in str(caught.value)
+    assert re.search(message.replace("?", r"\?").replace("[", r"\["), str(caught.value))
+
+
+def test_messages_of_hydra_keep_their_advice():
+    with pytest.raises(ConfigError, match="To sweep over it, add --multirun"):
+        compose(["optimizer.lr=1,2"])
+    with pytest.raises(ConfigError, match="a plugin needs pip install hydra-nevergrad-sweeper"):
+        run_sweep(["-m", "hydra/sweeper=nevergrad"], lambda job: None)
+    assert compose(["train.steps=1e3"]).config.train.steps == 1000

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from parallel2d.base.config import DataConfig
 from parallel2d.base.errors import ConfigError
@@ -20,6 +22,7 @@ from parallel2d.training.data.feed import BatchFeed, BatchPlan, EndOfData
 from parallel2d.training.data.opening import OpenData, open_data
 from parallel2d.training.data.stream import SampleStream
 from parallel2d.training.data.token_shards import ShardWriter
+from parallel2d.training.loss.embedding_errors import embedding_errors_named
 
 
 @pytest.fixture(autouse=True)
@@ -316,3 +319,22 @@ def test_a_closed_feed_leaves_no_thread_and_no_descriptor(tmp_path):
             feed.next()
     assert set(threading.enumerate()) <= threads
     assert set(os.listdir("/proc/self/fd")) <= files
+
+
+def test_ids_beyond_the_vocabulary_are_named_before_they_reach_the_model(tmp_path):
+    np.arange(400, dtype="<u2").tofile(tmp_path / "a.bin")
+    config = DataConfig(name="bin", path=str(tmp_path / "a.bin"))
+    stream = open_data(config, seed=0, seq_len=8).train
+    stream.read([0])
+    stream.check_ids(300)
+    with pytest.raises(ConfigError, match=r"the token id 3\d\d, and the model's embedding has 300"):
+        stream.read(range(40))
+
+
+def test_an_embedding_that_is_given_more_ids_than_rows_is_named():
+    model = nn.ModuleDict({"positions": nn.Embedding(5, 2)})
+    with pytest.raises(ConfigError, match="positions has 5 rows and was given the ids 0 to 7"):
+        with embedding_errors_named(model):
+            model["positions"](torch.arange(8))
+    with pytest.raises(IndexError), embedding_errors_named(model):
+        [][0]

@@ -1,8 +1,10 @@
 """Preparing token shards: formats, bad input, determinism, and what a kill leaves behind."""
 
+import base64
 import gzip
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -218,6 +220,8 @@ GOOD = json.dumps({"text": "good"}).encode() + b"\n"
     ("a.txt", b"fine\nthen \xe9 latin\n", "a.txt:2: not UTF-8: byte 0xe9"),
     ("a.bin", b"\x7fELF\n\0\n\0", "a.bin:2: binary: it has zero bytes"),
     ("a.jsonl.gz", gzip.compress(GOOD * 3000)[:-20], "a.jsonl.gz:"),
+    ("a\nparallel2d: \x1b[2J.jsonl", b"{", "a\\nparallel2d: \\x1b[2J.jsonl:1: not JSON"),
+    ("a.jsonl", b'{"\\n\\u001b[2J": 1}\n', "fields: \\n\\x1b[2J"),
     ("a.txt.gz", b"not gzip", "a.txt.gz:1: cannot be read from here on: Not a gzipped file"),
 ])  # fmt: skip
 def test_bad_input_is_reported_with_file_and_line(tmp_path, monkeypatch, name, content, message):
@@ -434,3 +438,120 @@ def test_the_command_reports_one_message_and_a_code(tmp_path, capsys):
         assert text.startswith("parallel2d: ")
         assert message in text
         assert "Traceback" not in text
+
+
+SECRET = "the private key"
+CARD = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {}\n---\n"
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    """A folder beside a private file; no address may be contacted."""
+    (tmp_path / "set").mkdir()
+    (tmp_path / "private.jsonl").write_text(json.dumps({"text": SECRET}) + "\n")
+    (tmp_path / "set" / "train.jsonl").write_bytes(GOOD)
+
+    def refuse(_socket: Any, address: Any) -> None:
+        raise AssertionError(f"{address} was contacted")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *address, **_: refuse(None, address))
+    return tmp_path / "set"
+
+
+def prepare_data_set(folder: Path, out: Path) -> TokenStore:
+    config = DataConfig(name="hf", path=str(folder), validation_fraction=0.0, workers=1)
+    with preparation.folder_lock(out) as lock:
+        return preparation.prepare(config, *reading.find_units(config), out, lock)
+
+
+@pytest.mark.extras("datasets")
+@pytest.mark.parametrize("pattern", [
+    "{outside}/private.jsonl", "../private.jsonl", "'**/../../private.jsonl'", "http://a.example/x.jsonl",
+    "'file:{outside}/private.jsonl'", "hf://datasets/a/b/x.jsonl", "~/private.jsonl", "link.jsonl", "'*.jsonl'",
+    "'zip://x.jsonl::a.zip'",
+])  # fmt: skip
+def test_a_readme_names_files_inside_the_folder_only(hostile, tmp_path, pattern):
+    (hostile / "README.md").write_text(CARD.format("train.jsonl"))
+    assert documents(prepare_data_set(hostile, tmp_path / "good")) == ["good"]
+    (hostile / "README.md").write_text(CARD.format(pattern.format(outside=tmp_path)))
+    (hostile / "link.jsonl").symlink_to("../private.jsonl")
+    with pytest.raises(ConfigError, match="outside of it|leads out of its folder"):
+        prepare_data_set(hostile, tmp_path / "out")
+
+
+@pytest.mark.extras("datasets")
+def test_a_saved_data_set_names_files_inside_the_folder_only(hostile, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    for name, text in (("private", SECRET), ("set", "good")):
+        datasets.Dataset.from_dict({"text": [text]}).save_to_disk(tmp_path / name)
+    assert documents(prepare_data_set(hostile, tmp_path / "good")) == ["good"]
+    state = json.loads((hostile / "state.json").read_text())
+    for name in ("../private/data-00000-of-00001.arrow", str(tmp_path / "private/state.json")):
+        state["_data_files"] = [{"filename": name}]
+        (hostile / "state.json").write_text(json.dumps(state))
+        with pytest.raises(ConfigError, match="leads out of its folder"):
+            prepare_data_set(hostile, tmp_path / "out")
+
+
+@pytest.mark.parametrize("pattern", ["", "*.txt"])
+def test_links_out_of_a_folder_of_text_are_not_followed(hostile, tmp_path, pattern):
+    (hostile / "a.txt").write_text("good")
+    (hostile / "b.txt").symlink_to("a.txt")
+    assert documents(run(hostile / "*.txt", tmp_path / "good")) == ["good", "good"]
+    (hostile / "b.txt").unlink()
+    (hostile / "b.txt").symlink_to("../private.jsonl")
+    assert "leads out of its folder" in error(hostile / pattern, tmp_path / "out")
+
+
+@pytest.mark.extras("pyarrow")
+def test_tables_that_expand_take_bounded_memory_and_end(tmp_path, monkeypatch):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(reading, "ROW_BYTES", 1 << 20)
+    monkeypatch.setattr(reading, "_FREE_BYTES", 1 << 20)
+    value = "a" * (1 << 19)
+    indices = pyarrow.array([0] * 10_000, pyarrow.int32())
+    shared = pyarrow.DictionaryArray.from_arrays(indices, [value])
+    parquet.write_table(pyarrow.table({"text": shared}), tmp_path / "a.parquet", compression="zstd")
+    assert (tmp_path / "a.parquet").stat().st_size < 5000
+    found = error(tmp_path / "a.parquet", tmp_path / "out")
+    assert "a.parquet:3: cannot be read from here on: it expands to more than 100 times" in found
+    assert pyarrow.default_memory_pool().max_memory() < 64 << 20
+    # A single row of many parts
+    parts = pyarrow.StructArray.from_arrays(
+        [shared, pyarrow.array([True] * 10_000)], ["text", "loss"]
+    )
+    rows = pyarrow.ListArray.from_arrays([0, 10_000], parts)
+    parquet.write_table(pyarrow.table({"segments": rows}), tmp_path / "a.parquet")
+    assert "it expands to more than 100" in error(tmp_path / "a.parquet", tmp_path / "out")
+
+
+CHARSMAP = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + b"a" * 9000).decode()
+
+
+@pytest.mark.extras("tokenizers")
+@pytest.mark.parametrize(("change", "message"), [
+    ({"normalizer": {"type": "Replace", "pattern": {"String": "q"}, "content": "a" * 5000}}, "5000 times longer"),
+    ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "a" * 99}] * 3}}, "times longer"),
+    ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}}, "is not a readable|times longer"),
+    ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated", "invert": False}}, "is not a"),
+    ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["x", "y"]]}}, "is not a readable"),
+])  # fmt: skip
+def test_a_hostile_tokenizer_is_one_message(tmp_path, capfd, change, message):
+    make_tokenizer(tmp_path / "t.json", [])
+    settings = json.loads((tmp_path / "t.json").read_text())
+    (tmp_path / "t.json").write_text(json.dumps({**settings, **change}))
+    (tmp_path / "a.txt").write_text("the quick dog")
+    found = error(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(tmp_path / "t.json"))
+    assert re.search(message, found), found
+    assert "panicked" not in capfd.readouterr().err
+
+
+def test_a_link_in_a_prepared_folder_is_not_followed(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    run(tmp_path / "a.txt", tmp_path / "out")
+    tokens = tmp_path / "out" / "train-00000.tokens"
+    tokens.rename(tmp_path / "private")
+    tokens.symlink_to("../private")
+    with pytest.raises(ConfigError, match="leads out of its folder"):
+        TokenStore(tmp_path / "out")

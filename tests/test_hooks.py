@@ -69,6 +69,11 @@ class Noting(Hook):
     def validation(self, run, step, metrics):
         self.note(run, "validation", step, sorted(metrics))
 
+    def row(self, run, step, row):
+        assert step == row["step"]
+        with open(os.path.join(run.run_dir, f"rows-{run.rank}.jsonl"), "a") as file:
+            file.write(json.dumps(row) + "\n")
+
     def save(self, run, step, path):
         assert os.path.exists(os.path.join(path, "manifest.json"))
         self.note(run, "save", step, os.path.basename(path))
@@ -135,6 +140,9 @@ def test_every_rank_is_called_in_the_same_order_also_when_resumed(ranks, folder)
     first = [["start", 0], ["step", 1], ["step", 2], ["save", 2, "step-00000002"], validation, ["step", 3], ["step", 4], ["save", 4, "step-00000004"], ["step", 5]]  # fmt: skip
     second = [["start", 4], ["step", 5], ["validation", 6, ["validation/loss"]], ["step", 6], ["save", 6, "step-00000006"], ["end", 6, "finished"]]  # fmt: skip
     assert calls == first + second
+    noted = [json.loads(row) for row in (folder / "run" / "rows-0.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in noted] == [1, 2, 3, 4, 5, 5, 6]
+    assert noted[-2:] == jobs.rows(folder / "run")[-2:], "hooks get whole rows"
 
 
 class Failing(Hook):
@@ -221,6 +229,7 @@ def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
     (["test_hooks:Nothing"], "has no attribute 'Nothing'"),
     (["test_hooks:SAMPLE"], "is not callable"),
     (["test_hooks:call_once"], "is not a class derived from parallel2d.hooks.Hook"),
+    (["test_hooks:Misspelt"], r"has a method on_step, which .* did you mean step\?"),
     ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),
     ([{"hook": "test_hooks:Noting", "x": 1}], "unexpected keyword argument 'x'|too many"),
     (
@@ -231,6 +240,14 @@ def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
 def test_a_hook_that_cannot_be_made_is_one_message(entries, message):
     with pytest.raises(ConfigError, match=message):
         build_hooks(entries)
+
+
+class Misspelt(Hook):
+    def send(self, text):
+        """A method of its own."""
+
+    def on_step(self, run, step, metrics):
+        pass
 
 
 class Keeping(SampleText):

@@ -1,6 +1,7 @@
 """Launching without a cluster: restarts, what bounds them, sizes of a mesh whose nodes come and go, who listens where."""
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -49,6 +50,7 @@ from parallel2d.launching.round import JobDone
 from parallel2d.parallel.mesh import Topology
 from parallel2d.parallel.mesh_sizes import MeshSpec
 from parallel2d.parallel.parallelize.compilation import compile_blocks
+from parallel2d.parallel.sync.engine import accumulation
 from parallel2d.training.metrics import heartbeat
 
 LIBRARY = Path(os.__file__).parent
@@ -502,3 +504,37 @@ def test_descriptors_of_a_rank_grow_by_less_than_half_of_the_ranks():
     assert ranks == 16
     assert 0 < of_rank <= 0.5 * (ranks - 1) + 60
     assert 0 < of_launcher <= 3 * ranks + 60
+
+
+@pytest.mark.parametrize(("raised", "said"), [
+    ("gloo/pair.cc:545] Read error: Connection reset by peer", "rank 1 lost the connection to another rank, which has ended: torchrun names it below\n"),
+    ("a fault of its own", "rank 1 failed first:\nTraceback"),
+])  # fmt: skip
+def test_a_rank_of_torchrun_that_lost_another_one_says_so_in_one_line(raised, said):
+    program = f"""
+from parallel2d.base.topology import RankIdentity
+from parallel2d.launching import failures
+failures._PEER_REPORTS_S = 0.0
+with failures.failures_reported_once(RankIdentity(1, 2, 1, 0, 1, "torchrun"), None):
+    raise RuntimeError({raised!r})
+"""
+    done = jobs.run_python("-c", program)
+    assert done.returncode == 1
+    assert done.stderr.startswith(said)
+    assert done.stderr == said or "Traceback" in said
+
+
+def test_an_interrupted_batch_of_broken_collectives_prints_no_traceback(monkeypatch):
+    ignored = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+
+    def discard(model):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(accumulation, "_set_up", lambda *_, **__: None)
+    monkeypatch.setattr(accumulation, "discard_accumulated", discard)
+    with pytest.raises(ValueError, match="of the body"):
+        for _ in accumulation.accumulate(torch.nn.Linear(1, 1), [1, 2]):
+            raise ValueError("of the body")
+    gc.collect()
+    assert ignored == []

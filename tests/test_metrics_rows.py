@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+from types import SimpleNamespace
 
 import pytest
 from torch import nn
@@ -24,7 +25,8 @@ from parallel2d.training.metrics.console import describe
 from parallel2d.training.metrics.heartbeat import describe_late
 from parallel2d.training.metrics.keys import COMMUNICATION_KEYS
 from parallel2d.training.metrics.recorder import WINDOW, Goodput, Recorder, Stragglers
-from parallel2d.training.metrics.writer import LAYOUT, OF_AN_AXIS, MetricsWriter
+from parallel2d.training.metrics.tags import OF_AN_AXIS, derived, description
+from parallel2d.training.metrics.writer import LAYOUT, OPTIONAL, MetricsWriter
 from parallel2d.training.progress import Progress, RankReport, StepOutcome
 
 HOSTS = ["node-a/1", "node-a/1", "node-b/2", "node-b/2"]
@@ -206,6 +208,7 @@ ROW = {
     "throughput/tokens_per_s_per_rank": 25.0, "throughput/model_tflops_per_rank": 0.1, "goodput/fraction": 0.5,
     "goodput/lost_data_s": 1.0, "memory/peak_rss_gib": 1.0, "rank/skew": 1.0, "time/step_s": 2.0, "time/data_s": 0.0,
     "time/forward_backward_s": 1.5, "time/sync_s": 0.3, "time/optimizer_s": 0.2,
+    "learning_rate": 0.1, "throughput/mfu": 0.4, "comm/between_hosts/bytes": 8.0, "memory/peak_gib": 1.0, "replicas/present": 2,
     **dict.fromkeys(COMMUNICATION_KEYS, 10.0),
 }  # fmt: skip
 
@@ -215,6 +218,7 @@ def test_event_files_hold_every_scalar_the_layout_the_texts_and_the_hyperparamet
 
     texts, hparams = {"config": "a: 1", "mesh": "0 1"}, {"strategy": "hybrid", "lr": 0.1}
     options = {"tensorboard": True, "hparams": hparams, "axes": ("replicate", "shard")}
+    options |= {"charts": ("hosts", "device"), "device_gib": 4.0}
     writer = MetricsWriter(str(tmp_path), texts, **options)
     writer.begin(0)
     for step in range(1, 11):
@@ -223,7 +227,12 @@ def test_event_files_hold_every_scalar_the_layout_the_texts_and_the_hyperparamet
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     tags = events.Tags()
-    assert set(ROW) <= set(tags["scalars"])
+    of_one_rank = {
+        f"comm/{axis}/{what}" for axis in ("context", "tensor") for what in keys.QUANTITIES
+    }
+    assert set(tags["scalars"]) == {"loss", *ROW, *derived(ROW, 4.0)} - of_one_rank
+    for tag in tags["scalars"]:
+        assert events.summary_metadata[tag].summary_description == description(tag)
     assert [event.value for event in events.Scalars("loss")] == pytest.approx(
         [3.0 / step for step in range(1, 11)]
     )
@@ -247,12 +256,27 @@ def test_event_files_hold_every_scalar_the_layout_the_texts_and_the_hyperparamet
         assert megabytes == pytest.approx([10.0 / 1e6] * 10)
 
 
-@pytest.mark.parametrize(
-    "chart", [(group, name) for group, charts in LAYOUT.items() for name in charts]
-)
+CHARTS = [*LAYOUT.items(), *OPTIONAL.values()]
+
+
+def test_derived_values_are_percent_and_rates_of_a_row():
+    found = derived(ROW, 4.0)
+    assert found["time_percent/forward_backward"] == 75
+    assert found["comm/between_hosts/bytes_per_s"] == 4
+    assert found["memory/percent_of_device"] == 25
+    assert derived({"step": 1, "memory/peak_gib": 1.0}, None) == {}
+
+
+def test_every_key_of_a_row_has_a_description():
+    names = [getattr(keys, name) for name in vars(keys) if name.isupper()]
+    found = [each for each in names if isinstance(each, str) and each not in ("step", "segment")]
+    assert [key for key in found if description(key) == description("of a hook")] == []
+
+
+@pytest.mark.parametrize("chart", [item for _, charts in CHARTS for item in charts.items()])
 def test_no_panel_of_the_dashboard_is_empty(chart):
-    for pattern in LAYOUT[chart[0]][chart[1]]:
-        tags = [*ROW, *(tag for tag, _ in OF_AN_AXIS.values())]
+    for pattern in chart[1]:
+        tags = [*ROW, *derived(ROW, 4.0), *(tag for tag, _ in OF_AN_AXIS.values())]
         assert any(re.match(pattern, key) for key in tags), pattern
 
 
@@ -279,3 +303,20 @@ def test_only_the_rows_that_a_restart_undid_are_read_and_moved(tmp_path):
     last, standing = began(tmp_path, 0)
     assert (last["step"], standing, path.read_text()) == (7, None, "")
     assert (tmp_path / "metrics.before-restart-2.jsonl").read_text() == "".join(lines[:7])
+
+
+@pytest.mark.parametrize(("rows", "message"), [
+    ('{"step": 26}\n', "it begins at step 1 again, 26 steps are lost"),
+    ("", None),
+])  # fmt: skip
+def test_a_run_that_begins_again_says_how_many_steps_are_lost(tmp_path, rows, message):
+    (tmp_path / "metrics.jsonl").write_text(rows)
+    said = []
+    display = SimpleNamespace(begin=lambda step: None, log=said.append)
+    recorder = Recorder(
+        log_every=1, steps=40, ranks=1, tokens_per_step=8, flops_per_step=None, peak_flops=None,
+        writer=MetricsWriter(str(tmp_path), {}, tensorboard=False), display=display,
+    )  # fmt: skip
+    recorder.begin(0)
+    assert [line for line in said if message and message in line] == said
+    assert len(said) == (message is not None)

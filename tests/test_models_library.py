@@ -294,6 +294,34 @@ def test_a_library_model_that_cannot_be_built_is_one_clear_error(given, message)
 
 
 @LIBRARY
+@pytest.mark.parametrize(("change", "message"), [
+    ({"architectures": ["pipeline"]}, None),
+    ({"architectures": ["PreTrainedConfig"]}, None),
+    ({"backbone": "someone/model"}, "backbone=someone/model stands for code, files or parts of other libraries"),
+    ({"text_config": {"_attn_implementation": "a/b"}}, "_attn_implementation=a/b stands for code"),
+    ({"num_labels": 10**9}, "num_labels=1000000000 is more than 10,000,000 labels"),
+    ({"depths": [10**6] * 4}, "is more than 10,000 layers"),
+    ({"num_local_experts": 10**7}, "is more than 65,536 modules"),
+])  # fmt: skip
+def test_a_folder_of_anybody_builds_nothing_but_a_model(tmp_path, change, message):
+    settings = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": 8,
+        "n_head": 2,
+        "n_layer": 1,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**settings, **change}))
+    config = HuggingFaceModel(path=str(tmp_path))
+    if message is None:
+        assert type(build_model(config).module).__name__ == "GPT2LMHeadModel"
+        return
+    with pytest.raises(ConfigError) as error:
+        build_model(config)
+    assert message in str(error.value)
+
+
+@LIBRARY
 def test_an_encoder_decoder_learns_to_continue_the_prefix():
     parts = build_model(HuggingFaceModel(architecture="t5", arguments=MODELS["t5"]))
     plain = _initial("t5", None)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 from jobs import peak_memory
@@ -14,6 +15,8 @@ from test_report import FOUR, row, segment, write_run
 from parallel2d.instruments.report.page import POLICY, markdown, page
 from parallel2d.instruments.report.runs import COLUMNS, NOT_FINITE, read_run
 from parallel2d.report import main as report
+from parallel2d.training.checkpoint.storage import LocalStore
+from parallel2d.training.metrics import metrics_row
 
 
 def make_run(folder):
@@ -216,3 +219,67 @@ def test_a_report_is_written_in_any_locale(tmp_path):
     words = [sys.executable, "-m", "parallel2d.report", "--markdown", str(run)]
     subprocess.run(words, env={**os.environ, **plain}, check=True, capture_output=True)
     assert "日本" in (run / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (b"\n" * 300, "more than 100 lines are no rows"),
+    (b'{"step": 1}\n' * 600, "more than 500 lines"),
+    (None, "more than 1 GiB"),
+])  # fmt: skip
+def test_rows_that_no_run_writes_are_refused_soon(tmp_path, capsys, monkeypatch, content, message):
+    monkeypatch.setattr(metrics_row, "_MOST_BROKEN", 100)
+    monkeypatch.setattr(metrics_row, "_MOST_LINES", 500)
+    monkeypatch.setattr(metrics_row, "_LARGEST_FILE", 1 << 30)
+    run = make_run(tmp_path / "run")
+    rows = run / "metrics.jsonl"
+    if content is None:
+        os.truncate(rows, 1 << 40)
+    else:
+        rows.write_bytes(rows.read_bytes() + content)
+    assert report([str(run)]) == 2
+    assert message in capsys.readouterr().err
+    with pytest.raises(OSError, match=message), open(rows, "rb") as file:
+        list(metrics_row.read_rows(file))
+    if message != "more than 500 lines":  # which are sound rows: a restart moves them
+        with pytest.raises(OSError, match=message):
+            metrics_row.set_aside_after(str(rows), 0)
+
+
+def test_a_line_of_gigabytes_is_moved_aside_in_pieces(tmp_path):
+    rows = tmp_path / "metrics.jsonl"
+    rows.write_bytes(b'{"step": 1}\n')
+    os.truncate(rows, 200 << 20)
+    tracemalloc.start()
+    try:
+        assert metrics_row.set_aside_after(str(rows), 1) == ({"step": 1}, {"step": 1})
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    assert rows.read_bytes() == b'{"step": 1}\n'
+    assert (tmp_path / "metrics.before-restart-1.jsonl").stat().st_size == (200 << 20) - 12
+
+
+def test_folders_nested_thousands_deep_are_removed_and_not_looked_through(tmp_path, capsys):
+    store = LocalStore(str(tmp_path / "run" / "checkpoints"))
+    deep = tmp_path / "run" / "checkpoints" / ".saving-step-00000001-x"
+    deep.mkdir(parents=True)
+    nest(deep, 1500)
+    assert report([str(tmp_path / "run")]) == 2
+    assert "folders nested deeper than 100" in capsys.readouterr().err
+    place = store.begin(1, "token")
+    assert os.listdir(store.root) == [os.path.basename(place)]
+    store.publish(place, 1, b"{}")
+    nest(tmp_path / "run" / "checkpoints" / "step-00000001", 1500)
+    store.delete(1)
+    assert os.listdir(store.root) == []
+
+
+def nest(folder, depth):
+    """Folders inside each other, and a link to the outermost one in the innermost."""
+    inside = os.open(folder, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("a" * 20, dir_fd=inside)
+        outer, inside = inside, os.open("a" * 20, os.O_RDONLY, dir_fd=inside)
+        os.close(outer)
+    os.symlink(folder, "link", dir_fd=inside)
+    os.close(inside)

@@ -225,7 +225,7 @@ def test_a_run_that_diverged_has_no_finite_objective(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["last"]["loss"] is None
 
 
-def test_the_command_to_go_on_leaves_out_how_the_run_began(tmp_path):
+def test_the_command_to_go_on_leaves_out_how_the_run_began(tmp_path, monkeypatch):
     write_rows(tmp_path)
     words = ("--config-dir", "my conf", "launch.host_id=n1", "checkpoint.resume=never")
     words += ("+train.steps=3", "train.seed=2")
@@ -235,12 +235,18 @@ def test_the_command_to_go_on_leaves_out_how_the_run_began(tmp_path):
     job.config.train.epochs = 2
     told = "\n".join(summarize(job, stopped=False, checkpoint="c"))
     assert "train.seed=2 train.epochs=4 hydra.run.dir=" in told
+    monkeypatch.chdir(tmp_path)  # as with hydra.job.chdir=true: the user's shell is elsewhere
+    monkeypatch.setenv("ENVIRONMENT", "BATCH")
+    told = "\n".join(summarize(job, stopped=False, checkpoint=f"{tmp_path}/c", launcher="srun"))
+    assert f"report {tmp_path}" in told
+    assert f"checkpoint  {tmp_path}/c" in told
+    assert "continue    sbatch SCRIPT, with srun ... python -m parallel2d.train" in told
 
 
 def test_a_huge_file_of_segments_is_refused(tmp_path):
     with open(tmp_path / "segments.jsonl", "wb") as file:
         file.truncate(1 << 36)
-    with pytest.raises(OSError, match="more than 256 MiB"):
+    with pytest.raises(OSError, match="more than 128 MiB"):
         read_segments(str(tmp_path))
 
 
@@ -274,11 +280,14 @@ def test_a_sweep_is_told_best_first(tmp_path, monkeypatch):
         done = JobReturn(["a=1", f"b={number}"], hydra_cfg=OmegaConf.create({"hydra": {"job": job, "runtime": runtime}}))  # fmt: skip
         done.return_value, done.status = value, JobStatus.COMPLETED
         jobs.append(done)
+    (tmp_path / "sweep" / "2").mkdir(parents=True)
+    last = {"throughput/tokens_per_s": 1234.0, "memory/peak_rss_gib": 0.5, "memory/peak_gib": None}
+    (tmp_path / "sweep" / "2" / "summary.json").write_text(json.dumps({"last": last}))
     assert [line.split() for line in table(jobs, "loss")] == [
-        ["job", "loss", "settings", "run", "directory"],
-        ["#2", "1.5", "b=2", "sweep/2"],
-        ["#0", "2.5", "b=0", "sweep/0"],
-        ["#1", "failed", "b=1", "sweep/1"],
+        ["job", "loss", "tokens/s", "host_GiB", "settings", "run", "directory"],
+        ["#2", "1.5", "1234", "0.5", "b=2", "sweep/2"],
+        ["#0", "2.5", "-", "-", "b=0", "sweep/0"],
+        ["#1", "failed", "-", "-", "b=1", "sweep/1"],
     ]
 
 

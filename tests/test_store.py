@@ -191,6 +191,27 @@ def test_an_answer_that_is_too_large_ends_its_connection_alone(server, client, m
         client.set("key", bytes(1000))
 
 
+def test_a_member_that_reads_no_answers_is_not_heard_until_it_does(server, client):
+    value = os.urandom(1 << 20)
+    client.set("key", value)
+    opened, channel = member(server)
+    requests = b"".join(channel.seal([b"get", b"1000", b"key"]) for _ in range(100))
+    opened.sendall(requests)
+
+    def unsent() -> int:
+        keys = list(server._selector.get_map().values())
+        return max(len(key.data.outbox) for key in keys if key.data)
+
+    wait_for(lambda: unsent() > 1 << 20)
+    client.get("key")  # the others are served meanwhile
+    assert unsent() < 4 << 20
+    for _ in range(100):
+        header = receive(opened, channel_module.HEADER)
+        content = receive(opened, channel_module.frame_length(header))
+        assert channel.open(header, content) == [b"ok", value]
+    opened.close()
+
+
 def test_waits_of_clients_that_go_or_ask_twice_end_and_those_of_months_do_not(server, client):
     opened, channel = member(server)
     opened.sendall(channel.seal([b"wait", str(40 * 86_400_000).encode(), b"never"]))

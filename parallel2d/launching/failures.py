@@ -31,6 +31,10 @@ _BROKEN_CONNECTION = re.compile(
 )
 
 
+_OTHERS = ("torchrun", "srun")  # launchers of other packages
+_PEER_REPORTS_S = 1.5  # in which a rank that failed first has reported
+
+
 class WorkersFailed(Exception):  # noqa: N818 (named after the event)
     """Workers ended with an error. The messages of all exceptions here are for users."""
 
@@ -71,6 +75,10 @@ class RankError:
         return cls(text, time.time(), is_config, complete, step)
 
 
+def _lost_a_peer(text: str) -> bool:
+    return bool(_BROKEN_CONNECTION.search(text))
+
+
 @dataclass(frozen=True)
 class RankFailure:
     """The end of a failed rank."""
@@ -83,7 +91,7 @@ class RankFailure:
     @property
     def lost_a_peer(self) -> bool:
         """True if it failed only because its connection to another failed rank broke."""
-        return bool(self.error and _BROKEN_CONNECTION.search(self.error.text))
+        return bool(self.error and _lost_a_peer(self.error.text))
 
     @property
     def was_killed(self) -> bool:
@@ -167,6 +175,12 @@ def failures_reported_once(
         if not error.complete and peers_continue():  # the job continues: the launcher decides
             write_error_file(error)
             os._exit(1)
+        if launcher in _OTHERS and not error.complete and _lost_a_peer(error.text):
+            # A rank that raised an error reports first. Only the launcher sees that a rank was
+            # killed, by its exit code.
+            time.sleep(_PEER_REPORTS_S)
+            text = f"rank {identity.rank} lost the connection to another rank, which has ended: "
+            error = replace(error, text=f"{text}{launcher} names it below", complete=True)
         is_first = launcher != "self" and _is_first_to_report(store)
         if is_first and run_dir is not None:
             note_failure(run_dir, error.text)

@@ -37,6 +37,7 @@ from parallel2d.parallel.parallelize.preconditions import check_parameters
 from parallel2d.parallel.sync.ema import EMAWeights
 from parallel2d.parallel.weights.source import WeightSource
 from parallel2d.training.checkpoint import Checkpointer, in_memory_checkpoints
+from parallel2d.training.checkpoint.resume import check_resume
 from parallel2d.training.data.batch import token_sequences
 from parallel2d.training.data.feed import BatchPlan
 from parallel2d.training.hooks import Hook, build_hooks, check_hooks
@@ -70,6 +71,7 @@ def check(config: TrainConfig, topology: Topology) -> None:
             f"launch.min_replicas={least}: the mesh has {counted(shape.replicate, 'replica')}"
         )
     batches = plan_batches(config, shape, data_rank=0, pad=False)
+    check_resume(config.checkpoint.resume)
     saved_operators(config.activation_checkpointing.keep)
     device_type = accelerator_type()
     check_float8(config.precision, device_type)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.config.options import load_reference
-from parallel2d.base.errors import ConfigError, HookError
+from parallel2d.base.errors import ConfigError, HookError, nearest_matches
 from parallel2d.base.exchange import all_gather
 from parallel2d.base.replicas import first_rank
 from parallel2d.parallel.sync import outer_parameters
@@ -107,6 +107,10 @@ class Hook:
         """Called after a validation, before `step`. ``metrics``: losses by key, equal on every
         rank."""
 
+    def row(self, run: RunView, step: int, row: Mapping[str, Any]) -> None:
+        """After every row of ``metrics.jsonl``, with all of its values. Times, memory and goodput
+        may differ between ranks; rank 0 writes its own."""
+
     def save(self, run: RunView, step: int, path: str) -> None:
         """Called after the checkpoint of ``step`` was published at ``path``."""
 
@@ -130,10 +134,27 @@ def check_hooks(entries: Sequence[Any]) -> None:
             raise ConfigError(
                 f"{_KEY}: {reference} is not a class derived from parallel2d.hooks.Hook"
             )
+        _check_methods(reference, kind)
         try:
             inspect.signature(kind).bind(**arguments)
         except TypeError as error:
             raise ConfigError(f"{_KEY}: {reference}: {error}") from None
+
+
+def _check_methods(reference: str, kind: type[Hook]) -> None:
+    """Raises `ConfigError` for a method with almost the name of one that the trainer calls, and as
+    many parameters."""
+    called = {name: each for name, each in vars(Hook).items() if inspect.isfunction(each)}
+    for base in kind.__mro__[: kind.__mro__.index(Hook)]:
+        own = {name: each for name, each in vars(base).items() if inspect.isfunction(each)}
+        for name in own.keys() - called.keys():
+            near = nearest_matches(name, called, count=1)
+            parameters = len(inspect.signature(own[name]).parameters)
+            if near and parameters == len(inspect.signature(called[near[0]]).parameters):
+                raise ConfigError(
+                    f"{_KEY}: {reference} has a method {name}, which the trainer does not call: "
+                    f"did you mean {near[0]}?"
+                )
 
 
 def build_hooks(entries: Sequence[Any]) -> list[Hook]:
@@ -220,6 +241,10 @@ class HookCalls:
             saved=all(are_saved),
         )
 
+    def row(self, step: int, row: Mapping[str, Any]) -> None:
+        """After a row was recorded. The next exchange raises errors of hooks."""
+        self._call("row", step, step, row)
+
     def saved(self, step: int, path: str) -> None:
         """Call `Hook.save` after the publication of ``step``. The next exchange raises errors."""
         self._call("save", step, step, path)
@@ -268,7 +293,7 @@ class HookCalls:
         """Record the result of a method. Raises TypeError or ValueError for an invalid result."""
         if returned is None:
             return
-        if method in ("save", "end"):
+        if method in ("row", "save", "end"):
             raise TypeError(f"{method} returned {returned!r}; it may return nothing")
         result = HookResult(returned) if isinstance(returned, Mapping) else returned
         if not isinstance(result, HookResult):
@@ -314,7 +339,7 @@ class SampleText(Hook):
         temperature: 0 takes the most likely token; above 0, tokens are drawn with a separate
             generator, seeded by ``train.seed`` and the step.
         tokenizer, end_token: as in the ``data`` section; needed for data=tokens, since a prepared
-            folder stores only the name of its tokenizer.
+            folder stores only the name of its tokenizer, and for data=bin.
     """
 
     every: int = 100
@@ -337,13 +362,14 @@ class SampleText(Hook):
     def start(self, run: RunView, step: int) -> None:
         """Load the tokenizer. Raises `ConfigError` for data without one, or with another one."""
         name, fingerprint = run.tokenizer
-        if not fingerprint:
+        if not fingerprint and self.tokenizer is None:
             raise ConfigError(
-                f"SampleText needs a tokenizer, and data={run.config.data.name} has none"
+                f"SampleText needs a tokenizer, and data={run.config.data.name} names none: "
+                "train.hooks=[{hook: 'parallel2d.hooks:SampleText', tokenizer: FILE}]"
             )
         given = self.tokenizer or run.config.data.tokenizer
         self._loaded = load_tokenizer(given, self.end_token or run.config.data.end_token)
-        if self._loaded.fingerprint != fingerprint:
+        if fingerprint and self._loaded.fingerprint != fingerprint:
             raise ConfigError(
                 f"SampleText(tokenizer={given}) is not the tokenizer of the data, {name}; give the "
                 "path of that tokenizer.json, and its end_token"
@@ -376,7 +402,7 @@ class SampleText(Hook):
         length = run.config.train.seq_len
         read = ids[-length:]
         # Padding on the right does not affect positions before it.
-        row = read + [loaded.end_id] * (length - len(read))
+        row = read + read[-1:] * (length - len(read))
         inputs = torch.tensor([row], device=run.device)
         arguments = [inputs]
         if run.config.data.intra_document_masking:

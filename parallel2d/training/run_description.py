@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base import files
 from parallel2d.base.config import AXES, Job, TrainConfig
 from parallel2d.base.config.composition import to_yaml
-from parallel2d.base.device import ATTENTION_KERNELS, name_of
+from parallel2d.base.device import ATTENTION_KERNELS, free_and_total_bytes, name_of
+from parallel2d.base.replicas import current
 from parallel2d.base.runtime import Runtime
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.context_axis import context_axis_of
@@ -91,9 +92,20 @@ class RunFacts:
             *lines,
             f"sync        {self.layout.method.description}",
             f"data        {files.printable(self.data.description, 500)}",
+            *self._validation_lines(),
             f"batch       {batch} = {shape.data_ranks} data ranks x {work.accumulation} "
             f"micro-batches x {work.micro_batch_size}",
             f"run dir     {files.printable(self.job.run_dir, 500)}",
+        ]
+
+    def _validation_lines(self) -> list[str]:
+        every = self.job.config.train.validate_every
+        if not every or self.data.validation or self.data.named_validation:
+            return []
+        name = self.job.config.data.name
+        return [
+            f"validation  none: data={name} holds nothing out, so train.validate_every={every} "
+            "measures nothing; data.validation names data"
         ]
 
     def _speed(self) -> str:
@@ -225,6 +237,9 @@ def outputs(facts: RunFacts) -> tuple[ConsoleDisplay, MetricsWriter]:
         "config": f"```yaml\n{to_yaml(dataclasses.replace(config, mesh=found))}\n```",
         "mesh": "```\n" + "\n".join(facts.lines()) + "\n```",
     }
+    device_gib = None
+    if facts.device.type != "cpu":
+        device_gib = free_and_total_bytes(facts.device)[1] / 2**30
     writer = MetricsWriter(
         facts.job.run_dir,
         texts,
@@ -232,8 +247,22 @@ def outputs(facts: RunFacts) -> tuple[ConsoleDisplay, MetricsWriter]:
         hparams=facts.hparams(),
         axes=[axis for axis, size in sizes.items() if size > 1],
         replicas_equal=facts.layout.method.replicas_equal,
+        charts=_charts(facts),
+        device_gib=device_gib,
     )
     return display, writer
+
+
+def _charts(facts: RunFacts) -> list[str]:
+    """The charts of `OPTIONAL` that the job has data for."""
+    has_peak = peak_flops(facts.device, facts.job.config.precision.param) is not None
+    has_data = {
+        "mfu": has_peak and facts.flops_per_sequence is not None,
+        "hosts": len(facts.topology.ranks_by_host) > 1 and facts.job.config.metrics.communication,
+        "device": facts.device.type != "cpu",
+        "replicas": current() is not None,
+    }
+    return [name for name, is_measured in has_data.items() if is_measured]
 
 
 def build_recorder(facts: RunFacts, mesh: DeviceMesh, model: nn.Module, *, first: bool) -> Recorder:

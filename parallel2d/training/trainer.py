@@ -213,7 +213,7 @@ class Trainer(TrainerParts):
         # and moved rows aside. Without this second check this rank would append a row to the file
         # that the new start continues.
         self.ownership.check()
-        self.recorder.record(
+        row = self.recorder.record(
             self.progress,
             outcome,
             rate,
@@ -222,6 +222,8 @@ class Trainer(TrainerParts):
             last=last or self.preempted,
             given={**agreed.metrics, **(self.membership.row() if self.membership else {})},
         )
+        if row is not None:
+            self._calls.row(step, row)
         self._tell_saves()
 
     def state_dict(self) -> dict[str, Any]:

@@ -26,6 +26,9 @@ def open_training_data(config: TrainConfig, parts: ModelParts) -> OpenData:
     data = open_data(
         config.training_data(), seq_len=seq_len, seed=seed, context=parts.context(seq_len)
     )
+    if parts.vocab_size is not None and config.data.name != "custom":
+        for stream in data.streams:
+            stream.check_ids(parts.vocab_size)
     batch = config.train.global_batch_size
     too_few = data.train.end is None and len(data.train) < batch
     if config.data.name == "custom" and too_few:

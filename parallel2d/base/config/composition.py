@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -107,6 +108,10 @@ def explain_override_errors(parsed: argparse.Namespace) -> Iterator[None]:
         yield
     except ConfigError:
         raise
+    except yaml.MarkedYAMLError as error:  # in one's own file
+        mark, problem = error.problem_mark, files.printable(error.problem or "no YAML")
+        where = f"{mark.name}:{mark.line + 1}:{mark.column + 1}" if mark else "a YAML file"
+        raise ConfigError(f"{where}: {problem}") from None
     # ValueError: precision=32, compile=true
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(explain(parsed, error)) from None

@@ -8,7 +8,9 @@ and the nearest valid choice.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra import compose
@@ -23,10 +25,14 @@ from parallel2d.base.config.options import allowed, choice_problem
 from parallel2d.base.config.schema import choices_by_group, initialized
 from parallel2d.base.errors import did_you_mean, nearest_matches
 
+_GLOBAL_PACKAGE = re.compile(r"^\s*#\s*@package\s+_global_\s*$", re.MULTILINE)
+_LINES = 5  # shown lines of a message of Hydra
+_PLUGIN = re.compile(r"Could not find 'hydra/(sweeper|launcher)/([a-z]+)(_[a-z]+)?'")
+
 
 def explain(parsed: argparse.Namespace, error: Exception) -> str:
-    """Return one line per wrong override, or the first lines of ``error`` if no single override is
-    wrong."""
+    """Return one line per wrong override, or per wrong line of custom files; the first lines of
+    ``error`` if none is found."""
     with initialized(parsed.config_dir) as hydra_instance:
         loader = hydra_instance.config_loader
         groups = choices_by_group(loader)
@@ -36,9 +42,72 @@ def explain(parsed: argparse.Namespace, error: Exception) -> str:
         # Such as +strategy=ddp, which is valid as a single override, or a wrong value in a file of
         # --config-dir
         except (HydraException, OmegaConfBaseException, ValueError):
+            wrong = wrong or list(_wrong_in_files(parsed, chosen, groups))
             return "\n".join(wrong) or first_line(error)
         tried = [_try_value(base, groups, override) for override in values]
     return "\n".join([*wrong, *filter(None, tried)]) or first_line(error)
+
+
+def _wrong_in_files(
+    parsed: argparse.Namespace, chosen: Sequence[str], groups: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+    """Lines about the files of ``--config-dir`` that are chosen: an experiment, and the main file
+    in the place of ours."""
+    names = [parsed.config_name] if parsed.config_name != "train" else []
+    names += [word.replace("=", "/", 1) for word in chosen if word.startswith("experiment=")]
+    others = [word for word in chosen if not word.startswith("experiment=")]
+    for name in names:
+        path = os.path.join(parsed.config_dir or "", f"{name}.yaml")
+        if os.path.isfile(path):
+            for problem in _wrong_in_file(path, others, groups):
+                yield f"{path}: {problem}"
+
+
+def _wrong_in_file(
+    path: str, chosen: Sequence[str], groups: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    is_experiment = os.path.basename(os.path.dirname(path)) == "experiment"
+    if is_experiment and not _GLOBAL_PACKAGE.search(text):
+        yield "it must begin with the line # @package _global_, or its keys are put elsewhere"
+        return
+    content = OmegaConf.create(text)
+    if not isinstance(content, DictConfig):
+        yield "it has no keys"
+        return
+    choices: list[str] = []
+    for entry in content.pop("defaults", []):
+        for name, choice in entry.items() if isinstance(entry, DictConfig) else ():
+            key = str(name)
+            group = key.split()[-1].lstrip("/")
+            if group not in groups:
+                yield f"{key}: there is no group {group}{did_you_mean(group, groups)}"
+            elif str(choice) not in groups[group]:
+                yield _unknown_choice(group, str(choice), groups[group])
+            else:
+                choices.append(f"{group}={choice}")
+    try:
+        base = compose("train", overrides=[*choices, *chosen])
+    except (HydraException, OmegaConfBaseException, ValueError):
+        return
+    keys = dotted_keys(base)
+    for key, value in _settings(content):
+        if not key.startswith("hydra"):
+            problem = _value_problem(base, keys, groups, key, key, value)
+            if problem is not None:
+                yield problem
+
+
+def _settings(content: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a file, by full key."""
+    for name in map(str, content):
+        node = content._get_node(name)
+        if isinstance(node, DictConfig) and len(node):
+            yield from _settings(node, f"{prefix}{name}.")
+        else:
+            value: Any = OmegaConf.to_container(content, resolve=False)
+            yield f"{prefix}{name}", value[name]
 
 
 def _read(
@@ -94,19 +163,31 @@ def _try_value(
     # ~key: Hydra removes keys, and the schema has no place for a missing one.
     if override.is_delete():
         return f"{word}: keys cannot be removed, only set"
-    if key not in keys:
-        return unknown_key(key, str(word), keys, groups)
     # Each job of a sweep is checked when it is composed.
-    if override.is_sweep_override():
+    if key in keys and override.is_sweep_override():
         return None
+    return _value_problem(base, keys, groups, key, str(word), override.value())
+
+
+def _value_problem(
+    base: DictConfig,
+    keys: Mapping[str, bool],
+    groups: Mapping[str, Sequence[str]],
+    key: str,
+    word: str,
+    value: Any,
+) -> str | None:
+    """Return the message for a wrong ``value`` of ``key``, given as ``word``, or None."""
+    if key not in keys:
+        return None if _may_hold_anything(base, key) else unknown_key(key, word, keys, groups)
     # model=llama sets a group, optimizer=3 would replace all keys below it.
     node = OmegaConf.select(base, key, throw_on_missing=False)
-    if OmegaConf.is_dict(node) and not isinstance(override.value(), dict):
+    if OmegaConf.is_dict(node) and not isinstance(value, dict):
         inside = ", ".join(k for k in keys if k.startswith(key + "."))
         return f"{word}: {key} is a group of keys, not a value; set one of {inside}"
     try:
         trial = base.copy()
-        OmegaConf.update(trial, key, override.value(), merge=True)
+        OmegaConf.update(trial, key, value, merge=True)
         OmegaConf.resolve(trial)
     except OmegaConfBaseException:
         parent, _, last = key.rpartition(".")
@@ -114,8 +195,19 @@ def _try_value(
         # A mapping that may hold anything has no fields.
         fields = getattr(OmegaConf.get_type(container), "__dataclass_fields__", {})
         expected = allowed(fields[last]) if last in fields else "of another type"
-        return f"{key}={override.value()} must be {expected}"
+        return f"{key}={value} must be {expected}"
     return None
+
+
+def _may_hold_anything(base: DictConfig, key: str) -> bool:
+    """True for a key inside a mapping without a schema, such as model.arguments."""
+    parent = key.rpartition(".")[0]
+    while parent:
+        node = OmegaConf.select(base, parent, throw_on_missing=False)
+        if OmegaConf.is_dict(node):
+            return not hasattr(OmegaConf.get_type(node), "__dataclass_fields__")
+        parent = parent.rpartition(".")[0]
+    return False
 
 
 def unknown_key(
@@ -131,7 +223,7 @@ def unknown_key(
         if owners:
             return f"{line}: models of family {' or '.join(owners)} have it"
     # A key with a similar full name is a better guess than a key with a similar last part.
-    near = did_you_mean(key, [*keys, *groups], 0.8) or _near_last_part(key, keys)
+    near = did_you_mean(key, [*keys, *groups], 0.8) or near_last_part(key, keys)
     if near:
         return line + near
     parent = key.rpartition(".")[0]
@@ -139,9 +231,9 @@ def unknown_key(
     return f"{line}; {lists} lists keys, docs/coming-from.md those of other frameworks"
 
 
-def _near_last_part(key: str, keys: Collection[str]) -> str:
-    """Return a suggestion by the last part: ``steps`` is train.steps or profile.steps. For a key of
-    a group only keys of this group are suggested."""
+def near_last_part(key: str, keys: Collection[str]) -> str:
+    """Return a suggestion by the last part, as `did_you_mean`: ``steps`` is train.steps or
+    profile.steps. For a key of a group only keys of this group are suggested."""
     parent, _, last = key.rpartition(".")
     others = {other: other.rpartition(".")[2] for other in keys}
     if parent in keys:
@@ -166,9 +258,14 @@ def dotted_keys(config: DictConfig, prefix: str = "") -> dict[str, bool]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first lines of an error of Hydra or OmegaConf, or of its cause."""
-    shown = list(filter(None, map(str.strip, str(error).splitlines())))[:2]
+    """Return the first lines of an error of Hydra or OmegaConf, or of its cause. Hydra's errors
+    have advice in further lines."""
+    text = str(error).partition("Config search path")[0].replace("\\'", "'")
+    shown = list(filter(None, map(str.strip, text.splitlines())))[:_LINES]
     # Hydra often wraps OmegaConf's error in one line that does not name the reason.
     if len(shown) < 2 and error.__cause__ is not None:
         shown += str(error.__cause__).strip().splitlines()[:1]
+    missing = _PLUGIN.search(str(error))
+    if missing is not None:
+        shown.append(f"a plugin needs pip install hydra-{missing[2]}-{missing[1]}")
     return "; ".join(shown)

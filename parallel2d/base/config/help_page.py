@@ -18,6 +18,7 @@ from importlib import metadata
 from typing import Any
 
 from parallel2d.base.config.composition import survey
+from parallel2d.base.config.error_messages import near_last_part
 from parallel2d.base.config.job import TrainConfig
 from parallel2d.base.config.model_and_data import FAMILIES
 from parallel2d.base.config.options import REQUIRED, allowed, as_override, default_of
@@ -119,7 +120,8 @@ def information(words: Sequence[str], program: str, purpose: str) -> str | None:
         if not found:
             keys = [each.key for section in sections() for each in section.keys]
             known = [*groups, *keys]
-            raise ConfigError(f"--help {topic}: no such key{did_you_mean(topic, known)}")
+            near = did_you_mean(topic, known) or near_last_part(topic, keys)
+            raise ConfigError(f"--help {topic}: no such key{near}")
         lines += found
     return "\n".join(lines).rstrip()
 

@@ -23,6 +23,8 @@ _OPEN = (
     *("optimizer.arguments.", "optimizer.arguments="),
 )
 _BRACKET = re.compile(r"(?<!\\)([\[\]])")
+_LARGEST_YAML = 2**20
+_SCIENTIFIC = re.compile(r"[0-9.]+e\+?[0-9]{1,2}", re.IGNORECASE)
 _EXPERIMENT = re.compile(r"^\+{1,2}(?=experiment=)")
 
 
@@ -37,6 +39,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
       backslashes.
     * ``+experiment=big`` becomes ``experiment=big``, because the defaults list an experiment.
     * ``cluster=FILE.yaml`` becomes ``cluster=local`` and the keys of that file.
+    * ``1e3`` becomes ``1000``.
 
     Raises:
         ConfigError: for an unknown option, an option without its value, and a file that cannot be
@@ -66,6 +69,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
             word = "cluster=local"
         elif word.lstrip("+").startswith("model.tensor_plan={"):
             word = _BRACKET.sub(r"\\\1", word)
+        elif _SCIENTIFIC.fullmatch(path) and float(path).is_integer():
+            # Hydra reads 1e3 as a float, which is refused for an integer.
+            word = f"{key}={float(path):.0f}"
         words.append(f"++{word}" if word.startswith(_OPEN) else word)
     # Other overrides of the cluster remain, and take precedence over the file.
     parsed.overrides = [*from_files, *words]
@@ -106,21 +112,23 @@ class _WithoutAliases(yaml.SafeLoader):
 
 
 def read_yaml(path: str) -> Any:
-    """Read an untrusted YAML file, without tags and aliases.
-
-    Raises:
-        OSError, UnicodeDecodeError, yaml.YAMLError: if the file cannot be read or parsed.
-        ConfigError: unless it is a regular file of plain data of at most 1 MiB.
-    """
+    """Read an untrusted YAML file. Raises OSError, UnicodeDecodeError, and all errors of
+    `parse_yaml`; `ConfigError` also for a file that is not regular."""
     if not os.path.isfile(path) and os.path.exists(path):  # a pipe would be waited for
         raise ConfigError("not a regular file")
-    if os.path.getsize(path) > 2**20:
-        raise ConfigError("larger than 1 MiB, which no file of settings is")
     with open(path, encoding="utf-8") as stream:
-        try:
-            return yaml.load(stream, _WithoutAliases)
-        except RecursionError:
-            raise ConfigError("nested too deep") from None
+        return parse_yaml(stream.read(_LARGEST_YAML + 1))
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the value of YAML without tags and aliases. Raises yaml.YAMLError, and `ConfigError`
+    for a text of more than 1 MiB."""
+    if len(text) > _LARGEST_YAML:
+        raise ConfigError("larger than 1 MiB, which no file of settings is")
+    try:
+        return yaml.load(text, _WithoutAliases)
+    except RecursionError:
+        raise ConfigError("nested too deep") from None
 
 
 def _of_cluster_file(path: str) -> list[str]:

@@ -125,25 +125,27 @@ class PrefetchConfig:
 
 @dataclass
 class FSDPConfig:
-    """Options of FSDP2 for the collectives inside a replica, which change no result of fp32 and no
-    bytes. Each maps to the ``FSDPModule`` method in its description."""
+    """Options of FSDP2 for the collectives inside a replica. They change neither bytes nor results
+    in fp32.
+
+    The methods of ``FSDPModule`` are ``set_reduce_scatter_max_input_buffers``,
+    ``set_separate_reduce_scatter_group`` and ``set_symm_mem_for_comm``. With one of the last two,
+    ranks of a shard group that run different modules are not named. With symmetric memory a
+    reduction in 16 bits rounds each partial sum.
+    """
 
     reduce_scatter_buffers: int = option(
         1,
-        "Reduce-scatters in flight, each with an input buffer of one group. More than one helps if "
-        "reduce-scatters are slower than backward (set_reduce_scatter_max_input_buffers)",
+        "Reduce-scatters in flight, each with the input buffer of one group",
         min=1,
     )
     separate_reduce_scatter_group: bool = option(
         False,
-        "Run reduce-scatters in a separate process group, concurrently with all-gathers. "
-        "Calls set_separate_reduce_scatter_group",
+        "Give reduce-scatters a process group, so that they run next to all-gathers",
     )
     symmetric_memory: bool = option(
         False,
-        "GPU only: all-gathers in symmetric memory of NCCL (set_symm_mem_for_comm). Ranks of a "
-        "shard group that run different modules are then not reported, and a reduction in 16 bits "
-        "rounds each partial sum",
+        "GPU only: all-gathers in symmetric memory of NCCL",
     )
 
     @property

@@ -31,6 +31,12 @@ from parallel2d.base.config.overrides import parse_arguments
 from parallel2d.base.config.schema import initialized
 from parallel2d.base.errors import ConfigError, EndsSweep
 
+# Columns of the table of a sweep, by their key in metrics.jsonl
+_SHOWN = {
+    "tokens/s": "throughput/tokens_per_s",
+    "device_GiB": "memory/peak_gib",
+    "host_GiB": "memory/peak_rss_gib",
+}
 _IN_TURN = ("BasicSweeper", "BasicLauncher")  # Hydra's defaults, without a plugin
 
 
@@ -135,6 +141,19 @@ def _is_own(part: DictConfig) -> bool:
     return str(part.get("_target_", "")).endswith(_IN_TURN)
 
 
+def _measured(job: JobReturn) -> dict[str, float]:
+    """Return the last speed and memory in the summary of a job, by column; empty without a
+    summary."""
+    hydra: Any = job.hydra_cfg
+    path = os.path.join(hydra.hydra.runtime.output_dir, "summary.json")
+    try:
+        last = files.read_json(path)["last"]
+        numbers = {name: files.number(last.get(key)) for name, key in _SHOWN.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return {name: value for name, value in numbers.items() if not math.isnan(value)}
+
+
 def table(jobs: Sequence[JobReturn], objective: str) -> list[str]:
     """Return the lines of the table, best job first, without the overrides that all jobs share."""
 
@@ -144,7 +163,10 @@ def table(jobs: Sequence[JobReturn], objective: str) -> list[str]:
 
     words = [job.overrides or () for job in jobs]
     shared = set(words[0]).intersection(*words)
-    rows = [("job", objective, "settings", "run directory")]
+    measured = [_measured(job) for job in jobs]
+    # Columns of what no job has measured are omitted.
+    columns = [name for name in _SHOWN if any(name in each for each in measured)]
+    rows = [("job", objective, *columns, "settings", "run directory")]
     for job in sorted(jobs, key=place):
         value = "-" if job.return_value is None else "failed"
         if isinstance(job.return_value, float):
@@ -152,7 +174,9 @@ def table(jobs: Sequence[JobReturn], objective: str) -> list[str]:
         own = " ".join(word for word in job.overrides or () if word not in shared)
         hydra: Any = job.hydra_cfg
         run_dir = os.path.relpath(hydra.hydra.runtime.output_dir)
-        rows.append((f"#{hydra.hydra.job.num}", value, own or "-", run_dir))
+        found = _measured(job)
+        numbers = [f"{found[name]:.4g}" if name in found else "-" for name in columns]
+        rows.append((f"#{hydra.hydra.job.num}", value, *numbers, own or "-", run_dir))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     # The last column is not padded: lines have no trailing spaces.
     widths[-1] = 0

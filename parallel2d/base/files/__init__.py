@@ -10,11 +10,13 @@ import math
 import os
 import stat
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from typing import Any, BinaryIO, TypeGuard
 
 MAX_COUNT = 2**63 - 1  # of a size or an offset
 MAX_DEPTH = 32  # of lists and dicts in a JSON value
+MAX_FOLDERS = 100  # nesting of folders
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def regular(path: str, flags: int) -> int:
@@ -39,6 +41,23 @@ def regular(path: str, flags: int) -> int:
 def open_regular(path: str) -> BinaryIO:
     """Open a regular file for reading. Raises OSError as `regular`."""
     return open(path, "rb", opener=regular)
+
+
+def inside(folder: str, path: str) -> str:
+    """Return the real path of a file in a folder of any origin. Raises OSError for a link that
+    leads out of the folder, and for a path that is not a regular file.
+
+    In the cache of the Hugging Face Hub the files of a folder ``snapshots/REVISION`` are links
+    into the folder ``blobs``, which belongs to the same model or data set.
+    """
+    root, real = os.path.realpath(folder), os.path.realpath(path)
+    outer, kind = os.path.split(os.path.dirname(root))
+    allowed = [root, os.path.join(outer, "blobs")] if kind == "snapshots" else [root]
+    if all(os.path.commonpath([each, real]) != each for each in allowed):
+        raise OSError(errno.ELOOP, "a path that leads out of its folder, and is not followed", path)
+    if os.path.lexists(real) and not os.path.isfile(real):
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return real
 
 
 def read_json(path: str, largest: int = 16 * 2**20) -> Any:
@@ -144,6 +163,75 @@ def replace(
         with contextlib.suppress(OSError):
             os.unlink(draft)
         raise
+
+
+def walk(
+    path: str, enters: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder at and below ``path``, and the names of its files. Links to folders are not
+    followed. Raises OSError for folders that nest deeper than `MAX_FOLDERS`.
+
+    ``enters(name)``: False for folders that are skipped.
+    """
+    level = [path]
+    for _ in range(MAX_FOLDERS):
+        below: list[str] = []
+        for folder in level:
+            with os.scandir(folder) as entries:
+                inner = sorted(entries, key=lambda entry: entry.name)
+            names = [entry.name for entry in inner if not entry.is_dir()]
+            folders = [entry for entry in inner if entry.is_dir(follow_symlinks=False)]
+            below += [entry.path for entry in folders if enters(entry.name)]
+            yield folder, names
+        if not below:
+            return
+        level = below
+    raise OSError(errno.ELOOP, f"folders nested deeper than {MAX_FOLDERS}", printable(path, 300))
+
+
+def remove_tree(path: str, *, must_succeed: bool = False) -> None:
+    """Remove a folder with all its contents, or a file or link. Links are not followed.
+
+    Folders that are nested thousands deep, for which `shutil.rmtree` fails, are moved up until none
+    is inside another. Raises OSError only with ``must_succeed``.
+    """
+    try:
+        if os.path.islink(path) or not os.path.isdir(path):
+            os.unlink(path)
+            return
+        root = os.open(path, _FOLDER)
+        try:
+            while folders := _unlink_files(root):
+                for name in folders:
+                    _lift_folders(root, name)
+        finally:
+            os.close(root)
+        os.rmdir(path)
+    except OSError:
+        if must_succeed:
+            raise
+
+
+def _unlink_files(folder: int) -> list[str]:
+    """Remove the files in an open folder; returns the names of its folders."""
+    with os.scandir(folder) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in found:
+        if not is_folder:
+            os.unlink(name, dir_fd=folder)
+    return [name for name, is_folder in found if is_folder]
+
+
+def _lift_folders(outer: int, name: str) -> None:
+    """Remove a folder in ``outer``. The folders in it move to ``outer``."""
+    # By descriptors, because another user with write permission could replace a folder by a link.
+    inner = os.open(name, _FOLDER, dir_fd=outer)
+    try:
+        for below in _unlink_files(inner):
+            os.rename(below, os.urandom(16).hex(), src_dir_fd=inner, dst_dir_fd=outer)
+    finally:
+        os.close(inner)
+    os.rmdir(name, dir_fd=outer)
 
 
 def flush_folder(path: str) -> None:

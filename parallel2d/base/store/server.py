@@ -41,6 +41,7 @@ _UNPROVEN = 4096
 _LONGEST_WAIT_S = 3600.0  # between two polls of the deadlines
 _REPORTED = 100  # addresses
 _PIECE = 1 << 16
+_MOST_UNSENT = 1 << 20  # bytes of answers that a peer leaves unread before it is not heard
 
 
 class StoreServer:
@@ -176,6 +177,7 @@ class StoreServer:
     def _attend(self, peer: _Peer, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._send(peer, b"")
+            self._read(peer)  # requests that arrived while the answers waited
         if events & selectors.EVENT_READ:
             # An unproven peer may send its answer to the greeting, and no further byte.
             piece = peer.socket.recv(_PIECE if peer.channel else ANSWER - len(peer.inbox))
@@ -207,7 +209,7 @@ class StoreServer:
             peer.channel = channel
             del self._unproven[peer]
             self._send(peer, channel.proof)
-        while not peer.gone and len(peer.inbox) >= HEADER:
+        while not peer.gone and len(peer.inbox) >= HEADER and not peer.is_full:
             length = frame_length(peer.inbox)
             if len(peer.inbox) < HEADER + length:
                 return
@@ -221,7 +223,9 @@ class StoreServer:
         with contextlib.suppress(BlockingIOError):
             while peer.outbox:
                 del peer.outbox[: peer.socket.send(peer.outbox)]
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
+        # A peer that sends requests and reads no answers must not fill the memory of the store.
+        events = (not peer.is_full) * selectors.EVENT_READ
+        events |= bool(peer.outbox) * selectors.EVENT_WRITE
         if events != peer.events:
             peer.events = events
             self._selector.modify(peer.socket, events, peer)
@@ -353,6 +357,10 @@ class _Peer:
         self.wait: _Wait | None = None  # the pending request of the peer
         self.inbox, self.outbox = bytearray(), bytearray()
         self.events, self.gone = selectors.EVENT_READ, False
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.outbox) > _MOST_UNSENT
 
 
 class _Wait:

@@ -5,15 +5,12 @@ layout (`parts_of`). The contents of a directory are untrusted, and are checked 
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +19,7 @@ from numpy.typing import NDArray
 from parallel2d.base import files
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.metrics import keys
-from parallel2d.training.metrics.metrics_row import parse_row
+from parallel2d.training.metrics.metrics_row import Row, read_lines, read_rows
 from parallel2d.training.run_directory.start import Segment, read_segments
 
 # The step, in rows with a non-finite loss, which the writer stores as null
@@ -47,9 +44,7 @@ _NEWEST = (
 # Other numbers are dropped, which bounds the memory of a row.
 COLUMNS = {key: place for place, key in enumerate((*_MEANS, *_NEWEST))}
 _MOST_ROWS = 2_000  # number of points of a curve
-_LONGEST_ROW = 1 << 16  # bytes
 _LARGEST_OBJECT = 2**20
-_LARGEST_FILE = 16 * 2**30
 _LARGEST_NUMBER = 1e30
 
 Numbers = NDArray[np.float64]
@@ -112,9 +107,19 @@ def find_runs(paths: Sequence[str]) -> list[str]:
     for path in paths:
         below: list[str] = []
         if not os.path.lexists(os.path.join(path, "metrics.jsonl")):
-            below = sorted(map(os.path.dirname, map(str, Path(path).rglob("metrics.jsonl"))))
+            below = sorted(_folders_with_rows(path))
         found |= dict.fromkeys(below or [path])
     return list(found)
+
+
+def _folders_with_rows(path: str) -> Iterator[str]:
+    try:
+        for folder, names in files.walk(path):
+            if "metrics.jsonl" in names:
+                yield folder
+    except OSError as error:
+        where = files.printable(error.filename, 300)
+        raise ConfigError(f"{where} cannot be read: {error.strerror}") from None
 
 
 def read_run(path: str) -> Run:
@@ -154,22 +159,18 @@ def _read_rows(path: str) -> Numbers:
     """Return [rows, `COLUMNS`]. Above `_MOST_ROWS` rows, two, three, ... rows are joined."""
     found: list[Numbers] = []
     with files.open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
-            raise OSError(errno.EFBIG, f"more than {_LARGEST_FILE >> 30} GiB")
-        read_line = partial(file.readline, _LONGEST_ROW)
-        length = sum(1 for _ in iter(read_line, b"")) // _MOST_ROWS + 1
+        length = sum(1 for _ in read_lines(file)) // _MOST_ROWS + 1
         file.seek(0)
-        rows = _rows(iter(read_line, b""))
+        rows = _numbers(read_rows(file))
         while block := list(itertools.islice(rows, length)):
             found.append(_joined(np.array(block)))
     table = np.array(found).reshape(-1, len(COLUMNS))
     return table[~np.isnan(table[:, COLUMNS[keys.STEP]])]
 
 
-def _rows(lines: Iterable[bytes]) -> Iterator[list[float]]:
-    """Yield the numbers of each row. Invalid lines, such as truncated or too long ones, are
-    skipped."""
-    for row in filter(None, map(parse_row, lines)):
+def _numbers(rows: Iterable[Row]) -> Iterator[list[float]]:
+    """Yield the numbers of each row, `COLUMNS`."""
+    for row in rows:
         if row.get(keys.LOSS, 0.0) is None:
             row[NOT_FINITE] = row[keys.STEP]
         values = [math.nan] * len(COLUMNS)

@@ -250,6 +250,13 @@ class Resume:
         return from_json(manifest.state) | {"step": manifest.step}
 
 
+def check_resume(path: str) -> None:
+    """Raises `ConfigError` where ``checkpoint.resume`` names a folder of this machine that does not
+    exist."""
+    if path not in ("auto", "never") and not is_remote(path):
+        _find(path)
+
+
 def _find(path: str) -> str:
     found = find_checkpoint(path)
     if not is_remote(path) and not os.path.isdir(found):

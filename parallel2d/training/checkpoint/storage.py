@@ -16,13 +16,12 @@ import hashlib
 import itertools
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from parallel2d.base.errors import ConfigError, PlainError
-from parallel2d.base.files import flush_folder, printable, refuse_link, replace
+from parallel2d.base.files import flush_folder, printable, refuse_link, remove_tree, replace
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.training.checkpoint.manifest import MANIFEST, StoredFile
@@ -130,10 +129,7 @@ class LocalStore:
         for name in os.listdir(self.root):
             path = os.path.join(self.root, name)
             if name.startswith((".saving-", ".deleting-")) or _is_old_token(path):
-                shutil.rmtree(path, ignore_errors=True)
-                # rmtree rejects links and files.
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+                remove_tree(path)
         place = os.path.join(self.root, f".saving-{step_name(step)}-{token}")
         os.mkdir(place)
         return place
@@ -173,7 +169,7 @@ class LocalStore:
         flush_folder(self.root)
 
     def discard(self, place: str) -> None:
-        shutil.rmtree(place, ignore_errors=True)
+        remove_tree(place)
 
     def move_aside(self, step: int) -> str:
         """Rename a checkpoint, and return its new name."""
@@ -188,7 +184,7 @@ class LocalStore:
         doomed = os.path.join(self.root, f".deleting-{step_name(step)}-{os.urandom(4).hex()}")
         os.rename(self.path_of(step), doomed)
         flush_folder(self.root)
-        shutil.rmtree(doomed)
+        remove_tree(doomed, must_succeed=True)
 
     def put_note(self, name: str, text: str | None) -> None:
         """Write a file next to the checkpoints, or delete it if ``text`` is None."""

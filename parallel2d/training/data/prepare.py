@@ -282,7 +282,11 @@ def run_unit(job: UnitJob, tokenizer: Tokenizer) -> None:
 
 def _places(unit: reading.Unit, bad: list[tuple[str, int, str]]) -> list[str]:
     before = reading.lines_before(unit) if bad else 0
-    return [f"{file}:{before + line}: {reason}" for file, line, reason in bad]
+    # Names and reasons come from the data: a line break in one would begin a forged message.
+    return [
+        f"{files.printable(file, 300)}:{before + line}: {files.printable(reason, 300)}"
+        for file, line, reason in bad
+    ]
 
 
 def _batches(documents: Iterable[reading.Document]) -> Iterator[list[reading.Document]]:

@@ -9,23 +9,25 @@ libraries for .zst, Parquet and data sets are extras and are imported only here.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import glob
 import gzip
 import hashlib
-import importlib
 import io
 import itertools
 import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from parallel2d.base.config import DataConfig
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.files import inside, printable, walk
+from parallel2d.training.data import data_set_folder, tables
 
 # Size of a unit of files and of a data set; constants, because shards are made per unit
 UNIT_BYTES, _UNIT_ROWS = 32 << 20, 50_000
@@ -34,10 +36,17 @@ HASH_RANGE = 1 << 64  # upper limit of `content_hash`
 # Larger input is identified by names, sizes and modification times instead of its content
 _IDENTIFIED_WHOLE = 256 << 20
 _WHOLE_FILE = 1 << 62
-_TABLE_ROWS = 256  # rows of a Parquet file in memory at a time
 _NOT_IN_CORPUS = ("test", "tests", "idle_test", "site-packages", "dist-packages")
 _MACHINE_MADE = ("_sysconfigdata", "sitecustomize", "usercustomize")
 _COMPRESSED = (".gz", ".zst")
+_ROW_FILES = (".jsonl", ".ndjson")
+# For a data set: the method of `datasets.Dataset` that reads files with this ending, its arguments
+_LIBRARY_READERS: dict[str, tuple[str, dict[str, str]]] = {
+    ".csv": ("from_csv", {}),
+    ".tsv": ("from_csv", {"sep": "\t"}),
+    ".json": ("from_json", {}),
+    ".txt": ("from_text", {}),
+}
 # A compressed file may expand to this size, or to this multiple of its size; text takes 3 to 10.
 _FREE_BYTES, _MOST_EXPANSION = 4 << 20, 100
 
@@ -83,16 +92,23 @@ def find_units(config: DataConfig) -> tuple[list[Unit], str]:
     """Return the units of the raw input of ``config`` in order, and a hex digest that changes with
     a file's name or content. Raises `ConfigError` for input that cannot be read."""
     if config.name == "hf":
-        data_set = _open_data_set(config)
-        source = [SourceFile(f"{config.path} {config.subset or ''} {config.split}", "")]
-        begins, rows = range(0, len(data_set), _UNIT_ROWS), len(data_set)
-        units = [Unit("hf", source, row, min(row + _UNIT_ROWS, rows)) for row in begins]
-        return units, str(data_set._fingerprint)
-    files = _standard_library() if config.name == "stdlib" else find_files(str(config.path))
+        files = _files_of_data_set(config)
+        endings = {os.path.splitext(file.name)[1].lower() for file in files}
+        if not files or endings & set(_LIBRARY_READERS):
+            data_set = _open_data_set(config)
+            source = [SourceFile(f"{config.path} {config.subset or ''} {config.split}", "")]
+            return _row_units("hf", source, len(data_set)), str(data_set._fingerprint)
+        if endings == {".arrow"}:
+            return _arrow_units(files), files_identity(files)
     try:
+        if config.name == "stdlib":
+            files = _standard_library()
+        elif config.name != "hf":
+            files = find_files(str(config.path))
         return plan_units(files), files_identity(files)
     except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
+        where = printable(error.filename or config.path, 300)
+        raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from None
 
 
 def find_files(path: str) -> list[SourceFile]:
@@ -102,12 +118,25 @@ def find_files(path: str) -> list[SourceFile]:
         return _files_below(start)
     if start.is_file():
         return [SourceFile(start.name, str(start))]
-    matches = filter(Path.is_file, map(Path, glob.glob(str(start), recursive=True)))
-    found = sorted(SourceFile(match.as_posix(), str(match)) for match in matches)
+    found = []
+    try:
+        matches = list(filter(os.path.isfile, glob.glob(str(start), recursive=True)))
+    except RecursionError:
+        raise ConfigError(f"data.path={path}: folders nested too deeply") from None
+    for match in matches:
+        _refuse_outside(_fixed_part(str(start)), match)
+        found.append(SourceFile(Path(match).as_posix(), str(Path(match))))
+    found.sort()
     if not found:
         problem = "is not a file or folder, and as a glob it matches no file"
         raise ConfigError(f"data.path={path} {problem}")
     return found
+
+
+def _fixed_part(pattern: str) -> str:
+    """The folder before the first wildcard of a glob."""
+    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts)
+    return str(Path(*fixed))
 
 
 def _standard_library() -> list[SourceFile]:
@@ -124,16 +153,25 @@ def _standard_library() -> list[SourceFile]:
 def _files_below(root: Path, omitted: Collection[str] = ()) -> list[SourceFile]:
     """Return files below ``root``, without hidden ones and ``omitted`` folders, sorted by name."""
     files = []
-    for folder, children, names in os.walk(root):
-        # The walk descends into the folders that remain in this list.
-        children[:] = set(filter(_is_shown, children)).difference(omitted)
-        inside = os.path.relpath(folder, root)
+    for folder, names in walk(str(root), lambda name: _is_shown(name) and name not in omitted):
+        place = os.path.relpath(folder, root)
         for name in filter(_is_shown, names):
             path = os.path.join(folder, name)
             # Not a pipe, a socket, or a broken link
             if os.path.isfile(path):
-                files.append(SourceFile(os.path.normpath(os.path.join(inside, name)), path))
+                _refuse_outside(root, path)
+                files.append(SourceFile(os.path.normpath(os.path.join(place, name)), path))
     return sorted(files)
+
+
+def _refuse_outside(folder: Path | str, path: str) -> None:
+    """Raises `ConfigError` for a link in a folder that leads out of it: anybody may have made it,
+    and a private file would become training data."""
+    try:
+        inside(str(folder), path)
+    except OSError as error:
+        reason = "copy the file there, or name it in data.path"
+        raise ConfigError(f"data: {printable(path, 300)}: {error.strerror}; {reason}") from None
 
 
 def _is_shown(name: str) -> bool:
@@ -147,8 +185,7 @@ def plan_units(files: list[SourceFile]) -> list[Unit]:
     for file in files:
         room, left = left, -1
         name, size = file.path.lower(), os.path.getsize(file.path)
-        stem = name.removesuffix(".gz").removesuffix(".zst")
-        kind = "rows" if stem.endswith((".jsonl", ".ndjson")) else "text"
+        kind = "rows" if _without_compression(name).endswith(_ROW_FILES) else "text"
         if name.endswith(".parquet"):
             units += _parquet_units(file)
         elif name.endswith(_COMPRESSED):
@@ -165,9 +202,28 @@ def plan_units(files: list[SourceFile]) -> list[Unit]:
     return units
 
 
+def _without_compression(name: str) -> str:
+    return name.lower().removesuffix(".gz").removesuffix(".zst")
+
+
+def _row_units(kind: str, files: list[SourceFile], rows: int) -> list[Unit]:
+    begins = range(0, rows, _UNIT_ROWS)
+    return [Unit(kind, files, row, min(row + _UNIT_ROWS, rows)) for row in begins]
+
+
+def _arrow_units(files: list[SourceFile]) -> list[Unit]:
+    """Units of consecutive rows. Reads only the headers of batches."""
+    tables.check_arrow([file.path for file in files])
+    units = []
+    for file in files:
+        rows = sum(batch.num_rows for batch in tables.open_arrow(file.path))
+        units += _row_units("arrow", [file], rows)
+    return units
+
+
 def _parquet_units(file: SourceFile) -> list[Unit]:
     """Return units of consecutive row groups. Reads only the file's footer."""
-    table = _open_parquet(file.path)
+    table = tables.open_parquet(file.path)
     units, begin, held = [], 0, 0
     for group in range(table.num_row_groups):
         held += table.metadata.row_group(group).total_byte_size
@@ -223,10 +279,10 @@ def lines_before(unit: Unit) -> int:
     """Return the number of lines or rows before the unit. Reads the file up to the unit,
     so it is called only for messages about bad rows."""
     path = unit.files[0].path
-    if unit.kind == "hf" or unit.start == 0:
+    if unit.kind in ("hf", "arrow") or unit.start == 0:
         return unit.start
     if unit.kind == "parquet":
-        metadata = _open_parquet(path).metadata
+        metadata = tables.open_parquet(path).metadata
         return sum(metadata.row_group(group).num_rows for group in range(unit.start))
     with open(path, "rb") as file:
         end = _enter(file, unit.start)
@@ -306,6 +362,8 @@ def _line_document(line: bytes, text_field: str) -> list[Document]:
 def _row_document(row: Any, text_field: str) -> list[Document]:
     """Parse one row: ``segments``, a list of {"text": str, "loss": bool}; or ``prompt`` and
     ``completion``, with only the completion as target; or the text field."""
+    if row is tables.TOO_LONG:
+        raise _BadRowError(f"the row is longer than {ROW_BYTES} bytes")
     match row:
         case {"segments": segments} if segments is not None:
             try:
@@ -352,7 +410,7 @@ def _open(path: str) -> IO[bytes]:
         stream: Any = gzip.GzipFile(fileobj=file)
     elif path.lower().endswith(".zst"):
         # Unlike the stream reader of zstandard, this reader reports a truncated file.
-        stream = _library("pyarrow", "data", path).CompressedInputStream(file, "zstd")
+        stream = tables.library("pyarrow", "data", path).CompressedInputStream(file, "zstd")
     else:
         return file
     return cast(IO[bytes], io.BufferedReader(_Decompressed(file, stream), 1 << 16))
@@ -371,7 +429,7 @@ class _Decompressed(io.RawIOBase):
         count = int(self._stream.readinto(buffer))
         self._given += count
         if self._given > _FREE_BYTES + _MOST_EXPANSION * self._file.tell():
-            raise OSError(f"it expands to more than {_MOST_EXPANSION} times its size, unlike text")
+            raise OSError(tables.TOO_MUCH)
         return count
 
     def close(self) -> None:
@@ -379,64 +437,114 @@ class _Decompressed(io.RawIOBase):
         super().close()
 
 
-def _library(name: str, extra: str, path: str) -> Any:
+def _files_of_data_set(config: DataConfig) -> list[SourceFile]:
+    """The files of ``data=hf`` with a folder of this machine; none for a name on the Hub. Raises
+    `ConfigError` for a file outside of the folder."""
+    path = os.path.expanduser(str(config.path))
+    if not os.path.isdir(path):
+        return []
+    with _data_set_explained(config):
+        paths = data_set_folder.saved_files(path, config.split)
+        if not paths:
+            datasets = tables.library("datasets", "hf-datasets", f"data=hf data.path={path}")
+            paths = data_set_folder.files_of_split(datasets, path, config.subset, config.split)
+        known = (*_ROW_FILES, ".parquet", ".arrow", *_LIBRARY_READERS)
+        for file in paths:
+            if not _without_compression(file).endswith(known):
+                raise ValueError(f"{printable(os.path.basename(file))} is not one of {known}")
+    return [SourceFile(os.path.relpath(file, path), file) for file in paths]
+
+
+@contextlib.contextmanager
+def _data_set_explained(config: DataConfig) -> Iterator[None]:
     try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise ConfigError(f"{path} needs {name}: pip install 'parallel2d[{extra}]'") from None
-
-
-def _open_parquet(path: str) -> Any:
-    """Return a `pyarrow.parquet.ParquetFile`. Raises `ConfigError` for any other file."""
-    pyarrow, parquet = (_library(name, "data", path) for name in ("pyarrow", "pyarrow.parquet"))
-    try:
-        return parquet.ParquetFile(path, memory_map=True)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{path} is not a readable Parquet file: {error}") from None
-
-
-def _open_data_set(config: DataConfig) -> Any:
-    """Return the `datasets.Dataset` of ``data=hf``. Raises `ConfigError` if loading fails."""
-    path = str(config.path)
-    datasets = _library("datasets", "hf-datasets", f"data=hf data.path={path}")
-    try:
-        # The results of save_to_disk: one data set, or a folder of several splits
-        if os.path.exists(os.path.join(path, "state.json")):
-            return datasets.load_from_disk(path)
-        if os.path.exists(os.path.join(path, "dataset_dict.json")):
-            return datasets.load_from_disk(path)[config.split]
-        return datasets.load_dataset(path, config.subset, split=config.split)
-    # The library raises many types: for a missing data set, a missing split, no network
+        yield
+    except ConfigError:
+        raise
+    # The library raises many types: no such data set, no such split, no network
     except Exception as error:
-        reason = str(error).split("\n")[0] or type(error).__name__
+        where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+        lines = str(getattr(error, "strerror", None) or error).split("\n")
+        reason = printable(where + (lines[0] or type(error).__name__), 500)
         raise ConfigError(
-            f"data=hf data.path={path} data.split={config.split} cannot be loaded: {reason}"
+            f"data=hf data.path={config.path} data.split={config.split} cannot be loaded: {reason}"
         ) from None
 
 
+def _open_data_set(config: DataConfig) -> Any:
+    """The `datasets.Dataset` of ``data=hf``, for files that only the library reads, and for a name
+    on the Hub. Raises `ConfigError` if it cannot be loaded."""
+    datasets = tables.library("datasets", "hf-datasets", f"data=hf data.path={config.path}")
+    files = [file.path for file in _files_of_data_set(config)]
+    with _data_set_explained(config):
+        if not files:
+            if str(config.path).startswith(("/", ".", "~")):
+                raise ValueError("there is no such folder")
+            _check_card(str(config.path))
+            return datasets.load_dataset(config.path, config.subset, split=config.split)
+        (ending,) = {os.path.splitext(file)[1].lower() for file in files}
+        for file in files:
+            # The library unpacks archives by their content, to any size.
+            if datasets.utils.extract.Extractor.infer_extractor_format(file):
+                raise ValueError(f"{os.path.basename(file)} is compressed: decompress it first")
+        read, arguments = _LIBRARY_READERS[ending]
+        return getattr(datasets.Dataset, read)(files, **arguments)
+
+
+def _check_card(name: str) -> None:
+    """Raises ValueError where the README of a data set on the Hub names files of this machine, or
+    other addresses."""
+    hub = tables.library("huggingface_hub", "hf-datasets", f"data=hf data.path={name}")
+    with contextlib.suppress(hub.errors.EntryNotFoundError):
+        card = hub.hf_hub_download(name, "README.md", repo_type="dataset")
+        data_set_folder.card_configurations(Path(card).read_text(encoding="utf-8"))
+
+
 def _parquet_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
-    table = _open_parquet(path)
-    columns = _columns(table.schema_arrow.names, config.text_field)
+    table = tables.open_parquet(path)
     groups = list(range(unit.start, unit.stop))
-    damage = (_library("pyarrow", "data", path).ArrowException, UnicodeDecodeError)
-    try:
-        for batch in table.iter_batches(_TABLE_ROWS, groups, columns, use_threads=False):
-            yield from zip(batch.to_pylist(), itertools.repeat(1))
-    except damage as error:
-        raise OSError(str(error)) from None
+    held = sum(tables.stored_bytes(table.metadata.row_group(group)) for group in groups)
+    names = table.schema_arrow.names
+    columns = _columns(names, config.text_field)
+    # As dictionaries, because a value that thousands of rows share is then in memory once.
+    table = tables.open_parquet(path, tables.strings_in(table))
+    batches = table.iter_batches(tables.BATCH_ROWS, groups, columns, use_threads=False)
+    yield from _table_pieces(batches, names, config, held)
+
+
+def _arrow_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
+    table = tables.open_arrow(path)
+    batches = tables.row_range(table, unit.start, unit.stop)
+    yield from _table_pieces(batches, table.schema.names, config, os.path.getsize(path))
 
 
 def _data_set_pieces(_: str, unit: Unit, config: DataConfig) -> _Pieces:
     data_set = _open_data_set(config)
-    columns = _columns(data_set.column_names, config.text_field)
-    rows = data_set.select_columns(columns).select(range(unit.start, unit.stop))
-    yield from zip(rows, itertools.repeat(1))
+    rows = data_set.select(range(unit.start, unit.stop)).with_format("arrow")
+    # As Arrow tables: the library decodes images and sounds by opening the paths in the rows.
+    batches = itertools.chain.from_iterable(
+        table.to_batches() for table in rows.iter(tables.BATCH_ROWS)
+    )
+    yield from _table_pieces(batches, data_set.column_names, config, _WHOLE_FILE)
+
+
+def _table_pieces(
+    batches: Iterable[Any], names: list[str], config: DataConfig, held: int
+) -> _Pieces:
+    """The rows of Arrow batches, which are made from ``held`` bytes of a file."""
+    columns = _columns(names, config.text_field)
+    if not columns:
+        yield dict.fromkeys(names), 1  # for the message
+        return
+    selected = (batch.select(columns) for batch in batches)
+    most = _FREE_BYTES + _MOST_EXPANSION * held
+    yield from zip(tables.bounded_rows(selected, ROW_BYTES, most), itertools.repeat(1))
 
 
 def _columns(names: list[str], text_field: str) -> list[str]:
-    """Select the columns for documents; without any, all columns, for the message about a row."""
+    """Select the columns for documents."""
     wanted = (text_field, "prompt", "completion", "segments")
-    return [name for name in names if name in wanted] or names
+    return [name for name in names if name in wanted]
 
 
 # Kind of unit -> a function that reads its files in pieces, and a function that parses a piece
@@ -445,5 +553,6 @@ _FORMATS: dict[str, _Format] = {
     "text": (_text_pieces, _text_document),
     "rows": (_row_pieces, _line_document),
     "parquet": (_parquet_pieces, _row_document),
+    "arrow": (_arrow_pieces, _row_document),
     "hf": (_data_set_pieces, _row_document),
 }

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.parallelize.layout import SampleShape
 from parallel2d.training.data.batch import IGNORED, Batch, SampleHash, token_sequences
 from parallel2d.training.data.order import Order, Schedule
@@ -136,6 +137,7 @@ class SampleStream:
         self._length = schedule.positions_before_repeat(lengths)
         self.shape = components[0].shape
         self._prepare: Callable[[Batch], Batch] | None = None
+        self._vocab_size: int | None = None
         self._with_ids, self._context = intra_document_masking, context
         # Positions that are read together lie in few blocks of the order.
         self._block = lru_cache(maxsize=4 * len(components))(self._compute_block)
@@ -166,6 +168,10 @@ class SampleStream:
         """Pass every batch through ``prepare`` after it has been read."""
         self._prepare = prepare
 
+    def check_ids(self, vocab_size: int) -> None:
+        """Have `read` raise `ConfigError` for token ids that are not below ``vocab_size``."""
+        self._vocab_size = vocab_size
+
     def read(self, positions: Sequence[Position]) -> Batch:
         """Read the samples at ``positions`` into host memory.
 
@@ -190,6 +196,15 @@ class SampleStream:
         ids = np.empty_like(targets) if self._with_ids else None
         for row, (component, index) in zip(rows, self._locate(where), strict=True):
             component.read(index, inputs[row], targets[row], None if ids is None else ids[row])
+        # Here, because a kernel on a GPU would end the process without a reason.
+        if self._vocab_size is not None and rows:
+            largest = int(max(inputs[rows].max(), targets[rows].max()))
+            if largest >= self._vocab_size:
+                raise ConfigError(
+                    f"the data have the token id {largest}, and the model's embedding has "
+                    f"{self._vocab_size} rows: another tokenizer has made them, or the model needs "
+                    f"a vocabulary of {largest + 1} at least"
+                )
         if len(rows) < count:
             missing = sorted(set(range(count)) - set(rows))
             inputs[missing], targets[missing] = 0, IGNORED

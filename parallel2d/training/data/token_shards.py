@@ -239,6 +239,10 @@ def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
     """Raise `ConfigError` for a file with another size than in ``manifest`` (or a record)."""
     for name, entry in shard_files(manifest):
         path, expected = folder / name, entry["bytes"]
+        try:
+            files.inside(str(folder), str(path))
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; prepare the data again") from None
         size = path.stat().st_size if path.is_file() else None
         if size != expected:
             found = "is missing" if size is None else f"has {size} bytes"

@@ -7,7 +7,10 @@ This format is data, not code.
 
 from __future__ import annotations
 
+import base64
+import functools
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.files import printable
+from parallel2d.base.files.limited_child import try_in_child
 
+_LARGEST = 256 << 20  # bytes of a file
+_MOST_GROWTH = 4096
+# Letters, digits, marks and characters of several bytes
+_SAMPLE = "".join(map(chr, range(32, 127))) + " \u00e9\u2603\u4e2d\ufb01\U0001f600\n\t" * 20
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 
 
@@ -59,12 +68,14 @@ class LibraryTokenizer(Tokenizer):
                 f"data.tokenizer={path} must be 'bytes' or the path of a tokenizer.json; there is "
                 "no file"
             )
+        size = file.stat().st_size
+        if size > _LARGEST:
+            raise ConfigError(f"data.tokenizer={path} has more than {_LARGEST >> 20} MiB")
         content = file.read_bytes()
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-        except Exception as error:  # the library raises bare Exception
-            problem = f"is not a readable tokenizer.json: {error}"
-            raise ConfigError(f"data.tokenizer={path} {problem}") from None
+        read = functools.partial(_read, tokenizers.Tokenizer, content, path)
+        # Native code that reads a hostile file may end the process, or take all memory.
+        try_in_child(path, size, read)
+        self._tokenizer = read()
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -79,13 +90,56 @@ class LibraryTokenizer(Tokenizer):
         self.fingerprint = hashlib.sha256(content + f"/{self.end_id}".encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[NDArray[Any]]:
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except BaseException as error:
+            raise _as_config_error(error, f"data.tokenizer={self.name} cannot encode") from None
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, with special tokens as text."""
         known = [token for token in ids if self._tokenizer.id_to_token(token) is not None]
         return str(self._tokenizer.decode(known, skip_special_tokens=False))
+
+
+def _read(kind: Any, content: bytes, path: str) -> Any:
+    """The library's tokenizer, tried on a sample. Raises `ConfigError` for what is none, and for
+    one that makes a text many times longer."""
+    try:
+        tokenizer = kind.from_str(content.decode("utf-8"))
+        growth = (
+            _growth(json.loads(tokenizer.normalizer.__getstate__())) if tokenizer.normalizer else 1
+        )
+        if growth > _MOST_GROWTH:
+            raise ValueError(f"it may make a text {growth} times longer")
+        tokenizer.encode(_SAMPLE, add_special_tokens=False)
+    except BaseException as error:
+        raise _as_config_error(
+            error, f"data.tokenizer={path} is not a readable tokenizer.json"
+        ) from None
+    return tokenizer
+
+
+def _growth(normalizer: Any) -> int:
+    """How many times longer a normalizer of the library can make a text, at most."""
+    growth = 1
+    for each in normalizer.get("normalizers", ()):
+        growth *= _growth(each)
+    for key in ("content", "prepend"):
+        growth *= max(1, len(normalizer.get(key) or ""))
+    if charsmap := normalizer.get("precompiled_charsmap"):
+        data = base64.b64decode(charsmap)
+        # sentencepiece: the bytes of a trie, the trie, and replacements that end with zeros
+        trie = int.from_bytes(data[:4], "little")
+        growth *= max(map(len, data[4 + trie :].split(b"\0")), default=1) + 1
+    return growth
+
+
+def _as_config_error(error: BaseException, what: str) -> BaseException:
+    """A `ConfigError` for what the library raises: bare exceptions, and panics of Rust, which are
+    no `Exception`. Others as they are."""
+    is_of_library = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    return ConfigError(f"{what}: {printable(error, 300)}") if is_of_library else error
 
 
 def load_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:

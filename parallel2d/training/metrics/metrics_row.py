@@ -1,17 +1,29 @@
-"""``metrics.jsonl``: `parse_row` reads a line, `set_aside_after` removes rows that a restart
-undid."""
+"""``metrics.jsonl``: `read_rows` reads its rows, `set_aside_after` removes rows that a restart
+undid.
+
+The file may have any origin. No line is read beyond `LONGEST_ROW`, and a file that would take
+minutes is refused.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
 import os
+import shutil
+from collections.abc import Iterator
 from itertools import count, filterfalse
-from typing import Any
+from typing import Any, BinaryIO
 
 from parallel2d.base.files import regular
 from parallel2d.training.metrics.keys import STEP
+
+LONGEST_ROW = 1 << 16  # bytes
+_LARGEST_FILE = 4 << 30  # bytes
+_MOST_LINES = 10_000_000
+_MOST_BROKEN = 100_000  # lines that are no rows; each kill leaves one
 
 Row = dict[str, Any]
 
@@ -25,6 +37,38 @@ def parse_row(line: bytes) -> Row | None:
     return row if isinstance(row, dict) and type(row.get(STEP)) is int else None
 
 
+def read_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of ``metrics.jsonl``, long ones in pieces. Raises OSError as `read_rows`."""
+    _check_size(file)
+    for number, line in enumerate(iter(lambda: file.readline(LONGEST_ROW), b"")):
+        if number >= _MOST_LINES:
+            raise OSError(errno.EFBIG, f"more than {_MOST_LINES:,} lines", file.name)
+        yield line
+
+
+def read_rows(file: BinaryIO) -> Iterator[Row]:
+    """The rows of ``metrics.jsonl``; lines that are none are passed over. Raises OSError for more
+    bytes or lines than any run writes, and for more lines that are no rows than kills leave."""
+    broken = 0
+    for line in read_lines(file):
+        row = parse_row(line)
+        if row is not None:
+            yield row
+        else:
+            broken += 1
+            _check_broken(broken, file)
+
+
+def _check_size(file: BinaryIO) -> None:
+    if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
+        raise OSError(errno.EFBIG, f"more than {_LARGEST_FILE >> 30} GiB", file.name)
+
+
+def _check_broken(lines: int, file: BinaryIO) -> None:
+    if lines > _MOST_BROKEN:
+        raise OSError(errno.EINVAL, f"more than {_MOST_BROKEN:,} lines are no rows", file.name)
+
+
 def seconds_in(row: Row, key: str) -> float:
     """Return the seconds under ``key``, or 0 for an impossible value: the file may be edited."""
     value: Any = row.get(key)
@@ -35,7 +79,7 @@ def seconds_in(row: Row, key: str) -> float:
 
 def set_aside_after(path: str, from_step: int) -> tuple[Row | None, Row | None]:
     """Keep rows up to ``from_step``, and move later rows, which a restart has undone, to a file
-    next to ``metrics.jsonl``. Raises OSError.
+    next to ``metrics.jsonl``. Raises OSError as `read_rows`.
 
     Reads and writes only the later rows, from the end of the file, so that the duration of a
     restart does not depend on the length of the run. Returns the last row of the file before the
@@ -45,25 +89,31 @@ def set_aside_after(path: str, from_step: int) -> tuple[Row | None, Row | None]:
         return None, None
     last = standing = None
     with open(path, "r+b", opener=regular) as file:
+        _check_size(file)
+        cut = os.fstat(file.fileno()).st_size  # where the rows to be moved begin
+        broken = 0
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            cut = len(data)  # offset of the first row to move
             while cut:
-                begin = data.rfind(b"\n", 0, cut - 1) + 1
+                # A longer line is passed over in pieces, which are no rows.
+                lowest = max(cut - LONGEST_ROW, 0)
+                begin = max(data.rfind(b"\n", lowest, cut - 1) + 1, lowest)
                 row = parse_row(data[begin:cut])
                 last = last or row
                 # Steps only grow, so all rows before this one stay too.
                 if row is not None and row[STEP] <= from_step:
                     standing = row
                     break
+                broken += row is None
+                _check_broken(broken, file)
                 cut = begin
-            undone = data[cut:]
-        if undone:
+        if cut < os.fstat(file.fileno()).st_size:
             base = path.removesuffix(".jsonl")
             unused = (f"{base}.before-restart-{number}.jsonl" for number in count(1))
             # The copy is written before the rows are cut off: after a kill between the two, the
             # rows are in both files and the next start moves them again. In the other order they
             # would be lost.
             with open(next(filterfalse(os.path.lexists, unused)), "xb") as aside:
-                aside.write(undone)
+                file.seek(cut)
+                shutil.copyfileobj(file, aside)
             file.truncate(cut)
     return last, standing

@@ -98,6 +98,18 @@ class Recorder:
             self._goodput.resume(step, *found, restarted=restarted, not_before=not_before)
         if self.display:
             self.display.begin(step)
+        if step == 0 and self.writer:
+            self._warn_of_loss(found[0], restarted)
+
+    def _warn_of_loss(self, last: Mapping[str, Any] | None, restarted: bool) -> None:
+        """``last``: the last row of an earlier start in this run directory."""
+        if last is None and not restarted:
+            return
+        lost = f"{last[keys.STEP]} steps are lost" if last else "nothing is known of its steps"
+        self.log(
+            "warning: this run has begun before, and there is no checkpoint and no copy in memory "
+            f"to continue from: it begins at step 1 again, {lost}"
+        )
 
     def take_over(
         self, display: ConsoleDisplay, writer: MetricsWriter, step: int, segment: int
@@ -164,9 +176,9 @@ class Recorder:
         *,
         last: bool,
         given: Mapping[str, float],
-    ) -> None:
+    ) -> dict[str, Any] | None:
         """Record one step, and write a row every ``log_every`` steps, at the first and the last
-        step, and after a validation.
+        step, and after a validation. Returns the row, None where there is none.
 
         Args:
             validation: validation losses by key; None if this step had no validation.
@@ -187,7 +199,7 @@ class Recorder:
             self._add(seconds, outcome.ranks)
         is_due = progress.step % self.log_every == 0
         if not any((first, last, is_due, validation is not None)):
-            return
+            return None
         row = {**self._totals(progress, outcome, learning_rate), **(validation or {})}
         if first:
             # Compilation and warm-up make the first step of a process long: its time has a separate
@@ -201,6 +213,8 @@ class Recorder:
             if mean:  # zero if no rank has measured a step yet
                 row |= {keys.SLOWEST_RANK: busy_s.index(longest), keys.SKEW: longest / mean}
             self._emit(row | self._averages(), busy_s)
+        assert self._emitted is not None
+        return self._emitted[0]
 
     def _totals(
         self, progress: Progress, outcome: StepOutcome, learning_rate: float

@@ -19,27 +19,31 @@ from dataclasses import KW_ONLY, dataclass, field
 from io import FileIO
 from typing import Any
 
-from parallel2d.base.files import regular
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.files import printable, regular
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.metrics_row import Row, set_aside_after
+from parallel2d.training.metrics.tags import (
+    BYTES_BETWEEN_HOSTS_PER_S,
+    OF_AN_AXIS,
+    PERCENT_OF_DEVICE,
+    derived,
+    description,
+    of_axis,
+    of_one_rank,
+    percent_key,
+)
 
 log = logging.getLogger(__name__)
 
 HISTOGRAM_EVERY = 10  # rows; a histogram costs twice as much as all scalars of a row
-
-# Quantity -> its tag in the folder of an axis, and the factor of its values
-OF_AN_AXIS = {
-    "bytes": ("axis/megabytes", 1e-6),
-    "seconds": ("axis/seconds", 1.0),
-    "exposed_seconds": ("axis/exposed_seconds", 1.0),
-    "calls": ("axis/calls", 1.0),
-}
 
 # Charts by group: regular expressions for the tags of a chart's lines. An expression matches every
 # tag that it is a prefix of, so an expression that is also a prefix of other tags ends with $.
 LAYOUT = {
     "Throughput": {
         "tokens per second": [f"{keys.TOKENS_PER_S}$"],
+        "seconds per step": [f"{keys.STEP_S}$"],
         "tokens per second and rank": [keys.TOKENS_PER_S_PER_RANK],
         "model TFLOP/s per rank": [keys.MODEL_TFLOPS_PER_RANK],
         "goodput": [keys.GOODPUT],
@@ -54,9 +58,11 @@ LAYOUT = {
     "Loss": {
         "training and validation": [f"^{keys.LOSS}$", "validation/(.*/)?loss$"],
         "gradient norm": [keys.GRAD_NORM],
+        "learning rate": [keys.LEARNING_RATE],
     },
     "Where time goes": {
         "seconds of a step": [keys.time_key(f"({'|'.join(keys.PHASES)})_s")],
+        "parts of a step, %": [percent_key(".*")],
         "seconds lost so far": ["goodput/lost_.*"],
         "slowest rank over the mean": [keys.SKEW],
     },
@@ -64,6 +70,19 @@ LAYOUT = {
 # Charts for runs with traffic over the replicate axis, and for replicas that train independently
 BETWEEN_REPLICAS = {"bytes saved: exact over sent": [keys.COMPRESSION]}
 SHARED_CHANGES = {"norm of the shared change": [keys.OUTER_NORM]}
+# Charts that only some jobs have data for, by the word in `MetricsWriter.charts`
+OPTIONAL = {
+    "mfu": ("Throughput", {"model FLOP/s over those of the device": [keys.MFU]}),
+    "hosts": (
+        "Between nodes",
+        {
+            "bytes per rank and step": [f"{keys.BYTES_BETWEEN_HOSTS}$"],
+            "bytes per rank and second": [BYTES_BETWEEN_HOSTS_PER_S],
+        },
+    ),
+    "device": ("Memory", {"% of the device, largest rank": [PERCENT_OF_DEVICE]}),
+    "replicas": ("Replicas", {"live replicas": [keys.REPLICAS]}),
+}
 # In the table of runs: the columns that come first, and the results, with their last values
 COMPARED = ("strategy", "replicate", "shard", "tensor", "lr")
 _HPARAMS = "events.out.tfevents.0.hparams"
@@ -85,6 +104,8 @@ class MetricsWriter:
     # Settings that distinguish the runs of a sweep, for TensorBoard's table of runs
     hparams: Mapping[str, str | float | bool] = field(default_factory=dict)
     axes: Sequence[str] = ()  # mesh axes with more than one rank
+    charts: Sequence[str] = ()  # keys of `OPTIONAL`
+    device_gib: float | None = None  # memory of the device of a rank; None without a device
     replicas_equal: bool = True  # after every update; False if replicas share changes less often
 
     def __post_init__(self) -> None:
@@ -98,11 +119,16 @@ class MetricsWriter:
 
     def begin(self, from_step: int) -> tuple[Row | None, Row | None]:
         """Open both files to continue after ``from_step``, and remove the rows of later steps,
-        which a restart has undone. Raises OSError.
+        which a restart has undone. Raises OSError, and `ConfigError` for rows that no run writes.
 
         Returns the last row before the removal and the last row that stays, or None.
         """
-        found = set_aside_after(self._path, from_step)
+        try:
+            found = set_aside_after(self._path, from_step)
+        except OSError as error:
+            raise ConfigError(
+                f"{printable(self._path, 300)}: {error.strerror}; use another hydra.run.dir"
+            ) from None
         # Unbuffered: a buffer would retry the bytes that a full disk has rejected.
         self._file = FileIO(self._path, "ab", opener=regular)
         if self.tensorboard:
@@ -160,10 +186,13 @@ class MetricsWriter:
         scalars = {key: value for key, value in row.items() if isinstance(value, int | float)}
         step = int(scalars.pop(keys.STEP))
         scalars.pop(keys.SEGMENT, None)
+        for tag in of_one_rank(tuple(self.axes)):
+            scalars.pop(tag, None)
+        scalars |= derived(scalars, self.device_gib)
         (_, own), *of_axes = self._events.items()
         own.add_scalars(scalars, step)
         for axis, events in of_axes:
-            events.add_scalars(_of_axis(axis, scalars), step)
+            events.add_scalars(of_axis(axis, scalars), step)
         if len(busy_s) > 1 and self._rows % HISTOGRAM_EVERY == 1:
             import numpy
             from torch.utils.tensorboard import summary
@@ -215,6 +244,7 @@ class _EventFile:
         name = name or f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
         self._records = RecordWriter(open(os.path.join(folder, name), "xb"))  # noqa: SIM115
         self._event = Event
+        self._described: set[str] = set()
         self._write(Event(file_version="brain.Event:2"))
         if from_step:
             started = SessionLog(status=SessionLog.START)
@@ -226,9 +256,14 @@ class _EventFile:
     def add_scalars(self, scalars: Mapping[str, float], step: int) -> None:
         """Write all scalars as one event: an event per scalar would cost more than all other
         measurements together."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        for value in values:
+            if value.tag not in self._described:  # TensorBoard reads the first one
+                text = description(value.tag)
+                value.metadata.CopyFrom(SummaryMetadata(summary_description=text))
+                self._described.add(value.tag)
         self.add(Summary(value=values), step)
 
     def _write(self, event: Any) -> None:
@@ -253,6 +288,9 @@ def _introduction(writer: MetricsWriter) -> Iterator[Any]:
     for group, by_title in {**LAYOUT, "Replicas": replicas}.items():
         if by_title:
             charts[group] = {title: ["Multiline", tags] for title, tags in by_title.items()}
+    for group, by_title in map(OPTIONAL.__getitem__, writer.charts):
+        more = {title: ["Multiline", tags] for title, tags in by_title.items()}
+        charts[group] = {**charts.get(group, {}), **more}
     yield summary.custom_scalars(charts)
 
 
@@ -265,13 +303,3 @@ def _mark_compared(summary: Any) -> None:
         for info in content.experiment.hparam_infos:
             info.differs = info.name in COMPARED
         value.metadata.plugin_data.content = content.SerializeToString()
-
-
-def _of_axis(axis: str, scalars: Mapping[str, float]) -> dict[str, float]:
-    """Return the measurements of ``axis`` under the shared tags; empty for a first row."""
-    moved: dict[str, float] = {}
-    for quantity, (tag, scale) in OF_AN_AXIS.items():
-        key = keys.communication_key(axis, quantity)
-        if key in scalars:
-            moved[tag] = scale * scalars[key]
-    return moved

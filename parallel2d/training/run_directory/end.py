@@ -15,7 +15,7 @@ from parallel2d.base import files
 from parallel2d.base.config import Job
 from parallel2d.base.errors import did_you_mean
 from parallel2d.training.metrics import keys
-from parallel2d.training.metrics.metrics_row import parse_row
+from parallel2d.training.metrics.metrics_row import read_rows
 
 SUMMARY = "summary.json"
 _MEASURED = (int, float, type(None))
@@ -30,7 +30,7 @@ def _read_rows(run_dir: str) -> tuple[dict[str, Any], dict[str, tuple[float, int
     best: dict[str, tuple[float, int]] = {}
     path = os.path.join(run_dir, "metrics.jsonl")
     with contextlib.suppress(FileNotFoundError), files.open_regular(path) as file:
-        for row in filter(None, map(parse_row, file)):
+        for row in read_rows(file):
             last.update(row)
             for key in [key for key in row if key.split("/")[-1] == keys.LOSS]:
                 value = files.number(row[key])
@@ -116,13 +116,15 @@ def _results(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _commands(job: Job, summary: Mapping[str, Any], launcher: str) -> list[str]:
-    run_dir = shlex.quote(_short(job.run_dir))
+    run_dir = shlex.quote(_short(job.run_dir, job))
     lines = []
     for label, key in (("checkpoint", "checkpoint"), ("best", "best_checkpoint")):
         if summary[key]:
-            lines.append(f"{label:<12}{_short(summary[key])}")
+            lines.append(f"{label:<12}{_short(summary[key], job)}")
     if summary["checkpoint"] and not summary["reason"]:
         start = _STARTERS.get(launcher, "python -m ")
+        if launcher == "srun" and os.environ.get("ENVIRONMENT") == "BATCH":  # as sbatch sets it
+            start = f"sbatch SCRIPT, with {start}"
         words = files.printable(shlex.join(_resume_overrides(job, summary)), 4000)
         lines.append(f"continue    {start}parallel2d.train {words} hydra.run.dir={run_dir}")
     lines.append(f"report      {_COMMAND}report {run_dir}")
@@ -130,8 +132,8 @@ def _commands(job: Job, summary: Mapping[str, Any], launcher: str) -> list[str]:
         lines.append(f"            tensorboard --logdir {run_dir}")
         lines.append("            http://localhost:6006/#custom_scalars  (once it runs)")
     if summary["checkpoint"]:
-        source = shlex.quote(_short(summary["checkpoint"]))
-        target = shlex.quote(f"{_short(job.run_dir)}/export")
+        source = shlex.quote(_short(summary["checkpoint"], job))
+        target = shlex.quote(f"{_short(job.run_dir, job)}/export")
         model = job.config.model
         form = "peft" if getattr(model, "adapter", None) else "hf"
         if model.family == "custom":
@@ -159,8 +161,10 @@ def _resume_overrides(job: Job, summary: Mapping[str, Any]) -> list[str]:
     return [*words, f"train.steps={steps}"]
 
 
-def _short(path: str) -> str:
-    if "://" in path:
+def _short(path: str, job: Job) -> str:
+    """``path`` as the user's shell takes it, relative to its folder if that is shorter."""
+    # With hydra.job.chdir=true this process is in the run directory, the shell elsewhere.
+    if "://" in path or os.path.realpath(job.run_dir) == os.getcwd():
         return path
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative

@@ -26,7 +26,6 @@ import logging
 import os
 import platform
 import shlex
-import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -41,7 +40,7 @@ from parallel2d.training.run_directory.end import SUMMARY
 
 _SEGMENTS = "segments.jsonl"
 _LONGEST_LINE = 1 << 22  # bytes; a layout lists every rank
-_LARGEST_FILE = 1 << 28
+_LARGEST_FILE = 1 << 27
 _MOST_SEGMENTS = 10_000
 _LONGEST_VALUE = 60  # characters of a setting in a list of changes
 
@@ -315,14 +314,14 @@ def _publish_pending(run_dir: str, name: str) -> None:
     # Two renames replace the folder, so that `.hydra` is never half old and half new. A crash
     # between them leaves both folders, and the next start repeats the replacement.
     aside = f"{records}-before"
-    shutil.rmtree(aside, ignore_errors=True)
+    files.remove_tree(aside)
     with contextlib.suppress(FileNotFoundError):
         os.rename(records, aside)
     os.rename(pending, records)
-    shutil.rmtree(aside, ignore_errors=True)
+    files.remove_tree(aside)
 
 
 def discard_pending(job: Job) -> None:
     """Remove Hydra's pending records of ``job``, if they exist, after its refusal."""
     if job.records.startswith(_PENDING):
-        shutil.rmtree(os.path.join(job.run_dir, job.records), ignore_errors=True)
+        files.remove_tree(os.path.join(job.run_dir, job.records))

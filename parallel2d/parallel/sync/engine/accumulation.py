@@ -10,6 +10,7 @@ bytes, most memory). ``full`` reduces every micro-batch over both axes.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -18,6 +19,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.parallel.sync.engine.replica_reducer import engine_in, engines_in
+
+log = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
 
@@ -68,7 +71,14 @@ def _ready_afterwards(model: nn.Module, mode: str) -> Iterator[None]:
         raise ValueError(f"during_accumulation={mode!r} is not one of {', '.join(MODES)}")
     try:
         yield
-    # `break` ends a generator by GeneratorExit, which is not an Exception.
+    # `break`, and an exception in the body of the loop, end a generator by GeneratorExit. No
+    # exception leaves it then: Python prints a traceback of it.
+    except GeneratorExit:
+        try:
+            discard_accumulated(model)
+        except RuntimeError as error:  # another rank has ended, as the body has raised
+            log.info("an interrupted global batch was not discarded: %s", error)
+        raise
     except BaseException:
         discard_accumulated(model)
         raise

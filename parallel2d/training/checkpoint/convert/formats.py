@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
-import signal
 import struct
 import warnings
 import zipfile
@@ -16,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import is_count, printable, tensor_file
 from parallel2d.base.files.folder import LocalFolder
+from parallel2d.base.files.limited_child import try_in_child
 from parallel2d.base.files.tensor_file import DTYPES, ByteSource, DamagedCheckpointError, Entry
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.training.checkpoint.manifest import (
@@ -190,10 +188,6 @@ def source_of(
     return Source(kind, described, read, **facts)
 
 
-# Limits of the child process in addition to the cost of reading: seconds, and bytes for half a
-# million tensors.
-MOST_SECONDS, MOST_BYTES = 20, 2**30
-_BYTES_A_SECOND = 2**28
 # How often the tensors may repeat the bytes of the file, and a size that is always allowed.
 _REPEATED, _SMALL = 4, 2**20
 
@@ -206,7 +200,13 @@ def read_torch(path: str) -> Source:
     terabytes, or a key that takes years to hash. Therefore a child process with limits opens the
     file first.
     """
-    _open_in_child(path)
+
+    def open_alone() -> None:
+        # A fork has none of the threads of torch's pool, for which an operation would wait.
+        torch.set_num_threads(1)
+        _open(path)
+
+    try_in_child(path, os.path.getsize(path), open_alone)
     tensors, facts = _open(path)
     described = {}
     first: dict[Any, str] = {}
@@ -235,44 +235,6 @@ def _open(path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
             "repeat their values (expand); save them with .contiguous() if that is meant"
         )
     return tensors, facts
-
-
-def _open_in_child(path: str) -> None:
-    """Open the file in a child process. Raises `ConfigError` if the child fails or exceeds its
-    limits."""
-    size = os.path.getsize(path)
-    receiver, sender = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            # Native code writes its message to stderr before it aborts.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            # A file that is not an archive is read into memory completely.
-            memory = psutil.Process().memory_info().vms + size + MOST_BYTES
-            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-            seconds = MOST_SECONDS + size // _BYTES_A_SECOND
-            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            # CPU time does not pass while a child waits, so an alarm limits the elapsed time too.
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(10 * seconds)
-            # fork does not copy the threads of torch's pool; an operation would wait for them.
-            torch.set_num_threads(1)
-            _open(path)
-            os._exit(0)
-        except ConfigError as error:
-            os.write(sender, str(error).encode())
-        finally:
-            # Not sys.exit: the child must not run the parent's exit handlers.
-            os._exit(1)
-    os.close(sender)
-    with open(receiver, encoding="utf-8") as answer:
-        problem = answer.read()
-    _, status = os.waitpid(child, 0)
-    if status:
-        limits = f"{MOST_SECONDS} seconds or {MOST_BYTES >> 20} MiB"
-        name = os.path.basename(path)
-        raise ConfigError(problem or f"{name} is not loaded: it takes above {limits}")
 
 
 def load_torch(path: str) -> Any:

@@ -73,8 +73,6 @@ _BESIDE = re.compile(
     r"|(generation|preprocessor)_config\.json"
 )
 _MAX_TOKENIZER = 256 * 2**20  # bytes
-_MOST_LABELS = 10_000_000
-_FOREIGN = ("backbone", "use_timm_backbone", "use_pretrained_backbone", "quantization_config")
 
 
 def read_llama(path: str) -> Source:
@@ -244,10 +242,7 @@ def _library_model(
             "path with --model path=FOLDER"
         )
     with as_config_error("the checkpoint's model"):
-        _refuse_settings(settings["arguments"])
         config = huggingface.saved_config(path, settings["architecture"], settings["arguments"])
-        # The folder's configuration may contain forbidden settings too.
-        _refuse_settings(config.to_dict())
         # The attention kernel is not part of a saved model; "eager" is always available.
         config._attn_implementation = "eager"
         # auto_map names code in the folder of the original configuration.
@@ -264,24 +259,6 @@ def _library_model(
         shutil.copy(os.path.join(str(path), name), folder)
     _copy_tokenizer(layout.get("tokenizer"), tokenizer, folder)
     return model
-
-
-def _refuse_settings(settings: Any) -> None:
-    """Raise ValueError for settings, also nested ones, that refer to more than a structure."""
-    if not isinstance(settings, Mapping):
-        return
-    for key, value in settings.items():
-        _refuse_settings(value)
-        more = (
-            str(key).endswith("_implementation") and "/" in str(value),
-            # Another library builds these parts, and may read files that the settings name.
-            key in _FOREIGN and value,
-            key == "model_type" and str(value).startswith("timm"),
-        )
-        if any(more):
-            raise ValueError(f"{key}={value} stands for code, files or parts of other libraries")
-        if key == "num_labels" and isinstance(value, int) and value > _MOST_LABELS:
-            raise ValueError(f"num_labels={value} is more than {_MOST_LABELS:,}")
 
 
 def _stored_names(source: Source, model: Any) -> dict[str, str]:

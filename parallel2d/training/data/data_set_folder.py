@@ -1,0 +1,140 @@
+"""The files of a folder that holds a data set of the Hugging Face library: `saved_files` of what
+the library saved, `files_of_split` of data files with or without a README.
+
+A folder may come from anybody. Its README names files by patterns, which the library would follow
+out of the folder and into the network. Here only regular files inside the folder are found, and no
+address is contacted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import yaml
+
+from parallel2d.base.config.overrides import parse_yaml
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.files import inside, open_regular, printable, read_json
+
+_CARDS = ("README.md", ".huggingface.yaml")
+_LARGEST_CARD = 16 << 20
+_FRONT_MATTER = re.compile(r"\s*---[\r\n]+(.*?)[\r\n]+---(?:\r|\n|$)", re.DOTALL)
+# What decides on documents in one configuration of a README. Other keys are arguments of a reader.
+_OF_FILES = {"config_name", "data_files", "default", "version", "description", "features"}
+# The library takes a name with one of these for a pattern or an address.
+_NO_PLAIN_NAME = re.compile(r"[*?:\[\]\\]")
+
+
+def saved_files(path: str, split: str) -> list[str]:
+    """The Arrow files that ``save_to_disk`` wrote into a folder, or into its folder of the split;
+    none for another folder. Raises OSError for one that lies elsewhere, ValueError for damage."""
+    folder = path
+    if os.path.lexists(os.path.join(path, "dataset_dict.json")):
+        folder = os.path.join(path, os.path.basename(split))
+        if not os.path.isdir(folder):
+            raise ValueError(f"it has no split {split}")
+    state = os.path.join(folder, "state.json")
+    if not os.path.lexists(state):
+        return []
+    described = read_json(inside(path, state))
+    try:
+        names = [str(file["filename"]) for file in described["_data_files"]]
+    except (TypeError, KeyError):
+        raise ValueError("state.json does not list the files") from None
+    return [inside(path, os.path.join(folder, name)) for name in names]
+
+
+def files_of_split(datasets: Any, path: str, subset: str | None, split: str) -> list[str]:
+    """The data files of a split, as the README says or, where it names none, as the library finds
+    them by their names. Raises OSError and ValueError."""
+    by_split = {}
+    configurations = _configurations(path)
+    if configurations:
+        by_split = _of_subset(configurations, subset)
+    if not by_split:
+        by_split = datasets.data_files.get_data_patterns(path)
+    if split not in by_split:
+        raise ValueError(f"its splits are {', '.join(map(printable, by_split))}")
+    found = datasets.data_files.DataFilesList.from_patterns(by_split[split], base_path=path)
+    for file in found:
+        inside(path, file)
+        name = os.path.relpath(file, path)
+        if _NO_PLAIN_NAME.search(name):
+            raise ValueError(f"{printable(name)} has one of the characters * ? : [ ] in its name")
+    # Patterns may overlap.
+    return sorted({file for file in found if os.path.basename(file) not in _CARDS})
+
+
+def card_configurations(text: str, *, plain: bool = False) -> list[dict[Any, Any]]:
+    """The ``configs`` in the front matter of a README, or in a ``plain`` YAML file. Raises
+    ValueError for other forms, and for a pattern of files that leads out of the data set."""
+    matter = None if plain else _FRONT_MATTER.match(text)
+    if not plain and matter is None:
+        return []
+    try:
+        settings = parse_yaml(text if matter is None else matter[1])
+    except (yaml.YAMLError, ConfigError) as error:
+        raise ValueError(f"its README: {printable(error)}") from None
+    found = settings.get("configs") if isinstance(settings, dict) else None
+    if found and not (isinstance(found, list) and all(isinstance(each, dict) for each in found)):
+        raise ValueError("its README: configs is not a list of configurations")
+    for configuration in found or []:
+        outward = [str(configuration.get("data_dir", ""))]
+        for patterns in _patterns(configuration).values():
+            outward += patterns
+        for pattern in filter(_leads_out, outward):
+            raise ValueError(f"its README names {printable(pattern)}, which is outside of it")
+    return found or []
+
+
+def _leads_out(pattern: str) -> bool:
+    """True for an absolute path, an address, and a way upwards."""
+    return pattern.startswith(("/", "~")) or ".." in pattern or bool(re.search(r"[:\\]", pattern))
+
+
+def _configurations(path: str) -> list[dict[Any, Any]]:
+    found: list[dict[Any, Any]] = []
+    for name in _CARDS:
+        card = os.path.join(path, name)
+        if os.path.lexists(card):
+            with open_regular(inside(path, card)) as file:
+                text = file.read(_LARGEST_CARD).decode("utf-8", "replace")
+            # As in the library, the last file counts.
+            found = card_configurations(text, plain=name.endswith(".yaml")) or found
+    return found
+
+
+def _of_subset(configurations: list[dict[Any, Any]], subset: str | None) -> dict[str, list[str]]:
+    """Split -> patterns, of the configuration ``subset``, or of the default one."""
+    names = [str(each.get("config_name")) for each in configurations]
+    chosen = configurations[0] if len(configurations) == 1 and subset is None else None
+    for name, each in zip(names, configurations, strict=True):
+        is_default = name == "default" or each.get("default") is True
+        if name == subset or (subset is None and is_default):
+            chosen = each
+    if chosen is None:
+        raise ValueError(f"data.subset is one of {', '.join(map(printable, names))}")
+    unread = sorted(map(str, chosen.keys() - _OF_FILES))
+    if unread:
+        raise ValueError(
+            f"its README sets {printable(unread[0])}, which is not read: it may name files only"
+        )
+    return _patterns(chosen)
+
+
+def _patterns(configuration: dict[Any, Any]) -> dict[str, list[str]]:
+    """Split -> patterns, in any of the forms that the library takes."""
+    entries = configuration.get("data_files") or []
+    entries = [entries] if isinstance(entries, str) else entries
+    found: dict[str, list[str]] = {}
+    for entry in entries:
+        if isinstance(entry, str):
+            entry = {"split": "train", "path": entry}
+        paths = entry.get("path") if isinstance(entry, dict) else None
+        paths = [paths] if isinstance(paths, str) else paths
+        if not isinstance(paths, list) or not all(isinstance(each, str) for each in paths):
+            raise ValueError("its README: data_files does not list splits and paths")
+        found.setdefault(str(entry.get("split")), []).extend(paths)
+    return found
