@@ -164,7 +164,7 @@ def table(jobs: Sequence[JobReturn], objective: str) -> list[str]:
     words = [job.overrides or () for job in jobs]
     shared = set(words[0]).intersection(*words)
     measured = [_measured(job) for job in jobs]
-    # Columns of what no job has measured are omitted.
+    # Columns without a measurement of any job are omitted.
     columns = [name for name in _SHOWN if any(name in each for each in measured)]
     rows = [("job", objective, *columns, "settings", "run directory")]
     for job in sorted(jobs, key=place):
